@@ -22,7 +22,7 @@ from mtpctl.signals import STOP_SIGNALS, exit_code
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
-    from mtpctl.telemetry.history import Event, History
+    from mtpctl.telemetry.metrics_file import Event, History
     from mtpctl.telemetry.runs import State
     from mtpctl.telemetry.sample_log import SampleRow
 
@@ -66,7 +66,7 @@ class Run:
     @property
     def history(self) -> History:
         """The metrics of all steps (without steps that were repeated after a restart), and all events."""
-        from mtpctl.telemetry.history import load_history
+        from mtpctl.telemetry.metrics_file import load_history
 
         return load_history(self.path)
 

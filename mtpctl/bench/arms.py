@@ -24,7 +24,7 @@ from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import dump_resolved, flatten, load_recipe
 from mtpctl.recipe.model import path_in_full
 from mtpctl.recipe.schema import Recipe
-from mtpctl.telemetry.history import History, load_history
+from mtpctl.telemetry.metrics_file import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.versions import Versions
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from mtpctl.bench.arms import Arm, Experiment, Outcome, share_of
 from mtpctl.bench.report import markdown
-from mtpctl.telemetry.history import History
+from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.summary import LATE, Point, area, late_mean, measure, sustained_from
 
 _NO_SERVER = "logprob.standalone=false"

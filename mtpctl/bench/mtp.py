@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from mtpctl.bench.arms import Arm, Outcome, share_of
 from mtpctl.bench.report import Environment, markdown, number
-from mtpctl.telemetry.history import History
+from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.names import format_value
 
 ARMS = (

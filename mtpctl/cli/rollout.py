@@ -61,7 +61,7 @@ def rollout(
 
 
 def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | None, overlays: list[str], sets: list[str]) -> None:
-    from mtpctl.jobs.serve import serve as serve_agents
+    from mtpctl.jobs.rollout import serve as serve_agents
     from mtpctl.jobs.targets import target_with_weights
 
     with target_with_weights(recipe, start, overlays, sets) as target:

@@ -13,7 +13,7 @@ import yaml
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import flatten
 from mtpctl.telemetry.charts import COLOURS, Chart, Phase, Series, page, render_chart, write_page
-from mtpctl.telemetry.history import History
+from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.names import describe, format_value
 from mtpctl.telemetry.report import history_of, read_document
 from mtpctl.telemetry.run_directory import RunDirectory

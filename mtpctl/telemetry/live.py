@@ -10,8 +10,7 @@ from html import escape
 from pathlib import Path
 
 from mtpctl.telemetry.charts import page
-from mtpctl.telemetry.history import ERROR_KINDS, Event, History
-from mtpctl.telemetry.metrics_file import plain
+from mtpctl.telemetry.metrics_file import ERROR_KINDS, Event, History, plain
 from mtpctl.telemetry.names import describe, format_duration, format_value
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import RunOverview

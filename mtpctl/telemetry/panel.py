@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mtpctl.telemetry.history import Row
+from mtpctl.telemetry.metrics_file import Row
 from mtpctl.telemetry.names import compact, describe, format_duration, format_value
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -16,7 +16,7 @@ import yaml
 
 from mtpctl.errors import UserError
 from mtpctl.telemetry.charts import Chart, Phase, Points, Series, page, render_chart, sparkline_svg, write_page
-from mtpctl.telemetry.history import History, load_history
+from mtpctl.telemetry.metrics_file import History, load_history
 from mtpctl.telemetry.names import describe, format_duration, format_value
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import read_samples

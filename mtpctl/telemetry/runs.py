@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtpctl.errors import UserError
-from mtpctl.telemetry.history import ERROR_KINDS, History, load_history
+from mtpctl.telemetry.metrics_file import ERROR_KINDS, History, load_history
 from mtpctl.telemetry.names import format_duration, format_value
 from mtpctl.telemetry.panel import sparkline
 from mtpctl.telemetry.run_directory import RunDirectory

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.telemetry.history import History, Row, load_history
 from mtpctl.telemetry.live import LiveStatus, steady_clock
-from mtpctl.telemetry.metrics_file import DAMAGED, MetricsFile, open_patiently
+from mtpctl.telemetry.metrics_file import DAMAGED, History, MetricsFile, Row, load_history, open_patiently
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import SampleLog, SampleRow, Tables

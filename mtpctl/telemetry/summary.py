@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from rich.table import Table
 
-from mtpctl.telemetry.history import History
+from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.names import Metric, describe, format_value
 
 Point = tuple[float, float]

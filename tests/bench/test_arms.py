@@ -10,7 +10,7 @@ import pytest
 from mtpctl.bench.arms import WARM, Arm, Experiment, select_arms
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
-from mtpctl.telemetry.history import Row
+from mtpctl.telemetry.metrics_file import Row
 from mtpctl.telemetry.versions import collect_versions
 from tests.fakes.bench_results import write_run
 from tests.fakes.checkpoint_folders import write_checkpoint

@@ -32,7 +32,7 @@ from mtpctl.bench.asynchrony import (
 )
 from mtpctl.bench.report import to_json
 from mtpctl.plan.placement import Actor, Placement
-from mtpctl.telemetry.history import History, Row
+from mtpctl.telemetry.metrics_file import History, Row
 from mtpctl.telemetry.summary import sustained_from
 
 BY_NAME = {arm.name: arm for arm in ARMS}

@@ -9,7 +9,7 @@ import pytest
 
 from mtpctl.cli.app import main
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.telemetry.history import Row
+from mtpctl.telemetry.metrics_file import Row
 from tests.fakes.bench_results import write_run
 
 STEADY, SWINGING, ENDS_HIGH = [0.4, 0.6, 0.7, 0.8, 0.8, 0.8, 0.8], [0.4, 0.8, 0.5, 0.8, 0.4, 0.8, 0.3], [0.4, 0.8, 0.5, 0.8, 0.4, 0.3, 0.8]

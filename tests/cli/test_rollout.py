@@ -107,7 +107,7 @@ def test_serving_takes_an_address_and_maybe_a_file(rollout: Any, monkeypatch: py
         requested.append((recipe.seed, out, options["host"], options["port"], options["start"]))
         return 3
 
-    monkeypatch.setattr("mtpctl.jobs.serve.serve", serve)
+    monkeypatch.setattr("mtpctl.jobs.rollout.serve", serve)
     code, out, _, _ = rollout(found(), "tiny_mtp", "--serve", "--port", "0", "--set", "seed=7", "--out", "o")
     assert (code, out.strip(), requested) == (0, "3 trajectories in o", [(7, Path("o"), "127.0.0.1", 0, None)])
     code, out, _, _ = rollout(found(), "tiny_mtp", "--serve")

@@ -24,7 +24,7 @@ import pytest
 
 from mtpctl.checkpoint.finding import newest, settle
 from mtpctl.controller.buffer import SampleBuffer
-from mtpctl.telemetry.history import load_history
+from mtpctl.telemetry.metrics_file import load_history
 from mtpctl.telemetry.sample_log import SampleRow, read_samples
 from tests.environment import with_tree
 from tests.fakes.chaos import (

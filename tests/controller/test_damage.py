@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.checkpoint.finding import damaged_in, newest
-from mtpctl.telemetry.history import load_history
+from mtpctl.telemetry.metrics_file import load_history
 from tests.fakes.checkpoint_folders import flip
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_mtp.yaml"

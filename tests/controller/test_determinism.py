@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mtpctl.telemetry.history import load_history
+from mtpctl.telemetry.metrics_file import load_history
 from tests.fakes.family_runs import command, recipe
 from tests.fakes.train_command import RECIPE, SETTINGS
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtpctl.telemetry.history import load_history
+from mtpctl.telemetry.metrics_file import load_history
 from tests.fakes.train_command import Start
 
 # Minutes are for a machine that is busy with something else; on two free cores each test takes about one.

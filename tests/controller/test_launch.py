@@ -24,7 +24,7 @@ from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, Run
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
-from mtpctl.telemetry.history import load_history
+from mtpctl.telemetry.metrics_file import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
 from tests.fakes.checkpoint_folders import write_checkpoint

@@ -14,7 +14,7 @@ from mtpctl.plan.memory import GIB
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
-from mtpctl.telemetry.history import History, Row
+from mtpctl.telemetry.metrics_file import History, Row
 from mtpctl.telemetry.versions import collect_versions
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.jobs.serve import serve
+from mtpctl.jobs.rollout import serve
 from tests.environment import with_tree
 from tests.fakes.runs import SMALL, recipe, run
 

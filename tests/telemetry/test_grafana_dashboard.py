@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from mtpctl.controller.status import _series
-from mtpctl.telemetry.history import History
 from mtpctl.telemetry.live import LiveStatus, ReplicaCounts
+from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]

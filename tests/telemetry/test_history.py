@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtpctl.telemetry.history import build_history, load_history
+from mtpctl.telemetry.metrics_file import build_history, load_history
 
 
 def row(session: int, phase: str, step: int, time: float, **metrics: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 import pytest
 from rich.console import Console
 
-from mtpctl.telemetry.history import Row
+from mtpctl.telemetry.metrics_file import Row
 from mtpctl.telemetry.panel import LivePanel, Pace, PlainLines, sparkline, without_echo
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.samples import Sample
-from mtpctl.telemetry.history import load_history
+from mtpctl.telemetry.metrics_file import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import read_samples, sample_row
 from mtpctl.telemetry.session import Resumed, Telemetry, open_log

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mtpctl.telemetry.history import History, Row
+from mtpctl.telemetry.metrics_file import History, Row
 from mtpctl.telemetry.names import describe
 from mtpctl.telemetry.summary import (
     Fall,

@@ -14,7 +14,7 @@ from rich.console import Console
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.samples import Sample
-from mtpctl.telemetry.history import History, load_history
+from mtpctl.telemetry.metrics_file import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import sample_row
 from mtpctl.telemetry.session import Telemetry
