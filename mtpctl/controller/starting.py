@@ -23,7 +23,7 @@ from mtpctl.data.sets import UNNAMED
 from mtpctl.data.tokenizers import has_tokenizer, load_tokenizer
 from mtpctl.environments.turns import turns_for
 from mtpctl.errors import ClusterResources
-from mtpctl.logprob.server import LogprobServer, start_server
+from mtpctl.logprob.server import NAMES, LogprobServer, start_server
 from mtpctl.plan.placement import Actor, Placement, place
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import POLICY, TeacherConfig
@@ -139,7 +139,7 @@ class Services:
     async def start_logprob(self, stack: AsyncExitStack) -> LogprobServer:
         """Start the log-prob server of the policy."""
         published = self.store.of_logprob(self.recipe)
-        return await self._start_server(stack, self.recipe, self.prepared.model.path, "logprob", "log-prob", published=published)
+        return await self._start_server(stack, self.recipe, self.prepared.model.path, "logprob", published=published)
 
     async def start_teacher(self, stack: AsyncExitStack, policy: LogprobServer | None) -> Teacher | None:
         """Start or connect to the teacher of `train.rl.teacher`; None without one. `policy`: the run's log-prob server.
@@ -168,7 +168,7 @@ class Services:
         options = self.recipe.logprob.model_copy(update={"replicas": config.replicas, "parallel": config.parallel, "keep_previous": False})
         # The teacher's MTP layers are not needed to score the policy's tokens.
         recipe = self.recipe.model_copy(update={"logprob": options, "mtp": MtpConfig(mode="off")})
-        server = await self._start_server(stack, recipe, folder.path, "teacher", "teacher")
+        server = await self._start_server(stack, recipe, folder.path, "teacher")
         return ServedInRun(server, f"the teacher {folder.path}", load_tokenizer(folder.path) if has_tokenizer(folder.path) else None)
 
     async def _start_server(
@@ -177,7 +177,6 @@ class Services:
         recipe: Recipe,
         folder: Path,
         role: Literal["logprob", "teacher"],
-        name: str,
         *,
         published: VersionStore | None = None,
     ) -> LogprobServer:
@@ -193,6 +192,7 @@ class Services:
             role=role,
             log=self._report_restart,
         )
+        name = NAMES[role]
         title = name if role == "teacher" else f"{name} server"
         with self._starting(title, [f"{name} replica {i} rank 0" for i in range(recipe.logprob.replicas)]):
             started = await within(server, recipe.cluster.actor_deadline_s, f"{title}, start")

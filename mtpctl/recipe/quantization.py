@@ -15,6 +15,7 @@ from mtpctl.recipe.section import Complaints
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
 
+_FIELD = "rollout.quantization: fp8"
 ENGINE_ARGS = ("hf_overrides", "load_format", "model_loader_extra_config", "quantization")
 """Options of vLLM that `rollout.quantization` sets itself."""
 QUANTIZED_FOLDER = (
@@ -38,40 +39,42 @@ def syncs_both_forms(recipe: Recipe) -> bool:
 
 def check_fp8_rollout(recipe: Recipe, shape: ModelShape | None, config: Mapping[str, object]) -> Complaints:
     """Report settings that FP8 weights do not support, and models or ranks whose matrices do not fit its blocks."""
-    rollout, field = recipe.rollout, "rollout.quantization: fp8"
+    rollout = recipe.rollout
     if rollout.quantization == "none":
         if rollout.speculation.quantization == "fp8":
             yield "rollout.speculation.quantization: fp8 needs rollout.quantization: fp8; set both, or leave it out"
         return
     if rollout.engine != "vllm":
-        yield f"{field} works only with vLLM; set rollout.engine: vllm, or rollout.quantization: none"
+        yield f"{_FIELD} works only with vLLM; set rollout.engine: vllm, or rollout.quantization: none"
         return
     if recipe.numerics == "bitwise":
-        yield f"{field} rounds the engine's weights, which numerics: bitwise excludes; set numerics: default, or rollout.quantization: none"
+        yield (
+            f"{_FIELD} rounds the engine's weights, which numerics: bitwise excludes; set numerics: default, or rollout.quantization: none"
+        )
     if "adapter" in recipe.sync.sections:
-        yield f"{field} needs merged adapters; set sync.sections: [target, draft], or rollout.quantization: none"
+        yield f"{_FIELD} needs merged adapters; set sync.sections: [target, draft], or rollout.quantization: none"
     if recipe.sent_precision != "bf16":
-        yield f"{field} needs activations in bf16, got {recipe.sent_precision}; set train.precision: bf16, or rollout.quantization: none"
+        yield f"{_FIELD} needs activations in bf16, got {recipe.sent_precision}; set train.precision: bf16, or rollout.quantization: none"
     if recipe.sync.transport == "storage" and recipe.logprob.standalone:
         yield (
-            f"{field} with a log-prob server stores each version twice, which sync.transport: storage does not support; set "
+            f"{_FIELD} with a log-prob server stores each version twice, which sync.transport: storage does not support; set "
             "logprob.standalone: false, or rollout.quantization: none"
         )
     if recipe.device == "cpu" and shape is not None and shape.moe is not None and shape.mamba is not None:
-        yield f"{field} has no kernel for experts without a gate on a CPU; set cluster.device: cuda, or rollout.quantization: none"
+        yield f"{_FIELD} has no kernel for experts without a gate on a CPU; set cluster.device: cuda, or rollout.quantization: none"
     for name in sorted(set(ENGINE_ARGS) & rollout.engine_args.keys()):
         yield f"rollout.engine_args.{name}: rollout.quantization: fp8 sets it; leave it out, or set rollout.quantization: none"
     if config.get("quantization_config"):
         yield f"model.path: {QUANTIZED_FOLDER}"
     elif shape is not None:
-        yield from _check_blocks(recipe, shape, field)
+        yield from _check_blocks(recipe, shape)
 
 
-def _check_blocks(recipe: Recipe, shape: ModelShape, field: str) -> Complaints:
+def _check_blocks(recipe: Recipe, shape: ModelShape) -> Complaints:
     names = sent_in_fp8(recipe, shape)
     if not names:
         yield (
-            f"{field}: no matrix of the model fits blocks of {FP8_BLOCK} x {FP8_BLOCK} (hidden size {shape.hidden}, MLP {shape.ffn}); "
+            f"{_FIELD}: no matrix of the model fits blocks of {FP8_BLOCK} x {FP8_BLOCK} (hidden size {shape.hidden}, MLP {shape.ffn}); "
             "set rollout.quantization: none, or use a model whose sizes are multiples"
         )
     elif (cut := cut_blocks(shape, names, recipe.rollout.tp)) is not None:
@@ -89,9 +92,9 @@ def missing_matrix(folder: Path, stored: Set[str], names: Set[str]) -> str | Non
     if not (missing := sorted(names - stored)):
         return None
     if ".experts." not in missing[0]:
-        return f"rollout.quantization: fp8 needs the tensor {missing[0]}, which {folder} lacks; set rollout.quantization: none"
+        return f"{_FIELD} needs the tensor {missing[0]}, which {folder} lacks; set rollout.quantization: none"
     return (
-        f"rollout.quantization: fp8 needs one tensor per expert, but {folder} packs its experts (it has no {missing[0]}); to unpack them, "
+        f"{_FIELD} needs one tensor per expert, but {folder} packs its experts (it has no {missing[0]}); to unpack them, "
         f"run mtpctl convert-hf {folder} A, then A B --dtype fp8, then B C, then C D, and set model.path: D"
     )
 
