@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,21 @@ def test_log_probs_equal_the_trainers_through_chunks_drafts_cache_hits_preemptio
     assert len(errors) == 2 * sum(len(sample.response_ids) for sample in samples)
     assert errors.max() == 0.0
     assert differences(folders[:1], samples, numerics="default").max() > 0.0, "the default sums round differently"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_log_probs_equal_the_trainers_in_bf16_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("interpreted_bitwise.py"))],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
 
 
 @pytest.mark.gpu
