@@ -10,8 +10,9 @@ are in `--logs`. If a process fails, the last lines of its log are printed.
 
 1. `operations`: is a row's result independent of the other rows, are engine's and trainer's equal, what does each cost
    (`benchmarks/bitwise_operations.py`).
-2. `small`: a random MiMo of four layers in engines with CUDA graphs and 0, 1 and 3 drafts, and in an eager engine; chunked prompts, prefix
-   cache hits, and many requests in flight. Prints the largest difference of log-probs from the trainer's: it must be 0.
+2. `small`: a random MiMo of four layers in engines with CUDA graphs and 0, 1 and 3 drafts (greedy or sampled), and in an eager engine;
+   chunked prompts, prefix cache hits, and many requests in flight. Prints the largest difference of log-probs from the trainer's: it must
+   be 0.
 3. `mismatch`: the first module of this model whose outputs differ between engine and trainer (`mtpctl doctor --mismatch`).
 4. `large`: MiMo-7B's shape with random weights. Differences and tokens per second with `bitwise`, the trainer's forward and backward pass
    in both modes, then tokens per second with the default numerics. Skipped if `small` finds a difference.
@@ -152,7 +153,7 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
 
 def small(runner: Runner, scratch: Path) -> bool:
     """Whether all log-probs of the small model agree. The engines run at the same time."""
-    device, cases = runner.device, ["graphs-0", "graphs-1", "graphs-3", "eager-1", "pieces-1"]
+    device, cases = runner.device, ["graphs-0", "graphs-1", "graphs-3", "sampled-3", "eager-1", "pieces-1"]
     if device == "cpu":
         cases = ["eager-1", "eager-3"]
     started, files = [], []
@@ -161,7 +162,8 @@ def small(runner: Runner, scratch: Path) -> bool:
         file = scratch / f"{case}.json"
         files.append(file)
         graphs = "pieces" if kind == "pieces" else "decode"
-        command = child("engine", device, folder=scratch / "small", drafts=drafts, eager=int(kind == "eager"), graphs=graphs, out=file)
+        choices = {"eager": int(kind == "eager"), "graphs": graphs, "method": "probabilistic" if kind == "sampled" else "greedy"}
+        command = child("engine", device, folder=scratch / "small", drafts=drafts, out=file, **choices)
         started.append(runner.start(f"engine-{file.stem}", command))
     ran = [runner.wait(each, 170) for each in started]
     present = [file for file, ok in zip(files, ran, strict=True) if ok]

@@ -126,7 +126,7 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
         max_in_flight=options.flight,
         context=1024,
         eager=bool(options.eager),
-        speculation=SpeculationConfig(num_tokens=options.drafts),
+        speculation=SpeculationConfig(num_tokens=options.drafts, draft_method=options.method if options.drafts else "greedy"),
         # Prompts of the small model take several steps, in which other requests decode.
         engine_args={"enable_prefix_caching": True} | ({} if is_large else {"max_num_batched_tokens": 256}),
         **fields,
@@ -290,6 +290,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("out.json"), help="file of results; folder of `mismatch`")
     arguments.add_argument("--samples", default="", help="files of `engine`, separated by commas")
     arguments.add_argument("--drafts", type=int, default=0, help="draft tokens per step")
+    arguments.add_argument("--method", choices=("greedy", "probabilistic"), default="greedy", help="how drafts are selected")
     arguments.add_argument("--eager", type=int, default=0, help="1: without CUDA graphs")
     arguments.add_argument("--graphs", choices=("decode", "pieces"), default="decode", help="pieces: also for steps with prefill")
     arguments.add_argument("--responses", type=int, default=48)

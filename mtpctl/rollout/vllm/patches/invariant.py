@@ -25,10 +25,12 @@ from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward
 from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 _TABLE = "_mtpctl_invariant_table"
 Apply = Callable[..., Tensor]
@@ -55,6 +57,7 @@ def replace_operations() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
     from vllm.v1.worker.gpu.sample import logprob
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
     replaced = (
         (UnquantizedLinearMethod, "apply"),
@@ -62,6 +65,7 @@ def replace_operations() -> None:
         (RotaryEmbedding, "_compute_inv_freq"),
         (FlashAttentionBackend, "get_impl_cls"),
         (logprob, "compute_token_logprobs"),
+        (DraftModelSpeculator, "draft_logits_spec"),
     )
     for owner, name in replaced:
         if not hasattr(owner, name):
@@ -69,6 +73,7 @@ def replace_operations() -> None:
                 f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not bitwise"
             )
     attention_class, compute_token_logprobs = FlashAttentionBackend.get_impl_cls, logprob.compute_token_logprobs
+    stored_logits = DraftModelSpeculator.draft_logits_spec
 
     def get_impl_cls() -> type[FlashAttentionImpl]:
         return invariant_attention_class() if is_exact() else attention_class()
@@ -78,10 +83,15 @@ def replace_operations() -> None:
             return compute_token_logprobs(logits, token_ids)
         return invariant.token_logprobs(logits, token_ids.long())
 
+    def draft_logits_spec(self: DraftModelSpeculator, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
+        """Dtype and initial value of the stored logits of sampled drafts, which must have the dtype of the LM head's output."""
+        return (torch.float32, 0.0) if is_exact() else stored_logits(self, vllm_config)
+
     assign(UnquantizedLinearMethod, apply=_apply(UnquantizedLinearMethod.apply, linear))
     assign(UnquantizedEmbeddingMethod, apply=_apply(UnquantizedEmbeddingMethod.apply, logits))
     assign(FlashAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
     assign(logprob, compute_token_logprobs=token_logprobs)
+    assign(DraftModelSpeculator, draft_logits_spec=draft_logits_spec)
     replace_forward(RMSNorm, rms_norm)
     replace_forward(SiluAndMul, silu_and_mul)
     replace_forward(RotaryEmbedding, rotary)

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.worker.gpu.sample import logprob
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels import invariant
@@ -51,6 +52,8 @@ def test_layers_of_other_engines_are_unchanged(monkeypatch: pytest.MonkeyPatch) 
     assert norm._forward_method.__func__ is RMSNorm.forward_cpu  # type: ignore[attr-defined]
     assert "silu_and_mul" not in activation._forward_method.__name__
     assert FlashAttentionBackend.get_impl_cls() is FlashAttentionImpl
+    config = SimpleNamespace(model_config=SimpleNamespace(head_dtype=HALF))
+    assert DraftModelSpeculator.draft_logits_spec(None, config) == (HALF, 0.0)
     layer = SimpleNamespace(weight=drawn(6, 40), cpu_linear=lambda x, weight, bias: "upstream")
     assert method.apply(layer, drawn(3, 40)) == "upstream"
 
@@ -72,6 +75,8 @@ def test_norm_activation_and_products_round_as_the_trainer() -> None:
     logits = UnquantizedEmbeddingMethod().apply(layer, x)
     assert logits.dtype == torch.float32
     assert torch.equal(logits, invariant.logits(x, weight))
+    config = SimpleNamespace(model_config=SimpleNamespace(head_dtype=HALF))
+    assert DraftModelSpeculator.draft_logits_spec(None, config)[0] == logits.dtype
     tokens = torch.tensor([[index % 6] for index in range(7)])
     assert torch.equal(logprob.compute_token_logprobs(logits, tokens), invariant.log_softmax(logits).gather(1, tokens))
 
