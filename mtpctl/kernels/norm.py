@@ -11,6 +11,8 @@ Shape legend: R rows, n columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, no_type_check
 
 import torch
@@ -18,11 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpctl.kernels.triton_support import on_device_of, tl, triton
-
-try:
-    from fla.modules.norm.fused_norm_gate import rms_norm_gated as _fla_gated_norm
-except ImportError:
-    _fla_gated_norm = None
 
 FLA_COLUMNS = 256
 """Maximum number of columns for flash-linear-attention's gated norm."""
@@ -47,9 +44,24 @@ def rms_norm_by_row(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight · silu(gate), in the shape and dtype of x [..., n]; gate [..., n], weight [n]."""
     # flash-linear-attention's kernel cannot be launched without rows.
-    if x.is_cuda and _fla_gated_norm is not None and x.shape[-1] <= FLA_COLUMNS and x.numel() > 0:
-        return _fla_gated_norm(x, gate, weight, None, eps=eps)
+    if x.is_cuda and x.shape[-1] <= FLA_COLUMNS and x.numel() > 0 and (fla_norm := _fla_gated_norm()) is not None:
+        return fla_norm(x, gate, weight, None, eps=eps)
     return (F.rms_norm(x, (len(weight),), weight, eps) * F.silu(gate.float())).to(x.dtype)
+
+
+@cache
+def _fla_gated_norm() -> Callable[..., Tensor] | None:
+    """flash-linear-attention's gated norm, if the package is installed.
+
+    Its import takes seconds and initializes CUDA, after which a process must not be forked. Engine cores import this module and fork
+    their workers, so the import waits for the first norm.
+    """
+    try:
+        from fla.modules.norm.fused_norm_gate import rms_norm_gated
+    except ImportError:
+        return None
+    function: Callable[..., Tensor] = rms_norm_gated
+    return function
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import sys
+from importlib.abc import MetaPathFinder
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +18,13 @@ import torch
 from tests.fakes import interpreted_triton
 
 SPECULATORS = {"multi_module_mtp": "MultiModuleMTPSpeculator", "target_dependent_ar": "TargetDependentARSpeculator"}
+
+
+class NoCuda(MetaPathFinder):
+    """Rejects packages that initialize CUDA when they are imported: an engine core that has used CUDA cannot fork its workers."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        assert name != "fla" and not name.endswith("flash_linear_attention.ops.utils"), f"{name} initializes CUDA"
 
 
 def engines(folder: str, backend: str) -> list[tuple[bool, bool, bool, str]]:
@@ -52,6 +60,7 @@ def without_drafts(package: str, name: str) -> tuple[list[str], list[list[int]],
 
 
 if __name__ == "__main__":
+    sys.meta_path.insert(0, NoCuda())
     interpreted_triton.install()
     states = engines(*sys.argv[1:])
     print(json.dumps([states, [without_drafts(*each) for each in SPECULATORS.items()]]))
