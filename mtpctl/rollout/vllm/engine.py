@@ -21,7 +21,7 @@ from mtpctl.rollout.installed import check_options
 from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.vllm.client import VllmClient, adapter_request
 from mtpctl.rollout.vllm.fp8_loading import LOAD_FORMAT
-from mtpctl.rollout.vllm.patches import logprobs, pauses
+from mtpctl.rollout.vllm.patches import cores, logprobs, pauses
 from mtpctl.rollout.vllm.serving import rejection, sampling_of
 from mtpctl.rollout.vllm.settings import Arguments, VllmSettings
 from mtpctl.samples import GenerationRequest, Speculation
@@ -60,6 +60,8 @@ class VllmEngine(Engine):
         """
         os.environ.update(settings.environment)
         check_plugin()
+        if not settings.in_loop:
+            cores.prepare()
         with importing():
             import_transformers()  # which vLLM imports
             import torch

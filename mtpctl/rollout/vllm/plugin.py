@@ -86,6 +86,7 @@ def install() -> None:
     from mtpctl.rollout.vllm.patches import (
         admission,
         compilation,
+        cores,
         cpu_kernels,
         draft_counts,
         drafter,
@@ -132,6 +133,7 @@ def install() -> None:
         logprobs.install_logprobs,
         routes.install_routes,
         compilation.install_shared_compilation,
+        cores.install_forked_cores,
         admission.install_admission,
     ):
         patch()
