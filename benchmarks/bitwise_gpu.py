@@ -39,8 +39,6 @@ from typing import IO
 PARTS = ("operations", "small", "mismatch", "large")
 TAIL = 25
 """Lines of a failed process's log that are printed."""
-TRAINERS_S = 100.0
-"""Seconds reserved for the two measurements of the trainer."""
 ANOTHER_ENGINE_S = 90.0
 """Seconds that another engine of the large model takes at least."""
 
@@ -52,6 +50,10 @@ def say(text: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- processes
 
 
+Started = tuple[str, "subprocess.Popen[bytes]", IO[bytes]]
+"""Name, process and log."""
+
+
 @dataclass
 class Runner:
     """Starts processes, which end at the deadline. failed: the names of those that failed."""
@@ -61,14 +63,14 @@ class Runner:
     deadline: float
     failed: list[str] = field(default_factory=list)
 
-    def start(self, name: str, command: Many[object], **environment: str) -> tuple[str, subprocess.Popen[bytes], IO[bytes]]:
+    def start(self, name: str, command: Many[object], **environment: str) -> Started:
         log = (self.logs / f"{name}.log").open("wb")
         process = subprocess.Popen(
             [sys.executable, "-u", *map(str, command)], env=os.environ | environment, stderr=log, start_new_session=True
         )
         return name, process, log
 
-    def wait(self, started: tuple[str, subprocess.Popen[bytes], IO[bytes]], seconds: float) -> bool:
+    def wait(self, started: Started, seconds: float) -> bool:
         """Whether the process succeeded. Ends it and its children after `seconds`, or at the deadline."""
         name, process, log = started
         began = time.monotonic()
@@ -76,8 +78,7 @@ class Runner:
             code: int | str = process.wait(max(1.0, min(seconds, self.deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             code = f"still running after {time.monotonic() - began:.0f} s"
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            self.stop(started)
         log.close()
         if code == 0:
             return True
@@ -85,6 +86,13 @@ class Runner:
         lines = (self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-TAIL:]
         say(f"  FAILED: {name}: {code}\n" + "\n".join(f"    {line[:300]}" for line in lines))
         return False
+
+    def stop(self, started: Started) -> None:
+        """End the process and its children."""
+        _, process, _ = started
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def run(self, name: str, command: Many[object], seconds: float, **environment: str) -> bool:
         return self.wait(self.start(name, command, **environment), seconds)
@@ -127,10 +135,10 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
         if device == "cuda":
             runner.run("library", [script, "--library"], 40)
     with ExitStack() as stack:
-        weights = None
-        if "large" in parts and device == "cuda":
-            folder = stack.enter_context(memory_folder(scratch))
-            weights = folder, runner.start("folder-large", child("folder", device, folder=folder, size="large"))
+        large = None
+        if "large" in parts:
+            large = Large(runner, scratch, stack.enter_context(memory_folder(scratch)))
+            large.start()
         if {"small", "mismatch"} & set(parts):
             title("small model: engines and trainer; first module that differs, with one draft in an eager engine")
             runner.run("folder", child("folder", device, folder=scratch / "small"), 60)
@@ -140,15 +148,9 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
                 agree = small(runner, scratch)
             if mismatch is not None:
                 runner.wait(mismatch, 150)
-        if "large" in parts:
+        if large is not None:
             title("MiMo-7B's shape")
-        if weights is not None and runner.wait(weights[1], 120):
-            if agree:
-                large(runner, scratch, weights[0])
-            else:
-                say("  skipped: the small model's log-probs differ, or were not compared. To run it nevertheless: --parts large")
-        elif "large" in parts:
-            say("  skipped: needs a GPU, and room for 16 GB in /dev/shm or the folder of temporary files")
+            large.run(agree)
 
 
 def small(runner: Runner, scratch: Path) -> bool:
@@ -178,33 +180,71 @@ def small(runner: Runner, scratch: Path) -> bool:
     return all(compared.get(case) == 0.0 for case in cases if not case.startswith("pieces"))
 
 
-def large(runner: Runner, scratch: Path, folder: Path) -> None:
-    """The default engine, whose start takes longest, starts while the trainer scores. Each gets less than half of the GPU's memory."""
-    device, ours, usual = runner.device, scratch / "large-bitwise.json", scratch / "large-default.json"
-    shared = {"folder": folder, "size": "large", "flight": 64, "tokens": 512, "drafts": 1}
-    ran = runner.run("engine-large", child("engine", device, responses=512, out=ours, **shared), 180)
-    default = runner.start("engine-large-default", child("engine", device, responses=256, out=usual, numerics="default", **shared))
-    if ran:
-        runner.run("score-large", child("score", device, folder=folder, size="large", samples=ours, out=scratch / "large"), 90)
-    runner.wait(default, max(60.0, runner.deadline - time.monotonic() - TRAINERS_S))
-    files = {numerics: scratch / f"trainer-{numerics}.json" for numerics in ("bitwise", "default")}
-    for numerics, file in files.items():  # one after the other: each takes most of the GPU's memory
-        runner.run(
-            f"trainer-{numerics}", child("trainer", device, folder=folder, size="large", numerics=numerics, out=file), TRAINERS_S / 2
-        )
-    if all(file.is_file() for file in files.values()):
-        bitwise, times = (json.loads(files[name].read_text()) for name in ("bitwise", "default"))
-        say(f"  trainer: {times / bitwise:.2f} of the default's speed (bound 0.85)")
-    if ours.is_file() and usual.is_file():
-        rates = [json.loads(file.read_text())["tokens_per_s"] for file in (ours, usual)]
-        say(f"  engine: {rates[0] / rates[1]:.2f} of the default's speed (bound 0.75)")
-    # If time is left: graphs for steps with prefill, and other numbers of drafts.
-    for graphs, drafts in (("pieces", 1), ("decode", 0), ("decode", 3)):
-        name, file = f"large-{graphs}-{drafts}", scratch / f"large-{graphs}-{drafts}.json"
-        command = child("engine", device, responses=256, out=file, graphs=graphs, **(shared | {"drafts": drafts}))
-        if runner.deadline - time.monotonic() > ANOTHER_ENGINE_S and runner.run(f"engine-{name}", command, 150):
-            command = child("score", device, folder=folder, size="large", samples=file, out=scratch / name)
-            runner.run(f"score-{name}", command, 60)
+class Large:
+    """MiMo-7B's shape. Both engines start early, because they take minutes, and generate one after the other.
+
+    Each gets less than half of the GPU's memory.
+    """
+
+    def __init__(self, runner: Runner, scratch: Path, folder: Path) -> None:
+        self.runner, self.scratch, self.folder, self.device = runner, scratch, folder, runner.device
+        self.shared = {"folder": folder, "size": "large", "flight": 64, "tokens": 512 if runner.device == "cuda" else 8}
+        self.started: dict[str, Started] = {}
+
+    def start(self) -> None:
+        self.started["folder"] = self.runner.start("folder-large", child("folder", self.device, folder=self.folder, size="large"))
+        for numerics in ("bitwise", "default"):
+            command = self._engine(512, self._file(numerics), numerics=numerics, go=self._go(numerics))
+            self.started[numerics] = self.runner.start(f"engine-large-{numerics}", command)
+
+    def run(self, agree: bool) -> None:
+        if not agree:
+            say("  skipped: the small model's log-probs differ, or were not compared. To run it nevertheless: --parts large")
+        if not agree or not self.runner.wait(self.started["folder"], 120):
+            for name in ("bitwise", "default"):
+                self.runner.stop(self.started[name])
+            return
+        for numerics in ("bitwise", "default"):
+            self._go(numerics).touch()
+            if self.runner.wait(self.started[numerics], 200) and numerics == "bitwise":
+                self._score(self._file(numerics))
+        self._ratio("engine", [self._file(numerics) for numerics in ("default", "bitwise")], "tokens_per_s", 0.75)
+        self._trainers()
+        # If time is left: graphs for steps with prefill, and other numbers of drafts.
+        for graphs, drafts in (("pieces", 1), ("decode", 0), ("decode", 3)) if self.device == "cuda" else ():
+            file = self.scratch / f"large-{graphs}-{drafts}.json"
+            if self.runner.deadline - time.monotonic() > ANOTHER_ENGINE_S:
+                command = self._engine(512, file, graphs=graphs, drafts=drafts)
+                if self.runner.run(f"engine-{file.stem}", command, 150):
+                    self._score(file)
+
+    def _file(self, numerics: str) -> Path:
+        return self.scratch / f"large-{numerics}.json"
+
+    def _go(self, numerics: str) -> Path:
+        """A file whose existence lets an engine generate."""
+        return self.scratch / f"go-{numerics}"
+
+    def _engine(self, responses: int, out: Path, **options: object) -> list[object]:
+        count = responses if self.device == "cuda" else 8
+        return child("engine", self.device, responses=count, out=out, **(self.shared | {"drafts": 1} | options))
+
+    def _score(self, file: Path) -> None:
+        command = child("score", self.device, folder=self.folder, size="large", samples=file, out=self.scratch / f"score-{file.stem}")
+        self.runner.run(f"score-{file.stem}", command, 90)
+
+    def _trainers(self) -> None:
+        files = [self.scratch / f"trainer-{numerics}.json" for numerics in ("bitwise", "default")]
+        for file in files:  # one after the other: each takes most of the GPU's memory
+            numerics = file.stem.removeprefix("trainer-")
+            command = child("trainer", self.device, folder=self.folder, size="large", numerics=numerics, out=file)
+            self.runner.run(file.stem, command, 100)
+        self._ratio("trainer", files, "milliseconds", 0.85)
+
+    def _ratio(self, name: str, files: list[Path], key: str, bound: float) -> None:
+        if all(file.is_file() for file in files):
+            second, first = (json.loads(file.read_text())[key] for file in files)
+            say(f"  {name}: {first / second:.2f} of the default's speed (bound {bound})")
 
 
 @contextmanager

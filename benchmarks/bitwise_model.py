@@ -66,7 +66,7 @@ def create_folder(options: argparse.Namespace) -> None:
     from mtpctl.families.tensors import tensor_shapes
 
     config = dict(SMALL)
-    if options.size == "large":
+    if options.size == "large" and options.device == "cuda":
         from mtpctl.bench.train_step import named_config
 
         config = dict(named_config(""))
@@ -119,9 +119,10 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
     from mtpctl.samples import GenerationRequest, Sample, ids_of
 
     cuda, is_large = options.device == "cuda", options.size == "large"
-    fields: dict[str, Any] = {"threads": 1, "kv_cache_bytes": 48 << 20} if not cuda else {"gpu_memory": 0.45}
+    # Several engines share the GPU: they must not measure its free memory.
+    fields: dict[str, Any] = {"threads": 1, "kv_cache_bytes": 48 << 20} if not cuda else {"gpu_memory": 0.3, "kv_cache_bytes": 12 << 30}
     if cuda and not is_large:
-        fields = {"gpu_memory": 0.1, "kv_cache_bytes": 1 << 30}  # several engines share the GPU
+        fields = {"gpu_memory": 0.1, "kv_cache_bytes": 256 << 20}
     rollout = VllmConfig(
         max_in_flight=options.flight,
         context=1024,
@@ -146,6 +147,8 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
     for index in range(options.responses):
         own = [draw.randrange(vocab) for _ in range(lengths[index % len(lengths)])]
         prompts.append(own if is_large or index % 2 else shared + own)
+    while not (options.folder / "config.json").exists():  # written last
+        await asyncio.sleep(0.1)
     began = time.monotonic()
     engine = await VllmEngine.start(settings)
     started = time.monotonic() - began
@@ -157,6 +160,8 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
 
     try:
         await asyncio.gather(*(respond(number, 8) for number in range(min(options.responses, options.flight))))  # warm-up
+        while options.go and not options.go.exists():
+            await asyncio.sleep(0.1)
         began = time.monotonic()
         samples = await asyncio.gather(*(respond(number, options.tokens) for number in range(options.responses)))
         return samples, time.monotonic() - began, started
@@ -243,7 +248,7 @@ def run_trainer(options: argparse.Namespace) -> None:
     finally:
         trainer.close()
     median = statistics.median(times[2:])
-    options.out.write_text(json.dumps(median))
+    options.out.write_text(json.dumps({"milliseconds": median}))
     say(f"  trainer, {options.numerics}: forward and backward {median:.0f} ms for 8,192 tokens, loss {losses[-1]:.6f}")
 
 
@@ -295,6 +300,7 @@ def main() -> None:
     arguments.add_argument("--graphs", choices=("decode", "pieces"), default="decode", help="pieces: also for steps with prefill")
     arguments.add_argument("--responses", type=int, default=48)
     arguments.add_argument("--tokens", type=int, default=96, help="tokens of a response")
+    arguments.add_argument("--go", type=Path, default=None, help="file whose existence the engine awaits before it generates")
     arguments.add_argument("--flight", type=int, default=24, help="requests in flight")
     options = arguments.parse_args()
     PARTS[options.part](options)

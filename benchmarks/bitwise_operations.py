@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness import parser
-from mtpctl.kernels import activations, invariant
+from mtpctl.kernels import activations, exact, invariant
 from mtpctl.kernels.invariant import Pages, Tile
 from mtpctl.kernels.norm import rms_norm_by_row
 from mtpctl.kernels.qkv import HeadLayout, split_heads_triton
@@ -194,6 +194,9 @@ def elementwise(sizes: Sizes) -> None:
     positions = torch.randint(0, 4000, (sizes.rows,), device=sizes.device, generator=sizes.generator)
     angles = torch.rand(4000, sizes.width // 2, device=sizes.device, generator=sizes.generator) * 6
     cos, sin = angles.cos(), angles.sin()
+    turns = torch.arange(32768.0)[:, None] * torch.tensor([1.0, 0.37, 1e-3])
+    tables = exact.cos_sin(turns.to(sizes.device)), exact.cos_sin(turns)
+    say("cosines and sines, trainer against engine", *(equality(a.cpu(), b) for a, b in zip(*tables, strict=True)))
     grouped = mixed.unflatten(1, (sizes.groups, -1, sizes.width))
     packed = torch.cat([grouped[:, :, :-2].flatten(1), grouped[:, :, -2].flatten(1), grouped[:, :, -1].flatten(1)], 1)  # as in vLLM
     queries = packed[:, : sizes.heads * sizes.width].unflatten(1, (-1, sizes.width))
