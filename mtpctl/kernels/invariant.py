@@ -190,7 +190,7 @@ def _attend(
     if not out.numel() or requests == 0:
         return
     assert per_group <= QUERY_ROWS, f"{per_group} query heads per key-value head, at most {QUERY_ROWS}"
-    grid = triton.cdiv(longest, QUERY_ROWS // per_group), groups, requests
+    grid = triton.cdiv(int(longest), QUERY_ROWS // per_group), groups, requests
     table, lengths = (starts, starts) if pages is None else (pages.table, pages.lengths)
     with on_device_of(query):
         attention_kernel[grid](
