@@ -25,6 +25,7 @@ from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.protocol import ABORTED
 from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.plugin import install
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.sync.sender import Publisher
@@ -84,6 +85,7 @@ def counted() -> Iterator[Counts]:
     """Count preemptions and prompts that take several steps in the block."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    install()  # now, or the end of the block would remove the patches that the engine installs when it starts
     counts, preempt, schedule = Counts(), Scheduler._preempt_request, Scheduler.schedule
 
     def _preempt_request(self: Any, *args: Any, **kwargs: Any) -> None:

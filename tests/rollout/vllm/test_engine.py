@@ -225,6 +225,7 @@ def test_delayed_abort_keeps_the_response_consistent(
 ) -> None:
     """A core in a process of its own goes on meanwhile: one response ends by itself, another one begins."""
     core = engine._llm.engine_core
+    run(engine.generate(request(50, max_tokens=1)))  # The first step of an engine creates what is read here.
     retained, ask = core.engine_core.scheduler.mtpctl_pending_logprobs, core.call_utility_async
 
     async def cut() -> list[Sample]:
