@@ -117,6 +117,10 @@ ADVICE: dict[str, Advice] = {
     "perf/mfu": Advice(
         "0.4 to 0.5, measured for a 7B on its own H200s", "low: larger `train.tokens_per_microbatch`, less `train.recompute`, less tp"
     ),
+    "perf/memory_allocated_gib": Advice(
+        "within 10% of what `mtpctl train --dry-run` prints",
+        "high: smaller `train.tokens_per_microbatch`, `train.recompute`, `train.offload`",
+    ),
     "timing_s/NAME": Advice("", "`step` is the whole update; start with the largest part"),
 }
 """By the name of a metric, or of a pattern as `listed` returns it."""

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Unit = Literal["share", "seconds", "tokens/s", "nats", "tokens", "GB/s", "versions", "updates", "number"]
+Unit = Literal["share", "seconds", "tokens/s", "nats", "tokens", "GB/s", "versions", "updates", "GiB", "number"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,12 @@ METRICS: dict[str, Metric] = {
     "skipped": Metric("skipped", "share", "Optimizer steps skipped because the loss or gradient was not finite."),
     "perf/tokens_per_s": Metric("trainer", "tokens/s", "Trained tokens per second, prompts included."),
     "perf/mfu": Metric("MFU", "share", "Model FLOP/s of forward, backward and optimizer divided by the GPUs' bf16 peak."),
+    "perf/memory_allocated_gib": Metric(
+        "memory in use", "GiB", "Peak memory of the trainer's tensors since its start, on the GPU that has the most."
+    ),
+    "perf/memory_reserved_gib": Metric(
+        "memory reserved", "GiB", "Peak memory that the trainer's PyTorch holds on a GPU, unused blocks included; others cannot use it."
+    ),
 }
 
 PATTERNS: list[tuple[re.Pattern[str], str, Unit, str]] = [
@@ -209,7 +215,7 @@ def format_value(value: float, unit: Unit) -> str:
         return "–"
     if unit == "share":
         return f"{100 * value:.1f}%"
-    suffix = {"seconds": " s", "tokens/s": " tok/s", "tokens": " tok", "GB/s": " GB/s"}.get(unit, "")
+    suffix = {"seconds": " s", "tokens/s": " tok/s", "tokens": " tok", "GB/s": " GB/s", "GiB": " GiB"}.get(unit, "")
     return f"{compact(value)}{suffix}"
 
 

@@ -22,7 +22,8 @@ from mtpctl.kernels.dispatch import ONE_PASS
 from mtpctl.model.build import build_model, complete_config, init_random_weights
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.lora import attach_adapters
-from mtpctl.model.parallel import ProcessGroups, Rank, summed
+from mtpctl.model.parallel import ProcessGroups, Rank, largest, summed
+from mtpctl.plan.memory import GIB
 from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.routes import RouteShape
 from mtpctl.trainer.batch import MicroBatch, Sequence, Totals, utilisation
@@ -196,6 +197,9 @@ class MegatronEngine:
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
         if (share := self._utilisation(_in(sequences, passes), seconds, self.depths if self.trains_mtp else 0)) is not None:
             metrics["perf/mfu"] = share if passes is None else summed([share])[0]
+        if self.device.type == "cuda":
+            peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            metrics |= {f"perf/memory_{name}_gib": largest(peak) / GIB for name, peak in peaks.items()}
         return metrics
 
     def _utilisation(self, sequences: list[Sequence], seconds: float, depths: int) -> float | None:

@@ -23,8 +23,10 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.packing import Packing
 from mtpctl.plan.activations import activation_width, transient_width
+from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
@@ -171,6 +173,15 @@ def test_saved_activations_fit_the_memory_plan(tmp_path: Path) -> None:
     # Beside the five layers: embeddings, both MTP inputs and their concatenation, the head's states and their gradients.
     elements = 5 * activation_width(shape, parallel) + 2 * transient_width(shape, parallel) + 16 * shape.hidden
     assert peak <= 2 * tokens * elements + workspace
+
+
+def test_an_update_reports_the_peak_memory_of_its_card(tmp_path: Path) -> None:
+    with engine(mimo(tmp_path / "model"), precision="bf16") as trainer:
+        trainer.set_optimizer(OptimizerConfig())
+        metrics = trainer.update(sequences(9, seed=3), NextToken())
+        allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    assert 0 < metrics["perf/memory_allocated_gib"] <= allocated
+    assert metrics["perf/memory_allocated_gib"] <= metrics["perf/memory_reserved_gib"] <= reserved
 
 
 @pytest.fixture(scope="module")
