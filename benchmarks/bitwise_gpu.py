@@ -10,9 +10,9 @@ are in `--logs`. If a process fails, the last lines of its log are printed.
 
 1. `operations`: is a row's result independent of the other rows, are engine's and trainer's equal, what does each cost
    (`benchmarks/bitwise_operations.py`).
-2. `small`: a random MiMo of four layers in engines with CUDA graphs and 0, 1 and 3 drafts (greedy or sampled), and in an eager engine;
-   chunked prompts, prefix cache hits, and many requests in flight. Prints the largest difference of log-probs from the trainer's: it must
-   be 0.
+2. `small`: a random MiMo of four layers in engines with CUDA graphs and 0, 1 and 3 drafts (greedy or sampled), in one with graphs for
+   steps without prefill only, and in an eager one; chunked prompts, prefix cache hits, and many requests in flight. Prints the largest
+   difference of log-probs from the trainer's: it must be 0.
 3. `mismatch`: the first module of this model whose outputs differ between engine and trainer (`mtpctl doctor --mismatch`).
 4. `large`: MiMo-7B's shape with random weights. Differences and tokens per second with `bitwise`, the trainer's forward and backward pass
    in both modes, then tokens per second with the default numerics. Skipped if `small` finds a difference.
@@ -155,7 +155,7 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
 
 def small(runner: Runner, scratch: Path) -> bool:
     """Whether all log-probs of the small model agree. The engines run at the same time."""
-    device, cases = runner.device, ["graphs-0", "graphs-1", "graphs-3", "sampled-3", "eager-1", "pieces-1"]
+    device, cases = runner.device, ["graphs-0", "graphs-1", "graphs-3", "sampled-3", "eager-1", "decode-1"]
     if device == "cpu":
         cases = ["eager-1", "eager-3"]
     started, files = [], []
@@ -163,8 +163,8 @@ def small(runner: Runner, scratch: Path) -> bool:
         kind, drafts = case.split("-")
         file = scratch / f"{case}.json"
         files.append(file)
-        graphs = "pieces" if kind == "pieces" else "decode"
-        choices = {"eager": int(kind == "eager"), "graphs": graphs, "method": "probabilistic" if kind == "sampled" else "greedy"}
+        graphs, method = "decode" if kind == "decode" else "all", "probabilistic" if kind == "sampled" else "greedy"
+        choices = {"eager": int(kind == "eager"), "graphs": graphs, "method": method}
         command = child("engine", device, folder=scratch / "small", drafts=drafts, out=file, **choices)
         started.append(runner.start(f"engine-{file.stem}", command))
     ran = [runner.wait(each, 170) for each in started]
@@ -175,9 +175,8 @@ def small(runner: Runner, scratch: Path) -> bool:
     if not runner.run("score", command, 90):
         return False
     differences: dict[str, float] = json.loads((scratch / "differences.json").read_text())
-    # `pieces` is an alternative of the default graphs.
     compared = {Path(file).stem: difference for file, difference in differences.items()}
-    return all(compared.get(case) == 0.0 for case in cases if not case.startswith("pieces"))
+    return all(compared.get(case) == 0.0 for case in cases)
 
 
 class Large:
@@ -210,8 +209,8 @@ class Large:
                 self._score(self._file(numerics))
         self._ratio("engine", [self._file(numerics) for numerics in ("default", "bitwise")], "tokens_per_s", 0.75)
         self._trainers()
-        # If time is left: graphs for steps with prefill, and other numbers of drafts.
-        for graphs, drafts in (("pieces", 1), ("decode", 0), ("decode", 3)) if self.device == "cuda" else ():
+        # If time is left: steps with prefill without graphs, and other numbers of drafts.
+        for graphs, drafts in (("decode", 1), ("all", 0), ("all", 3)) if self.device == "cuda" else ():
             file = self.scratch / f"large-{graphs}-{drafts}.json"
             if self.runner.deadline - time.monotonic() > ANOTHER_ENGINE_S:
                 command = self._engine(512, file, graphs=graphs, drafts=drafts)

@@ -135,10 +135,9 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
     settings = engine_settings(
         rollout, model=str(options.folder), precision="bf16" if cuda else "fp32", device=options.device, numerics=options.numerics
     )
-    if options.graphs == "pieces" and options.numerics == "bitwise" and cuda:
-        # Steps with prefill are graphs too, interrupted by attention, which runs eagerly.
-        settings.environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
-        settings.args["compilation_config"]["cudagraph_mode"] = "FULL_AND_PIECEWISE"
+    if options.graphs == "decode" and options.numerics == "bitwise" and cuda:
+        del settings.environment["VLLM_USE_BREAKABLE_CUDAGRAPH"]
+        settings.args["compilation_config"]["cudagraph_mode"] = "FULL_DECODE_ONLY"
     draw = random.Random(options.drafts)
     vocab = 500 if not cuda else 8000
     shared = [draw.randrange(vocab) for _ in range(150)]
@@ -297,7 +296,7 @@ def main() -> None:
     arguments.add_argument("--drafts", type=int, default=0, help="draft tokens per step")
     arguments.add_argument("--method", choices=("greedy", "probabilistic"), default="greedy", help="how drafts are selected")
     arguments.add_argument("--eager", type=int, default=0, help="1: without CUDA graphs")
-    arguments.add_argument("--graphs", choices=("decode", "pieces"), default="decode", help="pieces: also for steps with prefill")
+    arguments.add_argument("--graphs", choices=("all", "decode"), default="all", help="decode: steps with prefill run eagerly")
     arguments.add_argument("--responses", type=int, default=48)
     arguments.add_argument("--tokens", type=int, default=96, help="tokens of a response")
     arguments.add_argument("--go", type=Path, default=None, help="file whose existence the engine awaits before it generates")

@@ -167,8 +167,9 @@ def engine_settings(
         # while the core schedules the next step.
         args["distributed_executor_backend"] = "mp"
     if numerics == "bitwise" and not cpu:
-        # Inductor fuses operations and rounds their results in other positions. The attention of this backend is replaced.
-        graphs = {"mode": 0} | ({} if args["enforce_eager"] else {"cudagraph_mode": "FULL_DECODE_ONLY"})
+        # Inductor fuses operations and rounds their results in other positions. Without it, only breakable graphs cover steps with prefill.
+        # The attention of this backend is replaced.
+        graphs = {"mode": 0} | ({} if args["enforce_eager"] else {"cudagraph_mode": "FULL_AND_PIECEWISE"})
         args["compilation_config"] = args.get("compilation_config", {}) | graphs
         args |= {"attention_backend": "FLASH_ATTN", "disable_cascade_attn": True}
     args |= rollout.engine_args
@@ -180,6 +181,8 @@ def engine_settings(
     environment[NUMERICS] = numerics
     if numerics == "bitwise" and not cpu:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # whose sampler the patches replace
+        if not args["enforce_eager"]:
+            environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
     return VllmSettings(
         args,
         in_loop,

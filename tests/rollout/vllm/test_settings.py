@@ -118,9 +118,11 @@ def test_bitwise_engine_on_a_gpu_is_not_compiled(eager: bool) -> None:
     settings = engine_settings(config, model="m", precision="bf16", device="cuda", numerics="bitwise", host_limited=True)
     compilation = settings.args["compilation_config"]
     assert compilation["mode"] == 0
-    assert compilation.get("cudagraph_mode") == (None if eager else "FULL_DECODE_ONLY")
+    assert compilation.get("cudagraph_mode") == (None if eager else "FULL_AND_PIECEWISE")
+    assert settings.environment.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == (None if eager else "1")
     assert ("cudagraph_capture_sizes" in compilation) == (not eager)
     assert settings.args["attention_backend"] == "FLASH_ATTN"
     assert settings.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     usual = engine_settings(config, model="m", precision="bf16", device="cuda")
-    assert "compilation_config" not in usual.args and "VLLM_USE_V2_MODEL_RUNNER" not in usual.environment
+    assert "compilation_config" not in usual.args
+    assert not {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH"} & usual.environment.keys()

@@ -6,7 +6,7 @@ an engine with `NUMERICS` set, linear layers, LM head, norms, SwiGLU, rotary emb
 therefore those of `mtpctl.kernels.invariant`, which the trainer calls too. Drafters use the same layers.
 
 The model is not compiled, because Inductor fuses operations and rounds their results in other positions. Steps that only decode are CUDA
-graphs (`mtpctl.rollout.vllm.settings`).
+graphs, and steps with prefill are CUDA graphs that are interrupted for attention (`mtpctl.rollout.vllm.settings`).
 """
 
 from __future__ import annotations
