@@ -3,6 +3,7 @@
     python benchmarks/bitwise_gpu.py                            # at most 8 minutes on an H100
     python benchmarks/bitwise_gpu.py --parts operations,small,mismatch     # about 4 minutes
     python benchmarks/bitwise_gpu.py --parts large --deadline 590          # with other numbers of drafts, if time is left
+    python benchmarks/bitwise_gpu.py --family qwen3 --parts small,mismatch,large
     python benchmarks/bitwise_gpu.py --device cpu               # toy sizes: fp32, and kernels in Triton's interpreter
 
 Each part runs in separate processes, and a failure does not stop the next part. Output is printed line by line. The logs of the processes
@@ -10,12 +11,15 @@ are in `--logs`. If a process fails, the last lines of its log are printed.
 
 1. `operations`: is a row's result independent of the other rows, are engine's and trainer's equal, what does each cost
    (`benchmarks/bitwise_operations.py`).
-2. `small`: a random MiMo of four layers in engines with CUDA graphs and 0, 1 and 3 drafts (greedy or sampled), in one with graphs for
+2. `small`: a random model of four layers in engines with CUDA graphs and 0, 1 and 3 drafts (greedy or sampled), in one with graphs for
    steps without prefill only, and in an eager one; chunked prompts, prefix cache hits, and many requests in flight. Prints the largest
    difference of log-probs from the trainer's: it must be 0.
 3. `mismatch`: the first module of this model whose outputs differ between engine and trainer (`mtpctl doctor --mismatch`).
-4. `large`: MiMo-7B's shape with random weights. Differences and tokens per second with `bitwise`, the trainer's forward and backward pass
-   in both modes, then tokens per second with the default numerics. Skipped if `small` finds a difference.
+4. `large`: random weights with the widths of a published model: MiMo-7B, Qwen3-8B. Differences and tokens per second with `bitwise`, the
+   trainer's forward and backward pass in both modes, then tokens per second with the default numerics. Skipped if `small` finds a
+   difference.
+
+Models of families other than MiMo have an EAGLE-3 drafter.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from bitwise_model import FAMILIES
 
 PARTS = ("operations", "small", "mismatch", "large")
 TAIL = 25
@@ -59,9 +65,15 @@ class Runner:
     """Starts processes, which end at the deadline. failed: the names of those that failed."""
 
     device: str
+    family: str
     logs: Path
     deadline: float
     failed: list[str] = field(default_factory=list)
+
+    def child(self, part: str, **options: object) -> list[object]:
+        """The command of `bitwise_model.py` for this part."""
+        values = [str(value) for name, option in options.items() for value in (f"--{name}", option)]
+        return [Path(__file__).with_name("bitwise_model.py"), part, "--device", self.device, "--family", self.family, *values]
 
     def start(self, name: str, command: Many[object], **environment: str) -> Started:
         log = (self.logs / f"{name}.log").open("wb")
@@ -98,22 +110,17 @@ class Runner:
         return self.wait(self.start(name, command, **environment), seconds)
 
 
-def child(part: str, device: str, **options: object) -> list[object]:
-    """The command of `bitwise_model.py` for this part."""
-    values = [str(value) for name, option in options.items() for value in (f"--{name}", option)]
-    return [Path(__file__).with_name("bitwise_model.py"), part, "--device", device, *values]
-
-
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments.add_argument("--family", choices=tuple(FAMILIES), default="mimo")
     arguments.add_argument("--parts", default=",".join(PARTS))
     arguments.add_argument("--deadline", type=float, default=470.0, help="seconds after which everything ends")
     arguments.add_argument("--logs", type=Path, default=None, help="folder of the processes' logs")
     options = arguments.parse_args()
     logs = options.logs or Path(tempfile.mkdtemp(prefix="bitwise-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
-    runner, parts = Runner(options.device, logs, time.monotonic() + options.deadline), options.parts.split(",")
+    runner, parts = Runner(options.device, options.family, logs, time.monotonic() + options.deadline), options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         arguments.error(f"--parts: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     say(f"logs in {logs}")
@@ -141,15 +148,15 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
             large.start()
         if {"small", "mismatch"} & set(parts):
             title("small model: engines and trainer; first module that differs, with one draft in an eager engine")
-            runner.run("folder", child("folder", device, folder=scratch / "small"), 60)
-            command = child("mismatch", device, folder=scratch / "small", out=scratch)
+            runner.run("folder", runner.child("folder", folder=scratch / "small"), 60)
+            command = runner.child("mismatch", folder=scratch / "small", out=scratch)
             mismatch = runner.start("mismatch", command) if "mismatch" in parts else None
             if "small" in parts:
                 agree = small(runner, scratch)
             if mismatch is not None:
                 runner.wait(mismatch, 150)
         if large is not None:
-            title("MiMo-7B's shape")
+            title("large model")
             large.run(agree)
 
 
@@ -165,13 +172,13 @@ def small(runner: Runner, scratch: Path) -> bool:
         files.append(file)
         graphs, method = "decode" if kind == "decode" else "all", "probabilistic" if kind == "sampled" else "greedy"
         choices = {"eager": int(kind == "eager"), "graphs": graphs, "method": method}
-        command = child("engine", device, folder=scratch / "small", drafts=drafts, out=file, **choices)
+        command = runner.child("engine", folder=scratch / "small", drafts=drafts, out=file, **choices)
         started.append(runner.start(f"engine-{file.stem}", command))
     ran = [runner.wait(each, 170) for each in started]
     present = [file for file, ok in zip(files, ran, strict=True) if ok]
     if not present:
         return False
-    command = child("score", device, folder=scratch / "small", samples=",".join(map(str, present)), out=scratch / "differences.json")
+    command = runner.child("score", folder=scratch / "small", samples=",".join(map(str, present)), out=scratch / "differences.json")
     if not runner.run("score", command, 90):
         return False
     differences: dict[str, float] = json.loads((scratch / "differences.json").read_text())
@@ -180,7 +187,7 @@ def small(runner: Runner, scratch: Path) -> bool:
 
 
 class Large:
-    """MiMo-7B's shape. Both engines start early, because they take minutes, and generate one after the other.
+    """The large model. Both engines start early, because they take minutes, and generate one after the other.
 
     Each gets less than half of the GPU's memory.
     """
@@ -191,7 +198,7 @@ class Large:
         self.started: dict[str, Started] = {}
 
     def start(self) -> None:
-        self.started["folder"] = self.runner.start("folder-large", child("folder", self.device, folder=self.folder, size="large"))
+        self.started["folder"] = self.runner.start("folder-large", self.runner.child("folder", folder=self.folder, size="large"))
         for numerics in ("bitwise", "default"):
             command = self._engine(512, self._file(numerics), numerics=numerics, go=self._go(numerics))
             self.started[numerics] = self.runner.start(f"engine-large-{numerics}", command)
@@ -226,17 +233,17 @@ class Large:
 
     def _engine(self, responses: int, out: Path, **options: object) -> list[object]:
         count = responses if self.device == "cuda" else 8
-        return child("engine", self.device, responses=count, out=out, **(self.shared | {"drafts": 1} | options))
+        return self.runner.child("engine", responses=count, out=out, **(self.shared | {"drafts": 1} | options))
 
     def _score(self, file: Path) -> None:
-        command = child("score", self.device, folder=self.folder, size="large", samples=file, out=self.scratch / f"score-{file.stem}")
+        command = self.runner.child("score", folder=self.folder, size="large", samples=file, out=self.scratch / f"score-{file.stem}")
         self.runner.run(f"score-{file.stem}", command, 90)
 
     def _trainers(self) -> None:
         files = [self.scratch / f"trainer-{numerics}.json" for numerics in ("bitwise", "default")]
         for file in files:  # one after the other: each takes most of the GPU's memory
             numerics = file.stem.removeprefix("trainer-")
-            command = child("trainer", self.device, folder=self.folder, size="large", numerics=numerics, out=file)
+            command = self.runner.child("trainer", folder=self.folder, size="large", numerics=numerics, out=file)
             self.runner.run(file.stem, command, 100)
         self._ratio("trainer", files, "milliseconds", 0.85)
 

@@ -6,7 +6,7 @@
     python benchmarks/bitwise_model.py trainer --folder /tmp/small --out /tmp/milliseconds.json
     python benchmarks/bitwise_model.py mismatch --folder /tmp/small --out /tmp
 
-`--device cpu` uses a toy model in fp32. `--size large` is MiMo-7B's shape.
+`--device cpu` uses a toy model in fp32. `--size large` has the widths of a published model of the family.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 SMALL: dict[str, Any] = {
-    "architectures": ["MiMoForCausalLM"],
-    "model_type": "qwen2",
     "hidden_size": 512,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -34,46 +32,95 @@ SMALL: dict[str, Any] = {
     "rope_theta": 640000.0,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
-    "attention_bias": True,
+    "attention_bias": False,
     "max_position_embeddings": 1024,
-    "num_nextn_predict_layers": 1,
     "tie_word_embeddings": False,
 }
 TOY = {
     "hidden_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
     "intermediate_size": 112,
+    "vocab_size": 512,
 }
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 28,  # of 36, so that the trainer with a drafter has room
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mimo": {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "attention_bias": True, "num_nextn_predict_layers": 1},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+    },
+}
+"""Config fields of each family. All but MiMo get an EAGLE-3 drafter."""
+PRIOR = 3.0
+"""Standard deviation of tokens' mean logits in models with an EAGLE-3 drafter, in nats."""
+PRIOR_STATE = 8.0
+"""First dimension of all embeddings in these models; the others are about 1."""
 
 
 def say(text: str) -> None:
     print(text, flush=True)
 
 
+def config_of(family: str, size: str, device: str) -> dict[str, Any]:
+    """A model's config. Responses have their full length, because no token ends them."""
+    from mtpctl.bench.train_step import named_config
+
+    config = SMALL | FAMILIES[family]
+    if device == "cpu":
+        config |= TOY
+    elif size == "large":
+        config = dict(named_config("")) if family == "mimo" else config | QWEN3_8B
+    for name in ("bos_token_id", "eos_token_id"):
+        config.pop(name, None)
+    if family == "mimo":
+        return config
+    shared = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps")
+    layers = config["num_hidden_layers"]
+    drafter = {name: config[name] for name in (*shared, "rope_theta", "rope_scaling", "max_position_embeddings") if name in config} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": config["vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": [1, layers // 2, layers],
+    }
+    return config | {"drafter": drafter}
+
+
 def create_folder(options: argparse.Namespace) -> None:
     """A model with random weights, norms and biases, whose logits spread by several nats.
 
-    The next token mostly depends on the last one, and the drafter reads that token's embedding, so that some drafts are accepted.
+    Some drafts are accepted: MiMo's next token mostly depends on the last one, whose embedding its drafter reads. An EAGLE-3 drafter reads
+    the embedding in its attention only, so these models' first hidden dimension is large, and adds to each token's logit its mean.
     """
     import torch
     from safetensors.torch import save_file
 
-    from mtpctl.convert.hf_folder import write_config
-    from mtpctl.families.reading import shape_of
+    from mtpctl.convert.hf_folder import split_drafter, write_config
+    from mtpctl.families.reading import DRAFTER, shape_of
     from mtpctl.families.tensors import tensor_shapes
 
-    config = dict(SMALL)
-    if options.size == "large" and options.device == "cuda":
-        from mtpctl.bench.train_step import named_config
-
-        config = dict(named_config(""))
-    if options.device == "cpu":
-        config |= TOY | {"vocab_size": 512}
-    for name in ("bos_token_id", "eos_token_id"):  # so that responses have their full length
-        config.pop(name, None)
+    config = config_of(options.family, options.size, options.device)
+    has_prior = "drafter" in config
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     generator = torch.Generator(options.device).manual_seed(0)
     options.folder.mkdir(parents=True)
@@ -85,14 +132,25 @@ def create_folder(options: argparse.Namespace) -> None:
         elif name.endswith("input_proj.weight"):
             drawn = torch.eye(size[0], device=options.device).repeat(1, 2)
             drawn[:, : size[0]] = 0.0
+        elif name.endswith("fc.weight"):  # of an EAGLE-3 drafter: the state after the last layer
+            drawn = torch.eye(size[0], device=options.device).repeat(1, 3)
+            drawn[:, : 2 * size[0]] = 0.0
         elif "embed_tokens" not in name:
             drawn *= size[1] ** -0.5
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             drawn *= 0.6 * config["num_hidden_layers"] ** -0.5
         elif "lm_head" in name:
             drawn *= 3.0
+        if has_prior and "embed_tokens" in name:
+            drawn[:, 0] = PRIOR_STATE
+        elif has_prior and "lm_head" in name:
+            drawn[:, 0] = PRIOR / PRIOR_STATE * torch.randn(size[0], generator=generator, device=options.device)
         tensors[name] = drawn.to(dtype).cpu()
-    save_file(tensors, options.folder / "model.safetensors", metadata={"format": "pt"})
+    target, drafter = split_drafter(tensors)
+    save_file(target, options.folder / "model.safetensors", metadata={"format": "pt"})
+    if drafter:
+        (options.folder / DRAFTER).mkdir()
+        save_file(drafter, options.folder / DRAFTER / "model.safetensors", metadata={"format": "pt"})
     write_config(config | {"torch_dtype": str(dtype).removeprefix("torch.")}, options.folder)
 
 
@@ -288,6 +346,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("part", choices=tuple(PARTS))
     arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments.add_argument("--family", choices=tuple(FAMILIES), default="mimo")
     arguments.add_argument("--size", choices=("small", "large"), default="small")
     arguments.add_argument("--numerics", choices=("bitwise", "default"), default="bitwise")
     arguments.add_argument("--folder", type=Path, required=True, help="the model's folder")

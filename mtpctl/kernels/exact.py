@@ -26,6 +26,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mtpctl.kernels.qkv import rotate_pairs
 from mtpctl.recipe.numerics import BLOCK_BYTES, MAX_CONTEXT
 
 MANTISSA = 53
@@ -104,6 +105,11 @@ def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = torch.where(odd, sin, cos), torch.where(odd, cos, sin)
     cos, sin = torch.where((quadrant == 1) | (quadrant == 2), -cos, cos), torch.where(quadrant >= 2, -sin, sin)
     return cos.to(angles.dtype), sin.to(angles.dtype)
+
+
+def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [t, heads, d] by the rows `positions` [t] of cos and sin [limit, n]."""
+    return rotate_pairs(x, cos[positions], sin[positions])
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:

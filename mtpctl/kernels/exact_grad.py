@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels import activations, exact, invariant, norm
+from mtpctl.kernels import activations, exact, invariant, norm, qkv
 from mtpctl.kernels.activations import swiglu_backward_torch
 from mtpctl.kernels.main_grad import linear_backward
+from mtpctl.kernels.qkv import Angles, HeadLayout, HeadNorm, Heads
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -27,6 +28,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     if x.is_cuda:
         return norm.rms_norm_by_row(x, weight, eps, offset)
     return _RmsNorm.apply(x, weight, eps, offset)
+
+
+def split_normed_heads(mixed: Tensor, layout: HeadLayout, qk_norm: HeadNorm, angles: Angles | None) -> Heads:
+    """`qkv.split_heads` with QK norm. Like an engine, and unlike its kernel, it rounds the norm's output before the rotation."""
+    heads = qkv.split_heads(mixed, layout, None, None)
+    queries, keys = (
+        rms_norm(x, weight, qk_norm.eps, qk_norm.offset) for x, weight in ((heads.queries, qk_norm.queries), (heads.keys, qk_norm.keys))
+    )
+    if angles is not None:
+        queries, keys = (_Rotation.apply(x, *angles) for x in (queries, keys))
+    return heads._replace(queries=queries, keys=keys)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -81,6 +93,23 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         return swiglu_backward_torch(grads[0], gate_up, None)[0]
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0].contiguous(), cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotate = invariant.rotate if x.is_cuda else exact.rotate
+    return rotate(x, torch.arange(len(x), device=x.device), cos, sin)
 
 
 class _Attention(torch.autograd.Function):

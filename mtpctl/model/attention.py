@@ -11,8 +11,9 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
+from mtpctl.kernels.exact_grad import split_normed_heads
 from mtpctl.kernels.qkv import HeadLayout, HeadNorm, Heads, apply_rotary, split_heads
-from mtpctl.model.layers import ReplicatedLinear, RMSNorm, norm_offset
+from mtpctl.model.layers import ReplicatedLinear, RMSNorm, norm_offset, uses_exact_sums
 from mtpctl.model.packing import Packing
 from mtpctl.model.rope import Rope, Rotary
 
@@ -47,6 +48,8 @@ class SelfAttention(UpstreamSelfAttention):
         qk_norm = None
         if isinstance(norm, RMSNorm):
             qk_norm = HeadNorm(norm.reduced_weight(), k_norm.reduced_weight(), norm.eps, norm_offset(config))
+            if uses_exact_sums(config):
+                return split_normed_heads(mixed.squeeze(1), layout, qk_norm, self._rotary(packing))
         return split_heads(mixed.squeeze(1), layout, qk_norm, self._rotary(packing))
 
     def _rotary(self, packing: Packing) -> Rotary | None:

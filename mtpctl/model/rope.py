@@ -67,17 +67,17 @@ def rope_of(shape: ModelShape) -> Rope:
     if kind == "linear":
         return Rope(plain / scaling["factor"])
     if kind == "llama3":
-        return Rope(_by_wavelength(plain, scaling))
+        low, high, trained = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
+        return Rope(scaled_by_wavelength(plain, scaling["factor"], low, high, trained))
     assert kind == "yarn", f"RoPE scaling {kind!r} is not supported"
     return _yarn(plain, shape, scaling)
 
 
-def _by_wavelength(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: divide low frequencies by `factor`, keep high ones, and interpolate in between."""
-    low, high, trained = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
+def scaled_by_wavelength(plain: Tensor, factor: float, low: float, high: float, trained: float) -> Tensor:
+    """Llama 3.1: divide frequencies of at most `low` turns in the trained length, keep those of at least `high`, interpolate between."""
     turns = trained * plain / (2 * math.pi)
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * (unscaled + (1 - unscaled) / scaling["factor"])
+    return plain * (unscaled + (1 - unscaled) / factor)
 
 
 def _yarn(plain: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:

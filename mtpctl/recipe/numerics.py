@@ -22,7 +22,8 @@ Temporaries of 64 MiB take twice to four times as long on an AMD EPYC.
 PRECISIONS = {"cpu": "fp32", "cuda": "bf16"}
 """The precision of each device's bitwise operations."""
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
-FAMILIES = ("mimo",)
+FAMILIES = ("llama", "mimo", "qwen2", "qwen3")
+ROPES = ("default", "llama3")
 ENGINE_ARGS = (
     "block_size",
     "disable_log_stats",
@@ -59,11 +60,19 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from _rollout(recipe, needs)
     if shape is None:
         return
-    if shape.family not in FAMILIES or shape.rope_scaling is not None:
-        family = f"{shape.family} with scaled rope" if shape.rope_scaling is not None else shape.family
-        yield f"model: {needs} a model of the family {', '.join(FAMILIES)}, got {family}; use one, or set numerics: default"
+    yield from _model(shape, needs)
     if recipe.device == "cpu" and (context := rollout.context or shape.max_positions) > MAX_CONTEXT:
         yield f"rollout.context: {needs} at most {MAX_CONTEXT} tokens, got {context}; lower it, or set numerics: default"
+
+
+def _model(shape: ModelShape, needs: str) -> Complaints:
+    if shape.family not in FAMILIES:
+        yield f"model: {needs} a model of the family {', '.join(FAMILIES)}, got {shape.family}; use one, or set numerics: default"
+    rope = "default" if shape.rope_scaling is None else shape.rope_scaling["rope_type"]
+    if rope not in ROPES:
+        yield f"model: {needs} rotary embeddings of the type {', '.join(ROPES)}, got {rope}; use such a model, or set numerics: default"
+    if shape.dflash is not None:
+        yield f"model: {needs} a drafter with causal attention, got DFlash; use EAGLE-3 or no drafter, or set numerics: default"
 
 
 def _rollout(recipe: Recipe, needs: str) -> Complaints:

@@ -99,7 +99,7 @@ class Recipe(Section):
     numerics: Numerics = Field(
         "default",
         description="bitwise: engine, log-prob server and trainer compute the same log-probs to the last bit, at a cost in speed. Needs "
-        "fp32 on a CPU or bf16 on a GPU, and a dense MiMo model.",
+        "fp32 on a CPU or bf16 on a GPU, and a supported model.",
     )
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.protocol import ABORTED
@@ -33,6 +33,7 @@ from mtpctl.sync.store import VersionStore
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.config import ScoreOptions
 from tests.fakes import tiny
+from tests.fakes.toys import LLAMA_EAGLE3, QWEN3_EAGLE3
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -42,6 +43,16 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 112,
     "max_position_embeddings": 256,
 }
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_QWEN2: dict[str, Any] = {**LLAMA_EAGLE3, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_ROPE = {"rope_parameters": _LLAMA3 | {"rope_theta": 10000.0}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mimo": {**tiny.MIMO, **SIZES},
+    "qwen2": {name: value for name, value in _QWEN2.items() if name != "drafter"},
+    "qwen3": {**QWEN3_EAGLE3, "tie_word_embeddings": True},
+    "llama": {**LLAMA_EAGLE3, **_ROPE, "drafter": LLAMA_EAGLE3["drafter"] | _ROPE},
+}
+"""Configs of toys, by family: the last two have EAGLE-3 drafters, Qwen2 has none."""
 TOKENS, SHARED = 40, 96
 """Maximum length of responses, and length of the prefix that every second prompt shares: three blocks."""
 ENGINE_ARGS: dict[str, object] = {
@@ -53,6 +64,12 @@ ENGINE_ARGS: dict[str, object] = {
 PRECISIONS: dict[str, Literal["fp32", "bf16"]] = {"cpu": "fp32", "cuda": "bf16"}
 KV_CACHE_BYTES = 24 * 32 * 3 * 2 * 32 * 4
 """Room for 24 blocks of three layers, fewer than 16 requests need, so that some are preempted."""
+
+
+def folder_of(family: str, path: Path) -> HfFolder:
+    """A toy of this family with random weights, norms and biases. No token ends a response."""
+    config = {name: value for name, value in FAMILIES[family].items() if name not in ("bos_token_id", "eos_token_id")}
+    return tiny.varied(create_hf_folder(config | {"initializer_range": 0.2}, path, seed=0))
 
 
 @dataclass

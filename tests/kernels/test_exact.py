@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from mtpctl.kernels.activations import swiglu
 from mtpctl.kernels.drafts import Draft
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
+from mtpctl.kernels.qkv import HeadLayout, HeadNorm, split_heads_torch
 
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33, 64)
 """Numbers of rows around the tiles of matrix libraries and the vectors of elementwise kernels."""
@@ -142,7 +144,13 @@ def test_gradients_are_those_of_the_usual_operations() -> None:
             (query, key, value),
         ),
     )
-    for ours, usual, inputs in cases:
+    layout, angles, mixed = HeadLayout(2, 3, 16), (_drawn(6, 8).cos(), _drawn(6, 8).sin()), _drawn(6, 160, seed=3, spread=0.3)
+
+    def heads(run: Callable[..., Any], x: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+        return torch.cat([part.flatten(1) for part in run(x, layout, HeadNorm(q_weight, k_weight, 1e-6), angles)], 1)
+
+    normed = tuple(partial(heads, run) for run in (exact_grad.split_normed_heads, split_heads_torch))
+    for ours, usual, inputs in (*cases, (*normed, (mixed, gain[:16], gain[16:32]))):
         results = []
         for run in (ours, usual):
             leaves = [each.clone().requires_grad_() for each in inputs]

@@ -16,9 +16,10 @@ from mtpctl.recipe.checks import complaints_of, validate
 from mtpctl.recipe.data import check_path
 from mtpctl.recipe.loading import RECIPES, available, load_recipe
 from mtpctl.recipe.model import ModelConfig, hf_config
+from mtpctl.recipe.numerics import FAMILIES
 from mtpctl.recipe.train import check_moe
 from tests.fakes.fits import check_fits
-from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, SERVED, TOYS
+from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, QWEN3_DFLASH, QWEN3_EAGLE3, SERVED, TOYS
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
@@ -386,11 +387,26 @@ def test_bitwise_numerics_on_a_gpu_need_bf16_and_allow_long_contexts() -> None:
     assert not [text for text in list_complaints(sets) if "bitwise" in text]
 
 
-def test_bitwise_numerics_need_a_dense_mimo() -> None:
+def bitwise_complaint(config: dict[str, Any]) -> str:
+    return complaint(*BITWISE, f"model.config={json.dumps(config)}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
+
+
+def test_bitwise_numerics_need_a_supported_model() -> None:
     validate(load_recipe("tiny_mtp", sets=[*BITWISE, "rollout.speculation.num_tokens=3", "logprob.standalone=true"]).recipe)
-    for config, found in ((GLM4_MOE, "glm4-moe"), (LLAMA_EAGLE3, "llama")):
-        text = complaint(*BITWISE, f"model.config={json.dumps(config)}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
-        assert text == f"model: numerics: bitwise needs a model of the family mimo, got {found}; use one, or set numerics: default"
+    assert bitwise_complaint(GLM4_MOE) == (
+        f"model: numerics: bitwise needs a model of the family {', '.join(FAMILIES)}, got glm4-moe; use one, or set numerics: default"
+    )
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    plain = {name: value for name, value in QWEN3_EAGLE3.items() if name != "drafter"}
+    assert bitwise_complaint(plain | {"rope_parameters": yarn}) == (
+        "model: numerics: bitwise needs rotary embeddings of the type default, llama3, got yarn; use such a model, or set numerics: default"
+    )
+    assert bitwise_complaint(QWEN3_DFLASH) == (
+        "model: numerics: bitwise needs a drafter with causal attention, got DFlash; use EAGLE-3 or no drafter, or set numerics: default"
+    )
+    llama3 = {"rope_parameters": yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+    for config in (LLAMA_EAGLE3 | llama3 | {"drafter": LLAMA_EAGLE3["drafter"] | llama3}, QWEN3_EAGLE3):
+        validate(load_recipe("tiny_mtp", sets=[*BITWISE, f"model.config={json.dumps(config)}", "rollout.speculation.num_tokens=3"]).recipe)
     sglang = load_recipe("tiny_mtp", sets=[*BITWISE, "rollout={engine: sglang}"]).recipe
     assert "rollout.engine: numerics: bitwise needs vllm; set it, or numerics: default" in list(complaints_of(sglang))
 

@@ -32,9 +32,9 @@ from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.trainer.batch import Sequence
 from tests.fakes import tiny
-from tests.fakes.bitwise import SIZES
+from tests.fakes.bitwise import FAMILIES, folder_of
 
-OPERATIONS = ("linear", "logits", "rms_norm", "swiglu", "log_mass", "log_softmax")
+OPERATIONS = ("linear", "logits", "rms_norm", "swiglu", "rotate", "log_mass", "log_softmax")
 
 
 def dot(self: object, a: Any, b: Any, total: Any, *_: object) -> Any:
@@ -104,9 +104,10 @@ async def respond(folder: HfFolder, k: int) -> list[Sample]:
         await engine.shutdown()
 
 
-def test_log_probs_equal_the_trainers(tmp_path: Path) -> None:
-    folder = tiny.mimo(tmp_path / "model", **SIZES)
-    samples = asyncio.run(respond(folder, 3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_the_trainers(family: str, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path / "model")
+    samples = asyncio.run(respond(folder, 3 if folder.shape.mtp_layers else 0))
     inputs = [Sequence(list(sample.token_ids), len(sample.prompt_ids), list(sample.loss_mask)) for sample in samples]
     behaviour = np.concatenate([np.asarray(sample.behaviour_logprobs, np.float32) for sample in samples])
     own = {}

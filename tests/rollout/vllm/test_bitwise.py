@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.bitwise import differences, generate, versions
+from tests.fakes.bitwise import FAMILIES, differences, folder_of, generate, versions
 from tests.fakes.engines import Loop
 
 
@@ -26,14 +26,27 @@ def test_log_probs_equal_the_trainers_through_chunks_drafts_cache_hits_preemptio
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_log_probs_equal_the_trainers_in_bf16_in_the_interpreter() -> None:
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mimo"])
+def test_log_probs_equal_the_trainers_in_fp32(family: str, run: Loop, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path / "model")
+    samples, counts = run(generate([folder], tmp_path / "store", 24, k=3 if folder.shape.mtp_layers else 0), 200)
+    assert counts.cached and counts.chunked, counts
+    assert differences([folder], samples).max() == 0.0
+    assert differences([folder], samples, numerics="default").max() > 0.0, "the default sums round differently"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_the_trainers_in_bf16_in_the_interpreter(family: str) -> None:
+    test = f"{Path(__file__).with_name('interpreted_bitwise.py')}::test_log_probs_equal_the_trainers[{family}]"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("interpreted_bitwise.py"))],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

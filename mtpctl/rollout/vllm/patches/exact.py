@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.kernels import exact
-from mtpctl.kernels.qkv import rotate_pairs
+from mtpctl.model.rope import scaled_by_wavelength
 from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
 from mtpctl.rollout.vllm.plugin import NUMERICS
 
@@ -106,6 +106,19 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
     return exact.swiglu(x)
 
 
+def rotary_table(layer: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+    """The trainer's cosines and sines fp32 [positions, rotated dimensions / 2], computed on a CPU."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+
+    with torch.device("cpu"):
+        frequencies = RotaryEmbedding._compute_inv_freq(layer, layer.base)
+        if isinstance(layer, Llama3RotaryEmbedding):
+            factors = layer.scaling_factor, layer.low_freq_factor, layer.high_freq_factor
+            frequencies = scaled_by_wavelength(frequencies, *factors, layer.orig_max_position)
+        return exact.cos_sin(torch.arange(layer.max_position_embeddings, dtype=torch.float32)[:, None] * frequencies)
+
+
 Rotation = Callable[["RotaryEmbedding", Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
@@ -117,12 +130,10 @@ def _rotary(upstream: Rotation) -> Rotation:
         if not is_exact():
             return upstream(self, positions, query, key)
         if _TABLE not in self.__dict__:
-            angles = torch.arange(self.max_position_embeddings, dtype=torch.float32)[:, None] * self._compute_inv_freq(self.base)
-            self.__dict__[_TABLE] = exact.cos_sin(angles)
-        cos, sin = (each[positions] for each in self.__dict__[_TABLE])
+            self.__dict__[_TABLE] = rotary_table(self)
 
         def rotate(x: Tensor) -> Tensor:
-            return rotate_pairs(x.unflatten(-1, (-1, self.head_size)), cos, sin).flatten(1)
+            return exact.rotate(x.unflatten(-1, (-1, self.head_size)), positions, *self.__dict__[_TABLE]).flatten(1)
 
         return rotate(query), None if key is None else rotate(key)
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.kernels import exact, invariant
+from mtpctl.kernels import invariant
 from mtpctl.kernels.invariant import Pages
-from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward
+from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward, rotary_table
 from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
@@ -134,22 +134,13 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
 def rotary(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Rotate in fp32 with the trainer's cosines and sines; vLLM rounds its cosines and sines to half precision."""
     if _TABLE not in self.__dict__:
-        self.__dict__[_TABLE] = rotary_table(self, query.device)
+        self.__dict__[_TABLE] = tuple(each.to(query.device) for each in rotary_table(self))
     table, positions = self.__dict__[_TABLE], positions.flatten()
 
     def rotate(x: Tensor) -> Tensor:
         return invariant.rotate(x.unflatten(-1, (-1, self.head_size)), positions, *table).flatten(1)
 
     return rotate(query), None if key is None else rotate(key)
-
-
-def rotary_table(layer: RotaryEmbedding, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines fp32 [positions, rotated dimensions / 2], from frequencies computed on a CPU, as the trainer's are."""
-    with torch.device("cpu"):
-        frequencies = layer._compute_inv_freq(layer.base)
-        angles = torch.arange(layer.max_position_embeddings, dtype=torch.float32)[:, None] * frequencies
-        cos, sin = exact.cos_sin(angles)
-    return cos.to(device), sin.to(device)
 
 
 @cache

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.worker.gpu.sample import logprob
@@ -81,11 +81,18 @@ def test_norm_activation_and_products_round_as_the_trainer() -> None:
     assert torch.equal(logprob.compute_token_logprobs(logits, tokens), invariant.log_softmax(logits).gather(1, tokens))
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.usefixtures("bitwise")
-def test_rotation_has_the_trainers_angles() -> None:
-    shape = shape_of({**MIMO, "head_dim": 32, "num_attention_heads": 2, "hidden_size": 64, "num_key_value_heads": 1})
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, LLAMA3])
+def test_rotation_has_the_trainers_angles(scaling: dict[str, object]) -> None:
+    rope = scaling | {"rope_theta": 640000.0}
+    sizes = {"head_dim": 32, "num_attention_heads": 2, "hidden_size": 64, "num_key_value_heads": 1}
+    shape = shape_of({name: value for name, value in MIMO.items() if name != "rope_theta"} | sizes | {"rope_parameters": rope})
     with set_current_vllm_config(VllmConfig()):
-        layer = RotaryEmbedding(32, 32, 128, shape.rope_theta, True, HALF)
+        layer = get_rope(32, 128, rope_parameters=rope, dtype=HALF)
+    assert isinstance(layer, Llama3RotaryEmbedding) == ("factor" in scaling)
     positions, query, key = torch.tensor([0, 1, 127, 5]), drawn(4, 64), drawn(4, 96)[:, 64:]
     trainers = rope_of(shape)
     rotary = type(trainers)(trainers.inverse_frequencies, exact=True).rotary(positions)
