@@ -60,7 +60,7 @@ class VllmEngine(Engine):
         """
         os.environ.update(settings.environment)
         check_plugin()
-        if not settings.in_loop:
+        if not settings.in_loop and not settings.args.get("numa_bind"):  # binding replaces the executable that is spawned
             cores.prepare()
         with importing():
             import_transformers()  # which vLLM imports
@@ -196,6 +196,7 @@ class VllmEngine(Engine):
 
     async def shutdown(self) -> None:
         self._llm.shutdown()
+        cores.stop()
         self._target.close()
 
 
