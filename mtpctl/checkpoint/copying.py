@@ -225,4 +225,4 @@ def _checkpoints(store: ObjectStore) -> dict[str, Listing]:
 
 def _listing(store: ObjectStore, folder: str) -> Listing | None:
     contents = store.read(f"{folder}/{LISTING}")
-    return None if contents is None else Listing.of(contents)
+    return None if contents is None else Listing.of(contents, f"{store.url}/{folder}/{LISTING}")

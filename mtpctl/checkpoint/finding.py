@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, flush, read_listing, write_latest
-from mtpctl.checkpoint.reading import METADATA, check_metadata
+from mtpctl.checkpoint.reading import METADATA, shard_sizes
 from mtpctl.errors import UserError
 
 ENGINE, RUN, BUFFER, FORMAT = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
@@ -79,13 +79,13 @@ def newest(root: Path) -> Path | None:
 
 
 def check(path: Path, *, contents: bool) -> None:
-    """Raise Damaged if a checkpoint is not complete, UserError if its metadata may run code."""
+    """Raise Damaged if a checkpoint is not complete, UserError if its metadata may run code or its listing has another format."""
     listing = read_listing(path)
     if listing is None:
         raise Damaged(LISTING, "is missing")
     check_listing(path, listing, contents=contents)
     if contents and METADATA in listing.files:
-        check_metadata(path)  # A listing does not prove who wrote the file.
+        shard_sizes(path)  # Rejects unsafe pickles: a listing does not prove who wrote the file.
 
 
 def settle(root: Path) -> Choice:
@@ -140,7 +140,10 @@ def next_number(root: Path) -> int:
 
 
 def number_of(path: Path) -> float:
-    """The number of a checkpoint. One that cannot be read sorts as the newest, so that its damage is reported."""
+    """The number of a checkpoint. One that cannot be read sorts as the newest, so that its damage is reported.
+
+    Raises UserError if another version of mtpctl saved it.
+    """
     try:
         listing = read_listing(path)
         return int(json.loads((path / ENGINE).read_bytes())["number"]) if listing is None else listing.number

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
+from mtpctl.errors import UserError
+
 LISTING = "files.json"
 _FORMAT = 3
 _CHECKSUM = re.compile(r"xxh3:[0-9a-f]+")
@@ -32,6 +34,10 @@ class Damaged(Exception):
     def __init__(self, file: str, what: str) -> None:
         super().__init__(f"{file} {what}")
         self.file, self.what = file, what
+
+
+class OtherVersion(UserError):
+    """A listing that is intact and has a format of another version of mtpctl. Its folder is left unchanged."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +96,17 @@ class Listing:
         return json.dumps({**record, "checksum": _checksum_of(record)}).encode()
 
     @classmethod
-    def of(cls, contents: bytes) -> Listing:
-        """Parse a listing. Raises Damaged if it is invalid."""
+    def of(cls, contents: bytes, source: Path | str = LISTING) -> Listing:
+        """Parse a listing. Raises Damaged if it is invalid, OtherVersion if it is intact. source: named in the error."""
         try:
             record = json.loads(contents)
-            if record.pop("checksum") != _checksum_of(record) or record["format"] != _FORMAT:
+            if record.pop("checksum") != _checksum_of(record):
                 raise ValueError("another checksum")
+            if record["format"] != _FORMAT:
+                raise OtherVersion(
+                    f"{source}: was saved by another version of mtpctl (format {record['format']}, this version reads {_FORMAT}); use that "
+                    "version, or another folder"
+                )
             files = {_inside(name): _entry(entry) for name, entry in record["files"].items()}
             return cls(int(record["number"]), files)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -129,9 +140,9 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def read_listing(folder: Path) -> Listing | None:
-    """The listing of a folder, None if it has none. Raises Damaged if it cannot be read."""
+    """The listing of a folder, None if it has none. Raises Damaged if it cannot be read, OtherVersion if it has another format."""
     try:
-        return Listing.of((folder / LISTING).read_bytes())
+        return Listing.of((folder / LISTING).read_bytes(), folder / LISTING)
     except FileNotFoundError:
         return None
     except OSError as error:

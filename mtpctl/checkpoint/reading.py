@@ -80,22 +80,44 @@ class _Record:
         self.state = state if isinstance(state, dict) else {}
 
 
-def check_metadata(checkpoint: Path) -> None:
-    """Raise Damaged if the metadata cannot be read, UserError if it contains a name that may run code. Does not import torch."""
+def shard_sizes(checkpoint: Path) -> dict[str, int]:
+    """The minimum size of each shard file, by name. Does not import torch.
+
+    Raises Damaged if the metadata cannot be read, UserError if it contains a name that may run code.
+    """
     path = checkpoint / METADATA
+    sizes: dict[str, int] = {}
     try:
         with path.open("rb") as file:
             metadata = RestrictedUnpickler(file, path, lambda module, name: _Record).load()
         for stored in metadata.state["storage_data"].values():
-            name = str(stored.state["relative_path"])
+            name, end = str(stored.state["relative_path"]), int(stored.state["offset"]) + int(stored.state["length"])
             if PurePosixPath(name).name != name:
                 raise ValueError("not a file of the folder")
+            sizes[name] = max(end, sizes.get(name, 0))
     except FileNotFoundError as error:
         raise Damaged(METADATA, "is missing") from error
     except OSError as error:
         raise Damaged(METADATA, f"cannot be read ({error.strerror})") from error
     except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, IndexError, TypeError, ValueError, MemoryError) as error:
         raise Damaged(METADATA, "is truncated or overwritten") from error
+    return sizes
+
+
+def check_shards(checkpoint: Path) -> None:
+    """Check the files of a checkpoint without checksums, by its metadata: raise Damaged if a shard is missing or truncated.
+
+    Raises UserError like `shard_sizes`.
+    """
+    for name, expected in shard_sizes(checkpoint).items():
+        try:
+            size = (checkpoint / name).stat().st_size
+        except FileNotFoundError as error:
+            raise Damaged(name, "is missing") from error
+        except OSError as error:
+            raise Damaged(name, f"cannot be read ({error.strerror})") from error
+        if size < expected:
+            raise Damaged(name, f"has {size:,} bytes, and {expected:,} were saved")
 
 
 @contextlib.contextmanager

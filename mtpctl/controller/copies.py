@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mtpctl.checkpoint.copying import FIELD, CopyWriter, fetch, newest_copy
 from mtpctl.checkpoint.finding import newest
-from mtpctl.checkpoint.listing import Damaged
+from mtpctl.checkpoint.listing import Damaged, OtherVersion
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe import yaml12
@@ -111,6 +111,9 @@ class Copies:
             except Damaged as damage:
                 self._give_up(f"{checkpoint.parent.parent}/{damage}; {checkpoint.name} is not copied", behind)
                 return
+            except OtherVersion as error:
+                self._give_up(f"{error}; {checkpoint.name} is not copied", behind)
+                return
             else:
                 self._note_copied(checkpoint, time.monotonic() - began, behind)
                 return
@@ -184,9 +187,11 @@ def check_copies(recipe: Recipe) -> None:
 
 
 def _has_checkpoint(directory: RunDirectory) -> bool:
-    """Whether the run has a complete checkpoint."""
+    """Whether the run has a complete checkpoint. Raises OtherVersion if another version of mtpctl saved one."""
     try:
         return newest(directory.checkpoints) is not None
+    except OtherVersion:
+        raise
     except UserError:  # All checkpoints are damaged.
         return False
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mtpctl.checkpoint.finding import ENGINE, check, choose
 from mtpctl.checkpoint.listing import LISTING, Damaged, pointer_of
-from mtpctl.checkpoint.reading import check_metadata, tensors_in
+from mtpctl.checkpoint.reading import check_shards, tensors_in
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights, Stored, load_layout
 from mtpctl.convert.parts import is_checkpoint
@@ -63,7 +63,7 @@ def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None,
             if any((path / name).is_file() for name in (ENGINE, LISTING)):
                 check(path, contents=contents)
             else:  # a checkpoint of another program
-                check_metadata(path)
+                check_shards(path)
                 report(f"{path} has no checksums: its contents are not verified")
         except Damaged as damage:
             raise UserError(f"{path}/{damage}; name another checkpoint, or the run for its newest whole one") from damage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from mtpctl.families.quantization import FP8_BLOCK, cut_blocks, fp8_names
@@ -93,9 +94,19 @@ def missing_matrix(folder: Path, stored: Set[str], names: Set[str]) -> str | Non
         return None
     if ".experts." not in missing[0]:
         return f"{_FIELD} needs the tensor {missing[0]}, which {folder} lacks; set rollout.quantization: none"
+    # Only an FP8 folder stores each expert, and a folder that is converted back keeps its tensors' layout.
+    commands = " && ".join(
+        f"mtpctl convert-hf {arguments}"
+        for arguments in (
+            f"{quote(str(folder))} packed-checkpoint",
+            "packed-checkpoint fp8-folder --dtype fp8",
+            "fp8-folder unpacked-checkpoint",
+            "unpacked-checkpoint unpacked-folder",
+        )
+    )
     return (
-        f"{_FIELD} needs one tensor per expert, but {folder} packs its experts (it has no {missing[0]}); to unpack them, "
-        f"run mtpctl convert-hf {folder} A, then A B --dtype fp8, then B C, then C D, and set model.path: D"
+        f"{_FIELD} needs one tensor per expert, but {folder} packs its experts (it has no {missing[0]}); to unpack them, which also "
+        f"rounds them to FP8, run `{commands}`, and set model.path: unpacked-folder"
     )
 
 

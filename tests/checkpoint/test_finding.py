@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_is_used(
     retained = root / "rl-000004.damaged"
     assert damaged_in(root) == [retained] and {file.name: file.read_bytes() for file in retained.iterdir()} == before
     assert names(root) == ["rl-000002"] and (root / "latest").read_text() == "rl-000002"
-    assert settle(root) == Choice(root / "rl-000002"), "it is told once"
+    assert settle(root) == Choice(root / "rl-000002"), "damage is reported once"
 
 
 def test_every_flipped_bit_of_a_listing_is_damage(run: Path) -> None:
@@ -110,6 +111,16 @@ def test_every_flipped_bit_of_a_listing_is_damage(run: Path) -> None:
         byte, bit = divmod(at, 8)
         with pytest.raises(Damaged):
             Listing.of(saved[:byte] + bytes([saved[byte] ^ 1 << bit]) + saved[byte + 1 :])
+
+
+def test_checkpoint_of_another_version_is_an_error_that_renames_nothing(run: Path) -> None:
+    path = run / "checkpoints" / "rl-000004" / LISTING
+    listing = json.loads(path.read_text())
+    path.write_text(json.dumps(with_checksum(listing | {"format": 4})))
+    for read in (lambda: settle(path.parents[1]), lambda: check(path.parent, contents=True)):
+        with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: was saved by another version of mtpctl \(format 4, .*; use that"):
+            read()
+    assert sorted(each.name for each in path.parents[1].iterdir()) == ["latest", "rl-000002", "rl-000004"]
 
 
 def test_random_damage_of_any_file_is_detected(run: Path) -> None:

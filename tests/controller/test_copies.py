@@ -17,6 +17,7 @@ import pytest
 
 from mtpctl.checkpoint.copying import FIELD, newest_copy
 from mtpctl.checkpoint.finding import newest, publish_checkpoint
+from mtpctl.checkpoint.listing import LISTING, Listing
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.controller import copies as module
 from mtpctl.controller.copies import Copies, check_copies, fetch_if_lost
@@ -27,6 +28,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import TrainConfig
 from tests.checkpoint.test_copying import contents, make_checkpoint, make_run
 from tests.environment import with_tree
+from tests.fakes.checkpoint_folders import with_checksum
 from tests.fakes.s3_server import BUCKET, S3Server, serving
 from tests.fakes.trainer_group import FakeTrainerGroup
 
@@ -196,6 +198,27 @@ def test_local_checkpoint_takes_precedence_over_the_copy(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "rl-000004")
     assert fetch_if_lost(recipe_in(run, url), print) == ""
     assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000002"
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_checkpoint_of_another_version_is_neither_copied_over_nor_renamed(run: Path, has_copy: bool) -> None:
+    url = copied(run, "rl-000002") if has_copy else Store().url
+    path = make_checkpoint(run, "rl-000004") / LISTING
+    path.write_text(json.dumps(with_checksum(json.loads(path.read_text()) | {"format": 4})))
+    before = sorted(run.rglob("*"))
+    with pytest.raises(UserError, match=r"rl-000004/files\.json: was saved by another version of mtpctl"):
+        fetch_if_lost(recipe_in(run, url), print)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_copier_reports_a_copy_of_another_version(run: Path) -> None:
+    store = Store()
+    copies, lines = copies_in(store, run)
+    listing = json.loads(Listing(1, {}).to_json())
+    store.write(f"checkpoints/rl-000002/{LISTING}", json.dumps(with_checksum(listing | {"format": 4})).encode())
+    copies.take(make_checkpoint(run, "rl-000004"))
+    wait_for(lambda: lines)
+    assert "was saved by another version of mtpctl" in lines[0] and lines[0].endswith("rl-000004 is not copied")
 
 
 def test_run_begins_if_there_is_no_copy(tmp_path: Path) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mtpctl.checkpoint.listing import LISTING
 from mtpctl.convert.bridge import StreamMap
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
-from mtpctl.convert.source import reference_of
+from mtpctl.convert.source import checkpoint_at, reference_of
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.recipe.model import MtpConfig
 from tests.convert.test_families import assert_like
+from tests.fakes.checkpoint_folders import SHARD, write_checkpoint
 from tests.fakes.convert_models import FAMILIES, assert_same_tensors, change_config, converted, model
 from tests.fakes.tiny import engine, mimo, sequences
 from tests.model.test_gpt import packed_logits
@@ -160,3 +163,16 @@ def test_model_of_a_run_that_loaded_weights_is_the_loaded_folder(tmp_path: Path)
 def test_checkpoint_without_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name the model's folder with --model"):
         reference_of(tmp_path / "checkpoints" / "rl-000001", None)
+
+
+def test_checkpoint_of_another_program_with_a_missing_or_truncated_shard_is_rejected(tmp_path: Path) -> None:
+    path, lines = write_checkpoint(tmp_path, "rl-000001"), list[str]()
+    for name in (LISTING, "engine.json", "run.json"):
+        (path / name).unlink()
+    assert checkpoint_at(path, lines.append) == path and lines == [f"{path} has no checksums: its contents are not verified"]
+    os.truncate(path / SHARD, 2000)
+    with pytest.raises(UserError, match=rf"^{path}/{SHARD} has 2,000 bytes, and 4,096 were saved; name another checkpoint, or the run"):
+        checkpoint_at(path)
+    (path / SHARD).unlink()
+    with pytest.raises(UserError, match=rf"^{path}/{SHARD} is missing; name another checkpoint, or the run"):
+        checkpoint_at(path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
+from mtpctl.cli.app import main
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.convert.model_weights import ModelWeights
@@ -92,20 +94,25 @@ def test_packed_experts_are_stored_one_by_one(tmp_path: Path) -> None:
     assert set(ModelWeights(tmp_path / "fp8")) == set(source)
 
 
-def test_packed_experts_are_unpacked_as_the_error_of_fp8_rollout_says(tmp_path: Path) -> None:
-    hf, a, b, c, d = (tmp_path / name for name in ("hf", "A", "B", "C", "D"))
+def test_packed_experts_are_unpacked_as_the_error_of_fp8_rollout_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tmp_path / "model with spaces"
     fp8_model("qwen3-moe", hf)
     write(hf, pack(tensors(hf), 6))
-    with pytest.raises(UserError, match=re.escape(f"run mtpctl convert-hf {hf} A, then A B --dtype fp8, then B C, then C D, and set")):
+    with pytest.raises(UserError) as error:
         quantized_names(hf, drafter=True)
-    converted(hf, a)
-    converted(a, b, dtype="fp8")
-    converted(b, c)
-    converted(c, d)
-    names = quantized_names(d, drafter=True)
+    parts = re.search(r"; to unpack them, which also rounds them to FP8, run `(.*)`, and set model\.path: (\S+)$", str(error.value))
+    assert parts is not None, error.value
+    monkeypatch.chdir(tmp_path)
+    for command in parts[1].split(" && "):
+        program, *arguments = shlex.split(command)
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert program == "mtpctl" and not ended.value.code, command
+    unpacked = ModelWeights(tmp_path / parts[2])
+    names = quantized_names(tmp_path / parts[2], drafter=True)
     for name, value in ModelWeights(hf).items():
         expected = dequantize(*quantize(value, name), torch.bfloat16) if name in names else value.bfloat16()
-        assert torch.equal(ModelWeights(d)[name], expected), name
+        assert torch.equal(unpacked[name], expected), name
 
 
 def test_shards_and_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

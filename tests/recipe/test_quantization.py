@@ -130,8 +130,10 @@ def test_folder_with_packed_experts_is_refused(tmp_path: Path) -> None:
     lines = list(complaints_of(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", "mtp.mode=off")))
     expected = (
         f"rollout.quantization: fp8 needs one tensor per expert, but {tmp_path / 'hf'} packs its experts (it has no "
-        f"model.layers.0.mlp.experts.0.down_proj.weight); to unpack them, run mtpctl convert-hf {tmp_path / 'hf'} A, then A B --dtype fp8, "
-        "then B C, then C D, and set model.path: D"
+        "model.layers.0.mlp.experts.0.down_proj.weight); to unpack them, which also rounds them to FP8, run "
+        f"`mtpctl convert-hf {tmp_path / 'hf'} packed-checkpoint && mtpctl convert-hf packed-checkpoint fp8-folder --dtype fp8 && "
+        "mtpctl convert-hf fp8-folder unpacked-checkpoint && mtpctl convert-hf unpacked-checkpoint unpacked-folder`, and set "
+        "model.path: unpacked-folder"
     )
     assert expected in lines, lines
     with pytest.raises(UserError, match="packs its experts"):

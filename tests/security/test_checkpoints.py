@@ -14,7 +14,7 @@ import pytest
 
 from mtpctl.checkpoint.finding import choose
 from mtpctl.checkpoint.listing import LISTING, write_listing
-from mtpctl.checkpoint.reading import check_metadata
+from mtpctl.checkpoint.reading import shard_sizes
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -66,7 +66,7 @@ def test_metadata_that_runs_code_is_refused_by_each_reader(run: Path, tmp_path: 
     path = write_checkpoint(run, "rl-000002")
     (path / ".metadata").write_bytes(attacks(mark)[attack])
     write_listing(path, 1, {})
-    for read in (check_metadata, tensors_in, lambda path: choose(path.parent, contents=True)):
+    for read in (shard_sizes, tensors_in, lambda path: choose(path.parent, contents=True)):
         with pytest.raises(UserError, match=r"/rl-000002/\.metadata: names .*, which no checkpoint needs and which may run code") as caught:
             read(path)
         assert "\n" not in str(caught.value)
