@@ -11,9 +11,11 @@ from unittest.mock import patch
 
 import torch
 
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.routes import Routes, RouteShape
 from mtpctl.samples import GenerationRequest, Sample
 
 DRAFTS = 3
@@ -55,10 +57,17 @@ def recording() -> Iterator[list[Drafting]]:
         yield result
 
 
-async def response(folder: Path, precision: str) -> tuple[list[int], list[Drafting]]:
-    """The tokens of a prompt and its response, and one `Drafting` for each step of the drafter within the response."""
+async def response(folder: Path, precision: str) -> tuple[list[int], list[Drafting], Routes | None]:
+    """The tokens of a prompt and its response, one `Drafting` for each step of the drafter within the response, and the tokens' routes."""
+    routes = RouteShape.of(HfFolder.open(folder).shape)
     options = VllmConfig(max_in_flight=4, context=128, threads=1, kv_cache_bytes=64 << 20, speculation=SpeculationConfig(num_tokens=DRAFTS))
-    settings = engine_settings(options, model=str(folder), precision=precision, device="cpu", seed=0)  # type: ignore[arg-type]
+    settings = engine_settings(
+        options,
+        model=str(folder),
+        precision=precision,  # type: ignore[arg-type]
+        device="cpu",
+        routes=routes.layers if routes else (),
+    )
     engine = await VllmEngine.start(settings)
     try:
         with recording() as draftings:
@@ -66,4 +75,4 @@ async def response(folder: Path, precision: str) -> tuple[list[int], list[Drafti
     finally:
         await engine.shutdown()
     whole = [each for each in draftings if len(each.logits) == DRAFTS and each.position >= len(PROMPT) - 1]
-    return [*PROMPT, *sample.response_ids], whole[:-1]
+    return [*PROMPT, *sample.response_ids], whole[:-1], sample.routes
