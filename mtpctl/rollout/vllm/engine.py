@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -58,7 +58,7 @@ class VllmEngine(Engine):
         Raises UserError for an unknown name in `rollout.engine_args`, an unsupported head size, or block verification that vLLM ignores,
         and vLLM's errors for a model that it cannot load, with the root cause if its core fails in another process.
         """
-        os.environ.update(settings.environment)
+        set_environment(settings.environment)
         check_plugin()
         if not settings.in_loop and not settings.args.get("numa_bind"):  # binding replaces the executable that is spawned
             cores.prepare()
@@ -198,6 +198,29 @@ class VllmEngine(Engine):
         self._llm.shutdown()
         cores.stop()
         self._target.close()
+
+
+_replaced: dict[str, tuple[str | None, str]] = {}
+"""Variables that engines of this process set: the value before, and the engine's."""
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set the variables of a new engine, and restore those that earlier engines of this process set and this one does not.
+
+    A variable that was changed since then keeps its value.
+    """
+    for name in [name for name, (_, ours) in _replaced.items() if os.environ.get(name) != ours]:
+        del _replaced[name]
+    for name in _replaced.keys() - variables.keys():
+        before, _ = _replaced.pop(name)
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    for name, value in variables.items():
+        before = _replaced[name][0] if name in _replaced else os.environ.get(name)
+        _replaced[name] = before, value
+        os.environ[name] = value
 
 
 def check_plugin() -> None:

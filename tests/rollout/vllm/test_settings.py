@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +15,9 @@ from mtpctl.convert.hf_folder import write_config
 from mtpctl.errors import UserError
 from mtpctl.plan.memory import GIB
 from mtpctl.plan.placement import ENGINE_MEMORY
+from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+from mtpctl.rollout.vllm import engine
 from mtpctl.rollout.vllm.engine import VllmEngine, sized_cache
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
@@ -126,3 +130,29 @@ def test_bitwise_engine_on_a_gpu_is_not_compiled(eager: bool) -> None:
     usual = engine_settings(config, model="m", precision="bf16", device="cuda")
     assert "compilation_config" not in usual.args
     assert not {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH"} & usual.environment.keys()
+
+
+def test_default_engine_after_a_bitwise_one_has_none_of_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        pass
+
+    def stop() -> None:
+        raise Started
+
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "INFO"})
+    monkeypatch.setattr(engine, "_replaced", {}, raising=False)
+    monkeypatch.setattr(engine, "check_plugin", stop)
+    switches = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_LOGGING_LEVEL"
+
+    def start(numerics: Numerics) -> list[str | None]:
+        settings = engine_settings(VllmConfig(), model="m", precision="bf16", device="cuda", numerics=numerics)
+        with pytest.raises(Started):
+            asyncio.run(engine.VllmEngine.start(settings))
+        return [os.environ.get(name) for name in switches]
+
+    assert start("bitwise") == ["1", "1", "WARNING"]
+    assert start("bitwise") == ["1", "1", "WARNING"]
+    assert start("default") == ["0", None, "WARNING"]
+    assert start("bitwise") == ["1", "1", "WARNING"]
+    os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
+    assert start("default") == ["0", "0", "WARNING"], "what others set since is kept"
