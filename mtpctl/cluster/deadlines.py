@@ -46,6 +46,30 @@ async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> b
         waiting.cancel()
 
 
+class Changes:
+    """Waits for a condition of a shared state: every waiter checks its own condition again after each `notify`.
+
+    Unlike `asyncio.Condition` it has no lock, because code between two awaits is not interrupted.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def notify(self) -> None:
+        """Let all waiters check, in the order in which they began to wait."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait_for(self, condition: Callable[[], object]) -> None:
+        """Return once `condition()` is true. The caller runs before the state can change again."""
+        while not condition():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            await future
+
+
 async def in_thread[T](call: Callable[[], T]) -> T:
     """Like `asyncio.to_thread`, but a call that hangs does not delay the end of the event loop or the process."""
     loop = asyncio.get_running_loop()

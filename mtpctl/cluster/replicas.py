@@ -49,7 +49,7 @@ class Lifecycle[R]:
     start: Callable[[int], Awaitable[R]]
     bring_up: Callable[[R], Awaitable[bool]]
     end: Callable[[R], Awaitable[None]]
-    changed: Callable[[], Awaitable[None]]
+    changed: Callable[[], None]
     dead: tuple[type[Exception], ...]
     max_restarts: int
     end_s: float
@@ -183,7 +183,7 @@ class Replicas[R]:
             if leaving is not None:
                 with suppress(*self._lifecycle.dead, TimeoutError):
                     await self._end(leaving)
-        await self._lifecycle.changed()
+        self._lifecycle.changed()
 
     @asynccontextmanager
     async def fixed_members(self) -> AsyncIterator[None]:
@@ -263,7 +263,7 @@ class Replicas[R]:
         else:
             slot.quarantined = True
             self._lifecycle.log(f"replica {slot.index} is in quarantine: it failed {len(slot.failed_at)} time(s) within an hour")
-        await self._lifecycle.changed()
+        self._lifecycle.changed()
 
     async def _fill(self, slot: Slot[R]) -> None:
         fresh = await self._lifecycle.start(slot.index)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mtpctl.checkpoint.listing import Checksum, Entry
 from mtpctl.data.problems import Problem
-from mtpctl.samples import Sample
+from mtpctl.samples import Sample, Unwanted
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     version: int = 0
     retries: int = 0
-    unwanted: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
+    unwanted: Unwanted = field(default_factory=Unwanted, compare=False)
 
     @property
     def group_id(self) -> str:

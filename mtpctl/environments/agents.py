@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from mtpctl.cluster.deadlines import finished_before
 from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import HfTokenizer, Tokenizer
 from mtpctl.environments.gateway.answers import AnswerReader
@@ -120,7 +119,7 @@ class AgentGenerator(Generator):
         try:
             if request.unwanted is None:
                 outcome = await playing
-            elif await finished_before(playing, request.unwanted):
+            elif await request.unwanted.lets_finish(playing):
                 outcome = playing.result()
         finally:
             playing.cancel()

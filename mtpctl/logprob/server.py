@@ -42,7 +42,7 @@ class LogprobServer:
             start=start,
             bring_up=self._bring_up,
             end=Replica.end,
-            changed=self._changed,
+            changed=lambda: self.dispatcher.settle(),
             dead=(ReplicaDead, TargetDirty),
             max_restarts=limits.max_restarts,
             end_s=END_S,
@@ -137,9 +137,6 @@ class LogprobServer:
             assert store is not None
             await update_target(replica, store.open(version), deadline_s=self.limits.sync_deadline_s)
         return True
-
-    async def _changed(self) -> None:
-        self.dispatcher.settle()
 
     @asynccontextmanager
     async def quiesce(self, deadline_s: float = 120.0) -> AsyncIterator[None]:

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
-from mtpctl.cluster.deadlines import finished_before
 from mtpctl.cluster.replicas import Lifecycle, Log, Replicas, no_log, start_all
 from mtpctl.rollout.actor import Replica
 from mtpctl.rollout.protocol import ABORTED, EngineDead, EnvironmentSession, Health, SpeculationState, TurnRunner, as_completed
@@ -60,7 +59,7 @@ class ReplicaPool:
                 start=start,
                 bring_up=self._bring_up,
                 end=lambda replica: replica.shutdown(),
-                changed=lambda: self._router.notify(),
+                changed=lambda: self._router.changed.notify(),
                 dead=(EngineDead, TargetDirty),
                 max_restarts=max_restarts,
                 end_s=GRACE_S,
@@ -118,12 +117,11 @@ class ReplicaPool:
                 capacity = self._router.capacity
                 return outstanding() - min(self._with_environment, MAX_WAITING_FACTOR * capacity) < capacity
 
-            async with self._router.changed:
-                await self._router.changed.wait_for(has_room)
+            await self._router.changed.wait_for(has_room)
 
         async with aclosing(as_completed(requests, self.sample, wait_for_room)) as samples:
             async for sample in samples:
-                await self._router.notify()
+                self._router.changed.notify()
                 yield sample
 
     async def sample(self, request: GenerationRequest) -> Sample:
@@ -137,13 +135,13 @@ class ReplicaPool:
             if request.unwanted is None:
                 return await self._play_turns(request)
             generation = asyncio.ensure_future(self._play_turns(request))
-            if await finished_before(generation, request.unwanted):
+            if await request.unwanted.lets_finish(generation):
                 return generation.result()
             request.sample.finish_reason = ABORTED
             return request.sample
         finally:
             self._in_progress -= 1
-            await self._router.notify()
+            self._router.changed.notify()
 
     async def _play_turns(self, request: GenerationRequest) -> Sample:
         if self._turns is None:
@@ -166,15 +164,13 @@ class ReplicaPool:
             slot = await self._router.acquire(request.sample.group_id)
             replica = slot.replica
             assert replica is not None
-            left = max(request.deadline_s - request.sample.spent_s, 0.0)
-            attempt = replace(request, sample=request.sample.copy(), deadline_s=left, unwanted=None, problem=None)
             try:
-                sample = await self._answer(replica, attempt, request.deadline_s)
+                sample = await self._answer(replica, request.attempt(), request.deadline_s)
             except (EngineDead, TargetDirty, TimeoutError) as error:
                 self._replicas.lost(slot, replica, error)
                 continue
             finally:
-                await self._router.release(slot, request.sample.group_id)
+                self._router.release(slot, request.sample.group_id)
             if sample.finish_reason != ABORTED and not await self._next_turn(sample, play):
                 return sample
             request = replace(request, sample=sample)
@@ -184,17 +180,27 @@ class ReplicaPool:
 
         `wait_s`: seconds that the request may queue in the engine behind earlier requests.
         """
-        clock = asyncio.get_running_loop().time
-        answer = asyncio.ensure_future(replica.generate(request))
-        until = clock() + wait_s + request.deadline_s + GRACE_S
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def check() -> None:
+            nonlocal timer
+            until = (loop.time() if self._updating else self._updated_at) + GRACE_S
+            if until > loop.time():
+                timer = loop.call_at(until, check)
+            else:
+                limit.reschedule(loop.time())
+
+        timer = loop.call_later(wait_s + request.deadline_s + GRACE_S, check)
         try:
-            while not (await asyncio.wait([answer], timeout=until - clock()))[0]:
-                until = (clock() if self._updating else self._updated_at) + GRACE_S
-                if until <= clock():
-                    raise TimeoutError(f"no answer within {GRACE_S:g} s of its deadline")
-            return answer.result()
+            async with asyncio.timeout(None) as limit:
+                return await replica.generate(request)
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"no answer within {GRACE_S:g} s of its deadline") from None
+            raise
         finally:
-            answer.cancel()
+            timer.cancel()
 
     async def _next_turn(self, sample: Sample, play: EnvironmentSession | None) -> bool:
         """Append the environment's reply. Returns whether the model continues."""
@@ -208,7 +214,7 @@ class ReplicaPool:
         """Count a response as waiting for its environment in this block, so that another one may be admitted."""
         self._with_environment += 1
         try:
-            await self._router.notify()
+            self._router.changed.notify()
             yield
         finally:
             self._with_environment -= 1
@@ -236,8 +242,7 @@ class ReplicaPool:
         if mode == "wait":
             self._admitting.clear()
         try:
-            async with self._router.changed:
-                await self._router.changed.wait_for(lambda: mode != "wait" or not self._in_progress)
+            await self._router.changed.wait_for(lambda: mode != "wait" or not self._in_progress)
             async with self._replicas.fixed_members():
                 yield
         finally:

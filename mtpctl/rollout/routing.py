@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 
+from mtpctl.cluster.deadlines import Changes
 from mtpctl.cluster.replicas import Replicas, Slot
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
@@ -28,43 +29,36 @@ class Router:
     def __init__(self, replicas: Replicas[Replica], max_in_flight: int) -> None:
         self._replicas, self._max_in_flight = replicas, max_in_flight
         self._groups: Counter[tuple[int, str]] = Counter()
-        self.changed = asyncio.Condition()
+        self.changed = Changes()
 
     async def acquire(self, group: str) -> Slot[Replica]:
         """Wait until a replica has room, and count a response of `group` on it.
 
         Raises RuntimeFailure if all replicas are in quarantine.
         """
-        async with self.changed:
-            await self.changed.wait_for(lambda: self._free() or self._replicas.all_quarantined())
-            if reasons := self._replicas.all_quarantined():
-                raise RuntimeFailure(f"every rollout replica failed: {reasons}")
-            free = self._free()
-            least = min(slot.busy for slot in free)
-            cached = [slot for slot in free if self._groups[slot.index, group] and slot.busy <= least + AFFINITY_SLACK]
-            chosen = min(cached or free, key=lambda slot: slot.busy)
-            chosen.busy += 1
-            self._groups[chosen.index, group] += 1
-            return chosen
+        await self.changed.wait_for(lambda: self._free() or self._replicas.all_quarantined())
+        if reasons := self._replicas.all_quarantined():
+            raise RuntimeFailure(f"every rollout replica failed: {reasons}")
+        free = self._free()
+        least = min(slot.busy for slot in free)
+        cached = [slot for slot in free if self._groups[slot.index, group] and slot.busy <= least + AFFINITY_SLACK]
+        chosen = min(cached or free, key=lambda slot: slot.busy)
+        chosen.busy += 1
+        self._groups[chosen.index, group] += 1
+        return chosen
 
-    async def release(self, slot: Slot[Replica], group: str) -> None:
+    def release(self, slot: Slot[Replica], group: str) -> None:
         """Undo `acquire`."""
-        # Before the first await: a caller that is being cancelled may be cancelled again there.
         slot.busy -= 1
         self._groups[slot.index, group] -= 1
         if not self._groups[slot.index, group]:
             del self._groups[slot.index, group]
-        await self.notify()
+        self.changed.notify()
 
     @property
     def capacity(self) -> int:
         """Responses that may be in flight at once; at least 1, so that a pool without replicas takes a request and raises its error."""
         return max(self._max_in_flight * sum(slot.state == "serving" for slot in self._replicas.slots), 1)
-
-    async def notify(self) -> None:
-        """Wake up everything that waits for a free slot."""
-        async with self.changed:
-            self.changed.notify_all()
 
     def _free(self) -> list[Slot[Replica]]:
         return [slot for slot, _ in self._replicas.live() if slot.wanted and slot.busy < self._max_in_flight]
@@ -77,7 +71,7 @@ class Membership:
     Its responses are aborted, and other replicas continue them from their tokens, as after a weight update with `mode="abort"`.
     """
 
-    def __init__(self, replicas: Replicas[Replica], changed: asyncio.Condition) -> None:
+    def __init__(self, replicas: Replicas[Replica], changed: Changes) -> None:
         self._replicas, self._changed = replicas, changed
 
     @property
@@ -119,5 +113,5 @@ class Membership:
                 await asyncio.sleep(0)  # let pending requests be sent first
                 await replica.pause("abort")
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(ABORT_INTERVAL_S), self._changed:
+                    async with asyncio.timeout(ABORT_INTERVAL_S):
                         await self._changed.wait_for(lambda: not slot.busy)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from mtpctl.cluster.deadlines import finished_before, in_thread
+from mtpctl.cluster.deadlines import Changes, finished_before, in_thread
+from mtpctl.samples import Unwanted
 from tests.fakes.event_loop import in_loop
+
+Wait = Callable[[asyncio.Future[Any], Unwanted], Awaitable[bool]]
+either_way = pytest.mark.parametrize("first", [finished_before, lambda work, event: event.lets_finish(work)], ids=["task", "callbacks"])
 
 
 async def work(seconds: float) -> str:
@@ -17,47 +23,52 @@ async def work(seconds: float) -> str:
     return "done"
 
 
+@either_way
 @in_loop
-async def test_work_that_finishes_first_returns_its_result() -> None:
+async def test_work_that_finishes_first_returns_its_result(first: Wait) -> None:
     task = asyncio.create_task(work(0.0))
-    assert await finished_before(task, asyncio.Event())
+    assert await first(task, Unwanted())
     assert task.result() == "done"
 
 
+@either_way
 @in_loop
-async def test_unfinished_work_is_cancelled_when_the_event_is_set() -> None:
-    task, event = asyncio.create_task(work(60.0)), asyncio.Event()
+async def test_unfinished_work_is_cancelled_when_the_event_is_set(first: Wait) -> None:
+    task, event = asyncio.create_task(work(60.0)), Unwanted()
     asyncio.get_running_loop().call_later(0.01, event.set)
-    assert not await finished_before(task, event)
+    assert not await first(task, event)
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
+@either_way
 @in_loop
-async def test_work_that_finishes_with_the_event_counts_as_done() -> None:
-    task, event = asyncio.create_task(work(0.0)), asyncio.Event()
+async def test_work_that_finishes_with_the_event_counts_as_done(first: Wait) -> None:
+    task, event = asyncio.create_task(work(0.0)), Unwanted()
     await asyncio.wait([task])
     event.set()
-    assert await finished_before(task, event)
+    assert await first(task, event)
 
 
+@either_way
 @in_loop
-async def test_work_is_cancelled_with_its_waiter() -> None:
+async def test_work_is_cancelled_with_its_waiter(first: Wait) -> None:
     task = asyncio.create_task(work(60.0))
-    waiting = asyncio.create_task(finished_before(task, asyncio.Event()))
+    waiting = asyncio.create_task(first(task, Unwanted()))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, task, return_exceptions=True)
     assert waiting.cancelled() and task.cancelled()
 
 
+@either_way
 @in_loop
-async def test_an_error_of_the_work_is_raised_by_its_result() -> None:
+async def test_an_error_of_the_work_is_raised_by_its_result(first: Wait) -> None:
     async def failing() -> None:
         raise ValueError("refused")
 
     task = asyncio.create_task(failing())
-    assert await finished_before(task, asyncio.Event())
+    assert await first(task, Unwanted())
     with pytest.raises(ValueError, match="refused"):
         task.result()
 
@@ -80,3 +91,23 @@ def test_a_hanging_call_in_a_thread_does_not_delay_the_end_of_the_loop() -> None
         asyncio.run(scenario())
     never.set()
     assert time.monotonic() - begin < 30
+
+
+@in_loop
+async def test_each_change_lets_waiters_check_in_the_order_in_which_they_came() -> None:
+    changes, free, took = Changes(), 0, []
+
+    async def take(name: str) -> None:
+        nonlocal free
+        await changes.wait_for(lambda: free)
+        free -= 1
+        took.append(name)
+
+    tasks = [asyncio.create_task(take(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    for expected in ("a", "ac"):
+        free += 1
+        changes.notify()
+        await asyncio.sleep(0.01)
+        assert "".join(took) == expected and free == 0

@@ -59,7 +59,7 @@ class Fleet:
         await self.bringing_up_takes()
         return self.available
 
-    async def changed(self) -> None:
+    def changed(self) -> None:
         self.changes += 1
 
     async def replicas(self, count: int, *, max_restarts: int = 3) -> Replicas[Fake]:

@@ -68,16 +68,6 @@ def test_buffer_checkpoint_is_a_snapshot_and_does_not_block_the_loop(tmp_path: P
     assert (tmp_path / "buffer.jsonl").stat().st_size < 24 * 32 * 4 * 4064
 
 
-def test_buffer_of_an_earlier_release_is_read(tmp_path: Path) -> None:
-    """Its arrays are lists of numbers."""
-    sample = Sample("p", "0", [1, 2], reward=1.0)
-    sample.append([3, 4], [-0.5, -0.25], 1)
-    line = {"number": 0, "problem": ["p", "1", "1", None], "size": 1, "samples": [sample.to_dict()]}
-    (tmp_path / "buffer.jsonl").write_text(json.dumps(line) + "\n")
-    (group,), _ = SampleBuffer.load(tmp_path / "buffer.jsonl")
-    assert group.samples == [sample]
-
-
 def timed(samples: int) -> dict[str, float]:
     command = [sys.executable, str(SCRIPT), "--samples", str(samples), "--ranks", "64", "--saved", str(samples // 4)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500)

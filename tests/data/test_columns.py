@@ -166,7 +166,3 @@ def test_parquet_values_that_json_does_not_have_become_text(tmp_path: Path) -> N
     assert list(problem.messages) == [ASK] and problem.answer == "4"
     assert problem.fields == {"made": "2026-01-02T03:04:00", "raw": "AP8=", "nested": {"day": "2026-01-02"}}
     assert Problem.from_json(json.loads(json.dumps(problem.to_json()))) == problem
-
-
-def test_a_checkpoint_of_an_earlier_release_has_problems_without_fields() -> None:
-    assert Problem.from_json(["p", "1+1=", "2", None]) == Problem("p", "1+1=", "2")

@@ -18,7 +18,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR
-from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.samples import GenerationRequest, Sample, Unwanted
 from tests.environments.gateway.test_trajectory import sampled
 from tests.fakes.scripted_engine import EOS, Scripted, byte_tokenizer
 
@@ -138,7 +138,7 @@ def test_several_conversations_are_parts_of_one_trajectory(tmp_path: Path) -> No
 
 def test_an_unwanted_trajectory_ends_at_once(tmp_path: Path) -> None:
     (request,) = problems("hang")
-    request.unwanted = asyncio.Event()
+    request.unwanted = Unwanted()
     request.unwanted.set()
     (sample,) = played(tmp_path, [request], agent="mixed").values()
     assert sample.finish_reason == ABORTED and not sample.response_ids

@@ -20,7 +20,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import VllmConfig, check_environment
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR
-from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
+from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample, Unwanted
 from tests.fakes import user_environments
 from tests.fakes.replica import FakeReplica
 from tests.fakes.user_environments import CLOSED
@@ -187,7 +187,7 @@ def test_cancelled_response_closes_its_environment(tokenizer: Tokenizer) -> None
             return Caller()
 
         pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(found("Hangs"), tokenizer, 3, ChatReplies(tokenizer)))
-        unwanted, cancelled = asyncio.Event(), GenerationRequest(Sample("q", "g", [1]), 500, problem="cancelled")
+        unwanted, cancelled = Unwanted(), GenerationRequest(Sample("q", "g", [1]), 500, problem="cancelled")
         request = GenerationRequest(Sample("p", "g", [1]), 500, problem="unwanted", unwanted=unwanted)
         first, second = asyncio.create_task(pool.sample(request)), asyncio.create_task(pool.sample(cancelled))
         await asyncio.sleep(0.1)

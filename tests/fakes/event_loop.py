@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import wraps
 from typing import Any
 
 
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def in_loop[**P](test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """Run an asynchronous test with a deadline."""
 
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10))
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 10))
 
-    run.__doc__, run.__name__ = test.__doc__, test.__name__
     return run
