@@ -15,9 +15,9 @@ are in `--logs`. If a process fails, the last lines of its log are printed.
    steps without prefill only, and in an eager one; chunked prompts, prefix cache hits, and many requests in flight. Prints the largest
    difference of log-probs from the trainer's: it must be 0.
 3. `mismatch`: the first module of this model whose outputs differ between engine and trainer (`mtpctl doctor --mismatch`).
-4. `large`: random weights with the widths of a published model: MiMo-7B, Qwen3-8B. Differences and tokens per second with `bitwise`, the
-   trainer's forward and backward pass in both modes, then tokens per second with the default numerics. Skipped if `small` finds a
-   difference.
+4. `large`: random weights with the widths of a published model: MiMo-7B, Qwen3-8B, Qwen3-30B-A3B (12 layers). Differences and tokens per
+   second with `bitwise`, the trainer's forward and backward pass in both modes, then tokens per second with the default numerics. Skipped
+   if `small` finds a difference.
 
 Models of families other than MiMo have an EAGLE-3 drafter.
 """

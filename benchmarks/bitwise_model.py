@@ -44,6 +44,7 @@ TOY = {
     "head_dim": 32,
     "intermediate_size": 112,
     "vocab_size": 512,
+    "moe_intermediate_size": 48,
 }
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -58,6 +59,14 @@ QWEN3_8B = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "mimo": {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "attention_bias": True, "num_nextn_predict_layers": 1},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 192,
+        "norm_topk_prob": True,
+    },
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -89,7 +98,12 @@ def config_of(family: str, size: str, device: str) -> dict[str, Any]:
     if device == "cpu":
         config |= TOY
     elif size == "large":
-        config = dict(named_config("")) if family == "mimo" else config | QWEN3_8B
+        if family == "mimo":
+            config = dict(named_config(""))
+        elif family == "qwen3-moe":  # 12 of 48 layers, to fit one GPU
+            config = config | dict(named_config("Qwen/Qwen3-30B-A3B")) | {"num_hidden_layers": 12}
+        else:
+            config |= QWEN3_8B
     for name in ("bos_token_id", "eos_token_id"):
         config.pop(name, None)
     if family == "mimo":

@@ -83,13 +83,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return x.double().mul_(inverse).mul_(weight.double() + offset).to(x.dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up for the halves gate and up of the last dimension, in the dtype of `gate_up`."""
+def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
+    """silu(gate) · up · scale for the halves gate and up of the last dimension, in the dtype of `gate_up`. scale: per row; None means 1."""
     rows = gate_up.flatten(0, -2)
     out = rows.new_empty(len(rows), rows.shape[1] // 2)
     for block in _blocks(*out.shape):
         gate, up = rows[block].double().chunk(2, dim=-1)
-        out[block] = gate / (1.0 + exp(-gate)) * up
+        product = gate / (1.0 + exp(-gate)) * up
+        out[block] = product if scale is None else product * scale.flatten()[block, None]
     return out.unflatten(0, gate_up.shape[:-1])
 
 
@@ -132,7 +133,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
         scores = (rows @ columns.transpose(2, 3)).mul_(row_step).mul_(column_step.transpose(2, 3)).mul_(scale)
         scores = scores.view(*part.shape[:3], keys).masked_fill_(hidden, float("-inf"))
         weights = exp(scores.sub_(scores.amax(-1, keepdim=True))).masked_fill_(hidden, 0.0)
-        mass = _mass(weights, MAX_CONTEXT)
+        mass = total_mass(weights, MAX_CONTEXT)
         # A key's power of two moves from its value to its weight, whose largest over the visible keys then bounds the whole sum.
         weights = weights.view(samples, groups, -1, keys).mul_(value_step.transpose(2, 3))
         weights, weight_step = _units(weights, weight_bits)
@@ -145,7 +146,7 @@ def log_mass(logits: Tensor) -> tuple[Tensor, Tensor]:
     top = logits.amax(-1, keepdim=True)
     mass = torch.empty_like(top)
     for block in _blocks(*logits.shape):
-        mass[block] = log(_mass(exp((logits[block] - top[block]).double()), logits.shape[1]))
+        mass[block] = log(total_mass(exp((logits[block] - top[block]).double()), logits.shape[1]))
     return top, mass
 
 
@@ -173,7 +174,7 @@ def log(x: Tensor) -> Tensor:
     return _polynomial(ratio * ratio, _LOGARITHM) * ratio + exponent.double() * math.log(2)
 
 
-def _mass(weights: Tensor, terms: int) -> Tensor:
+def total_mass(weights: Tensor, terms: int) -> Tensor:
     """Sum of weights [..., c] from 0 to 1, of at most `terms`, rounded to a fixed step → [..., 1]."""
     bits = MANTISSA - 1 - (terms - 1).bit_length()
     return (weights * 2.0**bits).round_().sum(-1, keepdim=True).mul_(2.0**-bits)

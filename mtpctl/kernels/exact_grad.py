@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels import activations, exact, invariant, norm, qkv
+from mtpctl.kernels import activations, exact, exact_experts, invariant, norm, qkv, routing
 from mtpctl.kernels.activations import swiglu_backward_torch
 from mtpctl.kernels.main_grad import linear_backward
 from mtpctl.kernels.qkv import Angles, HeadLayout, HeadNorm, Heads
@@ -47,11 +47,21 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`exact.swiglu` or `invariant.swiglu`, with gradients. Experts are not supported, so there is no scale."""
-    assert scale is None
+    """`exact.swiglu` or `invariant.swiglu`, with gradients."""
     if gate_up.is_cuda:
-        return activations.swiglu(gate_up)
-    return _Swiglu.apply(gate_up)
+        return activations.swiglu(gate_up, scale)
+    return _Swiglu.apply(gate_up, scale)
+
+
+def router_logits(states: Tensor, weight: Tensor) -> Tensor:
+    """`routing.router_logits` by `exact.logits` or `invariant.logits`."""
+    return routing.router_logits(states, weight, invariant.logits if states.is_cuda else exact.logits)
+
+
+def route(logits: Tensor, experts: Tensor, *, of_all: bool) -> tuple[Tensor, Tensor]:
+    """Probs and routes (bool), both [T, E], of logits [T, E] and each token's `experts` [T, k]. See `exact_experts.chosen_probs`."""
+    routes = exact_experts.routes_of(experts, logits.shape[1])
+    return _ChosenProbs.apply(logits, routes, of_all), routes
 
 
 class _Linear(torch.autograd.Function):
@@ -85,14 +95,29 @@ class _RmsNorm(torch.autograd.Function):
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return exact.swiglu(gate_up)
+    def forward(ctx: Any, gate_up: Tensor, scale: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, scale)
+        return exact.swiglu(gate_up, scale)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        return swiglu_backward_torch(grads[0], gate_up, None)[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        return swiglu_backward_torch(grads[0], *ctx.saved_tensors)
+
+
+class _ChosenProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, routes: Tensor, of_all: bool) -> Tensor:
+        ctx.save_for_backward(logits, routes)
+        ctx.of_all = of_all
+        return exact_experts.chosen_probs(logits, routes, of_all=of_all)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, routes = ctx.saved_tensors
+        logits = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            probs = (logits if ctx.of_all else logits.masked_fill(~routes, float("-inf"))).softmax(-1).masked_fill(~routes, 0.0)
+        return torch.autograd.grad(probs, logits, grads[0])[0], None, None
 
 
 class _Rotation(torch.autograd.Function):

@@ -124,36 +124,44 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return first.detach().as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
 
 
-def grouped_linear(x: Tensor, ends: Tensor, weights: WeightStack) -> Tensor:
+type Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Products [R, out] of rows [R, in] with their group's weight, from rows, `ends` [E] and weights [E, out, in]."""
+
+
+def library_product(x: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    return _products(x, weights.mT, ends)
+
+
+def grouped_linear(x: Tensor, ends: Tensor, weights: WeightStack, product: Product = library_product) -> Tensor:
     """x [R, in], sorted by group → [R, out]. `ends` [E] int32: end of each group's rows, on x's device.
 
-    If the weights have `main_grad` buffers, their gradients are added there and autograd gets none.
+    If the weights have `main_grad` buffers, their gradients are added there and autograd gets none. product: of the forward pass.
     """
     if not len(x):
         # No kernel accepts zero rows. The product keeps the result in the graph, so that earlier layers get gradients.
         return x @ weights.weights[0].t()
-    return _GroupedLinear.apply(x, ends, weights, *weights.leaves)
+    return _GroupedLinear.apply(x, ends, weights, product, *weights.leaves)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, weights: WeightStack, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ends: Tensor, weights: WeightStack, product: Product, *leaves: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends)
         ctx.weights = weights  # parameters, which outlive the graph
-        return _products(x, weights.stacked.mT, ends)
+        return product(x, ends, weights.stacked)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, weights = grads[0].contiguous(), ctx.weights
         x, ends = ctx.saved_tensors
         x_grad = _products(grad, weights.stacked, ends) if ctx.needs_input_grad[0] else None
-        weight_grads: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
-        if ctx.needs_input_grad[3]:
+        weight_grads: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
+        if ctx.needs_input_grad[4]:
             if weights.buffered:
                 weights.add_gradients(grad, x, ends)
             else:
                 weight_grads = _outer_products(grad, x, ends).unbind()
-        return x_grad, None, None, *weight_grads
+        return x_grad, None, None, None, *weight_grads
 
 
 def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -124,9 +124,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return rms_norm_triton(x.contiguous(), weight, eps, offset)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up for the halves gate and up of the last dimension, in the dtype of `gate_up`."""
-    return swiglu_triton(gate_up, None)
+def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
+    """silu(gate) · up · scale for the halves gate and up of the last dimension, in the dtype of `gate_up`. scale: per row; None means 1."""
+    return swiglu_triton(gate_up, scale)
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ Shape legend: T tokens, E experts, k experts per token, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, no_type_check
 
@@ -232,24 +233,26 @@ def _launch_options(logits: Tensor, rule: RoutingRule) -> tuple[tuple[int], dict
     return (triton.cdiv(tokens, block),), options
 
 
-def router_logits(states: Tensor, weight: Tensor) -> Tensor:
+def router_logits(states: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = products.logits) -> Tensor:
     """fp32 logits [..., E] from states [..., H] and the router's weight [E, H] of one dtype, without converting the states to fp32.
 
     Products of two bf16 numbers are exact in fp32, so only the order of summation differs from fp32 operands. Gradients have the dtypes of
     states and weight. On CUDA the fp32 logit gradient is split into a sum of two half-precision tensors for the matrix products. With bf16
     this keeps 16 significant bits; the results have 8.
+
+    product: computes fp32 logits [n, E] from states [n, H] and the weight.
     """
-    return _RouterLogits.apply(states, weight)
+    return _RouterLogits.apply(states, weight, product)
 
 
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(states, weight)
-        return products.logits(states.flatten(0, -2), weight).view(*states.shape[:-1], -1)
+        return product(states.flatten(0, -2), weight).view(*states.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         states, weight = ctx.saved_tensors
         x, grad = states.flatten(0, -2), grads[0].flatten(0, -2)
         if x.is_cuda and x.dtype in products.HALF:
@@ -261,7 +264,7 @@ class _RouterLogits(torch.autograd.Function):
             weight_grad = torch.mm(parts.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0)
         else:
             states_grad, weight_grad = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
-        return states_grad.to(states.dtype).view_as(states), weight_grad.to(weight.dtype)
+        return states_grad.to(states.dtype).view_as(states), weight_grad.to(weight.dtype), None
 
 
 def _split(x: Tensor, dtype: torch.dtype) -> Tensor:

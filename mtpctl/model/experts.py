@@ -19,10 +19,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mtpctl.kernels.grouped import WeightStack
+from mtpctl.kernels.exact_experts import grouped_linear as exact_product
+from mtpctl.kernels.grouped import WeightStack, library_product
 from mtpctl.kernels.rows import distinct_rows, expert_order
 from mtpctl.model.dispatch import Exchange, Order, probs_of_rows
-from mtpctl.model.layers import Mlp, activation_of, recomputed
+from mtpctl.model.layers import Mlp, activation_of, recomputed, uses_exact_sums
 from mtpctl.model.lora import GroupedLayer
 
 IMBALANCE_LIMIT = 2.0
@@ -96,7 +97,8 @@ class Experts(SequentialMLP):
     def _linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         layer = self._layers.get(name)
         if layer is None:
-            layer = self._layers[name] = GroupedLayer([getattr(expert, name) for expert in reversed(self.local_experts)])
+            linears = [getattr(expert, name) for expert in reversed(self.local_experts)]
+            layer = self._layers[name] = GroupedLayer(linears, exact_product if uses_exact_sums(self.config) else library_product)
         return layer(rows, ends)
 
 

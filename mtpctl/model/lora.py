@@ -39,7 +39,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mtpctl.errors import UserError
-from mtpctl.kernels.grouped import WeightStack, grouped_linear
+from mtpctl.kernels.grouped import Product, WeightStack, grouped_linear, library_product
 from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.layers import ColumnParallelLinear, LayerNormColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mtpctl.recipe.train import LoraConfig
@@ -134,7 +134,9 @@ class LoraReplicatedLinear(ReplicatedLinear):
 class GroupedLayer:
     """The linear layers of many experts as one grouped product, with their LoRA adapters if attached."""
 
-    def __init__(self, linears: Sequence[_Linear]) -> None:
+    def __init__(self, linears: Sequence[_Linear], product: Product = library_product) -> None:
+        """product: see `grouped_linear`."""
+        self._product = product
         self.weights = WeightStack([linear.weight for linear in linears])
         adapters: list[Adapter] = [linear.adapter for linear in linears if isinstance(linear, _Adapted)]
         self._adapters: tuple[WeightStack, WeightStack, float] | None = None
@@ -144,7 +146,7 @@ class GroupedLayer:
 
     def __call__(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Outputs [R, out] of rows [R, in] sorted by expert. `ends` [E] int32: end of each expert's rows."""
-        out = grouped_linear(rows, ends, self.weights)
+        out = grouped_linear(rows, ends, self.weights, self._product)
         if self._adapters is None:
             return out
         a, b, scale = self._adapters

@@ -25,7 +25,10 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_r
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from mtpctl.kernels import exact_grad
+from mtpctl.kernels.exact_experts import top_experts
 from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule, route, router_logits
+from mtpctl.model.layers import uses_exact_sums
 from mtpctl.model.packing import Packing
 
 
@@ -98,6 +101,8 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Hidden states [T, 1, H] → logits [T, 1, E] in fp32."""
+        if uses_exact_sums(self.config):
+            return exact_grad.router_logits(input, self.weight)
         if self.bias is not None or self.config.moe_router_dtype != "fp32":
             return super().gating(input)
         return router_logits(input, self.weight)
@@ -115,6 +120,11 @@ class Router(TopKRouter):
         if rule is not None:
             counts = trains and real is None and not config.moe_aux_loss_coeff
             probs, routes = route(logits, self.expert_bias, rule, self.load if counts else None, self._replay(trains))
+        elif uses_exact_sums(config):
+            counts = False
+            selection = self.choice or ExpertChoice(None, recorded=False)
+            _values, experts = selection.get_replay_topk(logits, self.topk, None, None, _top_experts)
+            probs, routes = exact_grad.route(logits, experts, of_all=config.moe_router_pre_softmax)
         else:
             counts = False
             choice = self.choice
@@ -142,10 +152,13 @@ class Router(TopKRouter):
         return probs, routes
 
     def _rule(self, logits: Tensor) -> RoutingRule | None:
-        """The rule for `mtpctl.kernels.routing`; None if the kernel cannot be used: on a CPU, with expert groups, or to record routes."""
+        """The rule for `mtpctl.kernels.routing`; None if its kernel cannot be used.
+
+        These are routers on a CPU, with expert groups, that record routes, or with `numerics: bitwise`.
+        """
         config = self.config
         recorded = self.choice is not None and self.choice.recorded
-        if not logits.is_cuda or logits.dtype != torch.float32 or config.moe_router_group_topk or recorded:
+        if not logits.is_cuda or logits.dtype != torch.float32 or config.moe_router_group_topk or recorded or uses_exact_sums(config):
             return None
         scaling = config.moe_router_topk_scaling_factor or 1.0
         if self.score_function == "sigmoid":
@@ -179,6 +192,12 @@ class Router(TopKRouter):
             dist.all_reduce(load, group=self.tp_cp_group)
         fraction = load / load.sum().clamp(min=1)
         return self.num_experts * (scores.sum(0) * fraction).sum()
+
+
+def _top_experts(logits: Tensor, k: int, **_: object) -> tuple[Tensor, Tensor]:
+    """The k largest logits [T, E] of each token, and their experts, with `exact_experts.top_experts`."""
+    experts = top_experts(logits, k)
+    return logits.gather(1, experts), experts
 
 
 def _z_loss_sum(logits: Tensor, real: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ Temporaries of 64 MiB take twice to four times as long on an AMD EPYC.
 PRECISIONS = {"cpu": "fp32", "cuda": "bf16"}
 """The precision of each device's bitwise operations."""
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
-FAMILIES = ("llama", "mimo", "qwen2", "qwen3")
+FAMILIES = ("llama", "mimo", "qwen2", "qwen3", "qwen3-moe")
 ROPES = ("default", "llama3")
 ENGINE_ARGS = (
     "block_size",
@@ -54,7 +54,7 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         yield f"kernels.linear_logprob: {needs} its own kernel; set auto, or numerics: default"
     parallels = {"train.parallel": train.parallel} | ({"logprob.parallel": recipe.logprob.parallel} if recipe.logprob.standalone else {})
     for name, parallel in parallels.items():
-        for axis in ("tp", "cp"):
+        for axis in ("tp", "cp", "ep"):
             if (ranks := getattr(parallel, axis)) > 1:
                 yield f"{name}.{axis}: {needs} unsplit layers and samples, got {ranks}; set 1, or numerics: default"
     yield from _rollout(recipe, needs)

@@ -21,19 +21,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
+from mtpctl.families.reading import DRAFTER
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.protocol import ABORTED
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.plugin import install
 from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.routes import RouteShape
 from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.config import ScoreOptions
 from tests.fakes import tiny
-from tests.fakes.toys import LLAMA_EAGLE3, QWEN3_EAGLE3
+from tests.fakes.toys import LLAMA_EAGLE3, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -50,9 +52,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mimo": {**tiny.MIMO, **SIZES},
     "qwen2": {name: value for name, value in _QWEN2.items() if name != "drafter"},
     "qwen3": {**QWEN3_EAGLE3, "tie_word_embeddings": True},
+    "qwen3-moe": QWEN3_MOE_EAGLE3 | {"num_experts": 6, "num_experts_per_tok": 3},
     "llama": {**LLAMA_EAGLE3, **_ROPE, "drafter": LLAMA_EAGLE3["drafter"] | _ROPE},
 }
-"""Configs of toys, by family: the last two have EAGLE-3 drafters, Qwen2 has none."""
+"""Configs of toys, by family: MiMo has an MTP head, Qwen2 no drafter, and the others an EAGLE-3 drafter."""
 TOKENS, SHARED = 40, 96
 """Maximum length of responses, and length of the prefix that every second prompt shares: three blocks."""
 ENGINE_ARGS: dict[str, object] = {
@@ -84,17 +87,23 @@ class Counts:
     accepted: int = 0
 
 
-def versions(root: Path, count: int, **fields: Any) -> list[HfFolder]:
+def versions(root: Path, count: int, family: str = "mimo") -> list[HfFolder]:
     """Folders of one toy model with different weights."""
     folders = []
     for version in range(count):
-        folder = tiny.mimo(root / f"v{version}", **SIZES | fields)
+        folder = folder_of(family, root / f"v{version}")
         generator = torch.Generator().manual_seed(version)
         for file in folder.path.rglob("*.safetensors"):
             tensors = {name: x + 0.03 * torch.randn(x.shape, generator=generator) for name, x in load_file(file).items()}
             save_file(tensors, file, metadata={"format": "pt"})
         folders.append(folder)
     return folders
+
+
+def weights_of(folder: HfFolder) -> list[tuple[str, torch.Tensor]]:
+    """All tensors, those of a drafter's folder with its prefix."""
+    files = {file: f"{DRAFTER}." if file.parent.name == DRAFTER else "" for file in folder.path.rglob("*.safetensors")}
+    return [(prefix + name, tensor) for file, prefix in files.items() for name, tensor in load_file(file).items()]
 
 
 @contextmanager
@@ -145,7 +154,15 @@ async def generate(
         speculation=speculation,
         engine_args=ENGINE_ARGS,
     )
-    settings = engine_settings(rollout, model=str(folders[0].path), precision=PRECISIONS[device], device=device, numerics=numerics)
+    routes = RouteShape.of(folders[0].shape)
+    settings = engine_settings(
+        rollout,
+        model=str(folders[0].path),
+        precision=PRECISIONS[device],
+        device=device,
+        numerics=numerics,
+        routes=routes.layers if routes else (),
+    )
     draw = random.Random(k)
     vocab = folders[0].shape.vocab
     shared = [draw.randrange(vocab) for _ in range(SHARED)]
@@ -173,8 +190,7 @@ async def generate(
             for version in range(1, len(folders)):
                 while ended < responses * version // len(folders):
                     await asyncio.sleep(0.01)
-                (file,) = folders[version].path.rglob("*.safetensors")
-                manifest = publisher.publish(load_file(file).items(), version)
+                manifest = publisher.publish(weights_of(folders[version]), version)
                 await engine.update(manifest, mode="abort" if version % 2 else "keep")
 
         try:
@@ -195,7 +211,11 @@ def differences(
     inputs = [Sequence(list(sample.token_ids), len(sample.prompt_ids), list(sample.loss_mask)) for sample in samples]
     for version, folder in enumerate(folders):
         with tiny.engine(folder, numerics=numerics, tokens_per_microbatch=1500, precision=PRECISIONS[device]) as trainer:
-            passes = trainer.score(inputs), trainer.score(inputs[::-1], options=[ScoreOptions()] * len(inputs))[::-1]
+            passes = trainer.score(inputs, record=True), trainer.score(inputs[::-1], options=[ScoreOptions()] * len(inputs))[::-1]
+            if len(folders) == 1 and numerics == "bitwise":
+                for sample, score in zip(samples, passes[0], strict=True):
+                    assert (sample.routes is None) == (score.routes is None)
+                    assert sample.routes is None or np.array_equal(sample.routes, score.routes[: len(sample.routes)])
         for scores in passes:
             for sample, score in zip(samples, scores, strict=True):
                 own, behaviour = np.asarray(score.logprobs, np.float32), np.asarray(sample.behaviour_logprobs, np.float32)

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mtpctl.kernels import activations, invariant, norm, qkv, routing, rows, triton_backend  # noqa: E402
+from mtpctl.kernels import activations, exact_experts, invariant, norm, qkv, routing, rows, triton_backend  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLAGS = (False, True)
@@ -55,6 +55,7 @@ KERNELS = [
         for page in (0, 16)
     ),
     (invariant.log_mass_kernel, {"BLOCK": 4096}),
+    *((exact_experts.chosen_probs_kernel, {**BLOCK, "OF_ALL": of_all}) for of_all in FLAGS),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
 POINTERS = {
@@ -64,7 +65,7 @@ POINTERS = {
     **dict.fromkeys(("load_ptr", "agreed_ptr", "pair_of_ptr"), LONG),
     "replayed_ptr": "*i16",
     # Of bitwise operations.
-    **dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr"), WHOLE),
+    **dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr", "ends_ptr"), WHOLE),
     **dict.fromkeys(("lse_ptr", "top_ptr", "mass_ptr"), WIDE),
     "position_ptr": LONG,
     # Of drafts.
@@ -100,8 +101,17 @@ def test_kernel_compiles_for_hopper(kernel, constants) -> None:
 @pytest.mark.parametrize("tile", invariant.TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
 def test_products_of_all_tiles_use_one_instruction_and_fit_hopper(tile: invariant.Tile, out: str) -> None:
     """With another instruction, tensor cores may round sums differently."""
-    kernel = invariant.linear_kernel
-    constants = {"BM": tile.rows, "BN": tile.columns, "BK": invariant.BLOCK_K, "MEMBERS": invariant.GROUP}
+    assert_one_instruction(invariant.linear_kernel, tile, {"MEMBERS": invariant.GROUP}, out)
+
+
+@pytest.mark.parametrize("reverse", FLAGS)
+@pytest.mark.parametrize("tile", [exact_experts.FEW_ROWS, exact_experts.MANY_ROWS], ids=lambda tile: f"{tile.rows}x{tile.columns}")
+def test_products_of_experts_use_the_instruction_of_other_products(tile: invariant.Tile, reverse: bool) -> None:
+    assert_one_instruction(exact_experts.grouped_linear_kernel, tile, {"REVERSE": reverse, "GROUPS": 128}, "*bf16")
+
+
+def assert_one_instruction(kernel, tile: invariant.Tile, options: dict[str, int], out: str) -> None:
+    constants = {"BM": tile.rows, "BN": tile.columns, "BK": invariant.BLOCK_K, **options}
     types = types_of(kernel.arg_names, constants) | {
         "x": f"tensordesc<bf16[{tile.rows},{invariant.BLOCK_K}]>",
         "weight": f"tensordesc<bf16[{tile.columns},{invariant.BLOCK_K}]>",

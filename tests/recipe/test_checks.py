@@ -19,7 +19,7 @@ from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.numerics import FAMILIES
 from mtpctl.recipe.train import check_moe
 from tests.fakes.fits import check_fits
-from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, QWEN3_DFLASH, QWEN3_EAGLE3, SERVED, TOYS
+from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, QWEN3_DFLASH, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3, SERVED, TOYS
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
@@ -404,8 +404,11 @@ def test_bitwise_numerics_need_a_supported_model() -> None:
     assert bitwise_complaint(QWEN3_DFLASH) == (
         "model: numerics: bitwise needs a drafter with causal attention, got DFlash; use EAGLE-3 or no drafter, or set numerics: default"
     )
+    experts = [f"model.config={json.dumps(QWEN3_MOE_EAGLE3)}", "train.parallel.ep=5"]
+    split = "train.parallel.ep: numerics: bitwise needs unsplit layers and samples, got 5; set 1, or numerics: default"
+    assert split in complaints_of(load_recipe("tiny_mtp", sets=[*BITWISE, *experts]).recipe)
     llama3 = {"rope_parameters": yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
-    for config in (LLAMA_EAGLE3 | llama3 | {"drafter": LLAMA_EAGLE3["drafter"] | llama3}, QWEN3_EAGLE3):
+    for config in (LLAMA_EAGLE3 | llama3 | {"drafter": LLAMA_EAGLE3["drafter"] | llama3}, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3):
         validate(load_recipe("tiny_mtp", sets=[*BITWISE, f"model.config={json.dumps(config)}", "rollout.speculation.num_tokens=3"]).recipe)
     sglang = load_recipe("tiny_mtp", sets=[*BITWISE, "rollout={engine: sglang}"]).recipe
     assert "rollout.engine: numerics: bitwise needs vllm; set it, or numerics: default" in list(complaints_of(sglang))

@@ -172,6 +172,8 @@ def engine_settings(
         graphs = {"mode": 0} | ({} if args["enforce_eager"] else {"cudagraph_mode": "FULL_AND_PIECEWISE"})
         args["compilation_config"] = args.get("compilation_config", {}) | graphs
         args |= {"attention_backend": "FLASH_ATTN", "disable_cascade_attn": True}
+        # Experts are replaced, too. Other backends pad their weights.
+        args["moe_backend"] = "triton"
     args |= rollout.engine_args
     if args.get("speculative_config"):
         # Also for other speculators such as n-gram, whose drafts are counted in the same way.

@@ -19,9 +19,10 @@ from triton.runtime import interpreter
 
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.kernels import exact, invariant, qkv
+from mtpctl.kernels import exact, exact_experts, invariant, qkv
 from mtpctl.kernels.invariant import Pages
-from mtpctl.model import attention
+from mtpctl.kernels.rows import row_sums_triton
+from mtpctl.model import attention, dispatch, experts
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
@@ -57,6 +58,11 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
     for name in OPERATIONS:
         monkeypatch.setattr(exact, name, getattr(invariant, name))
+    for name in ("chosen_probs", "grouped_linear"):
+        monkeypatch.setattr(exact_experts, name, getattr(exact_experts, f"{name}_triton"))
+    monkeypatch.setattr(experts, "exact_product", exact_experts.grouped_linear_triton)
+    for module in (exact_experts, dispatch):
+        monkeypatch.setattr(module, "row_sums", row_sums_triton)
 
     def split_heads(mixed: torch.Tensor, *arguments: Any) -> qkv.Heads:
         return qkv.Heads(*qkv.split_heads_triton(mixed.contiguous(), *arguments))

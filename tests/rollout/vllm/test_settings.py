@@ -125,7 +125,7 @@ def test_bitwise_engine_on_a_gpu_is_not_compiled(eager: bool) -> None:
     assert compilation.get("cudagraph_mode") == (None if eager else "FULL_AND_PIECEWISE")
     assert settings.environment.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == (None if eager else "1")
     assert ("cudagraph_capture_sizes" in compilation) == (not eager)
-    assert settings.args["attention_backend"] == "FLASH_ATTN"
+    assert settings.args["attention_backend"] == "FLASH_ATTN" and settings.args["moe_backend"] == "triton"
     assert settings.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     usual = engine_settings(config, model="m", precision="bf16", device="cuda")
     assert "compilation_config" not in usual.args
