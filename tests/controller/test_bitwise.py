@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fakes.toys import QWEN3_MOE_EAGLE3
 from tests.fakes.train_command import Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 UPDATES = 6
 RUNS = {
     "recomputed": ["async.staleness_threshold=0"],
+    "experts": ["async.staleness_threshold=0", f"model.config={json.dumps(QWEN3_MOE_EAGLE3)}", "train.moe.replay=rollout"],
     "server": ["async.staleness_threshold=1", "logprob.standalone=true"],
     "engine's own": ["async.staleness_threshold=1", "train.rl.old_logprobs=behaviour"],
 }
-"""Sources of old log-probs, the last two with responses that continue under new weights."""
+"""Sources of old log-probs, the last two with responses that continue under new weights. The second replays the engine's routes."""
+ON_POLICY = ("recomputed", "experts")
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -29,9 +33,9 @@ def test_log_probs_of_a_version_are_equal_in_every_update(run: str, tmp_path: Pa
     assert len(rows) == UPDATES
     same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
     # With stale samples, an update may have no token that was sampled with the weights that score it.
-    assert len(same) >= (UPDATES if run == "recomputed" else 1) and set(same) == {0.0}
+    assert len(same) >= (UPDATES if run in ON_POLICY else 1) and set(same) == {0.0}
     assert min(row["actor/grad_norm"] for row in rows) > 0 and sum(row["rollout/spec_accepted"] for row in rows) > 0
-    if run == "recomputed":
+    if run in ON_POLICY:
         assert {_on_policy(row) for row in rows} == {(0.0, 1.0, 0.0, 0.0)}
 
 
