@@ -39,6 +39,7 @@ QUERY_ROWS = 64
 """Rows of an attention tile: queries times the query heads of a key-value head. One warp group's tensor-core instruction has 64."""
 KEYS = 64
 COLUMNS = 4096
+HALVES = torch.bfloat16, torch.float16
 LOG2E = 1.4426950408889634
 
 
@@ -74,6 +75,7 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
 
     tile: by default chosen by R and N.
     """
+    assert x.dtype == weight.dtype and x.dtype in HALVES, f"{x.dtype} · {weight.dtype}: products of fp32 would be computed in TF32"
     rows, columns = len(x), len(weight)
     out = x.new_empty(rows, columns, dtype=dtype or x.dtype)
     if not out.numel():
@@ -299,7 +301,8 @@ def rotate_kernel(
     _rotate(source, out, inside, column, pair, cos, sin, cos_ptr, 0.0, 0.0, WIDTH, False, True)
 
 
-# Strides and counts are not specialized, so that engine and trainer run the same instructions for every cache and batch.
+# The number of tokens and the table's width change with every step. Specializing on them would compile the kernel again, for the same
+# arithmetic. Other strides are specialized: they select loads, not the order of a sum.
 @triton.jit(do_not_specialize=["tokens", "table_stride"])
 @no_type_check
 def attention_kernel(

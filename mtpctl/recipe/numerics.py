@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.section import Complaints
 
@@ -24,6 +25,13 @@ PRECISIONS = {"cpu": "fp32", "cuda": "bf16"}
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 FAMILIES = ("llama", "mimo", "qwen2", "qwen3", "qwen3-moe")
 ROPES = ("default", "llama3")
+CAPABILITY = 9, 0
+"""The compute capability of the GPUs whose shared memory and instructions the tiles of `mtpctl.kernels.invariant` need."""
+GPU_DTYPES = "bfloat16", "float16"
+WIDTH_MULTIPLE = 8
+"""Elements in 16 bytes: rows of matrices must begin at multiples of these."""
+MAX_QUERY_HEADS = 64
+"""Query heads of a key-value head, which share a tile of attention (`QUERY_ROWS` of `mtpctl.kernels.invariant`)."""
 ENGINE_ARGS = (
     "block_size",
     "disable_log_stats",
@@ -38,6 +46,30 @@ ENGINE_ARGS = (
     "seed",
 )
 """Options of vLLM that are known to change neither its arithmetic nor its log-probs."""
+
+
+def check_gpu(name: str, capability: tuple[int, int] | None, dtype: str) -> None:
+    """Check the GPU of a bitwise engine or trainer, in its process.
+
+    Args:
+        name: of the GPU.
+        capability: its compute capability; None if the driver does not report it.
+        dtype: of the weights, as in torch.
+
+    Raises:
+        UserError: if the kernels do not support the GPU or the dtype.
+    """
+    if capability != CAPABILITY:
+        known = "unknown" if capability is None else "{}.{}".format(*capability)
+        raise UserError(
+            f"numerics: bitwise needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} (Hopper), got {name} ({known}); use "
+            "one, or set numerics: default"
+        )
+    if dtype not in GPU_DTYPES:
+        raise UserError(
+            f"numerics: bitwise needs {' or '.join(GPU_DTYPES)} on a GPU, got {dtype}; set train.precision: bf16 and rollout.dtype: auto, "
+            "or numerics: default"
+        )
 
 
 def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
@@ -61,6 +93,8 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if shape is None:
         return
     yield from _model(shape, needs)
+    if recipe.device == "cuda":
+        yield from _widths(shape, needs)
     if recipe.device == "cpu" and (context := rollout.context or shape.max_positions) > MAX_CONTEXT:
         yield f"rollout.context: {needs} at most {MAX_CONTEXT} tokens, got {context}; lower it, or set numerics: default"
 
@@ -73,6 +107,21 @@ def _model(shape: ModelShape, needs: str) -> Complaints:
         yield f"model: {needs} rotary embeddings of the type {', '.join(ROPES)}, got {rope}; use such a model, or set numerics: default"
     if shape.dflash is not None:
         yield f"model: {needs} a drafter with causal attention, got DFlash; use EAGLE-3 or no drafter, or set numerics: default"
+
+
+def _widths(shape: ModelShape, needs: str) -> Complaints:
+    """Report sizes that the tiles of `mtpctl.kernels.invariant` do not fit."""
+    widths = {"hidden size": shape.hidden, "MLP width": shape.ffn, "attention heads' width": shape.heads * shape.head_dim}
+    if shape.eagle3 is not None:
+        widths["drafter's MLP width"] = shape.eagle3.ffn
+    for name, width in widths.items():
+        if width % WIDTH_MULTIPLE:
+            yield f"model: on a GPU, {needs} multiples of {WIDTH_MULTIPLE}, got {name} {width}; use such a model, or set numerics: default"
+    if (per_group := shape.heads // shape.kv_heads) > MAX_QUERY_HEADS:
+        yield (
+            f"model: on a GPU, {needs} at most {MAX_QUERY_HEADS} attention heads per key-value head, got {per_group}; use such a model, or "
+            "set numerics: default"
+        )
 
 
 def _rollout(recipe: Recipe, needs: str) -> Complaints:

@@ -17,6 +17,7 @@ import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
@@ -24,9 +25,11 @@ from mtpctl.cluster.local import on_one_host
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.quantization import syncs_both_forms
-from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.remote import forget, with_retries
+
+if TYPE_CHECKING:
+    from mtpctl.recipe.schema import Recipe
 
 VERSIONS_KEPT = 2
 _MANIFEST = "manifest.json"

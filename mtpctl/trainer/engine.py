@@ -24,6 +24,8 @@ from mtpctl.model.gpt import MtpModel
 from mtpctl.model.lora import attach_adapters
 from mtpctl.model.parallel import ProcessGroups, Rank, largest, summed
 from mtpctl.plan.memory import GIB
+from mtpctl.recipe.model import DTYPES
+from mtpctl.recipe.numerics import check_gpu
 from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.routes import RouteShape
 from mtpctl.trainer.batch import MicroBatch, Sequence, Totals, utilisation
@@ -56,6 +58,8 @@ class MegatronEngine:
     def _build(self) -> None:
         folder, config = self.folder, self.config
         self.device = torch.device(torch.cuda.current_device())
+        if config.numerics == "bitwise" and self.device.type == "cuda":
+            check_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), DTYPES[config.precision])
         self.bridge = WeightBridge(folder)
         self.transformer = complete_config(
             self.bridge.config(),

@@ -41,12 +41,26 @@ def test_rows_that_are_not_aligned_are_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "rows", "columns", "expected"), [(132, 64, 4096, 32), (132, 8, 22016, 128), (132, 8192, 4096, 256), (4, 1, 8, 32)]
+    ("units", "rows", "columns", "expected"),
+    [
+        (132, 64, 4096, (64, 32)),  # no tile has 132 programs
+        (132, 64, 8448, (64, 64)),  # 132 programs
+        (132, 8, 22016, (64, 128)),
+        (132, 65, 4096, (128, 64)),
+        (132, 1024, 4096, (128, 128)),
+        (132, 500, 4096, (128, 64)),
+        (132, 8192, 4096, (128, 256)),
+        (4, 1, 8, (64, 32)),
+    ],
 )
-def test_tile_keeps_multiprocessors_busy(units: int, rows: int, columns: int, expected: int) -> None:
+def test_tile_keeps_multiprocessors_busy(units: int, rows: int, columns: int, expected: tuple[int, int]) -> None:
     tile = invariant.tile_for(rows, columns, units)
-    assert tile.columns == expected or (rows > 64 and tile.rows == 128)
-    assert tile in invariant.TILES
+    assert (tile.rows, tile.columns) == expected
+
+
+def test_products_of_fp32_are_rejected() -> None:
+    with pytest.raises(AssertionError, match="TF32"):
+        invariant.linear(drawn(3, 40).float(), drawn(6, 40).float())
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:

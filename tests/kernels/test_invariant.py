@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,21 +11,11 @@ from torch import Tensor
 
 from mtpctl.kernels import exact_grad, invariant
 from mtpctl.kernels.invariant import Pages
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.fakes.interpreted import run_interpreted
 
 
 def test_kernels_under_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("interpreted_invariant.py"))],
-        cwd=REPOSITORY,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_interpreted(Path(__file__).with_name("interpreted_invariant.py"))
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from mtpctl.recipe.checks import complaints_of, validate
 from mtpctl.recipe.data import check_path
 from mtpctl.recipe.loading import RECIPES, available, load_recipe
 from mtpctl.recipe.model import ModelConfig, hf_config
-from mtpctl.recipe.numerics import FAMILIES
+from mtpctl.recipe.numerics import FAMILIES, check_gpu
 from mtpctl.recipe.train import check_moe
 from tests.fakes.fits import check_fits
 from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, QWEN3_DFLASH, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3, SERVED, TOYS
@@ -282,6 +282,10 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             [*BITWISE, *CARD, "train.precision=bf16", "rollout.dtype=fp32"],
             "rollout.dtype: numerics: bitwise needs bf16 on a GPU; set auto, or numerics: default",
         ),
+        (
+            [*BITWISE, *CARD, "train.precision=bf16", "model.config.intermediate_size=100"],
+            "model: on a GPU, numerics: bitwise needs multiples of 8, got MLP width 100; use such a model, or set numerics: default",
+        ),
         ([*BITWISE, "model.config.max_position_embeddings=9000"], "rollout.context: numerics: bitwise needs at most 8192 tokens, got 9000"),
         ([*CARD, "kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs train.precision: bf16"),
         (["data.sft_path=/none.jsonl"], "data.sft_path: there is no file /none.jsonl"),
@@ -385,6 +389,26 @@ def test_sglang_cannot_keep_the_cache() -> None:
 def test_bitwise_numerics_on_a_gpu_need_bf16_and_allow_long_contexts() -> None:
     sets = [*CARD, *BITWISE, "train.precision=bf16", "model.config.max_position_embeddings=9000"]
     assert not [text for text in list_complaints(sets) if "bitwise" in text]
+
+
+def test_bitwise_attention_on_a_gpu_has_at_most_64_query_heads_per_key_value_head() -> None:
+    heads = ["model.config.num_attention_heads=130", "model.config.num_key_value_heads=2", "model.config.head_dim=32"]
+    assert complaint(*CARD, *BITWISE, "train.precision=bf16", *heads, "model.config.hidden_size=4160") == (
+        "model: on a GPU, numerics: bitwise needs at most 64 attention heads per key-value head, got 65; use such a model, or set "
+        "numerics: default"
+    )
+
+
+def test_bitwise_numerics_need_a_gpu_of_compute_capability_9_and_half_precision() -> None:
+    check_gpu("NVIDIA H100 80GB HBM3", (9, 0), "bfloat16")
+    fix = "use one, or set numerics: default"
+    message = rf"numerics: bitwise needs a GPU of compute capability 9\.0 \(Hopper\), got NVIDIA A100 \(8\.0\); {fix}"
+    with pytest.raises(UserError, match=message):
+        check_gpu("NVIDIA A100", (8, 0), "bfloat16")
+    with pytest.raises(UserError, match=r"got some GPU \(unknown\)"):
+        check_gpu("some GPU", None, "bfloat16")
+    with pytest.raises(UserError, match=r"numerics: bitwise needs bfloat16 or float16 on a GPU, got float32; set train.precision: bf16"):
+        check_gpu("NVIDIA H200", (9, 0), "float32")
 
 
 def bitwise_complaint(config: dict[str, Any]) -> str:

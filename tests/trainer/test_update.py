@@ -6,7 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.errors import UserError
 from mtpctl.families.tensors import aliases, section_of
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig, MoeConfig, OffloadConfig
@@ -42,6 +44,19 @@ def reference(folder, batch, *, depths, isolated, loss_scale, dtype=torch.float6
     (means[0] + loss_scale * sum(means[1:]) / max(1, depths)).backward()
     grads = {name: value.grad if value.grad is not None else torch.zeros_like(value) for name, value in weights.items()}
     return [float(torch.as_tensor(mean).detach()) for mean in means], grads
+
+
+def test_bitwise_trainer_checks_its_gpu_before_it_is_built(tmp_path, monkeypatch):
+    folder = mimo(tmp_path / "model")
+    cpu_device.install()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with (
+        pytest.raises(UserError, match=r"numerics: bitwise needs a GPU of compute capability 9\.0 \(Hopper\), got NVIDIA A100"),
+        engine(folder, numerics="bitwise", precision="bf16"),
+    ):
+        pass
 
 
 def test_exact_sums_match_the_reference(tmp_path):

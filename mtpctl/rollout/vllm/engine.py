@@ -16,12 +16,14 @@ from mtpctl.cluster.process import importing
 from mtpctl.compat.transformers_import import import_transformers
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.plan.memory import GIB
+from mtpctl.recipe.numerics import check_gpu
 from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
 from mtpctl.rollout.installed import check_options
 from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.vllm.client import VllmClient, adapter_request
 from mtpctl.rollout.vllm.fp8_loading import LOAD_FORMAT
 from mtpctl.rollout.vllm.patches import cores, logprobs, pauses
+from mtpctl.rollout.vllm.plugin import NUMERICS
 from mtpctl.rollout.vllm.serving import rejection, sampling_of
 from mtpctl.rollout.vllm.settings import Arguments, VllmSettings
 from mtpctl.samples import GenerationRequest, Speculation
@@ -72,6 +74,8 @@ class VllmEngine(Engine):
         if settings.threads:
             torch.set_num_threads(settings.threads)
         check_engine_args(settings.args)
+        if settings.environment.get(NUMERICS) == "bitwise":
+            check_bitwise(settings.args)
         args = AsyncEngineArgs(**settings.args | sized_cache(settings))
         check_heads(args)
         # The usage context sets the default token budget per step: on an H200, 16,384 for LLM_CLASS, 2,048 for the default of `AsyncLLM`.
@@ -254,6 +258,15 @@ def check_engine_args(args: Arguments) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     check_options("vLLM", [field.name for field in fields(AsyncEngineArgs)], args)
+
+
+def check_bitwise(args: Arguments) -> None:
+    """Raise UserError for a GPU or dtype that `numerics: bitwise` does not support. Does not initialize CUDA."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        capability = current_platform.get_device_capability()
+        check_gpu(current_platform.get_device_name(), capability and (capability.major, capability.minor), str(args["dtype"]))
 
 
 def sized_cache(settings: VllmSettings) -> Arguments:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.bitwise import FAMILIES, differences, folder_of, generate, versions
 from tests.fakes.engines import Loop
+from tests.fakes.interpreted import run_interpreted
 
 
 def test_log_probs_equal_the_trainers_through_chunks_drafts_cache_hits_preemption_aborts_and_syncs(run: Loop, tmp_path: Path) -> None:
@@ -49,17 +47,7 @@ def test_experts_equal_the_trainers_after_syncs(run: Loop, tmp_path: Path) -> No
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_equal_the_trainers_in_bf16_in_the_interpreter(family: str) -> None:
-    test = f"{Path(__file__).with_name('interpreted_bitwise.py')}::test_log_probs_equal_the_trainers[{family}]"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=880,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_interpreted(Path(__file__).with_name("interpreted_bitwise.py"), f"test_log_probs_equal_the_trainers[{family}]", seconds=880)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from mtpctl.convert.hf_folder import write_config
 from mtpctl.errors import UserError
@@ -156,3 +157,16 @@ def test_default_engine_after_a_bitwise_one_has_none_of_its_variables(monkeypatc
     assert start("bitwise") == ["1", "1", "WARNING"]
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
     assert start("default") == ["0", "0", "WARNING"], "what others set since is kept"
+
+
+def test_bitwise_engine_checks_its_gpu_and_dtype_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(engine, "_replaced", {})
+    monkeypatch.setattr(engine.cores, "prepare", lambda: None)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(type(current_platform), "get_device_name", classmethod(lambda cls: "a GPU"))
+    for capability, precision, message in (((8, 9), "bf16", r"got a GPU \(8\.9\)"), ((9, 0), "fp32", "on a GPU, got float32")):
+        monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls, c=capability: DeviceCapability(*c)))
+        settings = engine_settings(VllmConfig(), model="m", precision=precision, device="cuda", numerics="bitwise")  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=message):
+            asyncio.run(VllmEngine.start(settings))

@@ -106,8 +106,11 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
     return exact.swiglu(x)
 
 
-def rotary_table(layer: RotaryEmbedding) -> tuple[Tensor, Tensor]:
-    """The trainer's cosines and sines fp32 [positions, rotated dimensions / 2], computed on a CPU."""
+def rotary_table(layer: RotaryEmbedding, positions: int = 0) -> tuple[Tensor, Tensor]:
+    """The trainer's cosines and sines fp32 [positions, rotated dimensions / 2], computed on a CPU.
+
+    positions: at least so many, even if the model has fewer.
+    """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 
@@ -116,7 +119,8 @@ def rotary_table(layer: RotaryEmbedding) -> tuple[Tensor, Tensor]:
         if isinstance(layer, Llama3RotaryEmbedding):
             factors = layer.scaling_factor, layer.low_freq_factor, layer.high_freq_factor
             frequencies = scaled_by_wavelength(frequencies, *factors, layer.orig_max_position)
-        return exact.cos_sin(torch.arange(layer.max_position_embeddings, dtype=torch.float32)[:, None] * frequencies)
+        indices = torch.arange(max(layer.max_position_embeddings, positions), dtype=torch.float32)
+        return exact.cos_sin(indices[:, None] * frequencies)
 
 
 Rotation = Callable[["RotaryEmbedding", Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]

@@ -11,6 +11,7 @@ graphs, and steps with prefill are CUDA graphs that are interrupted for attentio
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mtpctl.errors import UpstreamMoved
+from mtpctl.errors import UpstreamMoved, UserError
 from mtpctl.kernels import invariant
 from mtpctl.kernels.invariant import Pages
 from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward, rotary_table
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 _TABLE = "_mtpctl_invariant_table"
+_UNSUPPORTED = {"alibi_slopes", "attn_type", "logits_soft_cap", "sinks", "sliding_window"}
+"""Options of attention that `invariant.paged_attention` does not compute."""
 Apply = Callable[..., Tensor]
 
 
@@ -95,6 +98,7 @@ def replace_operations() -> None:
     replace_forward(RMSNorm, rms_norm)
     replace_forward(SiluAndMul, silu_and_mul)
     replace_forward(RotaryEmbedding, rotary)
+    assign(RotaryEmbedding, __init__=_with_table(RotaryEmbedding.__init__))
 
 
 def _apply(upstream: Apply, product: Apply) -> Apply:
@@ -131,11 +135,29 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
     return invariant.swiglu(x)
 
 
+def _with_table(build: Callable[..., None]) -> Callable[..., None]:
+    """Let rotary embeddings of an engine store a table for all positions of its requests: `rotate` leaves those beyond it unrotated."""
+    from vllm.config import get_current_vllm_config
+
+    @wraps(build)
+    def __init__(self: RotaryEmbedding, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        if is_exact():
+            self.__dict__[_TABLE] = rotary_table(self, _positions(get_current_vllm_config()))
+
+    return __init__
+
+
+def _positions(config: VllmConfig) -> int:
+    """The number of positions of a request and its drafts; 0 if the config has no model."""
+    drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
+    return 0 if config.model_config is None else int(config.model_config.max_model_len) + drafts
+
+
 def rotary(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Rotate in fp32 with the trainer's cosines and sines; vLLM rounds its cosines and sines to half precision."""
-    if _TABLE not in self.__dict__:
-        self.__dict__[_TABLE] = tuple(each.to(query.device) for each in rotary_table(self))
-    table, positions = self.__dict__[_TABLE], positions.flatten()
+    table, positions = tuple(each.to(query.device) for each in self.__dict__[_TABLE]), positions.flatten()
+    self.__dict__[_TABLE] = table
 
     def rotate(x: Tensor) -> Tensor:
         return invariant.rotate(x.unflatten(-1, (-1, self.head_size)), positions, *table).flatten(1)
@@ -148,7 +170,21 @@ def invariant_attention_class() -> type[FlashAttentionImpl]:
     """vLLM's FlashAttention backend with `invariant.paged_attention`. Its KV cache and metadata are unchanged."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+    signature = inspect.signature(FlashAttentionImpl.__init__)
+    if unknown := _UNSUPPORTED - signature.parameters.keys():
+        raise UpstreamMoved(f"{__name__}: FlashAttentionImpl has no option {', '.join(sorted(unknown))}; find what replaces it")
+    unset = (None, 0, signature.parameters["attn_type"].default)
+
     class InvariantAttention(FlashAttentionImpl):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            options = signature.bind(self, *args, **kwargs).arguments
+            for name in sorted(_UNSUPPORTED & options.keys()):
+                if isinstance(options[name], Tensor) or options[name] not in unset:
+                    raise UserError(
+                        f"model: numerics: bitwise does not support attention with {name}; use another model, or set numerics: default"
+                    )
+            super().__init__(*args, **kwargs)
+
         def forward(
             self,
             layer: Any,

@@ -16,10 +16,12 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.worker.gpu.sample import logprob
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels import invariant
 from mtpctl.kernels.qkv import rotate_pairs
@@ -101,6 +103,48 @@ def test_rotation_has_the_trainers_angles(scaling: dict[str, object]) -> None:
         assert torch.equal(rotated, table)
         expected = rotate_pairs(x.unflatten(1, (-1, 32)).float(), *rotary).flatten(1)
         assert (rotated.float() - expected).abs().max() < 4e-3
+
+
+@pytest.mark.usefixtures("bitwise")
+def test_positions_beyond_those_of_the_model_are_rotated() -> None:
+    """vLLM accepts longer requests with VLLM_ALLOW_LONG_MAX_MODEL_LEN."""
+    limits = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100), speculative_config=SimpleNamespace(num_speculative_tokens=3))
+    config = VllmConfig()
+    with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
+        for name, value in vars(limits).items():
+            patch.setattr(config, name, value)
+        layer = get_rope(32, 64, rope_parameters={"rope_type": "default", "rope_theta": 500.0}, dtype=HALF)
+    query, last = drawn(1, 64), torch.tensor([102])
+    rotated, _ = layer(last, query)
+    angles = 102.0 * 500.0 ** -(torch.arange(16, dtype=torch.float64) / 16)
+    expected = rotate_pairs(query.unflatten(1, (-1, 32)).double(), angles.cos()[None], angles.sin()[None]).flatten(1)
+    assert (rotated.double() - expected).abs().max() < 4e-3
+
+
+@pytest.mark.usefixtures("bitwise")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sliding_window", 8),
+        ("sinks", torch.zeros(4)),
+        ("logits_soft_cap", 30.0),
+        ("alibi_slopes", [0.5] * 4),
+        ("attn_type", AttentionType.ENCODER_ONLY),
+    ],
+)
+def test_attention_with_an_unsupported_option_is_rejected(name: str, value: object) -> None:
+    options = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": 0.0, name: value}
+    with pytest.raises(UserError, match=rf"bitwise does not support attention with {name}; use another model, or set numerics: default$"):
+        FlashAttentionBackend.get_impl_cls()(4, 32, 0.2, 2, **options)
+
+
+@pytest.mark.usefixtures("bitwise")
+def test_attention_with_default_options_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(FlashAttentionImpl, "__init__", lambda self, *args, **kwargs: built.append(args))
+    FlashAttentionBackend.get_impl_cls()(4, 32, 0.2, 2, None, None, "auto", None, AttentionType.DECODER)
+    FlashAttentionBackend.get_impl_cls()(4, 32, 0.2, 2, None, None, "auto", logits_soft_cap=0.0)
+    assert len(built) == 2
 
 
 @pytest.mark.usefixtures("bitwise")
