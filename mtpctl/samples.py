@@ -60,14 +60,12 @@ class VersionSpan:
         return VersionSpan, (self.start, self.end, self.version, self.stale_kv)
 
     def to_dict(self) -> dict[str, object]:
-        """The span as JSON. `stale_kv` is omitted if it is false, because earlier releases do not know it."""
-        plain: dict[str, object] = {"start": self.start, "end": self.end, "version": self.version}
-        return plain | {"stale_kv": True} if self.stale_kv else plain
+        return {"start": self.start, "end": self.end, "version": self.version, "stale_kv": self.stale_kv}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> VersionSpan:
         """Inverse of `to_dict`. Unknown fields are ignored."""
-        return cls(data["start"], data["end"], data["version"], data.get("stale_kv", False))
+        return cls(data["start"], data["end"], data["version"], data["stale_kv"])
 
 
 @dataclass(slots=True)
@@ -287,7 +285,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """Inverse of `to_dict`. Unknown fields are ignored: a checkpoint may be from another release."""
+        """Inverse of `to_dict`. Unknown fields are ignored, so that an added field does not need another format of checkpoints."""
         values: dict[str, Any] = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
         values["version_spans"] = [VersionSpan.from_dict(span) for span in data["version_spans"]]
         values["speculation"] = Speculation(**data["speculation"])

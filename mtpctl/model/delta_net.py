@@ -39,7 +39,11 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         self.out_norm.is_head_sharded = not self.config.sequence_parallel
 
     def sharded_state_dict(self, prefix: str = "", *args: object, **kwargs: object) -> ShardedStateDict:
-        """Upstream's state, except for the key of the output norm: older checkpoints store a norm centered at 0 as `out_norm.weight`."""
+        """Upstream's state, except for the key of the output norm.
+
+        Upstream stores a norm centered at 0 as `out_norm.weight`, and this module one centered at 1. With the same key, each would load the
+        other's checkpoints without an error, and compute with wrong norms.
+        """
         state: ShardedStateDict = super().sharded_state_dict(prefix, *args, **kwargs)
         norm = state[f"{prefix}out_norm.weight"]
         norm.key = norm.key.removesuffix("weight") + GAIN

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.model import ModelConfig, hf_config
@@ -127,13 +127,6 @@ class TeacherConfig(Section):
         return self.path is not None and self.path != POLICY
 
 
-def _not_auto(value: object) -> object:
-    """Reject `auto`, which earlier releases accepted."""
-    if value == "auto":
-        raise ValueError("must be true or false: auto is no longer supported; set true, or false to freeze the MTP layers in RL")
-    return value
-
-
 class RlConfig(Section):
     preset: Literal["grpo", "dapo", "dr_grpo", "reinforce++", "reinforce++_baseline", "gspo", "cispo", "sapo"] | None = Field(
         None, description="A published algorithm, whose values become the defaults of this section."
@@ -142,9 +135,7 @@ class RlConfig(Section):
     prompts_per_step: PositiveInt = Field(32, description="Prompts per update, each with one group of responses.")
     group_size: PositiveInt = Field(8, description="Responses per prompt (n).")
     minibatches: PositiveInt = Field(1, description="Optimizer steps per update, over which its groups are split.")
-    train_mtp: Annotated[bool, BeforeValidator(_not_auto)] = Field(
-        True, description="Also train the MTP layers in RL; false: they are frozen."
-    )
+    train_mtp: bool = Field(True, description="Also train the MTP layers in RL; false: they are frozen.")
     loss: Loss = Field(
         "ppo",
         description="ppo: clipped token ratio; gspo: sequence ratio; decoupled: PPO with a separate proximal policy; cispo: the clipped "
