@@ -7,7 +7,7 @@ Each line has an operation, the calls in which a row's bits differ from those in
 equal in every call. Operations of PyTorch and vLLM are measured in the same way for comparison. `--library` only measures PyTorch's matrix
 products, without split-K: cuBLASLt without workspace, as in vLLM's batch-invariant mode.
 
-The sizes are those of MiMo-7B.
+The sizes are those of MiMo-7B, and for experts those of Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness import parser
-from mtpctl.kernels import activations, exact, invariant
+from mtpctl.kernels import activations, exact, exact_experts, invariant
 from mtpctl.kernels.invariant import Pages, Tile
 from mtpctl.kernels.norm import rms_norm_by_row
 from mtpctl.kernels.qkv import HeadLayout, split_heads_triton
+from mtpctl.kernels.rows import expert_order
 
 Call = Callable[[Tensor], Tensor]
 TENSOR_CORES_OF_AMPERE = (Tile(16, 64, 4, 6), Tile(32, 64, 4, 6))
@@ -303,6 +304,37 @@ def flash_3(sizes: Sizes, queries: Tensor, pages: Pages, ends: Tensor, count: in
     return [f"FlashAttention 3, {splits} splits: {milliseconds(partial(run, num_splits=splits), sizes):.3f} ms" for splits in (0, 1)]
 
 
+def experts(sizes: Sizes) -> None:
+    """Qwen3-30B-A3B's sizes. A call's rows are tokens; each has several experts."""
+    count, k, hidden, width = (128, 8, 2048, 768) if sizes.cuda else (6, 2, 64, 48)
+    x, router = sizes.drawn(sizes.rows, hidden), sizes.drawn(count, hidden, scale=hidden**-0.5)
+    gate_up = sizes.drawn(count, 2 * width, hidden, scale=hidden**-0.5)
+    down = sizes.drawn(count, hidden, width, scale=width**-0.5)
+    logits = invariant.logits(x, router)
+    chosen = exact_experts.top_experts(logits, k)
+    routes = exact_experts.routes_of(chosen, count)
+    order = expert_order(routes, k, 1)
+    ends, rows = order.counts.cumsum(0, dtype=torch.int32), x.index_select(0, order.token_of)
+    product = exact_experts.grouped_linear_triton(rows, ends, gate_up, reverse=True)
+    parts = zip(rows.tensor_split(ends[:-1].cpu().long()), gate_up.flip(0), strict=True)
+    say("experts, grouped against separate products", equality(product, torch.cat([invariant.linear(*part) for part in parts])))
+    say("router logits, bitwise", dependence(partial(invariant.logits, weight=router), x, sizes.counts))
+    say("probs against softmax", equality(exact_experts.chosen_probs_triton(logits, routes, of_all=True), logits.softmax(-1) * routes))
+
+    def run(states: Tensor) -> Tensor:
+        own = invariant.logits(states, router)
+        return exact_experts.run_experts(states, own, exact_experts.top_experts(own, k), gate_up, down, of_all=False)
+
+    if not sizes.cuda:  # the interpreter runs single kernels only
+        return
+    say("mixture of experts, bitwise", dependence(run, x, sizes.counts))
+    for tokens in (64, 256, sizes.rows):
+        part = order if tokens == sizes.rows else expert_order(routes[:tokens].contiguous(), k, 1)
+        some, bounds = x[:tokens].index_select(0, part.token_of), part.counts.cumsum(0, dtype=torch.int32)
+        ours = partial(exact_experts.grouped_linear, some, bounds, gate_up, reverse=True)
+        say(f"experts, time of {tokens} tokens", against(ours, partial(F.grouped_mm, some, gate_up.mT, offs=bounds), sizes))
+
+
 def library(sizes: Sizes) -> None:
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -330,6 +362,7 @@ def main() -> None:
             ("LM head and log-prob", head),
             ("Norm, activation, rotation", elementwise),
             ("Tiles of products", tiles),
+            ("Experts", experts),
         )
         for title, run in sections:
             attempt(title, run, sizes)
