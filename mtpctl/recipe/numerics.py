@@ -112,6 +112,8 @@ def _model(shape: ModelShape, needs: str) -> Complaints:
 def _widths(shape: ModelShape, needs: str) -> Complaints:
     """Report sizes that the tiles of `mtpctl.kernels.invariant` do not fit."""
     widths = {"hidden size": shape.hidden, "MLP width": shape.ffn, "attention heads' width": shape.heads * shape.head_dim}
+    if shape.moe is not None:
+        widths["experts' width"] = shape.moe.ffn
     if shape.eagle3 is not None:
         widths["drafter's MLP width"] = shape.eagle3.ffn
     for name, width in widths.items():

@@ -411,6 +411,13 @@ def test_bitwise_numerics_need_a_gpu_of_compute_capability_9_and_half_precision(
         check_gpu("NVIDIA H200", (9, 0), "float32")
 
 
+def test_bitwise_experts_on_a_gpu_need_aligned_widths() -> None:
+    config = QWEN3_MOE_EAGLE3 | {"moe_intermediate_size": 42}
+    sets = [*CARD, *BITWISE, "train.precision=bf16", f"model.config={json.dumps(config)}"]
+    message = "model: on a GPU, numerics: bitwise needs multiples of 8, got experts' width 42; use such a model, or set numerics: default"
+    assert [text for text in complaints_of(load_recipe("tiny_mtp", sets=sets).recipe) if "bitwise" in text] == [message]
+
+
 def bitwise_complaint(config: dict[str, Any]) -> str:
     return complaint(*BITWISE, f"model.config={json.dumps(config)}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
 
