@@ -1,15 +1,15 @@
-"""Operations whose result for a row does not depend on the other rows of a call: half precision on CUDA, for `numerics: bitwise`.
+"""Row-independent operations in half precision on CUDA, for `numerics: bitwise`: a row's result does not depend on the other rows.
 
 An engine computes a token's row alone, among drafts, in a chunk of a prompt or in a batch; a trainer computes it in a packed row. Matrix
-libraries select kernels by shape, and each sums in another order. Here the order of every sum is fixed by the operation's own sizes:
+libraries select kernels by shape, and kernels sum in different orders. Here each operation sums in a fixed order, for any number of rows:
 
-    linear      each output is one accumulator over blocks of `BLOCK_K` inputs, in ascending order; a product is never split over programs
-    attention   keys in blocks of `KEYS` from key 0 on, in ascending order, for any number of queries; keys are never split over programs
+    linear      each output is one accumulator over blocks of `BLOCK_K` inputs, in ascending order; no split-K
+    attention   keys in blocks of `KEYS` from key 0 on, in ascending order, for any number of queries; no split-KV
     log_mass    one program per row, in blocks of `COLUMNS` logits
     norm        one program per row (`mtpctl.kernels.norm`)
 
 Tiles of `linear` differ in rows and columns only. Tensor cores compute each element of a tile from its own row and column, so an element is
-the same in every tile and position. `python benchmarks/bitwise_gpu.py` measures whether that is true of a GPU.
+the same in every tile and position. `python benchmarks/bitwise_gpu.py` tests this on a GPU.
 
 Rotations and activations are elementwise, and engine and trainer run the same kernels (`mtpctl.kernels.qkv`, `mtpctl.kernels.activations`).
 
@@ -34,9 +34,9 @@ from mtpctl.kernels.triton_support import TensorDescriptor, on_device_of, tl, tr
 
 BLOCK_K = 64
 GROUP = 16
-"""Row tiles that consecutive programs of `linear_kernel` share, so that slices of the weight stay in the L2 cache."""
+"""Row tiles that `linear_kernel` computes per column tile before the next one, so that the weight's tile stays in the L2 cache."""
 QUERY_ROWS = 64
-"""Rows of an attention tile: queries times the query heads of a key-value head. One warp group's tensor-core instruction has 64."""
+"""Rows of an attention tile: queries times query heads per key-value head. A `wgmma` instruction of one warp group computes 64 rows."""
 KEYS = 64
 COLUMNS = 4096
 HALVES = torch.bfloat16, torch.float16
@@ -54,7 +54,7 @@ class Tile:
 
 
 TILES = (Tile(64, 32, 4, 6), Tile(64, 64, 4, 6), Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(128, 128, 8, 4), Tile(128, 256, 8, 3))
-"""All with at least 64 rows, so that Hopper runs each with the same kind of instruction (`wgmma`)."""
+"""All have at least 64 rows, so that Hopper computes each with the same kind of instruction (`wgmma`)."""
 
 
 class Pages(NamedTuple):
@@ -73,7 +73,7 @@ class Pages(NamedTuple):
 def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Tile | None = None) -> Tensor:
     """x [R, n] · weightᵀ [N, n] → [R, N] in `dtype`, by default that of x. n must be a multiple of 8.
 
-    tile: by default chosen by R and N.
+    tile: selected by `tile_for` if None.
     """
     assert x.dtype == weight.dtype and x.dtype in HALVES, f"{x.dtype} · {weight.dtype}: products of fp32 would be computed in TF32"
     rows, columns = len(x), len(weight)
@@ -84,7 +84,7 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
     units = _units(x.device)
     tile = tile or tile_for(rows, columns, units)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    # Large tiles fill a multiprocessor; its programs then loop over tiles.
+    # A large tile occupies a whole multiprocessor, so each multiprocessor gets one program, which loops over tiles.
     programs = min(tiles, units) if tile.rows * tile.columns >= 1 << 14 else tiles
     a = TensorDescriptor.from_tensor(x, [tile.rows, BLOCK_K])
     b = TensorDescriptor.from_tensor(weight, [tile.columns, BLOCK_K])
@@ -97,14 +97,14 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x itself if its rows are at multiples of 16 bytes, as tensor descriptors require, otherwise a copy."""
+    """x if its rows start at multiples of 16 bytes, as tensor descriptors require, otherwise a copy."""
     if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
         return x
     return x.new_empty(x.shape).copy_(x)
 
 
 def tile_for(rows: int, columns: int, units: int) -> Tile:
-    """The largest tile that keeps `units` multiprocessors busy."""
+    """The widest tile that gives each of `units` multiprocessors work, else the narrowest. Its height depends on `rows` only."""
     height = 64 if rows <= 64 else 128
     tiles = [tile for tile in TILES if tile.rows == height]
     busy = [tile for tile in tiles if triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= units]
@@ -113,6 +113,7 @@ def tile_for(rows: int, columns: int, units: int) -> Tile:
 
 @cache
 def _units(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 3 in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -151,8 +152,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of packed samples: query [t, h, d] to key and value [t, g, d] → [t, h, d].
 
-    starts: int32 [r + 1], the first token of each sample, and t. longest: the number of tokens of the longest sample, or more. lse: also
-    return the log-sum-exp of the scores, fp32 [h, t].
+    starts: int32 [r + 1], the index of each sample's first token, then t. longest: tokens of the longest sample, or an upper bound. lse:
+    also return the log-sum-exp of the scores, fp32 [h, t]; otherwise the second tensor is empty.
     """
     sums = torch.empty(query.shape[1] if lse else 0, len(query), dtype=torch.float32, device=query.device)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -165,7 +166,8 @@ def attention(
 def paged_attention(query: Tensor, pages: Pages, starts: Tensor, longest: int, scale: float, out: Tensor) -> None:
     """Causal attention of each request's last tokens to all of its tokens. Writes to `out` [t, h, d], like query.
 
-    starts: int32 [r + 1], the first query of each request, and t. longest: the largest number of queries of a request, or more.
+    starts: int32 [r + 1], the index of each request's first query, then t. longest: the largest number of queries of a request, or an
+    upper bound.
     """
     strides = tuple((x.stride(0), x.stride(1), x.stride(2)) for x in pages[:2])
     _attend(query, pages.keys, pages.values, out, out, starts, pages, longest, scale, strides, size=pages.keys.shape[2])
@@ -260,7 +262,7 @@ def linear_kernel(
             sums = tl.dot(a, b.T, sums)
         row = row0 + tl.arange(0, BM)
         if BN == 256:
-            # Half the columns at a time: a store takes as much shared memory as its values.
+            # Store half of the columns at a time: a store needs shared memory for all of its values.
             left, right = sums.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
             _store(out_ptr, left, row, column0 + tl.arange(0, BN // 2), rows, columns)
             _store(out_ptr, right, row, column0 + BN // 2 + tl.arange(0, BN // 2), rows, columns)
@@ -302,7 +304,7 @@ def rotate_kernel(
 
 
 # The number of tokens and the table's width change with every step. Specializing on them would compile the kernel again, for the same
-# arithmetic. Other strides are specialized: they select loads, not the order of a sum.
+# arithmetic. Specializing on other strides changes how values are loaded, but not the order of a sum.
 @triton.jit(do_not_specialize=["tokens", "table_stride"])
 @no_type_check
 def attention_kernel(
@@ -314,7 +316,7 @@ def attention_kernel(
     starts_ptr,  # int32 [r + 1]
     lengths_ptr,  # int32 [r], read if PAGE
     table_ptr,  # int32 [r, pages of a request], read if PAGE
-    scale,  # in units of log2
+    scale,  # times log2(e), because the kernel uses exp2
     tokens,
     query_stride,
     out_stride,
@@ -356,7 +358,7 @@ def attention_kernel(
     top = tl.full((BM,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((BM,), dtype=tl.float32)
     out = tl.zeros((BM, BLOCK_WIDTH), dtype=tl.float32)
-    # Keys after a query's own add exactly nothing, so a query's result does not depend on the other queries of its tile.
+    # Keys after a query are masked and add exactly 0, so its result does not depend on the other queries of its tile.
     for key0 in range(0, tl.minimum(earlier + tl.minimum(first + QUERIES, count), length), BN):
         position = key0 + tl.arange(0, BN)
         stored = position < length

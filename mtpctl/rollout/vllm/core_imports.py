@@ -1,10 +1,10 @@
-"""The imports of an engine core, for the process from which cores are forked (`patches.cores`)."""
+"""Imports the modules of an engine core, in the fork server from which cores are forked (`mtpctl.rollout.vllm.patches.cores`)."""
 
 import setproctitle
 
 from mtpctl.compat.transformers_import import import_transformers
 
-# Before a core gets its environment: setproctitle does not find the command line after the environment has changed.
+# setproctitle locates the command line through the original environment, so it is called before `cores._run` replaces the environment.
 setproctitle.setproctitle("mtpctl::EngineCores")
 import_transformers()  # faster than vLLM's import of it
 

@@ -1,7 +1,8 @@
-"""Engine cores are forked from a process that imports vLLM while the engine's own process does (vLLM 0.32.0).
+"""Fork engine cores from a helper process that has imported vLLM (vLLM 0.32.0).
 
-vLLM spawns the core of an engine in a Ray actor, and the core imports vLLM again, after the actor has: 20 s on a host with an H100. An
-actor must not fork, because it has threads. Python's fork server has none. It imports what a core needs at the same time as the actor.
+An engine runs in a Ray actor, which imports vLLM and then spawns the engine's core. A spawned core imports vLLM again, which takes 20 s on
+a host with an H100. The actor itself must not fork, because it has threads. Python's fork server has none: it imports vLLM at the same
+time as the actor, and then forks the core.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ logger = logging.getLogger(__name__)
 IMPORTS = "mtpctl.rollout.vllm.core_imports"
 """The module that the fork server imports."""
 _SAFE_PATH = "PYTHONSAFEPATH"
-"""Without it, the server would search the working directory first, where a user's modules may have names that vLLM imports."""
+"""Keeps the working directory out of the fork server's search path: a user's module there may have the name of one that vLLM imports."""
 
 _started: set[int] = set()
-"""Ids of the fork servers that `prepare` has started."""
+"""Process ids of the fork servers that `prepare` started."""
 
 
 def prepare() -> None:
@@ -50,14 +51,14 @@ def prepare() -> None:
 
 
 def stop() -> None:
-    """End the fork server that `prepare` started, unless a child of this process runs."""
+    """Stop the fork server if `prepare` started it and no child of this process is running."""
     if _server() in _started and not multiprocessing.active_children():
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @patch
 def install_forked_cores() -> None:
-    """Start engine cores from the fork server in processes that called `prepare`."""
+    """In processes that called `prepare`, fork engine cores from the fork server."""
     from vllm.v1.engine import utils
 
     upstream: Callable[[], object] = utils.get_mp_context
@@ -88,7 +89,7 @@ def _runs(process: int | None) -> bool:
 
 
 class CoreContext(ForkServerContext):
-    """Processes of the fork server with the environment of this process, which end when this process does."""
+    """Context of processes that are forked from the fork server, get the environment of this process, and are killed when it ends."""
 
     def Process(  # type: ignore[override]
         self, *, target: Callable[..., object], name: str, kwargs: Mapping[str, object]
@@ -97,7 +98,7 @@ class CoreContext(ForkServerContext):
 
 
 class _Environment:
-    """Pickles as a copy of os.environ, taken when the process is started."""
+    """Pickled as a copy of `os.environ`. A process is pickled when it is started, so it gets the environment of that moment."""
 
     def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
         return dict, (dict(os.environ),)
@@ -109,7 +110,7 @@ def _run(environment: dict[str, str], target: Callable[..., object], kwargs: Map
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
-    # torch has read this variable in the fork server. With several numbers, the first is for threads outside of parallel regions.
+    # torch read this variable in the fork server, before the environment was set. A list has a number per nesting level, outermost first.
     if threads := environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads.split(",")[0]))
     target(**kwargs)
@@ -118,7 +119,7 @@ def _run(environment: dict[str, str], target: Callable[..., object], kwargs: Map
 def _end_with_parent() -> None:
     """Kill this process when the one that started it ends.
 
-    Ray kills the children of a killed actor, but a core is a child of the fork server. Without its core, a worker of vLLM ends by itself.
+    Ray kills the children of a killed actor, but a core is a child of the fork server. vLLM's workers exit by themselves after their core.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,12 +1,12 @@
-"""Operations that do not depend on a step's other rows, in vLLM on CUDA, for `numerics: bitwise` (vLLM 0.32.0).
+"""Row-independent operations in vLLM on CUDA, for `numerics: bitwise` (vLLM 0.32.0).
 
 vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT) makes a row independent of the batch, but its operations differ from the trainer's: it
-rounds cosines, sines and logits to half precision, computes activations and norms in another order, and attends with FlashAttention 3. In
-an engine with `NUMERICS` set, linear layers, LM head, norms, SwiGLU, rotary embedding, attention and the log-probs of sampled tokens are
-therefore those of `mtpctl.kernels.invariant`, which the trainer calls too. Drafters use the same layers.
+rounds cosines, sines and logits to half precision, computes activations and norms in another order, and attends with FlashAttention 3. A
+bitwise engine therefore computes linear layers, LM head, norms, SwiGLU, rotary embedding, attention and the log-probs of sampled tokens
+with `mtpctl.kernels.invariant`, which the trainer calls too. Drafters use the same layers.
 
-The model is not compiled, because Inductor fuses operations and rounds their results in other positions. Steps that only decode are CUDA
-graphs, and steps with prefill are CUDA graphs that are interrupted for attention (`mtpctl.rollout.vllm.settings`).
+The model is not compiled, because Inductor fuses operations and rounds their results at other points. Steps that only decode run as full
+CUDA graphs, and steps with prefill as CUDA graphs that are interrupted for attention (`mtpctl.rollout.vllm.settings`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ Apply = Callable[..., Tensor]
 
 @patch
 def install_invariant() -> None:
-    """Let layers of an engine on CUDA with `NUMERICS` set compute with `invariant`.
+    """Make the layers of a bitwise engine on CUDA compute with `invariant`.
 
-    The process of another engine is unchanged: Dynamo would trace the replaced methods. On CUDA each engine has a process.
+    Engines with the default numerics are not patched, because Dynamo would trace the replaced methods. On CUDA each engine has its own
+    process.
     """
     from vllm.platforms import current_platform
 
@@ -52,7 +53,7 @@ def install_invariant() -> None:
 
 
 def replace_operations() -> None:
-    """Replace the operations, on any platform. Raises UpstreamMoved if one is computed elsewhere."""
+    """Replace the operations, on any platform. Raises UpstreamMoved if vLLM no longer has one of the replaced methods."""
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -87,7 +88,7 @@ def replace_operations() -> None:
         return invariant.token_logprobs(logits, token_ids.long())
 
     def draft_logits_spec(self: DraftModelSpeculator, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
-        """Dtype and initial value of the stored logits of sampled drafts, which must have the dtype of the LM head's output."""
+        """Dtype and initial value of the buffer for the logits of sampled drafts. Its dtype must be that of the LM head's output."""
         return (torch.float32, 0.0) if is_exact() else stored_logits(self, vllm_config)
 
     assign(UnquantizedLinearMethod, apply=_apply(UnquantizedLinearMethod.apply, linear))
@@ -136,7 +137,7 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
 
 
 def _with_table(build: Callable[..., None]) -> Callable[..., None]:
-    """Let rotary embeddings of an engine store a table for all positions of its requests: `rotate` leaves those beyond it unrotated."""
+    """Make rotary embeddings store a table for all positions of requests, because `rotate` does not rotate positions beyond the table."""
     from vllm.config import get_current_vllm_config
 
     @wraps(build)
@@ -149,7 +150,7 @@ def _with_table(build: Callable[..., None]) -> Callable[..., None]:
 
 
 def _positions(config: VllmConfig) -> int:
-    """The number of positions of a request and its drafts; 0 if the config has no model."""
+    """Maximum number of positions of a request, drafts included; 0 if the config has no model."""
     drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
     return 0 if config.model_config is None else int(config.model_config.max_model_len) + drafts
 
@@ -167,7 +168,7 @@ def rotary(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor 
 
 @cache
 def invariant_attention_class() -> type[FlashAttentionImpl]:
-    """vLLM's FlashAttention backend with `invariant.paged_attention`. Its KV cache and metadata are unchanged."""
+    """vLLM's FlashAttention backend, but with `invariant.paged_attention`. KV cache and metadata are those of vLLM."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
     signature = inspect.signature(FlashAttentionImpl.__init__)
@@ -197,7 +198,7 @@ def invariant_attention_class() -> type[FlashAttentionImpl]:
             *_: Any,
             **__: Any,
         ) -> Tensor:
-            if attn_metadata is None:  # vLLM measures memory
+            if attn_metadata is None:  # in vLLM's memory profiling
                 return output.fill_(0)
             assert attn_metadata.causal is True, "bidirectional attention is not bitwise"
             count = attn_metadata.num_actual_tokens
