@@ -101,6 +101,7 @@ def chosen_probs_triton(logits: Tensor, routes: Tensor, *, of_all: bool) -> Tens
 
 def grouped_linear_triton(x: Tensor, ends: Tensor, weights: Tensor, *, reverse: bool = False) -> Tensor:
     """On CUDA. n must be a multiple of 8."""
+    invariant.check_dtypes(x, weights)
     rows, (groups, columns, width) = len(x), weights.shape
     out = x.new_empty(rows, columns)
     if not out.numel():

@@ -75,7 +75,7 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
 
     tile: selected by `tile_for` if None.
     """
-    assert x.dtype == weight.dtype and x.dtype in HALVES, f"{x.dtype} · {weight.dtype}: products of fp32 would be computed in TF32"
+    check_dtypes(x, weight)
     rows, columns = len(x), len(weight)
     out = x.new_empty(rows, columns, dtype=dtype or x.dtype)
     if not out.numel():
@@ -94,6 +94,11 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
             BM=tile.rows, BN=tile.columns, BK=BLOCK_K, MEMBERS=GROUP, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
+
+
+def check_dtypes(x: Tensor, weight: Tensor) -> None:
+    """Assert that both factors of a product have the same half precision."""
+    assert x.dtype == weight.dtype and x.dtype in HALVES, f"{x.dtype} · {weight.dtype}: products of fp32 would be computed in TF32"
 
 
 def _aligned(x: Tensor) -> Tensor:

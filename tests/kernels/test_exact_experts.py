@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from torch import Tensor
 from mtpctl.kernels import exact_experts, exact_grad
 from mtpctl.kernels.grouped import WeightStack, grouped_linear
 from mtpctl.kernels.routing import router_logits
+from tests.fakes.interpreted import run_interpreted
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -21,16 +19,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_kernels_under_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("interpreted_experts.py"))],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_interpreted(Path(__file__).with_name("interpreted_experts.py"))
 
 
 @pytest.mark.parametrize("of_all", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,21 +10,12 @@ import torch
 
 from mtpctl.kernels.backend import Problem
 from mtpctl.kernels.triton_backend import Tiles, Triton
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.environment import TREE
+from tests.fakes.interpreted import run_interpreted
 
 
 def test_kernels_under_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("interpreted_triton.py"))],
-        cwd=REPOSITORY,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_interpreted(Path(__file__).with_name("interpreted_triton.py"))
 
 
 def reference_problem(workspace: int, rows: int = 8192) -> Problem:
@@ -67,6 +57,6 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=TREE, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "Triton is not installed\n"
