@@ -63,7 +63,7 @@ class VllmEngine(Engine):
         set_environment(settings.environment)
         check_plugin()
         if not settings.in_loop and not settings.args.get("numa_bind"):  # binding replaces the executable that is spawned
-            cores.prepare()
+            cores.start_fork_server()
         with importing():
             import_transformers()  # which vLLM imports
             import torch
@@ -200,7 +200,7 @@ class VllmEngine(Engine):
 
     async def shutdown(self) -> None:
         self._llm.shutdown()
-        cores.stop()
+        cores.stop_fork_server()
         self._target.close()
 
 

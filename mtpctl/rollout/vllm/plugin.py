@@ -61,7 +61,7 @@ def register() -> None:
 
 
 def fork_workers(process: str) -> None:
-    """Let an engine core fork its workers, so that they need not import vLLM again, which takes about ten seconds.
+    """Let an engine core fork its workers, so that they need not import vLLM again, which takes 10 to 20 seconds.
 
     Forking is vLLM's default. But our cores are spawned by Ray actors, which must not fork, and cores inherit that setting. If a core has
     used CUDA, vLLM spawns its workers nevertheless. OpenMP's threads do not survive a fork, so a core with several keeps the setting.

@@ -22,21 +22,21 @@ from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 logger = logging.getLogger(__name__)
 
-IMPORTS = "mtpctl.rollout.vllm.core_imports"
+PRELOADED_MODULE = "mtpctl.rollout.vllm.core_imports"
 """The module that the fork server imports."""
 _SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps the working directory out of the fork server's search path: a user's module there may have the name of one that vLLM imports."""
 
-_started: set[int] = set()
-"""Process ids of the fork servers that `prepare` started."""
+_started_pids: set[int] = set()
+"""Process ids of the fork servers that `start_fork_server` started."""
 
 
-def prepare() -> None:
+def start_fork_server() -> None:
     """Start the fork server, unless this process has one."""
-    if _server() is not None:
+    if _fork_server_pid() is not None:
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([IMPORTS])
+    context.set_forkserver_preload([PRELOADED_MODULE])
     previous = os.environ.get(_SAFE_PATH)
     os.environ[_SAFE_PATH] = "1"
     try:
@@ -46,42 +46,42 @@ def prepare() -> None:
             del os.environ[_SAFE_PATH]
         else:
             os.environ[_SAFE_PATH] = previous
-    if (server := _server()) is not None:
-        _started.add(server)
+    if (server := _fork_server_pid()) is not None:
+        _started_pids.add(server)
 
 
-def stop() -> None:
-    """Stop the fork server if `prepare` started it and no child of this process is running."""
-    if _server() in _started and not multiprocessing.active_children():
+def stop_fork_server() -> None:
+    """Stop the fork server if `start_fork_server` started it and no child of this process is running."""
+    if _fork_server_pid() in _started_pids and not multiprocessing.active_children():
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @patch
 def install_forked_cores() -> None:
-    """In processes that called `prepare`, fork engine cores from the fork server."""
+    """In processes that called `start_fork_server`, fork engine cores from the fork server."""
     from vllm.v1.engine import utils
 
     upstream: Callable[[], object] = utils.get_mp_context
 
     def get_mp_context() -> object:
         context = upstream()
-        server = _server()
-        if server not in _started:
+        server = _fork_server_pid()
+        if server not in _started_pids:
             return context
-        if not _runs(server):
-            logger.warning("the process that imports vLLM for engine cores has ended, so the core imports vLLM itself")
+        if not _is_running(server):
+            logger.warning("the fork server of engine cores has ended: the core imports vLLM itself, so the engine starts more slowly")
             return context
         return CoreContext()
 
     assign(utils, get_mp_context=get_mp_context)
 
 
-def _server() -> int | None:
+def _fork_server_pid() -> int | None:
     server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return server
 
 
-def _runs(process: int | None) -> bool:
+def _is_running(process: int | None) -> bool:
     try:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -94,20 +94,20 @@ class CoreContext(ForkServerContext):
     def Process(  # type: ignore[override]
         self, *, target: Callable[..., object], name: str, kwargs: Mapping[str, object]
     ) -> ForkServerProcess:
-        return ForkServerProcess(target=_run, name=name, args=(_Environment(), target, kwargs))
+        return ForkServerProcess(target=_core_main, name=name, args=(_EnvironmentSnapshot(), target, kwargs))
 
 
-class _Environment:
+class _EnvironmentSnapshot:
     """Pickled as a copy of `os.environ`. A process is pickled when it is started, so it gets the environment of that moment."""
 
     def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
         return dict, (dict(os.environ),)
 
 
-def _run(environment: dict[str, str], target: Callable[..., object], kwargs: Mapping[str, object]) -> None:
+def _core_main(environment: dict[str, str], target: Callable[..., object], kwargs: Mapping[str, object]) -> None:
     import torch
 
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     # torch read this variable in the fork server, before the environment was set. A list has a number per nesting level, outermost first.
@@ -116,7 +116,7 @@ def _run(environment: dict[str, str], target: Callable[..., object], kwargs: Map
     target(**kwargs)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """Kill this process when the one that started it ends.
 
     Ray kills the children of a killed actor, but a core is a child of the fork server. vLLM's workers exit by themselves after their core.

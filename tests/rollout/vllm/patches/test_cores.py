@@ -37,7 +37,7 @@ def fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[forkserver.ForkServ
     monkeypatch.setattr(forkserver, "_forkserver", server)
     for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
         monkeypatch.setattr(forkserver, name, getattr(server, name))
-    monkeypatch.setattr(cores, "IMPORTS", PRELOADED)
+    monkeypatch.setattr(cores, "PRELOADED_MODULE", PRELOADED)
     yield server
     server._stop()  # type: ignore[attr-defined]
 
@@ -60,7 +60,7 @@ def describe(pipe: Connection) -> None:
 def test_a_core_has_the_environment_threads_and_name_that_the_actor_gives(
     threads: str, fork_server: forkserver.ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cores.prepare()
+    cores.start_fork_server()
     assert "PYTHONSAFEPATH" not in os.environ
     monkeypatch.setenv(VARIABLE, "yes")
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
@@ -72,24 +72,24 @@ def test_a_core_has_the_environment_threads_and_name_that_the_actor_gives(
     server = fork_server._forkserver_pid  # type: ignore[attr-defined]
     assert description == ("EngineCore", "yes", True, 3, server, False)
     assert core.exitcode == 0
-    cores.stop()
+    cores.stop_fork_server()
     assert not runs(server)
 
 
 def test_cores_are_spawned_by_vllm_without_a_prepared_fork_server(fork_server: forkserver.ForkServer) -> None:
     assert not isinstance(core_context(), cores.CoreContext)
     fork_server.ensure_running()  # of somebody else
-    cores.prepare()
+    cores.start_fork_server()
     assert not isinstance(core_context(), cores.CoreContext)
     fork_server._stop()  # type: ignore[attr-defined]
-    cores.prepare()
+    cores.start_fork_server()
     assert isinstance(core_context(), cores.CoreContext)
 
 
 def test_cores_are_spawned_by_vllm_if_the_fork_server_has_ended(
     fork_server: forkserver.ForkServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cores.prepare()
+    cores.start_fork_server()
     server = psutil.Process(fork_server._forkserver_pid)  # type: ignore[attr-defined]
     server.kill()
     ends(server.pid)
@@ -104,8 +104,8 @@ def sleep_long(pipe: Connection) -> None:
 
 def actor() -> None:
     """What a process does that starts a core, and prints the ids of the core and of the fork server."""
-    cores.IMPORTS = PRELOADED
-    cores.prepare()
+    cores.PRELOADED_MODULE = PRELOADED
+    cores.start_fork_server()
     receiver, sender = multiprocessing.Pipe(duplex=False)
     core = cores.CoreContext().Process(target=sleep_long, name="EngineCore", kwargs={"pipe": sender})
     core.start()
