@@ -162,7 +162,7 @@ def test_default_engine_after_a_bitwise_one_has_none_of_its_variables(monkeypatc
 def test_bitwise_engine_checks_its_gpu_and_dtype_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(engine, "_replaced", {})
-    monkeypatch.setattr(engine.cores, "prepare", lambda: None)
+    monkeypatch.setattr(engine.cores, "start_fork_server", lambda: None)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     monkeypatch.setattr(type(current_platform), "get_device_name", classmethod(lambda cls: "a GPU"))
     for capability, precision, message in (((8, 9), "bf16", r"got a GPU \(8\.9\)"), ((9, 0), "fp32", "on a GPU, got float32")):
