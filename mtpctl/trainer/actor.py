@@ -164,7 +164,7 @@ class TrainerRank(WeightExporter):
 
         sequences = [batch.Sequence(prompt + target, len(prompt), mask) for prompt, target, mask in rows]
         with self._profiled("sft"):
-            return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps)
+            return self.engine.update(sequences, NextToken(), total_steps=self.recipe.train.sft.steps) | self.engine.peak_memory()
 
     def draft_step(self, rows: Sequence[tuple[list[int], list[int], list[int]]]) -> dict[str, float]:
         """Run one update of the MTP layers alone. `rows`: as in `sft_step`; the responses were sampled at `rollout.temperature`."""
@@ -173,9 +173,10 @@ class TrainerRank(WeightExporter):
 
         sequences = [batch.Sequence(prompt + target, len(prompt), mask) for prompt, target, mask in rows]
         with self._profiled("draft"):
-            return self.engine.update(
+            metrics = self.engine.update(
                 sequences, DraftsOnly(), temperature=self.recipe.rollout.temperature, total_steps=self.recipe.train.draft.steps
             )
+            return metrics | self.engine.peak_memory()
 
     def rl_step(self, table: BatchTable, share: Share, version: int) -> dict[str, float]:
         """Run one policy update of `train.rl.minibatches` optimizer steps on the samples of `table`; `share` is this rank's part of them.
@@ -234,7 +235,7 @@ class TrainerRank(WeightExporter):
                 )
             )
             causes = None
-        metrics = mean_of(metrics_of)
+        metrics = mean_of(metrics_of) | self.engine.peak_memory()
         metrics |= {"timing_s/old_log_prob": scored - began, "timing_s/update": time.perf_counter() - scored}
         if recompute:
             metrics |= self._mismatch(sequences, versions, stale_kv, old_versions, exact=not (unscored and self.ahead))

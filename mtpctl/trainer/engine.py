@@ -201,10 +201,14 @@ class MegatronEngine:
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
         if (share := self._utilisation(_in(sequences, passes), seconds, self.depths if self.trains_mtp else 0)) is not None:
             metrics["perf/mfu"] = share if passes is None else summed([share])[0]
-        if self.device.type == "cuda":
-            peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-            metrics |= {f"perf/memory_{name}_gib": largest(peak) / GIB for name, peak in peaks.items()}
         return metrics
+
+    def peak_memory(self) -> dict[str, float]:
+        """The metrics `perf/memory_*_gib`; empty on a CPU. Collective."""
+        if self.device.type != "cuda":
+            return {}
+        peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return {f"perf/memory_{name}_gib": largest(peak) / GIB for name, peak in peaks.items()}
 
     def _utilisation(self, sequences: list[Sequence], seconds: float, depths: int) -> float | None:
         """`perf/mfu` of an update; None unless it trains all weights in bf16."""

@@ -160,6 +160,9 @@ class Recorder(Engine):
         self.denominators.append(objective.denominator(tokens=sum(s.trained for s in sequences), sequences=len(sequences)))
         return {"skipped": 0.0, "perf/tokens": 1.0}
 
+    def peak_memory(self) -> dict[str, float]:
+        return {"perf/memory_reserved_gib": float(len(self.batches))}
+
     def score(self, sequences: list[Sequence], **options: Any) -> list[TokenScores]:
         return [TokenScores(logprobs_of([-1.5] * s.trained), logprobs_of([1.0] * s.trained)) for s in sequences]
 
@@ -185,6 +188,11 @@ def batch(*lengths: int) -> list[Sample]:
         sample.append([3] * length, [-1.0] * length, 1)
         created.append(sample)
     return created
+
+
+def test_peak_memory_is_that_after_the_last_minibatch() -> None:
+    rank, _ = recorder(minibatches=2)
+    assert step(rank, batch(2, 2, 1, 3), 1)["perf/memory_reserved_gib"] == 2
 
 
 def test_empty_response_counts_in_its_group_and_is_not_trained_on() -> None:
