@@ -29,7 +29,7 @@ from torch import Tensor
 
 from harness import parser
 from mtpctl.kernels import activations, exact, exact_experts, invariant
-from mtpctl.kernels.invariant import Pages, Tile
+from mtpctl.kernels.invariant import PagedKV, Tile
 from mtpctl.kernels.norm import rms_norm_by_row
 from mtpctl.kernels.qkv import HeadLayout, split_heads_triton
 from mtpctl.kernels.rows import expert_order
@@ -231,7 +231,7 @@ def attention(sizes: Sizes) -> None:
         compare_flash(sizes, query, key, value, starts)
 
 
-def paged(sizes: Sizes, wholes: list[Tensor], size: int = 16) -> Pages:
+def paged(sizes: Sizes, wholes: list[Tensor], size: int = 16) -> PagedKV:
     """The keys and values of these requests in a cache whose free slots are NaN, with pages in random order."""
     needed = [-(-len(whole) // size) for whole in wholes]
     order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)) + 1).tolist()
@@ -244,7 +244,7 @@ def paged(sizes: Sizes, wholes: list[Tensor], size: int = 16) -> Pages:
             rows = joined[page * size : (page + 1) * size]
             cache[slot, :, : len(rows)] = rows.transpose(0, 1)
     lengths = torch.tensor([len(whole) for whole in wholes], dtype=torch.int32, device=sizes.device)
-    return Pages(cache[..., : sizes.width], cache[..., sizes.width :], table.to(sizes.device), lengths)
+    return PagedKV(cache[..., : sizes.width], cache[..., sizes.width :], table.to(sizes.device), lengths)
 
 
 def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> None:
@@ -290,7 +290,7 @@ def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, start
         )
 
 
-def flash_3(sizes: Sizes, queries: Tensor, pages: Pages, ends: Tensor, count: int) -> list[str]:
+def flash_3(sizes: Sizes, queries: Tensor, pages: PagedKV, ends: Tensor, count: int) -> list[str]:
     """Times of vLLM's kernel with any number of splits, and with one."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
@@ -298,8 +298,8 @@ def flash_3(sizes: Sizes, queries: Tensor, pages: Pages, ends: Tensor, count: in
         return [f"vLLM's FlashAttention is not available: {error}"]
     keys, values = (x.transpose(1, 2) for x in pages[:2])
     run = partial(
-        flash_attn_varlen_func, queries, keys, values, max_seqlen_q=count, cu_seqlens_q=ends, max_seqlen_k=1000, block_table=pages.table,
-        seqused_k=pages.lengths, causal=True, fa_version=3,
+        flash_attn_varlen_func, queries, keys, values, max_seqlen_q=count, cu_seqlens_q=ends, max_seqlen_k=1000,
+        block_table=pages.block_table, seqused_k=pages.lengths, causal=True, fa_version=3,
     )  # fmt: skip
     return [f"FlashAttention 3, {splits} splits: {milliseconds(partial(run, num_splits=splits), sizes):.3f} ms" for splits in (0, 1)]
 

@@ -4,8 +4,8 @@ An engine computes a token's row alone, among drafts, in a chunk of a prompt or 
 libraries select kernels by shape, and kernels sum in different orders. Here each operation sums in a fixed order, for any number of rows:
 
     linear      each output is one accumulator over blocks of `BLOCK_K` inputs, in ascending order; no split-K
-    attention   keys in blocks of `KEYS` from key 0 on, in ascending order, for any number of queries; no split-KV
-    log_mass    one program per row, in blocks of `COLUMNS` logits
+    attention   keys in blocks of `BLOCK_KEYS` from key 0 on, in ascending order, for any number of queries; no split-KV
+    log_mass    one program per row, in blocks of `BLOCK_COLUMNS` logits
     norm        one program per row (`mtpctl.kernels.norm`)
 
 Tiles of `linear` differ in rows and columns only. Tensor cores compute each element of a tile from its own row and column, so an element is
@@ -37,9 +37,9 @@ GROUP = 16
 """Row tiles that `linear_kernel` computes per column tile before the next one, so that the weight's tile stays in the L2 cache."""
 QUERY_ROWS = 64
 """Rows of an attention tile: queries times query heads per key-value head. A `wgmma` instruction of one warp group computes 64 rows."""
-KEYS = 64
-COLUMNS = 4096
-HALVES = torch.bfloat16, torch.float16
+BLOCK_KEYS = 64
+BLOCK_COLUMNS = 4096
+HALF_DTYPES = torch.bfloat16, torch.float16
 LOG2E = 1.4426950408889634
 
 
@@ -57,16 +57,16 @@ TILES = (Tile(64, 32, 4, 6), Tile(64, 64, 4, 6), Tile(64, 128, 4, 4), Tile(128, 
 """All have at least 64 rows, so that Hopper computes each with the same kind of instruction (`wgmma`)."""
 
 
-class Pages(NamedTuple):
-    """A paged KV cache: keys and values of request i's token j are in slot j % size of page `table[i, j // size]`.
+class PagedKV(NamedTuple):
+    """A paged KV cache. Keys and values of request i's token j are in slot j % size of page `block_table[i, j // size]`.
 
-    keys, values: [pages, g, size, d] with contiguous last dimension. table: int32 [r, pages of a request]. lengths: int32 [r], the number
-    of tokens of each request, including its queries.
+    keys, values: [pages, g, size, d] with contiguous last dimension. block_table: int32 [r, pages of a request]. lengths: int32 [r],
+    the number of tokens of each request, including its queries.
     """
 
     keys: Tensor
     values: Tensor
-    table: Tensor
+    block_table: Tensor
     lengths: Tensor
 
 
@@ -91,14 +91,14 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
     with on_device_of(x):
         linear_kernel[(programs,)](
             a, b, out, rows, columns, x.shape[1],
-            BM=tile.rows, BN=tile.columns, BK=BLOCK_K, MEMBERS=GROUP, num_warps=tile.warps, num_stages=tile.stages,
+            BM=tile.rows, BN=tile.columns, BK=BLOCK_K, GROUP=GROUP, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
 
 
 def check_dtypes(x: Tensor, weight: Tensor) -> None:
     """Assert that both factors of a product have the same half precision."""
-    assert x.dtype == weight.dtype and x.dtype in HALVES, f"{x.dtype} · {weight.dtype}: products of fp32 would be computed in TF32"
+    assert x.dtype == weight.dtype and x.dtype in HALF_DTYPES, f"{x.dtype} · {weight.dtype}: products of fp32 would be computed in TF32"
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def attention(
     return out, sums
 
 
-def paged_attention(query: Tensor, pages: Pages, starts: Tensor, longest: int, scale: float, out: Tensor) -> None:
+def paged_attention(query: Tensor, pages: PagedKV, starts: Tensor, longest: int, scale: float, out: Tensor) -> None:
     """Causal attention of each request's last tokens to all of its tokens. Writes to `out` [t, h, d], like query.
 
     starts: int32 [r + 1], the index of each request's first query, then t. longest: the largest number of queries of a request, or an
@@ -185,7 +185,7 @@ def _attend(
     out: Tensor,
     sums: Tensor,
     starts: Tensor,
-    pages: Pages | None,
+    pages: PagedKV | None,
     longest: int,
     scale: float,
     strides: tuple[tuple[int, ...], ...],
@@ -200,13 +200,13 @@ def _attend(
         return
     assert per_group <= QUERY_ROWS, f"{per_group} query heads per key-value head, at most {QUERY_ROWS}"
     grid = triton.cdiv(int(longest), QUERY_ROWS // per_group), groups, requests
-    table, lengths = (starts, starts) if pages is None else (pages.table, pages.lengths)
+    table, lengths = (starts, starts) if pages is None else (pages.block_table, pages.lengths)
     with on_device_of(query):
         attention_kernel[grid](
             query, key, value, out, sums, starts, lengths, table,
             scale * LOG2E, len(query), query.stride(0), out.stride(0), *strides[0], *strides[1], table.stride(0),
             PER_GROUP=per_group, WIDTH=width, BLOCK_WIDTH=max(16, triton.next_power_of_2(width)), PAGE=size,
-            BM=QUERY_ROWS, BN=KEYS, SUMS=pages is None and sums.numel() > 0, num_warps=4, num_stages=3,
+            BM=QUERY_ROWS, BN=BLOCK_KEYS, SUMS=pages is None and sums.numel() > 0, num_warps=4, num_stages=3,
         )  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def log_mass(logits: Tensor) -> tuple[Tensor, Tensor]:
     top, mass = (torch.empty(rows, 1, dtype=torch.float32, device=logits.device) for _ in range(2))
     if rows:
         with on_device_of(logits):
-            log_mass_kernel[(rows,)](logits, top, mass, columns, logits.stride(0), BLOCK=COLUMNS, num_warps=8)
+            log_mass_kernel[(rows,)](logits, top, mass, columns, logits.stride(0), BLOCK=BLOCK_COLUMNS, num_warps=8)
     return top, mass
 
 
@@ -250,15 +250,15 @@ def linear_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     row_tiles = tl.cdiv(rows, BM)
     column_tiles = tl.cdiv(columns, BN)
-    group_tiles = MEMBERS * column_tiles
+    group_tiles = GROUP * column_tiles
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
         group = tile // group_tiles
-        members = min(row_tiles - group * MEMBERS, MEMBERS)
-        row0 = (group * MEMBERS + (tile % group_tiles) % members) * BM
+        members = min(row_tiles - group * GROUP, GROUP)
+        row0 = (group * GROUP + (tile % group_tiles) % members) * BM
         column0 = ((tile % group_tiles) // members) * BN
         sums = tl.zeros((BM, BN), dtype=tl.float32)
         for step in range(tl.cdiv(width, BK)):
@@ -379,12 +379,12 @@ def attention_kernel(
         scores = tl.where(position[None, :] <= (earlier + index)[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        mass = mass * shrink + tl.sum(weights, 1)
+        rescale = tl.exp2(top - new_top)
+        mass = mass * rescale + tl.sum(weights, 1)
         values = tl.load(
             value_ptr + group * value_head_stride + value_slot[:, None] + column[None, :], mask=stored[:, None] & columns, other=0.0
         )
-        out = tl.dot(weights.to(values.dtype), values, out * shrink[:, None])
+        out = tl.dot(weights.to(values.dtype), values, out * rescale[:, None])
         top = new_top
     mass = tl.where(mass > 0, mass, 1.0)  # a padded request has no keys
     out = out / mass[:, None]

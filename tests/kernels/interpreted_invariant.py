@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels import invariant
-from mtpctl.kernels.invariant import Pages, Tile
+from mtpctl.kernels.invariant import PagedKV, Tile
 from mtpctl.kernels.qkv import HeadLayout, rotate_pairs, split_heads_triton
 
 HALF = torch.float16
@@ -105,7 +105,7 @@ def test_paged_attention_equals_packed_attention() -> None:
     )
     keys, values = cache.split(width, -1)
     out = torch.empty_like(query)
-    invariant.paged_attention(query, Pages(keys, values, table, torch.tensor(lengths).int()), starts, 83, 0.2, out)
+    invariant.paged_attention(query, PagedKV(keys, values, table, torch.tensor(lengths).int()), starts, 83, 0.2, out)
     for start, count, whole in zip(starts.tolist(), counts, wholes[:3], strict=False):
         parts = (part.contiguous() for part in whole.split([heads, groups, groups], 1))
         alone, _ = invariant.attention(*parts, torch.tensor([0, len(whole)]).int(), len(whole), 0.2)

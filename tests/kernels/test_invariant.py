@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpctl.kernels import exact_grad, invariant
-from mtpctl.kernels.invariant import Pages
+from mtpctl.kernels.invariant import PagedKV
 from tests.fakes.interpreted import run_interpreted
 
 
@@ -57,7 +57,7 @@ def test_decoded_and_verified_queries_equal_those_of_a_packed_sample(length: int
         rows = torch.cat([key, value], -1)[page * size : (page + 1) * size]
         cache[pages - 1 - page, :, : len(rows)] = rows.transpose(0, 1)
     table = torch.arange(pages, dtype=torch.int32, device="cuda").flip(0)[None]
-    stored = Pages(*cache.split(width, -1), table, torch.tensor([length], dtype=torch.int32, device="cuda"))
+    stored = PagedKV(*cache.split(width, -1), table, torch.tensor([length], dtype=torch.int32, device="cuda"))
     for count in {min(count, length) for count in (1, 2, 3, 4, 8, 17, length)}:
         out = torch.empty_like(query[:count])
         ends = torch.tensor([0, count], dtype=torch.int32, device="cuda")

@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels import exact, exact_experts, invariant, qkv
-from mtpctl.kernels.invariant import Pages
+from mtpctl.kernels.invariant import PagedKV
 from mtpctl.kernels.rows import row_sums_triton
 from mtpctl.model import attention, dispatch, experts
 from mtpctl.model.core_attention import PackedAttention
@@ -56,7 +56,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setenv(NUMERICS, "bitwise")
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    monkeypatch.setattr(invariant, "HALVES", (*invariant.HALVES, torch.float32))  # `dot` has no TF32
+    monkeypatch.setattr(invariant, "HALF_DTYPES", (*invariant.HALF_DTYPES, torch.float32))  # `dot` has no TF32
     for name in OPERATIONS:
         monkeypatch.setattr(exact, name, getattr(invariant, name))
     for name in ("chosen_probs", "grouped_linear"):
@@ -84,7 +84,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             if metadata is not None:
                 starts = metadata.query_start_loc.int()
                 count, longest = int(starts[-1]), int(starts.diff().max())
-                pages = Pages(*kv_cache.split(self.head_size, -1), metadata.block_table.int(), metadata.seq_lens.int())
+                pages = PagedKV(*kv_cache.split(self.head_size, -1), metadata.block_table.int(), metadata.seq_lens.int())
                 invariant.paged_attention(query[:count], pages, starts, longest, self.scale, output[:count])
             return output
 

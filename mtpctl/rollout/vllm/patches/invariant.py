@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mtpctl.errors import UpstreamMoved, UserError
 from mtpctl.kernels import invariant
-from mtpctl.kernels.invariant import Pages
+from mtpctl.kernels.invariant import PagedKV
 from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward, rotary_table
 from mtpctl.rollout.vllm.patches.guard import assign, patch
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-_TABLE = "_mtpctl_invariant_table"
+_ROTARY_TABLE = "_mtpctl_invariant_table"
 _UNSUPPORTED = {"alibi_slopes", "attn_type", "logits_soft_cap", "sinks", "sliding_window"}
 """Options of attention that `invariant.paged_attention` does not compute."""
 Apply = Callable[..., Tensor]
@@ -76,11 +76,11 @@ def replace_operations() -> None:
             raise UpstreamMoved(
                 f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not bitwise"
             )
-    attention_class, compute_token_logprobs = FlashAttentionBackend.get_impl_cls, logprob.compute_token_logprobs
-    stored_logits = DraftModelSpeculator.draft_logits_spec
+    upstream_attention_class, compute_token_logprobs = FlashAttentionBackend.get_impl_cls, logprob.compute_token_logprobs
+    upstream_draft_logits_spec = DraftModelSpeculator.draft_logits_spec
 
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        return invariant_attention_class() if is_exact() else attention_class()
+        return invariant_attention_class() if is_exact() else upstream_attention_class()
 
     def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
         if not is_exact():
@@ -89,7 +89,7 @@ def replace_operations() -> None:
 
     def draft_logits_spec(self: DraftModelSpeculator, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
         """Dtype and initial value of the buffer for the logits of sampled drafts. Its dtype must be that of the LM head's output."""
-        return (torch.float32, 0.0) if is_exact() else stored_logits(self, vllm_config)
+        return (torch.float32, 0.0) if is_exact() else upstream_draft_logits_spec(self, vllm_config)
 
     assign(UnquantizedLinearMethod, apply=_apply(UnquantizedLinearMethod.apply, linear))
     assign(UnquantizedEmbeddingMethod, apply=_apply(UnquantizedEmbeddingMethod.apply, logits))
@@ -99,7 +99,7 @@ def replace_operations() -> None:
     replace_forward(RMSNorm, rms_norm)
     replace_forward(SiluAndMul, silu_and_mul)
     replace_forward(RotaryEmbedding, rotary)
-    assign(RotaryEmbedding, __init__=_with_table(RotaryEmbedding.__init__))
+    assign(RotaryEmbedding, __init__=_with_rotary_table(RotaryEmbedding.__init__))
 
 
 def _apply(upstream: Apply, product: Apply) -> Apply:
@@ -136,7 +136,7 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
     return invariant.swiglu(x)
 
 
-def _with_table(build: Callable[..., None]) -> Callable[..., None]:
+def _with_rotary_table(build: Callable[..., None]) -> Callable[..., None]:
     """Make rotary embeddings store a table for all positions of requests, because `rotate` does not rotate positions beyond the table."""
     from vllm.config import get_current_vllm_config
 
@@ -144,7 +144,7 @@ def _with_table(build: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: RotaryEmbedding, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if is_exact():
-            self.__dict__[_TABLE] = rotary_table(self, _positions(get_current_vllm_config()))
+            self.__dict__[_ROTARY_TABLE] = rotary_table(self, _positions(get_current_vllm_config()))
 
     return __init__
 
@@ -157,8 +157,8 @@ def _positions(config: VllmConfig) -> int:
 
 def rotary(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Rotate in fp32 with the trainer's cosines and sines; vLLM rounds its cosines and sines to half precision."""
-    table, positions = tuple(each.to(query.device) for each in self.__dict__[_TABLE]), positions.flatten()
-    self.__dict__[_TABLE] = table
+    table, positions = tuple(each.to(query.device) for each in self.__dict__[_ROTARY_TABLE]), positions.flatten()
+    self.__dict__[_ROTARY_TABLE] = table
 
     def rotate(x: Tensor) -> Tensor:
         return invariant.rotate(x.unflatten(-1, (-1, self.head_size)), positions, *table).flatten(1)
@@ -204,7 +204,7 @@ def invariant_attention_class() -> type[FlashAttentionImpl]:
             count = attn_metadata.num_actual_tokens
             # [pages, key-value heads, slots of a page, key and value]
             keys, values = kv_cache.split(self.head_size, dim=-1)
-            pages = Pages(keys, values, attn_metadata.block_table, attn_metadata.seq_lens)
+            pages = PagedKV(keys, values, attn_metadata.block_table, attn_metadata.seq_lens)
             starts, longest = attn_metadata.query_start_loc, attn_metadata.max_query_len
             invariant.paged_attention(query[:count], pages, starts, longest, self.scale, output[:count])
             return output
