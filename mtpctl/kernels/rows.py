@@ -5,7 +5,7 @@ memory (`mtpctl.model.experts`). On CUDA three Triton kernels compute the order 
 the rows of each expert in each block of tokens, `sum_counts_kernel` sums the counts over blocks, and `place_rows_kernel` writes the
 indices. Their columns are experts in the order of the rows.
 
-Shape legend: T tokens, k experts per token, E experts in total, R = T k rows, H hidden size.
+Shape legend: T tokens, k experts per token (at most), E experts in total, R rows, H hidden size. R is T k if each token has k experts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ SUM_COLUMNS = 1024
 class ExpertOrder:
     """The order of rows by expert. All tensors are int32 except `pair_of`.
 
-    row_of [T, k]: indices of each token's rows, ascending. token_of [R]: token of each row. pair_of [R] int64: index of each row's
-    (token, expert) pair in the flattened [T, E]. counts [E]: number of rows of each expert, in the order of the rows.
+    row_of [T, k]: indices of each token's rows, ascending, then -1 if the token has fewer than k. token_of [R]: token of each row.
+    pair_of [R] int64: index of each row's (token, expert) pair in the flattened [T, E]. counts [E]: number of rows of each expert, in the
+    order of the rows.
     """
 
     row_of: Tensor
@@ -41,28 +42,42 @@ class ExpertOrder:
     counts: Tensor
 
 
-def expert_order(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
-    """Sort the rows of `routes` [T, E], a bool mask with exactly k experts set per token.
+def expert_order(routes: Tensor, k: int, ranks: int, rows: int | None = None) -> ExpertOrder:
+    """Sort the rows of `routes` [T, E], a bool mask of each token's experts.
 
-    ranks: expert-parallel ranks, each with E / ranks consecutive experts.
+    rows: number of set entries, at most k per token; by default each token has exactly k. ranks: expert-parallel ranks, each with E / ranks
+    consecutive experts.
     """
-    return expert_order_triton(routes, k, ranks) if routes.is_cuda else expert_order_torch(routes, k, ranks)
+    rows = len(routes) * k if rows is None else rows
+    return expert_order_triton(routes, k, ranks, rows) if routes.is_cuda else expert_order_torch(routes, k, ranks)
 
 
 def expert_order_torch(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
     tokens, experts = routes.shape
     expert_of_column = torch.arange(experts, dtype=torch.int32, device=routes.device).view(ranks, -1).flip(1).flatten()
     column_of, token_of = routes.index_select(1, expert_of_column).t().nonzero(as_tuple=True)
-    row_of = token_of.argsort(stable=True).to(torch.int32).view(tokens, k)
+    by_token = token_of.argsort(stable=True)
+    tokens_sorted = token_of[by_token]
+    nth = torch.arange(len(by_token), device=routes.device) - torch.searchsorted(tokens_sorted, tokens_sorted)
+    row_of = token_of.new_full((tokens, k), -1, dtype=torch.int32)
+    row_of[tokens_sorted, nth] = by_token.to(torch.int32)
     counts = column_of.bincount(minlength=experts).to(torch.int32)
     return ExpertOrder(row_of, token_of.to(torch.int32), token_of * experts + expert_of_column[column_of], counts)
 
 
 def row_sums(rows: Tensor, row_of: Tensor) -> Tensor:
-    """rows [R, H], row_of [T, k] int32 → [T, H]: the sum of each token's rows, accumulated in fp32. Not differentiable."""
+    """rows [R, H], row_of [T, k] int32, -1 for no row → [T, H]: the sum of each token's rows, accumulated in fp32. Not differentiable.
+
+    With k = 1, each token must have a row.
+    """
     if row_of.shape[1] == 1:
         return rows.index_select(0, row_of.flatten())
-    return row_sums_triton(rows, row_of) if rows.is_cuda else F.embedding_bag(row_of, rows, mode="sum")
+    if rows.is_cuda:
+        return row_sums_triton(rows, row_of)
+    missing = row_of < 0
+    if missing.any():
+        rows, row_of = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), row_of.masked_fill(missing, len(rows))
+    return F.embedding_bag(row_of, rows, mode="sum")
 
 
 def distinct_rows(x: Tensor, indices: Tensor) -> Tensor:
@@ -169,7 +184,7 @@ def place_rows_kernel(
 @no_type_check
 def sum_rows_kernel(
     rows_ptr,  # [R, H]
-    row_of_ptr,  # int32 [T, k]
+    row_of_ptr,  # int32 [T, k], -1 for no row
     out_ptr,  # [T, H]
     width,
     K: tl.constexpr,
@@ -181,18 +196,20 @@ def sum_rows_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for nth in tl.static_range(K):
         row = tl.load(row_of_ptr + token * K + nth).to(tl.int64)
-        total += tl.load(rows_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(rows_ptr + row * width + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def expert_order_triton(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
+def expert_order_triton(routes: Tensor, k: int, ranks: int, rows: int) -> ExpertOrder:
     tokens, experts = routes.shape
     width = triton.next_power_of_2(experts)
     block = max(1, TILE_ELEMENTS // width)
     blocks = triton.cdiv(tokens, block)
     route_bytes = routes.contiguous().view(torch.uint8)
-    row_of, token_of = routes.new_empty(tokens, k, dtype=torch.int32), routes.new_empty(tokens * k, dtype=torch.int32)
-    pair_of = routes.new_empty(tokens * k, dtype=torch.int64)
+    row_of, token_of = routes.new_empty(tokens, k, dtype=torch.int32), routes.new_empty(rows, dtype=torch.int32)
+    pair_of = routes.new_empty(rows, dtype=torch.int64)
+    if rows < tokens * k:
+        row_of.fill_(-1)
     counts = routes.new_empty(blocks + 1, experts, dtype=torch.int32)
     before, total = counts[:blocks], counts[blocks]
     sizes = (tokens, experts, experts // ranks)

@@ -1,10 +1,11 @@
-"""MoE token dispatch: copies tokens to the rows of their experts, exchanges rows over expert-parallel ranks, and sums the outputs.
+"""MoE token dispatch: copies tokens to the rows of their experts, exchanges tokens over expert-parallel ranks, and sums the outputs.
 
-    tokens [T, H] ──Gather──► rows [T k, H], sorted by expert ──exchange──► the rows of this rank's experts
-    tokens [T, H] ◄──Sum───── rows [T k, H] ◄──────────────── exchange ──── their outputs
+    tokens [T, H] ──gather──► copies, one per rank ──exchange──► tokens of this rank's experts ──gather──► rows, sorted by expert
+    tokens [T, H] ◄──sum───── partial outputs ◄──── exchange ─── sums over this rank's experts ◄──sum───── outputs of the experts
 
-A rank's experts are ordered last expert first (see `Experts`). Only expert parallelism has the exchange. It needs the number of rows per
-rank on the host, which is the only synchronization here. While rows are in flight, a rank can compute something else.
+Only expert parallelism has the exchange and the outer gather and sum. A token travels once to each rank that has one of its experts, not
+once per expert. The exchange needs the number of copies and rows per rank on the host, which is the only synchronization here. While
+copies are in flight, a rank can compute something else.
 
 Shape legend: T tokens, k experts per token, E experts in total, R rows, H hidden size.
 """
@@ -18,23 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpctl.kernels.rows import ExpertOrder, distinct_rows, row_sums
+from mtpctl.kernels.rows import ExpertOrder, distinct_rows, expert_order, row_sums
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Mapping between tokens and rows, int32. row_of [T, k]: the rows of each token. token_of [R]: the token of each row."""
+def gather(tokens: Tensor, order: ExpertOrder) -> Tensor:
+    """tokens [T, H] → rows [R, H]. A token's gradient is the sum of its rows' gradients."""
+    rows: Tensor = _Gather.apply(tokens, order.token_of, order.row_of)
+    return rows
 
-    row_of: Tensor
-    token_of: Tensor
 
-    def gather(self, tokens: Tensor) -> Tensor:
-        """tokens [T, H] → rows [R, H]. A token's gradient is the sum of its rows' gradients."""
-        return _Gather.apply(tokens, self.token_of, self.row_of)
-
-    def sum(self, rows: Tensor) -> Tensor:
-        """rows [R, H] → tokens [T, H]: the sum of each token's rows, accumulated in fp32."""
-        return _Sum.apply(rows, self.token_of, self.row_of)
+def sum_rows(rows: Tensor, order: ExpertOrder) -> Tensor:
+    """rows [R, H] → tokens [T, H]: the sum of each token's rows, accumulated in fp32."""
+    sums: Tensor = _Sum.apply(rows, order.token_of, order.row_of)
+    return sums
 
 
 def probs_of_rows(probs: Tensor, order: ExpertOrder) -> Tensor:
@@ -44,44 +41,41 @@ def probs_of_rows(probs: Tensor, order: ExpertOrder) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """All-to-all of rows between expert-parallel ranks.
+    """All-to-all of tokens between expert-parallel ranks.
 
-    sent, received: number of rows per rank. order: sorts the received rows by expert. counts [E / ranks]: received rows of each of this
+    order: this rank's tokens by destination; its columns are ranks. sent, received: number of tokens per rank. rows: number of rows of this
     rank's experts. even_share: mean number of rows per rank, rounded up.
     """
 
     group: dist.ProcessGroup
+    order: ExpertOrder
     sent: list[int]
     received: list[int]
-    order: Order
-    counts: Tensor
+    rows: int
     even_share: int
 
     @classmethod
-    def plan(cls, counts: Tensor, group: dist.ProcessGroup) -> Exchange:
-        """Gather the row counts of all ranks. counts [E]: this rank's rows for each expert, in the order in which they are sent."""
-        ranks = group.size()
-        own = counts.to(torch.int64)
-        gathered = own.new_empty(ranks * len(own))
+    def plan(cls, routes: Tensor, k: int, group: dist.ProcessGroup) -> Exchange:
+        """Gather the counts of all ranks. routes [T, E]: mask of the k experts of each of this rank's tokens."""
+        ranks, rank = group.size(), group.rank()
+        experts_by_rank = routes.view(len(routes), ranks, -1)
+        destinations = experts_by_rank.any(2)
+        own = torch.stack([destinations.sum(0), experts_by_rank.sum((0, 2))])
+        gathered = own.new_empty(ranks * 2, ranks)
         dist.all_gather_into_tensor(gathered, own, group=group)
-        incoming = gathered.view(ranks, ranks, -1)[:, group.rank()]
-        sizes: list[int] = torch.cat([own.view(ranks, -1).sum(1), incoming.sum(1), gathered.sum().view(1)]).tolist()
-        sent, received, rows = sizes[:ranks], sizes[ranks:-1], sizes[-1]
-        # Rows arrive sorted by rank, and by expert within a rank.
-        local = torch.arange(incoming.shape[1], device=counts.device).repeat(ranks)
-        expert_of = local.repeat_interleave(incoming.flatten(), output_size=sum(received))
-        token_of = expert_of.argsort(stable=True)
-        row_of = torch.empty_like(token_of).scatter_(0, token_of, torch.arange(len(token_of), device=counts.device))
-        order = Order(row_of[:, None].to(torch.int32), token_of.to(torch.int32))
-        return cls(group, sent, received, order, incoming.sum(0), -(-rows // ranks))
+        counts: list[list[list[int]]] = gathered.view(ranks, 2, ranks).tolist()
+        sent, received = counts[rank][0], [copies[rank] for copies, _rows in counts]
+        rows, all_rows = sum(rows[rank] for _copies, rows in counts), sum(sum(rows) for _copies, rows in counts)
+        order = expert_order(destinations, min(k, ranks), ranks, sum(sent))
+        return cls(group, order, sent, received, rows, -(-all_rows // ranks))
 
-    def dispatch(self, rows: Tensor) -> AsyncAllToAll:
-        """Send this rank's rows [T k, …] and receive the rows of its experts, sorted by source rank."""
-        return AsyncAllToAll(rows, self.sent, self.received, self.group)
+    def dispatch(self, copies: Tensor) -> AsyncAllToAll:
+        """Send this rank's copies, sorted by destination, and receive those of the other ranks, sorted by source."""
+        return AsyncAllToAll(copies, self.sent, self.received, self.group)
 
-    def combine(self, rows: Tensor) -> AsyncAllToAll:
-        """Send the experts' outputs back, sorted by source rank, and receive the outputs of this rank's rows."""
-        return AsyncAllToAll(rows, self.received, self.sent, self.group)
+    def combine(self, outputs: Tensor) -> AsyncAllToAll:
+        """The reverse: send outputs for received copies, and receive those of this rank's copies."""
+        return AsyncAllToAll(outputs, self.received, self.sent, self.group)
 
 
 class AsyncAllToAll:

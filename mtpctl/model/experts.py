@@ -21,11 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from mtpctl.kernels.exact_experts import grouped_linear as exact_product
 from mtpctl.kernels.grouped import WeightStack, library_product
-from mtpctl.kernels.rows import distinct_rows, expert_order
-from mtpctl.model.dispatch import Exchange, Order, probs_of_rows
+from mtpctl.kernels.rows import ExpertOrder, distinct_rows, expert_order
+from mtpctl.model.dispatch import Exchange, gather, probs_of_rows, sum_rows
 from mtpctl.model.layers import Mlp, activation_of, recomputed, uses_exact_sums
 from mtpctl.model.lora import GroupedLayer
 
+UNROUTED = -1.0
+"""Prob of an expert that a token does not use, in messages between ranks. Probs are not negative."""
 IMBALANCE_LIMIT = 2.0
 """An expert-parallel rank that gets more than this multiple of the mean number of rows runs its experts in parts, to bound memory."""
 
@@ -105,7 +107,7 @@ class Experts(SequentialMLP):
 class MixtureOfExperts(MoELayer):
     """Upstream's router and parameters, with token dispatch by `mtpctl.model.dispatch`.
 
-    The shared experts overlap with the exchange of rows: their first half runs during the dispatch, the second during the combine. If tp
+    The shared experts overlap with the exchange of tokens: their first half runs during the dispatch, the second during the combine. If tp
     splits the shared experts, they run before the exchange, so that their collectives do not run concurrently with it. If tp splits each
     routed expert, ranks gather their tokens and sum their partial outputs.
     """
@@ -123,40 +125,42 @@ class MixtureOfExperts(MoELayer):
             # Each rank's part of an expert contributes to the gradients of all tokens and probs.
             tokens, probs = (gather_from_sequence_parallel_region(x, group=expert_tp) for x in (tokens, probs))
             routes = gather_from_sequence_parallel_region(routes.to(torch.uint8), group=expert_tp).bool()
-        sorted_rows = expert_order(routes, self.config.moe_router_topk, self.ep_group.size())
-        order, row_probs = Order(sorted_rows.row_of, sorted_rows.token_of), probs_of_rows(probs, sorted_rows)
         if exchanges:
-            out, overlapped_out = self._exchange(tokens, row_probs, order, sorted_rows.counts, overlapped)
+            out, overlapped_out = self._exchange(tokens, probs, routes, overlapped)
             shared = shared if overlapped_out is None else overlapped_out
         else:
-            out = order.sum(self._run(tokens, row_probs, order, sorted_rows.counts))
+            order = expert_order(routes, self.config.moe_router_topk, 1)
+            out = sum_rows(self._run(tokens, probs_of_rows(probs, order), order), order)
         if expert_tp.size() > 1:
             out = reduce_scatter_to_sequence_parallel_region(out.to(probs.dtype), group=expert_tp).to(hidden_states.dtype)
         out = out.view_as(hidden_states)
         return (out if shared is None else out + shared), None
 
-    def _exchange(
-        self, tokens: Tensor, row_probs: Tensor, order: Order, counts: Tensor, overlapped: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _exchange(self, tokens: Tensor, probs: Tensor, routes: Tensor, overlapped: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run this rank's tokens [T, H] through the experts of all ranks and, meanwhile, `overlapped` through the shared experts.
 
-        row_probs [R]: prob of each row. counts [E]: rows of each expert.
+        probs, routes [T, E]: prob of each expert, and whether the token uses it.
         """
-        exchange = Exchange.plan(counts, self.ep_group)
-        rows_in_flight, probs_in_flight = exchange.dispatch(order.gather(tokens)), exchange.dispatch(row_probs)
+        k, local = self.config.moe_router_topk, routes.shape[1] // self.ep_group.size()
+        exchange = Exchange.plan(routes, k, self.ep_group)
+        probs_by_rank = torch.where(routes, probs, UNROUTED).view(-1, local)
+        probs_in_flight = exchange.dispatch(distinct_rows(probs_by_rank, exchange.order.pair_of))
+        tokens_in_flight = exchange.dispatch(gather(tokens, exchange.order))
         inner = None if overlapped is None else self.shared_experts.up(overlapped)
-        rows, probs = rows_in_flight.wait(), distinct_rows(probs_in_flight.wait(), exchange.order.token_of.long())
-        if len(rows) <= IMBALANCE_LIMIT * exchange.even_share:
-            out = self._run(rows, probs, exchange.order, exchange.counts)
+        local_probs = probs_in_flight.wait()
+        order = expert_order(local_probs != UNROUTED, min(k, local), 1, exchange.rows)
+        row_probs, received = probs_of_rows(local_probs, order), tokens_in_flight.wait()
+        if exchange.rows <= IMBALANCE_LIMIT * exchange.even_share:
+            out = self._run(received, row_probs, order)
         else:
-            ends = exchange.counts.cumsum(0, dtype=torch.int32)
-            rows = exchange.order.gather(rows)  # frees the received rows
-            out = self.experts.run_in_parts(rows, ends, probs, exchange.even_share)
-        returning = exchange.combine(exchange.order.sum(out))
+            ends = order.counts.cumsum(0, dtype=torch.int32)
+            out = self.experts.run_in_parts(gather(received, order), ends, row_probs, exchange.even_share)
+        returning = exchange.combine(sum_rows(out, order))
         shared = None if inner is None else self.shared_experts.activate_and_down(overlapped, inner)
-        return order.sum(returning.wait()), shared
+        return sum_rows(returning.wait(), exchange.order), shared
 
-    def _run(self, tokens: Tensor, row_probs: Tensor, order: Order, counts: Tensor) -> Tensor:
-        rows = order.gather(tokens)
+    def _run(self, tokens: Tensor, row_probs: Tensor, order: ExpertOrder) -> Tensor:
+        """Outputs [R, H] of the rows of tokens [T, H]. row_probs [R]: prob of each row."""
+        rows = gather(tokens, order)
         with recomputed(rows, partial(tokens.detach().index_select, 0, order.token_of)):
-            return self.experts.run(rows, counts.cumsum(0, dtype=torch.int32), row_probs)
+            return self.experts.run(rows, order.counts.cumsum(0, dtype=torch.int32), row_probs)

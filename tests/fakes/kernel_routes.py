@@ -20,6 +20,11 @@ def drawn_routes(tokens: int, experts: int, k: int) -> Tensor:
     return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
 
 
+def uneven_routes(tokens: int, experts: int, k: int) -> Tensor:
+    """[tokens, experts] bool with 0 to k set per token."""
+    return drawn_routes(tokens, experts, k) & (torch.rand(tokens, experts, generator=torch.Generator().manual_seed(1)) < 0.6)
+
+
 def plain_route(logits: Tensor, bias: Tensor | None, rule: RoutingRule, replay: ReplayedRoutes | None = None) -> tuple[Tensor, Tensor]:
     """`mtpctl.kernels.routing.route` in plain PyTorch, without counts: the reference for the kernels."""
     scores = logits.sigmoid() if rule.scores == "sigmoid" else logits

@@ -14,7 +14,7 @@ from mtpctl.kernels.rows import expert_order_torch
 from tests.fakes.draft_agreement import DraftCase, assert_sweep_agrees
 from tests.fakes.head_cases import HEAD_CASES, HeadCase
 from tests.fakes.kernel_agreement import Case, assert_agrees, relative, scored
-from tests.fakes.kernel_routes import ROUTING_CASES, SCORES, RoutingCase, assert_same_order, drawn_routes
+from tests.fakes.kernel_routes import ROUTING_CASES, SCORES, RoutingCase, assert_same_order, drawn_routes, uneven_routes
 
 HALF = torch.float16
 # 203 columns and tiles of 64 leave a partial last tile. Workspaces: no, some or all logits saved.
@@ -225,7 +225,13 @@ def test_expert_order_matches_the_portable_version(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(rows, "TILE_ELEMENTS", 1024)
     routes = drawn_routes(tokens, experts, k)
-    assert_same_order(rows.expert_order_triton(routes, k, ranks), expert_order_torch(routes, k, ranks))
+    assert_same_order(rows.expert_order_triton(routes, k, ranks, tokens * k), expert_order_torch(routes, k, ranks))
+    uneven = uneven_routes(tokens, experts, k)
+    order = rows.expert_order_triton(uneven, k, ranks, int(uneven.sum()))
+    assert_same_order(order, expert_order_torch(uneven, k, ranks))
+    if k > 1:
+        values = torch.randn(len(order.token_of), 5)
+        torch.testing.assert_close(rows.row_sums_triton(values, order.row_of), rows.row_sums(values, order.row_of))
 
 
 @pytest.mark.parametrize("scaled", [False, True])

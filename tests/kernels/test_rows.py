@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.kernels.rows import distinct_rows, expert_order, expert_order_torch
-from tests.fakes.kernel_routes import assert_same_order, drawn_routes
+from mtpctl.kernels.rows import distinct_rows, expert_order, expert_order_torch, row_sums
+from tests.fakes.kernel_routes import assert_same_order, drawn_routes, uneven_routes
 
 
 @pytest.mark.parametrize(("ranks", "target"), [(1, [5, 4, 3, 2, 1, 0]), (2, [2, 1, 0, 5, 4, 3]), (3, [1, 0, 3, 2, 5, 4])])
@@ -26,6 +26,19 @@ def test_zero_tokens_have_no_rows() -> None:
     actual = expert_order(torch.zeros(0, 4, dtype=torch.bool), 2, 1)
     assert actual.row_of.shape == (0, 2) and actual.token_of.shape == actual.pair_of.shape == (0,)
     assert actual.counts.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tokens_with_fewer_experts_have_fewer_rows(device: str) -> None:
+    routes = uneven_routes(23, 6, 3).to(device)
+    order = expert_order(routes, 3, 1, int(routes.sum()))
+    for token in range(23):
+        rows = [row for row in order.row_of[token].tolist() if row >= 0]
+        assert [order.token_of[row].item() for row in rows] == [token] * len(rows) == [token] * int(routes[token].sum())
+        assert sorted(order.pair_of[rows].tolist()) == (routes[token].nonzero().flatten() + 6 * token).tolist()
+    values = torch.randn(len(order.token_of), 4, dtype=torch.float64).to(device)
+    expected = torch.zeros(23, 4, dtype=torch.float64, device=device).index_add_(0, order.token_of.long(), values)
+    torch.testing.assert_close(row_sums(values.float(), order.row_of).double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.gpu
