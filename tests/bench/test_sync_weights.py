@@ -94,7 +94,7 @@ def test_missed_bounds_are_reported_with_their_figures() -> None:
     slow = sync_result(seconds=[0.6], stall_seconds=[0.7], wire_seconds=[0.3], trainer_gib=3.5, engine_gib=4.0)
     assert misses(slow, SYNC_OPTIONS) == [
         "wire over link 3.000 x, bound 2",
-        "a sync 0.600 s, bound 0.5",
+        "a sync 0.600 s, bound 0.15",
         "a stall 0.700 s, bound 0.6",
         "extra memory of the trainer 3.500 GiB, bound 3",
         "extra memory of the engine 4.000 GiB, bound 3",
@@ -106,8 +106,12 @@ def test_link_bound_applies_to_nccl_and_the_tiny_bound_to_a_cpu() -> None:
     assert misses(sync_result("shm", seconds=[0.06]), replace(SYNC_OPTIONS, device="cpu")) == ["a sync 0.060 s, bound 0.05"]
 
 
+def test_fp8_has_its_own_bound_for_a_sync() -> None:
+    assert misses(sync_result(seconds=[0.1]), replace(SYNC_OPTIONS, fp8=True)) == ["a sync 0.100 s, bound 0.09"]
+
+
 def test_table_has_medians_with_least_and_most() -> None:
-    assert "| nccl | 10.000 | 10 | 100.0 | 0.190 (0.150–0.200) | 1.90 | 0.400 (0.300–9.000) |" in table([sync_result()])
+    assert "| nccl | 10.000 | 10 | 100.0 | 0.190 (0.150–0.200) | 1.90 | 0.140 (0.130–9.000) |" in table([sync_result()])
 
 
 def test_extra_memory_has_tensors_reserved_memory_and_other_buffers() -> None:
