@@ -94,6 +94,11 @@ def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
     return out.unflatten(0, gate_up.shape[:-1])
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), in the dtype of x."""
+    return exp(-x.double()).add_(1.0).reciprocal_().to(x.dtype)
+
+
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of fp32 angles, in fp32."""
     wide = angles.double()

@@ -6,13 +6,15 @@ rounding to integers as if it were not there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels import activations, exact, exact_experts, invariant, norm, qkv, routing
+from mtpctl.kernels import activations, exact, exact_delta, exact_experts, invariant, norm, qkv, routing
 from mtpctl.kernels.activations import swiglu_backward_torch
 from mtpctl.kernels.main_grad import linear_backward
 from mtpctl.kernels.qkv import Angles, HeadLayout, HeadNorm, Heads
@@ -62,6 +64,37 @@ def route(logits: Tensor, experts: Tensor, *, of_all: bool) -> tuple[Tensor, Ten
     """Probs and routes (bool), both [T, E], of logits [T, E] and each token's `experts` [T, k]. See `exact_experts.chosen_probs`."""
     routes = exact_experts.routes_of(experts, logits.shape[1])
     return _ChosenProbs.apply(logits, routes, of_all), routes
+
+
+def with_gradients_of(usual: Callable[..., Tensor], exact_function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`exact_function(*tensors)`, with the gradients of `usual(*tensors)`, which runs in the backward pass."""
+    return _WithGradients.apply(usual, exact_function, *tensors)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`exact_delta.gated_rms_norm`, with gradients."""
+    usual, function = (partial(f, eps=eps) for f in (norm.gated_rms_norm, exact_delta.gated_rms_norm))
+    return with_gradients_of(usual, function, x, gate, weight)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """`exact.sigmoid` on a CPU, with gradients. On CUDA, PyTorch's: an element does not depend on others."""
+    return x.sigmoid() if x.is_cuda else with_gradients_of(torch.sigmoid, exact.sigmoid, x)
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, usual: Callable[..., Tensor], exact_function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.usual = usual
+        return exact_function(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.usual(*tensors)
+        return None, None, *torch.autograd.grad(out, tensors, grads[0])
 
 
 class _Linear(torch.autograd.Function):

@@ -11,7 +11,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
-from mtpctl.kernels.exact_grad import split_normed_heads
+from mtpctl.kernels import exact_grad
 from mtpctl.kernels.qkv import HeadLayout, HeadNorm, Heads, apply_rotary, split_heads
 from mtpctl.model.layers import ReplicatedLinear, RMSNorm, norm_offset, uses_exact_sums
 from mtpctl.model.packing import Packing
@@ -28,7 +28,8 @@ class SelfAttention(UpstreamSelfAttention):
         run = self._checkpointed_attention_forward if self.checkpoint_core_attention and self.training else self.core_attention
         out = run(queries, keys, values, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
         if self.config.attention_output_gate:
-            out = out * gates.reshape(out.shape).sigmoid()
+            gates = gates.reshape(out.shape)
+            out = out * (exact_grad.sigmoid(gates) if uses_exact_sums(self.config) else gates.sigmoid())
         return self.linear_proj(out)
 
     def _heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
@@ -49,7 +50,7 @@ class SelfAttention(UpstreamSelfAttention):
         if isinstance(norm, RMSNorm):
             qk_norm = HeadNorm(norm.reduced_weight(), k_norm.reduced_weight(), norm.eps, norm_offset(config))
             if uses_exact_sums(config):
-                return split_normed_heads(mixed.squeeze(1), layout, qk_norm, self._rotary(packing))
+                return exact_grad.split_normed_heads(mixed.squeeze(1), layout, qk_norm, self._rotary(packing))
         return split_heads(mixed.squeeze(1), layout, qk_norm, self._rotary(packing))
 
     def _rotary(self, packing: Packing) -> Rotary | None:

@@ -6,7 +6,7 @@ the recurrence, and it also runs on a CPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,10 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet as UpstreamGatedDelt
 from torch import Tensor
 
 from mtpctl.compat import megatron_core
+from mtpctl.kernels import exact_delta
+from mtpctl.kernels.exact_delta import DeltaCache, DeltaWeights
+from mtpctl.kernels.exact_grad import with_gradients_of
+from mtpctl.model.layers import uses_exact_sums
 from mtpctl.model.packing import Packing
 from mtpctl.model.recurrent import convolve, exchange, own_channels, own_heads, to_tokens
 
@@ -68,7 +72,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
             keys, values = keys // self.cp_size, values // self.cp_size
         widths = [width // self.cp_size for width in self._widths]
         heads = _Heads(mixed, widths, taps, alpha, beta, decay, bias, keys, values)
-        run = _run_fla if mixed.is_cuda and chunk_gated_delta_rule is not None else _run_torch
+        run = _run_exact if uses_exact_sums(self.config) else _run
         out = run(heads, packed_seq_params.full_row)
         if self.cp_size > 1:
             out = to_tokens(out, packed_seq_params, self.pg_collection.cp)
@@ -105,8 +109,30 @@ class _Heads:
         return [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self.widths, dim=-1), counts, strict=True)]
 
 
+def _run(heads: _Heads, row: Packing) -> Tensor:
+    """Output [T, value heads, value dim]."""
+    run = _run_fla if heads.mixed.is_cuda and chunk_gated_delta_rule is not None else _run_torch
+    return run(heads, row)
+
+
+def _run_exact(heads: _Heads, row: Packing) -> Tensor:
+    """`_run` by `exact_delta`, with the gradients of `_run`."""
+
+    def with_tensors(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> _Heads:
+        return replace(heads, mixed=mixed, taps=taps, alpha=alpha, beta=beta, decay=decay, bias=bias)
+
+    def run(*tensors: Tensor) -> Tensor:
+        own = with_tensors(*tensors)
+        weights = DeltaWeights(own.taps, own.decay, own.bias, heads.keys, heads.widths[0] // heads.keys)
+        cache = DeltaCache.empty(weights, len(row.starts) - 1, own.mixed)
+        return exact_delta.run(own.mixed, own.alpha, own.beta, weights, row.starts, cache)
+
+    tensors = heads.mixed, heads.taps, heads.alpha, heads.beta, heads.decay, heads.bias
+    return with_gradients_of(lambda *tensors: _run(with_tensors(*tensors), row), run, *tensors)
+
+
 def _run_fla(heads: _Heads, row: Packing) -> Tensor:
-    """Output [T, value heads, value dim], by flash-linear-attention's kernels, which include norms, gates and decays."""
+    """`_run` by flash-linear-attention's kernels, which include norms, gates and decays."""
     cu_seqlens, cu_seqlens_cpu = row.boundaries
     samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
     mixed: Tensor = causal_conv1d(heads.mixed[None], heads.taps, activation="silu", **samples)[0]
@@ -125,7 +151,7 @@ def _run_fla(heads: _Heads, row: Packing) -> Tensor:
 
 
 def _run_torch(heads: _Heads, row: Packing) -> Tensor:
-    """`_run_fla` in plain PyTorch."""
+    """`_run` in plain PyTorch."""
     q, k, v = heads.split(F.silu(convolve(heads.mixed, heads.taps, row.position_ids)))
     q, k = (_l2_norm(x).repeat_interleave(heads.values // heads.keys, dim=1) for x in (q, k))
     g = -heads.decay.float().exp() * F.softplus(heads.alpha.float() + heads.bias)

@@ -163,7 +163,8 @@ class GatedRMSNorm(RMSNorm):
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """norm(x) · silu(gate), for x and gate of the same shape."""
-        return gated_rms_norm(x, gate, self.reduced_weight(), self.eps)
+        norm = exact_grad.gated_rms_norm if uses_exact_sums(self.config) else gated_rms_norm
+        return norm(x, gate, self.reduced_weight(), self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):

@@ -23,7 +23,7 @@ Temporaries of 64 MiB take twice to four times as long on an AMD EPYC.
 PRECISIONS = {"cpu": "fp32", "cuda": "bf16"}
 """The precision of each device's bitwise operations."""
 DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
-FAMILIES = ("llama", "mimo", "qwen2", "qwen3", "qwen3-moe")
+FAMILIES = ("llama", "mimo", "qwen2", "qwen3", "qwen3-moe", "qwen3.5")
 ROPES = ("default", "llama3")
 CAPABILITY = 9, 0
 """The compute capability of the GPUs whose shared memory and instructions the tiles of `mtpctl.kernels.invariant` need."""
@@ -94,6 +94,8 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         return
     yield from _model(shape, needs)
     if recipe.device == "cuda":
+        if shape.delta is not None:
+            yield f"model: {needs} a CPU for the linear attention of {shape.family}; set cluster.device: cpu, or numerics: default"
         yield from _widths(shape, needs)
     if recipe.device == "cpu" and (context := rollout.context or shape.max_positions) > MAX_CONTEXT:
         yield f"rollout.context: {needs} at most {MAX_CONTEXT} tokens, got {context}; lower it, or set numerics: default"

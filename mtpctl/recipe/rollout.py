@@ -432,7 +432,8 @@ def check_served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape
     if recipe.device != "cpu":
         return
     rollout, lora = recipe.rollout, recipe.train.lora
-    yield from unsupported_by_vllm_cpu(shape, recipe.sent_precision)
+    if recipe.numerics == "default":  # otherwise these kernels are replaced
+        yield from unsupported_by_vllm_cpu(shape, recipe.sent_precision)
     if rollout.engine_args.get("enable_prefix_caching"):
         # The state of linear attention with drafts is copied by Triton kernels. The scan of Mamba-2 returns only the last state of a
         # prompt, but the cache needs that of every block.

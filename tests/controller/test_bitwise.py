@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.toys import QWEN3_MOE_EAGLE3
+from tests.fakes.toys import QWEN3_5, QWEN3_MOE_EAGLE3
 from tests.fakes.train_command import Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -16,11 +16,12 @@ UPDATES = 6
 RUNS = {
     "recomputed": ["async.staleness_threshold=0"],
     "experts": ["async.staleness_threshold=0", f"model.config={json.dumps(QWEN3_MOE_EAGLE3)}", "train.moe.replay=rollout"],
+    "linear attention": ["async.staleness_threshold=0", f"model.config={json.dumps(QWEN3_5)}", "logprob.standalone=true"],
     "server": ["async.staleness_threshold=1", "logprob.standalone=true"],
     "engine's own": ["async.staleness_threshold=1", "train.rl.old_logprobs=behaviour"],
 }
 """Sources of old log-probs, the last two with responses that continue under new weights. The second replays the engine's routes."""
-ON_POLICY = ("recomputed", "experts")
+ON_POLICY = ("recomputed", "experts", "linear attention")
 
 
 @pytest.mark.parametrize("run", RUNS)

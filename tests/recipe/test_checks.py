@@ -19,7 +19,7 @@ from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.numerics import FAMILIES, check_gpu
 from mtpctl.recipe.train import check_moe
 from tests.fakes.fits import check_fits
-from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, QWEN3_DFLASH, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3, SERVED, TOYS
+from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, QWEN3_5, QWEN3_DFLASH, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3, SERVED, TOYS
 
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
@@ -420,6 +420,14 @@ def test_bitwise_experts_on_a_gpu_need_aligned_widths() -> None:
 
 def bitwise_complaint(config: dict[str, Any]) -> str:
     return complaint(*BITWISE, f"model.config={json.dumps(config)}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
+
+
+def test_bitwise_linear_attention_needs_fp32_on_a_cpu() -> None:
+    model = [*BITWISE, f"model.config={json.dumps(QWEN3_5)}"]
+    validate(load_recipe("tiny_mtp", sets=[*model, "train.precision=fp32"]).recipe)
+    assert complaint(*model, *CARD, "train.precision=bf16") == (
+        "model: numerics: bitwise needs a CPU for the linear attention of qwen3.5; set cluster.device: cpu, or numerics: default"
+    )
 
 
 def test_bitwise_numerics_need_a_supported_model() -> None:

@@ -91,6 +91,7 @@ def install() -> None:
         draft_counts,
         drafter,
         exact,
+        exact_delta,
         exact_experts,
         fp8_kernels,
         invariant,
@@ -125,6 +126,7 @@ def install() -> None:
         exact.install_exact,  # must follow install_gemm and install_rotary, whose functions it wraps
         invariant.install_invariant,
         exact_experts.install_exact_experts,
+        exact_delta.install_exact_delta,
         verification.install_verification,  # must precede install_drafter, which reads keyword arguments bound here
         drafter.install_drafter,
         drafter.install_depths,

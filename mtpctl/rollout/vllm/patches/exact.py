@@ -72,15 +72,15 @@ def install_exact() -> None:
     _install_log_softmax(Sampler)
 
 
-def replace_forward(layer: type[nn.Module], forward: Callable[..., object]) -> None:
-    """Let layers that are built for an exact engine compute `forward(layer, ...)`."""
+def replace_forward(layer: type[nn.Module], forward: Callable[..., object], method: str = "_forward_method") -> None:
+    """Let layers that are built for an exact engine compute `forward(layer, ...)`. method: the attribute that vLLM calls."""
     upstream = layer.__init__
 
     @wraps(upstream)
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
         if is_exact():
-            self.__dict__["_forward_method"] = forward.__get__(self)
+            self.__dict__[method] = forward.__get__(self)
 
     assign(layer, __init__=__init__)
 

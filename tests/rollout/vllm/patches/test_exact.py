@@ -8,12 +8,12 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm, RMSNormGated
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.sample.sampler import Sampler
 
-from mtpctl.kernels import exact
+from mtpctl.kernels import exact, exact_delta
 from mtpctl.rollout.vllm.patches.exact import exact_attention_class, paged_attention
 from mtpctl.rollout.vllm.plugin import NUMERICS, install
 
@@ -26,6 +26,7 @@ def test_only_layers_of_a_bitwise_engine_are_exact(numerics: str, monkeypatch: p
     monkeypatch.setenv(NUMERICS, numerics)
     with set_current_vllm_config(VllmConfig()):
         norm, activation, sampler = RMSNorm(190, eps=1e-6), SiluAndMul(), Sampler("processed_logprobs")
+        centered, gated = GemmaRMSNorm(190, eps=1e-6), RMSNormGated(190, eps=1e-6, norm_before_gate=True, activation="silu")
         attention = CPUAttentionBackend.get_impl_cls()
     x = 3 * torch.randn(40, 190, generator=torch.Generator().manual_seed(0))
     is_exact = numerics == "bitwise"
@@ -34,6 +35,8 @@ def test_only_layers_of_a_bitwise_engine_are_exact(numerics: str, monkeypatch: p
     normed, residual = norm(x.clone(), 2 * x)
     assert torch.equal(residual, 3 * x) and torch.equal(normed, exact.rms_norm(3 * x, norm.weight.data, 1e-6)) == is_exact
     assert torch.equal(activation(x), exact.swiglu(x)) == is_exact
+    assert torch.equal(centered(x.clone()), exact.rms_norm(x, centered.weight.data, 1e-6, 1.0)) == is_exact
+    assert torch.equal(gated(x, 2 * x), exact_delta.gated_rms_norm(x, 2 * x, gated.weight.data, 1e-6)) == is_exact
     assert torch.equal(sampler.compute_logprobs(x), exact.log_softmax(x)) == is_exact
 
 
