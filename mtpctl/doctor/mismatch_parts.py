@@ -104,8 +104,10 @@ async def _start(request: Request, *, eager: bool) -> VllmEngine:
     rollout, shape = recipe.rollout, HfFolder.open(request.model).shape
     assert isinstance(rollout, VllmConfig)
     routes = RouteShape.of(shape) if recipe.replay(shape) == "rollout" else None
+    # On a GPU, log-probs are equal to the last bit for equal numbers of ranks, and the trainer has one here.
+    ranks = 1 if recipe.numerics == "bitwise" and request.device == "cuda" else rollout.tp
     settings = engine_settings(
-        rollout.model_copy(update={"eager": eager, "context": rollout.context or shape.max_positions}),
+        rollout.model_copy(update={"eager": eager, "context": rollout.context or shape.max_positions, "tp": ranks}),
         model=request.model,
         precision=recipe.train.precision,
         device=request.device,

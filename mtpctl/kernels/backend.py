@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.shards import RowStats
+from mtpctl.kernels.shards import RowStats, Shard
 from mtpctl.recipe.model import MtpLoss
 
 DraftLoss = Literal[MtpLoss, "e2e_greedy"]
@@ -28,7 +28,7 @@ class Problem:
 
     targets: label indices relative to this rank's first column; outside 0..V-1 if the label belongs to another rank.
     inverse_temperature: a number or [n] fp32. valid: number of columns that are vocabulary entries; the rest is padding.
-    workspace_bytes: bound on what a backend allocates in addition to its results.
+    workspace_bytes: bound on what a backend allocates in addition to its results. shard: this rank's part of the vocabulary.
     """
 
     hidden: Tensor
@@ -37,6 +37,7 @@ class Problem:
     inverse_temperature: float | Tensor
     valid: int
     workspace_bytes: int
+    shard: Shard
 
     @property
     def wide(self) -> torch.dtype:

@@ -7,14 +7,14 @@ the gradient is needed. The hidden gradient accumulates over chunks in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mtpctl.kernels import exact, invariant, products
 from mtpctl.kernels.backend import Agreement, DraftGradCoefficients, DraftLoss, GradTargets, LocalScores, LogitPair, Problem, RowGrads
-from mtpctl.kernels.shards import RowStats
+from mtpctl.kernels.shards import RowStats, Shard, gather
 
 TEMPORARIES = 3  # chunk-sized: logits, their saved copy or exponentials, and a product of the two
 FEWEST_ROWS = 32  # rows of a matrix product; with fewer, its rounding depends on the number of rows
@@ -177,24 +177,32 @@ def _merge_topk(best: tuple[Tensor, Tensor] | None, z: Tensor, k: int, start: in
 
 @dataclass
 class ExactStats(RowStats):
-    """log_mass [n]: log Σ exp(z − top), as the engine computes it."""
+    """whole_top, log_mass [n]: max z and log Σ exp(z − max z) of the whole vocabulary, as the engine computes them.
 
+    mass and moment are relative to `whole_top`, and mass is that of the whole vocabulary.
+    """
+
+    whole_top: Tensor
     log_mass: Tensor
 
     @property
     def lse(self) -> Tensor:
-        return self.top + self.log_mass
+        return self.whole_top + self.log_mass
 
     @property
     def logprob(self) -> Tensor:
-        return (self.target - self.top) - self.log_mass
+        return (self.target - self.whole_top) - self.log_mass
+
+    def joined(self, shard: Shard) -> ExactStats:
+        parts = gather(torch.stack([self.moment, self.target]), shard)
+        return replace(self, top=self.whole_top, moment=parts[:, 0].sum(0), target=parts[:, 1].amax(0))
 
 
 class Exact(Chunked):
     """Log-probs equal those of an engine with `numerics: bitwise`, to the last bit. Gradients are those of `Chunked`.
 
     Computes with `mtpctl.kernels.exact` on a CPU, and with `mtpctl.kernels.invariant` on CUDA. All columns of a slice of rows are computed
-    at once. The vocabulary must not be split over ranks.
+    at once. Ranks that share the vocabulary add the integers that represent their exponentials, so results do not depend on their number.
 
     The workspace limits fp32 temporaries. On a CPU, those in float64 are limited by `BLOCK_BYTES`.
     """
@@ -202,19 +210,26 @@ class Exact(Chunked):
     name = "exact"
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
-        count = -(-len(problem.hidden) // self.rows_per_slice(problem))
+        # Ranks combine their sums per slice, so all use the slices that fit rank 0, which has the most vocabulary entries.
+        widest = replace(problem, valid=min(problem.shard.columns, problem.shard.total))
+        count = -(-len(problem.hidden) // self.rows_per_slice(widest))
         # Logits that do not fit the workspace are not saved: the backward pass recomputes them.
         return self._sliced_scores(problem, count, entropy=entropy, topk=topk, for_backward=for_backward and count <= 1)
 
     def _scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
-        operations = invariant if problem.hidden.is_cuda else exact
+        operations, shard = invariant if problem.hidden.is_cuda else exact, problem.shard
         z = scaled(operations.logits(problem.hidden, problem.weight[: problem.valid]), problem.inverse_temperature)
-        top, log_mass = (each.squeeze(1) for each in operations.log_mass(z))
-        target = z.gather(1, problem.targets.unsqueeze(1)).squeeze(1)
+        if not problem.valid:  # this rank's shard is all padding
+            z = z.new_full((len(z), 1), float("-inf"))
+        whole_top, log_mass = (each.squeeze(1) for each in operations.log_mass(z, shard.total, shard.group))
+        top = whole_top if shard.world == 1 else z.amax(1)
+        here = (problem.targets >= 0) & (problem.targets < problem.valid)
+        picked = z.gather(1, problem.targets.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        target = picked.masked_fill_(~here, float("-inf"))
         mass, moment = log_mass.exp(), torch.zeros_like(top)
-        if entropy:
-            shifted = z - top.unsqueeze(1)
+        if entropy and problem.valid:
+            shifted = z - whole_top.unsqueeze(1)
             moment = shifted.exp().mul_(shifted).sum(1)
-        best = z.topk(topk, dim=1) if topk else None
-        stats = ExactStats(top, mass, moment, target, log_mass)
+        best = z.topk(min(topk, problem.valid), dim=1) if topk and problem.valid else None
+        stats = ExactStats(top, mass, moment, target, whole_top, log_mass)
         return LocalScores(stats, None if best is None else (best.values, best.indices), z if for_backward else None)

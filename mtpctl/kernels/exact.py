@@ -12,6 +12,7 @@ sines and cosines are polynomials of these in float64, because libraries evaluat
 middle.
 
 Rows are independent, so results do not depend on the blocks in which they are computed. Blocks limit the memory of float64 temporaries.
+Nor do they depend on the number of ranks that share a row: ranks add their integers before the result is rounded.
 
 These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the inexact operations.
 
@@ -24,6 +25,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mtpctl.kernels.qkv import rotate_pairs
@@ -45,9 +47,18 @@ def _power(exponent: Tensor) -> Tensor:
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _units(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round each row of x [..., c] to integers of at most 2^bits times a power of two. Returns both in float64: [..., c] and [..., 1]."""
-    exponent = torch.frexp(x.abs().amax(-1, keepdim=True).double()).exponent.long().clamp(min=_SMALLEST)
+def _largest(x: Tensor) -> Tensor:
+    """The largest absolute value of each row of x [..., c] → [..., 1]."""
+    return x.abs().amax(-1, keepdim=True)
+
+
+def _units(x: Tensor, bits: int, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Round each row of x [..., c] to integers of at most 2^bits times a power of two. Returns both in float64: [..., c] and [..., 1].
+
+    largest: of each row, [..., 1], if other ranks have parts of the rows.
+    """
+    largest = _largest(x) if largest is None else largest
+    exponent = torch.frexp(largest.double()).exponent.long().clamp(min=_SMALLEST)
     return (x * _power(bits - exponent)).round_(), _power(exponent - bits)
 
 
@@ -58,14 +69,25 @@ def _blocks(count: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, in] · weightᵀ [out, in] → [rows, out], in the dtype of x."""
-    bits = _bits(x.shape[-1])
-    rows, row_step = _units(x, bits)
+def linear(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """x [rows, in] · weightᵀ [out, in] → [rows, out], in the dtype of x.
+
+    group: ranks that have equal parts of the inputs. All get the product of the whole rows, the same as a single rank's.
+    """
+    row_top = column_tops = None
+    if group is not None:
+        tops = torch.cat([_largest(x), _largest(weight)])
+        dist.all_reduce(tops, dist.ReduceOp.MAX, group)
+        row_top, column_tops = tops.split([len(x), len(weight)])
+    bits = _bits(x.shape[-1] * (1 if group is None else group.size()))
+    rows, row_step = _units(x, bits, row_top)
     out = x.new_empty(len(x), len(weight))
     for block in _blocks(len(weight), max(x.shape)):
-        columns, column_step = _units(weight[block], bits)
-        out[:, block] = (rows @ columns.T).mul_(row_step).mul_(column_step.T)
+        columns, column_step = _units(weight[block], bits, None if column_tops is None else column_tops[block])
+        product = rows @ columns.T
+        if group is not None:
+            dist.all_reduce(product, group=group)
+        out[:, block] = product.mul_(row_step).mul_(column_step.T)
     return out
 
 
@@ -146,13 +168,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
     return out
 
 
-def log_mass(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row's logits [n, vocab], and log Σ exp(logit − largest), both [n, 1] in the dtype of the logits."""
+def log_mass(logits: Tensor, vocab: int | None = None, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """The largest of each row's logits [n, columns], and log Σ exp(logit − largest), both [n, 1] in the dtype of the logits.
+
+    group: ranks that share `vocab` columns. All get the results of the whole rows.
+    """
     top = logits.amax(-1, keepdim=True)
-    mass = torch.empty_like(top)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group)
+    mass = torch.empty_like(top, dtype=torch.float64)
     for block in _blocks(*logits.shape):
-        mass[block] = log(total_mass(exp((logits[block] - top[block]).double()), logits.shape[1]))
-    return top, mass
+        mass[block] = total_mass(exp((logits[block] - top[block]).double()), vocab or logits.shape[1])
+    if group is not None:
+        dist.all_reduce(mass, group=group)
+    return top, log(mass).to(top.dtype)
 
 
 def log_softmax(logits: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,9 +21,12 @@ from mtpctl.kernels.main_grad import linear_backward
 from mtpctl.kernels.qkv import Angles, HeadLayout, HeadNorm, Heads
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., in] · weightᵀ [out, in] → [..., out]. The weight's gradient goes to Megatron's buffer, if it has one."""
-    return _Linear.apply(x, weight)
+def linear(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """x [..., in] · weightᵀ [out, in] → [..., out]. The weight's gradient goes to Megatron's buffer, if it has one.
+
+    group: ranks that have equal parts of the inputs. All get the whole sum, and pass equal gradients of it.
+    """
+    return _Linear.apply(x, weight, group)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -99,15 +103,22 @@ class _WithGradients(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # a parameter, which outlives the graph
-        product = invariant.linear if x.is_cuda else exact.linear
-        return product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        rows = x.flatten(0, -2)
+        if not x.is_cuda:
+            out = exact.linear(rows, weight, group)
+        else:
+            out = invariant.linear(rows, weight)
+            if group is not None:
+                # The sum of two halves, rounded to half precision once. Engines add them in the same way.
+                dist.all_reduce(out, group=group)
+        return out.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return linear_backward(ctx, grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *linear_backward(ctx, grads[0]), None
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -5,7 +5,7 @@ libraries select kernels by shape, and kernels sum in different orders. Here eac
 
     linear      each output is one accumulator over blocks of `BLOCK_K` inputs, in ascending order; no split-K
     attention   keys in blocks of `BLOCK_KEYS` from key 0 on, in ascending order, for any number of queries; no split-KV
-    log_mass    one program per row, in blocks of `BLOCK_COLUMNS` logits
+    log_mass    exponentials as integers, whose sum does not depend on the order, nor on the ranks that share the vocabulary
     norm        one program per row (`mtpctl.kernels.norm`)
 
 Tiles of `linear` differ in rows and columns only. Tensor cores compute each element of a tile from its own row and column, so an element is
@@ -25,6 +25,7 @@ from functools import cache
 from typing import NamedTuple, no_type_check
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mtpctl.kernels.activations import swiglu_triton
@@ -210,15 +211,23 @@ def _attend(
         )  # fmt: skip
 
 
-def log_mass(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row's logits fp32 [R, V], and log Σ exp(logit − largest), both fp32 [R, 1]."""
+def log_mass(logits: Tensor, vocab: int | None = None, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """The largest of each row's logits fp32 [R, V], and log Σ exp(logit − largest), both fp32 [R, 1].
+
+    group: ranks that share `vocab` columns. All get the results of the whole rows.
+    """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     rows, columns = logits.shape
-    top, mass = (torch.empty(rows, 1, dtype=torch.float32, device=logits.device) for _ in range(2))
+    top, mass = logits.amax(-1, keepdim=True), torch.empty(rows, 1, dtype=torch.int64, device=logits.device)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group)
+    bits = 62 - ((vocab or columns) - 1).bit_length()
     if rows:
         with on_device_of(logits):
-            log_mass_kernel[(rows,)](logits, top, mass, columns, logits.stride(0), BLOCK=BLOCK_COLUMNS, num_warps=8)
-    return top, mass
+            mass_kernel[(rows,)](logits, top, mass, columns, logits.stride(0), 2.0**bits, BLOCK=BLOCK_COLUMNS, num_warps=8)
+    if group is not None:
+        dist.all_reduce(mass, group=group)
+    return top, mass.double().mul_(2.0**-bits).log_().float()
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -398,22 +407,20 @@ def attention_kernel(
 # Specializing on sizes could change the assignment of columns to threads, and so the order of the sum.
 @triton.jit(do_not_specialize=["columns", "stride"])
 @no_type_check
-def log_mass_kernel(
+def mass_kernel(
     logits_ptr,  # fp32 [R, V]
     top_ptr,  # fp32 [R]
-    mass_ptr,
+    mass_ptr,  # int64 [R]
     columns,
     stride,
+    scale,  # a power of two
     BLOCK: tl.constexpr,
 ):
     row = logits_ptr + tl.program_id(0).to(tl.int64) * stride
     column = tl.arange(0, BLOCK)
-    tops = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    top = tl.load(top_ptr + tl.program_id(0))
+    masses = tl.zeros((BLOCK,), dtype=tl.int64)
     for start in range(0, columns, BLOCK):
-        tops = tl.maximum(tops, tl.load(row + start + column, mask=start + column < columns, other=float("-inf")))
-    top = tl.max(tops, 0)
-    masses = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, columns, BLOCK):
-        masses += tl.exp(tl.load(row + start + column, mask=start + column < columns, other=float("-inf")) - top)
-    tl.store(top_ptr + tl.program_id(0), top)
-    tl.store(mass_ptr + tl.program_id(0), tl.log(tl.sum(masses, 0)))
+        logits = tl.load(row + start + column, mask=start + column < columns, other=float("-inf"))
+        masses += (tl.exp(logits - top) * scale).to(tl.int64)
+    tl.store(mass_ptr + tl.program_id(0), tl.sum(masses, 0))

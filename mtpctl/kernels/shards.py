@@ -65,6 +65,10 @@ class RowStats:
     def hit(self) -> Tensor:
         return self.target >= self.top
 
+    def joined(self, shard: Shard) -> RowStats:
+        """Statistics over the whole vocabulary: one all-gather of four numbers per row, combined in the same order on every rank."""
+        return join_stats(gather(torch.stack([self.top, self.mass, self.moment, self.target]), shard))
+
 
 def join_stats(parts: Tensor) -> RowStats:
     """Combine `parts` [P, 4, n]: top, mass, moment and target of P disjoint sets of columns. An empty set has mass 0."""
@@ -84,10 +88,8 @@ def gather(x: Tensor, shard: Shard) -> Tensor:
 
 
 def join_shards(stats: RowStats, shard: Shard) -> RowStats:
-    """Statistics over the whole vocabulary: one all-gather of four numbers per row, combined in the same order on every rank."""
-    if shard.world == 1:
-        return stats
-    return join_stats(gather(torch.stack([stats.top, stats.mass, stats.moment, stats.target]), shard))
+    """Statistics over the whole vocabulary, equal on all ranks."""
+    return stats if shard.world == 1 else stats.joined(shard)
 
 
 def sum_ranks(x: Tensor, shard: Shard) -> Tensor:

@@ -14,7 +14,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear as UpstreamColumnParallelLinear
 from megatron.core.tensor_parallel import RowParallelLinear as UpstreamRowParallelLinear
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
@@ -83,7 +87,7 @@ class RowParallelLinear(UpstreamRowParallelLinear):
 def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, *, has_options: bool) -> tuple[Tensor, Tensor | None] | None:
     """The layer's output, and the bias if the caller adds it; None if upstream's forward pass must compute them."""
     if uses_exact_sums(layer.config):
-        out = exact_grad.linear(x, layer.weight)
+        out = _exact_product(layer, x)
     elif has_options or layer.tp_group.size() > 1 or not is_buffered(layer.weight):
         return None
     else:
@@ -91,6 +95,21 @@ def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, *, has_
     if layer.skip_bias_add or layer.bias is None:
         return out, layer.bias if layer.skip_bias_add else None
     return out + layer.bias, None
+
+
+def _exact_product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> Tensor:
+    """`exact_grad.linear` with the communication of a layer that is split over ranks."""
+    group, splits_tokens = layer.tp_group, layer.sequence_parallel
+    if group.size() == 1:
+        return exact_grad.linear(x, layer.weight)
+    if isinstance(layer, RowParallelLinear):
+        out = exact_grad.linear(x, layer.weight, group)
+        return scatter_to_sequence_parallel_region(out, group) if splits_tokens else out
+    if not splits_tokens:
+        return exact_grad.linear(copy_to_tensor_model_parallel_region(x, group), layer.weight)
+    tokens = gather_from_sequence_parallel_region(x, group=group)
+    with recomputed(tokens, partial(gather_from_sequence_parallel_region, x.detach(), group=group)):
+        return exact_grad.linear(tokens, layer.weight)
 
 
 class ReplicatedLinear(torch.nn.Module):

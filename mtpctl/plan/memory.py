@@ -277,6 +277,8 @@ def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, pa
     widths = layer_widths(shape, parallel, trunk) + ([drafter_width(shape, parallel)] * passes if passes else [])
     entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     saved = sum(widths) if train.recompute != "full" else entry * len(widths)
+    if recipe.numerics == "bitwise" and parallel.sequence_parallel and train.recompute != "full":
+        saved += 2 * entry * len(widths)  # each rank's tokens of the layer's two normed inputs, which the default recomputes
     # A frozen trunk saves nothing, but its layers have temporaries.
     peak = peak_transient if train.recompute != "full" else peak_width
     once = peak(shape, parallel, stage.layers, drafter=passes > 0)

@@ -28,6 +28,8 @@ ROPES = ("default", "llama3")
 CAPABILITY = 9, 0
 """The compute capability of the GPUs whose shared memory and instructions the tiles of `mtpctl.kernels.invariant` need."""
 GPU_DTYPES = "bfloat16", "float16"
+MAX_GPU_TP = 2
+"""The sum of two ranks' half-precision products has the same bits with any all-reduce; that of more ranks depends on the order."""
 WIDTH_MULTIPLE = 8
 """Elements in 16 bytes: rows of matrices must begin at multiples of these."""
 MAX_QUERY_HEADS = 64
@@ -86,17 +88,23 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         yield f"kernels.linear_logprob: {needs} its own kernel; set auto, or numerics: default"
     parallels = {"train.parallel": train.parallel} | ({"logprob.parallel": recipe.logprob.parallel} if recipe.logprob.standalone else {})
     for name, parallel in parallels.items():
-        for axis in ("tp", "cp", "ep"):
+        for axis in ("cp", "ep"):
             if (ranks := getattr(parallel, axis)) > 1:
-                yield f"{name}.{axis}: {needs} unsplit layers and samples, got {ranks}; set 1, or numerics: default"
+                yield f"{name}.{axis}: {needs} unsplit samples and experts, got {ranks}; set 1, or numerics: default"
     yield from _rollout(recipe, needs)
+    splits = {"rollout.tp": rollout.tp} | {f"{name}.tp": parallel.tp for name, parallel in parallels.items()}
+    if recipe.device == "cuda":
+        yield from _gpu_splits(splits, needs)
     if shape is None:
         return
     yield from _model(shape, needs)
+    for name, tp in splits.items():
+        if tp > 1 and (shape.moe is not None or shape.delta is not None):
+            yield f"{name}: {needs} unsplit experts and linear attention, got {tp}; set 1, or numerics: default"
     if recipe.device == "cuda":
         if shape.delta is not None:
             yield f"model: {needs} a CPU for the linear attention of {shape.family}; set cluster.device: cpu, or numerics: default"
-        yield from _widths(shape, needs)
+        yield from _widths(shape, max(splits.values()), needs)
     if recipe.device == "cpu" and (context := rollout.context or shape.max_positions) > MAX_CONTEXT:
         yield f"rollout.context: {needs} at most {MAX_CONTEXT} tokens, got {context}; lower it, or set numerics: default"
 
@@ -111,16 +119,35 @@ def _model(shape: ModelShape, needs: str) -> Complaints:
         yield f"model: {needs} a drafter with causal attention, got DFlash; use EAGLE-3 or no drafter, or set numerics: default"
 
 
-def _widths(shape: ModelShape, needs: str) -> Complaints:
+def _gpu_splits(splits: dict[str, int], needs: str) -> Complaints:
+    """Report numbers of tensor-parallel ranks for which GPUs round sums differently."""
+    engine = splits["rollout.tp"]
+    for name, tp in splits.items():
+        if tp > MAX_GPU_TP:
+            yield f"{name}: on a GPU, {needs} at most {MAX_GPU_TP} ranks, got {tp}; set {MAX_GPU_TP}, or numerics: default"
+        elif tp != engine:
+            yield f"{name}: on a GPU, {needs} as many ranks as rollout.tp: {engine}, got {tp}; set {engine}, or numerics: default"
+
+
+def _widths(shape: ModelShape, tp: int, needs: str) -> Complaints:
     """Report sizes that the tiles of `mtpctl.kernels.invariant` do not fit."""
-    widths = {"hidden size": shape.hidden, "MLP width": shape.ffn, "attention heads' width": shape.heads * shape.head_dim}
+    if shape.kv_heads % tp:
+        yield (
+            f"model: on a GPU, {needs} ranks that do not share key-value heads, got {shape.kv_heads} for {tp} ranks; use such a model, or "
+            "set numerics: default"
+        )
+    widths = {"hidden size": shape.hidden, "MLP width": shape.ffn // tp, "attention heads' width": shape.heads * shape.head_dim // tp}
     if shape.moe is not None:
         widths["experts' width"] = shape.moe.ffn
     if shape.eagle3 is not None:
-        widths["drafter's MLP width"] = shape.eagle3.ffn
+        widths["drafter's MLP width"] = shape.eagle3.ffn // tp
+    per_rank = "" if tp == 1 else " per rank"
     for name, width in widths.items():
         if width % WIDTH_MULTIPLE:
-            yield f"model: on a GPU, {needs} multiples of {WIDTH_MULTIPLE}, got {name} {width}; use such a model, or set numerics: default"
+            yield (
+                f"model: on a GPU, {needs} multiples of {WIDTH_MULTIPLE}{per_rank}, got {name} {width}; use such a model, or set "
+                "numerics: default"
+            )
     if (per_group := shape.heads // shape.kv_heads) > MAX_QUERY_HEADS:
         yield (
             f"model: on a GPU, {needs} at most {MAX_QUERY_HEADS} attention heads per key-value head, got {per_group}; use such a model, or "
@@ -135,8 +162,6 @@ def _rollout(recipe: Recipe, needs: str) -> Complaints:
         return
     if rollout.dtype not in ("auto", precision := PRECISIONS[recipe.device]):
         yield f"rollout.dtype: {needs} {precision} on {DEVICES[recipe.device]}; set auto, or numerics: default"
-    if rollout.tp > 1:
-        yield f"rollout.tp: {needs} unsplit layers, got {rollout.tp}; set 1, or numerics: default"
     if rollout.temperature != 1:
         yield f"rollout.temperature: {needs} 1, got {rollout.temperature:g}; set 1, or numerics: default"
     if rollout.top_p < 1 or rollout.top_k:

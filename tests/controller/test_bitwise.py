@@ -17,11 +17,19 @@ RUNS = {
     "recomputed": ["async.staleness_threshold=0"],
     "experts": ["async.staleness_threshold=0", f"model.config={json.dumps(QWEN3_MOE_EAGLE3)}", "train.moe.replay=rollout"],
     "linear attention": ["async.staleness_threshold=0", f"model.config={json.dumps(QWEN3_5)}", "logprob.standalone=true"],
+    "ranks": [
+        "async.staleness_threshold=0",
+        "model.config.num_key_value_heads=2",
+        "cluster.num_cpus=4",
+        "rollout.tp=2",
+        "train.parallel={tp: 2, sequence_parallel: true}",
+        "logprob={standalone: true, parallel: {tp: 2}}",
+    ],
     "server": ["async.staleness_threshold=1", "logprob.standalone=true"],
     "engine's own": ["async.staleness_threshold=1", "train.rl.old_logprobs=behaviour"],
 }
 """Sources of old log-probs, the last two with responses that continue under new weights. The second replays the engine's routes."""
-ON_POLICY = ("recomputed", "experts", "linear attention")
+ON_POLICY = ("recomputed", "experts", "linear attention", "ranks")
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -18,11 +18,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
+from mtpctl.cluster.rendezvous import address_of, host_store
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 from mtpctl.families.reading import DRAFTER
+from mtpctl.model.parallel import Rank
 from mtpctl.recipe.numerics import Numerics
+from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.protocol import ABORTED
 from mtpctl.rollout.vllm.engine import VllmEngine
@@ -33,7 +37,7 @@ from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.trainer.batch import Sequence
-from mtpctl.trainer.config import ScoreOptions
+from mtpctl.trainer.config import ScoreOptions, TokenScores
 from tests.fakes import tiny
 from tests.fakes.toys import LLAMA_EAGLE3, QWEN3_5, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3
 
@@ -45,6 +49,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 112,
     "max_position_embeddings": 256,
 }
+EVEN = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 _QWEN2: dict[str, Any] = {**LLAMA_EAGLE3, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 _ROPE = {"rope_parameters": _LLAMA3 | {"rope_theta": 10000.0}}
@@ -70,9 +75,11 @@ KV_CACHE_BYTES = 24 * 32 * 3 * 2 * 32 * 4
 """Room for 24 blocks of three layers, fewer than 16 requests need, so that some are preempted."""
 
 
-def folder_of(family: str, path: Path) -> HfFolder:
-    """A toy of this family with random weights, norms and biases. No token ends a response."""
+def folder_of(family: str, path: Path, *, even: bool = False) -> HfFolder:
+    """A toy of this family with random weights, norms and biases. No token ends a response. even: with sizes that two ranks can divide."""
     config = {name: value for name, value in FAMILIES[family].items() if name not in ("bos_token_id", "eos_token_id")}
+    if even:
+        config |= EVEN | ({"drafter": config["drafter"] | EVEN} if "drafter" in config else {})
     folder = tiny.varied(create_hf_folder(config | {"initializer_range": 0.2}, path, seed=0))
     return _predictable(folder)
 
@@ -104,11 +111,11 @@ class Counts:
     accepted: int = 0
 
 
-def versions(root: Path, count: int, family: str = "mimo") -> list[HfFolder]:
+def versions(root: Path, count: int, family: str = "mimo", *, even: bool = False) -> list[HfFolder]:
     """Folders of one toy model with different weights."""
     folders = []
     for version in range(count):
-        folder = folder_of(family, root / f"v{version}")
+        folder = folder_of(family, root / f"v{version}", even=even)
         generator = torch.Generator().manual_seed(version)
         for file in folder.path.rglob("*.safetensors"):
             tensors = {name: x + 0.03 * torch.randn(x.shape, generator=generator) for name, x in load_file(file).items()}
@@ -156,16 +163,18 @@ async def generate(
     method: str = "greedy",
     numerics: Numerics = "bitwise",
     device: Literal["cpu", "cuda"] = "cpu",
+    tp: int = 1,
 ) -> tuple[list[Sample], Counts]:
     """Responses to prompts of many lengths, with a sync whenever a share of them has ended. Every second sync aborts the responses.
 
-    On CUDA, the engine core runs in another process, in which preemptions and chunks are not counted.
+    On CUDA, or with several ranks, the engine core runs in another process, in which preemptions and chunks are not counted.
     """
     speculation = SpeculationConfig(num_tokens=k, draft_method=method) if k else SpeculationConfig(num_tokens=0)  # type: ignore[arg-type]
     # vLLM on a CPU has no prefix cache for linear attention with drafts.
     has_cache = device == "cuda" or not k or folders[0].shape.delta is None
     rollout = VllmConfig(
         max_in_flight=16,
+        tp=tp,
         context=256,
         threads=1,
         kv_cache_bytes=KV_CACHE_BYTES,
@@ -223,23 +232,58 @@ async def generate(
 
 
 def differences(
-    folders: list[HfFolder], samples: list[Sample], *, numerics: Numerics = "bitwise", device: Literal["cpu", "cuda"] = "cpu"
+    folders: list[HfFolder],
+    samples: list[Sample],
+    *,
+    numerics: Numerics = "bitwise",
+    device: Literal["cpu", "cuda"] = "cpu",
+    parallel: ParallelConfig | None = None,
 ) -> np.ndarray:
-    """|difference| of the engine's log-probs from the trainer's and the log-prob server's, under the version that sampled each token."""
+    """|difference| of the engine's log-probs from the trainer's and the log-prob server's, under the version that sampled each token.
+
+    parallel: of the trainer; None for a single process, which is this one.
+    """
     result = []
     inputs = [Sequence(list(sample.token_ids), len(sample.prompt_ids), list(sample.loss_mask)) for sample in samples]
     for version, folder in enumerate(folders):
-        with tiny.engine(folder, numerics=numerics, tokens_per_microbatch=1500, precision=PRECISIONS[device]) as trainer:
-            passes = trainer.score(inputs, record=True), trainer.score(inputs[::-1], options=[ScoreOptions()] * len(inputs))[::-1]
-            if len(folders) == 1 and numerics == "bitwise":
-                for sample, score in zip(samples, passes[0], strict=True):
-                    assert (sample.routes is None) == (score.routes is None)
-                    assert sample.routes is None or np.array_equal(sample.routes, score.routes[: len(sample.routes)])
+        if parallel is None:
+            passes = _scores(folder, inputs, numerics, device)
+        else:
+            meeting, out = host_store("127.0.0.1"), folder.path / "scores.pt"
+            arguments = parallel, address_of(meeting), out, folder, inputs, numerics, device
+            mp.spawn(_score_on_rank, args=arguments, nprocs=parallel.world_size)
+            passes = torch.load(out, weights_only=False)
+        if len(folders) == 1 and numerics == "bitwise":
+            for sample, score in zip(samples, passes[0], strict=True):
+                assert (sample.routes is None) == (score.routes is None)
+                assert sample.routes is None or np.array_equal(sample.routes, score.routes[: len(sample.routes)])
         for scores in passes:
             for sample, score in zip(samples, scores, strict=True):
                 own, behaviour = np.asarray(score.logprobs, np.float32), np.asarray(sample.behaviour_logprobs, np.float32)
                 result += [np.abs(own - behaviour)[span.start : span.end] for span in sample.version_spans if span.version == version]
     return np.concatenate(result)
+
+
+def _scores(
+    folder: HfFolder,
+    inputs: list[Sequence],
+    numerics: Numerics,
+    device: Literal["cpu", "cuda"],
+    rank: Rank | None = None,
+    parallel: ParallelConfig | None = None,
+) -> tuple[list[TokenScores], list[TokenScores]]:
+    """Scores of the trainer's pass, and of the log-prob server's, which has the sequences in the opposite order."""
+    fields: dict[str, Any] = {"numerics": numerics, "tokens_per_microbatch": 1500, "precision": PRECISIONS[device]}
+    with tiny.engine(folder, rank=rank, parallel=parallel, **fields) as trainer:
+        return trainer.score(inputs, record=True), trainer.score(inputs[::-1], options=[ScoreOptions()] * len(inputs))[::-1]
+
+
+def _score_on_rank(number: int, parallel: ParallelConfig, address: str, out: Path, *arguments: Any) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number)
+    scores = _scores(*arguments, Rank(number, parallel.world_size, address, number, deadline_s=300), parallel)
+    if number == 0:
+        torch.save(scores, out)
 
 
 def main() -> None:

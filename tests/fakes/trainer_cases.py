@@ -407,6 +407,11 @@ CASES = [
     _replay("replay-cp2-ep2-recomputed", "deepseek", cp=2, ep=2, fields=FULL),
     _replay("replay-cp2-dp2-ep2", "qwen3-moe", cp=2, dp=2, ep=2),
     _replay("replay-pp2-recomputed", "qwen3-moe", pp=2, fields=FULL),
+    *(
+        _case(f"bitwise-{model}-{layout}", model, "isolated", fields={"numerics": "bitwise"}, like=f"bitwise-{model}-one", **parallel)
+        for model in ("mimo", "odd", "eagle3")
+        for layout, parallel in (("one", {}), ("tp2", {"tp": 2}), ("sp2", {"tp": 2, "sequence_parallel": True}), ("shared-kv", {"tp": 4}))
+    ),
     _case("tp2-eagle3", "eagle3", "isolated", tp=2),
     _case("tp2-dflash", "dflash", "isolated", tp=2, saved=True),
     _case("dflash-isolated", "dflash", "isolated"),
@@ -447,7 +452,7 @@ CASES = [
 DEFAULT = frozenset(
     {
         *("tp2", "sp2-pp2", "pp2-mtp-alone", "cp2", "dp2", "cp4-small-blocks", "dp2-sharded", "tp2-odd-vocab"),
-        *("tp2-tied-joint", "tied-clipped-sp2"),
+        *("tp2-tied-joint", "tied-clipped-sp2", "bitwise-odd-tp2", "bitwise-mimo-sp2"),
         *("deepseek-tp2-ep2", "deepseek-few-ep2", "deepseek-balanced-cp2", "qwen3.5-sp2", "qwen3.5-cp2"),
         "nemotron-to-sp2-cp2",
         *("token-sp2", "own-cp2", "gspo-cp2"),

@@ -60,7 +60,8 @@ def failed_save(made: MegatronEngine, rank: Rank, path: Path, *, of: int) -> Non
 
 def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
     """After a first update, or a restore of another layout's checkpoint: scores, and a second update's metrics,
-    gradients and weights. `seconds`: until the engine stood, and from then on."""
+    gradients and weights. `before`: log-probs before both, with `numerics: bitwise`. `seconds`: until the engine
+    stood, and from then on."""
     began = time.perf_counter()
     folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
     if case.crowded:
@@ -78,6 +79,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             batch = followed(batch, folder, crowded=case.crowded)
         made.freeze_trunk(case.drafts_only)
         made.set_optimizer(CLIPPED if case.clipped else SMOOTH)
+        before = [score.logprobs for score in made.score(batch)] if case.fields.get("numerics") == "bitwise" else None
         supervised = DraftsOnly() if case.drafts_only else NextToken()
         if case.restore:
             assert made.restore(root / case.restore) == {"step": 1}
@@ -109,7 +111,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         weights = {name: value.clone() for name, value in made.export()}
         if case.fields.get("lora"):
             weights |= {name: value.clone() for name, value in made.export_adapter()}
-        result = {"metrics": metrics, "scores": scores, "weights": weights, "gradients": gradients(made)}
+        result = {"metrics": metrics, "before": before, "scores": scores, "weights": weights, "gradients": gradients(made)}
         return result | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
 
 

@@ -54,7 +54,7 @@ KERNELS = [
         (invariant.attention_kernel, {"PER_GROUP": 4, "WIDTH": 128, "BLOCK_WIDTH": 128, "PAGE": page, "BM": 64, "BN": 64, "SUMS": not page})
         for page in (0, 16)
     ),
-    (invariant.log_mass_kernel, {"BLOCK": 4096}),
+    (invariant.mass_kernel, {"BLOCK": 4096}),
     *((exact_experts.chosen_probs_kernel, {**BLOCK, "OF_ALL": of_all}) for of_all in FLAGS),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
@@ -66,8 +66,8 @@ POINTERS = {
     "replayed_ptr": "*i16",
     # Of bitwise operations.
     **dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr", "ends_ptr"), WHOLE),
-    **dict.fromkeys(("lse_ptr", "top_ptr", "mass_ptr"), WIDE),
-    "position_ptr": LONG,
+    **dict.fromkeys(("lse_ptr", "top_ptr"), WIDE),
+    **dict.fromkeys(("mass_ptr", "position_ptr"), LONG),
     # Of drafts.
     **dict.fromkeys(("draft_ptr", "teacher_ptr"), "*fp16"),
     **dict.fromkeys(("draft_top_ptr", "draft_lse_ptr", "teacher_top_ptr", "teacher_lse_ptr", "best_ptr", "partial_ptr"), WIDE),

@@ -16,13 +16,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from mtpctl.cluster.rendezvous import address_of, host_store, join_store
+from mtpctl.kernels import exact, invariant
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.kernels.shards import join_stats
 from tests.fakes.kernel_agreement import relative
 
 WORLD, ROWS, WIDTH, VOCAB, PADDING = 2, 14, 16, 64, 5
-OPTIONS = list(itertools.product(("chunked", "triton", "reference"), (1, 1 << 22)))
+OPTIONS = list(itertools.product(("chunked", "triton", "reference", "exact"), (1, 1 << 22)))
 
 
 def name(implementation: str, workspace: int) -> str:
@@ -50,11 +51,27 @@ def unlike_shards(rank: int) -> dict[str, float]:
     whole_h, whole_w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     shard_h, shard_w = hidden.clone().requires_grad_(), weight[half].clone().requires_grad_()
     common: dict[str, Any] = {"entropy": True, "valid_vocab": 126}
-    exact = linear_logprob(whole_h, whole_w, labels, implementation="reference", **common)
-    expected = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, torch.arange(ROWS))[0], (whole_h, whole_w))
+    reference = linear_logprob(whole_h, whole_w, labels, implementation="reference", **common)
+    expected = torch.autograd.grad(token_loss(reference.logprob, reference.entropy, torch.arange(ROWS))[0], (whole_h, whole_w))
     fused = linear_policy_loss(shard_h, shard_w, labels, token_loss, group=dist.group.WORLD, workspace_bytes=3 * 3 * 4 * 128, **common)
     grads = torch.autograd.grad(fused.loss_sum, (shard_h, shard_w))
     return {"hidden": relative(grads[0], expected[0]), "weight": relative(grads[1], expected[1][half])}
+
+
+def bits(rank: int) -> dict[str, float]:
+    """How many elements differ between operations of two ranks and of one, for rows and columns of different magnitudes."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 96, generator=g) * (2 * torch.randn(rows, 1, generator=g)).exp() for rows in (9, 50))
+    # Each rank has the largest element of some rows.
+    half, group = slice(rank * 48, (rank + 1) * 48), dist.group.WORLD
+    logits, columns = 4 * torch.randn(9, 101, generator=g), slice(0, 64) if rank == 0 else slice(64, 101)
+    pairs = {
+        "linear": (exact.linear(x[:, half], weight[:, half], group), exact.linear(x, weight)),
+        "exact mass": (exact.log_mass(logits[:, columns], 101, group), exact.log_mass(logits)),
+        "invariant mass": (invariant.log_mass(logits[:, columns], 101, group), invariant.log_mass(logits)),
+    }
+    flat = {name: [torch.cat(each) if isinstance(each, tuple) else each for each in pair] for name, pair in pairs.items()}
+    return {name: (two != one).sum().item() for name, (two, one) in flat.items()}
 
 
 def _rank(rank: int, meeting: str, folder: str) -> None:
@@ -74,31 +91,35 @@ def _rank(rank: int, meeting: str, folder: str) -> None:
             "implementation": implementation,
         }
         topk = 0 if implementation == "triton" else 5
-        exact = linear_logprob(whole_h, whole_w, labels, hit=True, topk=topk, implementation="reference", **common)
+        reference = linear_logprob(whole_h, whole_w, labels, hit=True, topk=topk, implementation="reference", **common)
         got = linear_logprob(shard_h, shard_w, labels, hit=True, topk=topk, **common, **parallel)
         every = torch.arange(ROWS)
-        expected = torch.autograd.grad(token_loss(exact.logprob, exact.entropy, every)[0], (whole_h, whole_w))
+        expected = torch.autograd.grad(token_loss(reference.logprob, reference.entropy, every)[0], (whole_h, whole_w))
         grads = torch.autograd.grad(token_loss(got.logprob, got.entropy, every)[0], (shard_h, shard_w))
         answer = {
-            "logprob": (got.logprob - exact.logprob).abs().max().item(),
-            "entropy": (got.entropy - exact.entropy).abs().max().item(),
-            "hit": (got.hit != exact.hit).sum().item(),
+            "logprob": (got.logprob - reference.logprob).abs().max().item(),
+            "entropy": (got.entropy - reference.entropy).abs().max().item(),
+            "hit": (got.hit != reference.hit).sum().item(),
             "hidden": relative(grads[0], expected[0]),
             "weight": relative(grads[1], expected[1][half]),
         }
         if topk:
-            answer["topk"] = (got.topk.ids != exact.topk.ids)[labels != -100].sum().item()
+            answer["topk"] = (got.topk.ids != reference.topk.ids)[labels != -100].sum().item()
+        if implementation == "exact":
+            single = linear_logprob(hidden, weight, labels, implementation="exact", **common)
+            answer["bits"] = (got.logprob != single.logprob).sum().item()
         if implementation != "reference":
             fused = linear_policy_loss(shard_h, shard_w, labels, token_loss, **common, **parallel)
             grads = torch.autograd.grad(fused.loss_sum, (shard_h, shard_w))
             answer |= {"policy hidden": relative(grads[0], expected[0]), "policy weight": relative(grads[1], expected[1][half])}
         answers[name(implementation, workspace)] = answer
     answers["unlike shards"] = unlike_shards(rank)
+    answers["bits"] = bits(rank)
     # A shard that is all padding contributes nothing to the softmax.
     shard_h, shard_w = hidden.clone().requires_grad_(), weight[half].clone().requires_grad_()
     few = labels.clamp(max=VOCAB // WORLD - 3)
     alone = linear_logprob(hidden, weight, few, valid_vocab=VOCAB // WORLD - 2, entropy=True)
-    for implementation in ("chunked", "reference"):
+    for implementation in ("chunked", "reference", "exact"):
         got = linear_logprob(
             shard_h,
             shard_w,
@@ -145,12 +166,17 @@ def test_sharded_results_match_unsharded_ones(answers: list[dict[str, dict[str, 
     # fp16 rounds the gradients of logits; parts are summed over ranks in fp32.
     gradient = 2e-3 if options[0] == "triton" else 2e-6
     for what, error in answers[rank][name(*options)].items():
-        bound = {"hit": 0, "topk": 0}.get(what, gradient if "hidden" in what or "weight" in what else 1e-4)
+        bound = {"hit": 0, "topk": 0, "bits": 0}.get(what, gradient if "hidden" in what or "weight" in what else 1e-4)
         assert error <= bound, what
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+def test_bitwise_operations_do_not_depend_on_the_number_of_ranks(answers: list[dict[str, dict[str, float]]], rank: int) -> None:
+    assert answers[rank]["bits"] == {"linear": 0, "exact mass": 0, "invariant mass": 0}
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("implementation", ["chunked", "reference", "exact"])
 def test_padding_shard_contributes_nothing(answers: list[dict[str, dict[str, float]]], rank: int, implementation: str) -> None:
     answer = answers[rank][f"{implementation}, a shard of padding"]
     assert answer["logprob"] < 1e-5

@@ -154,12 +154,20 @@ def test_trainer_memory_of_mimo_7b_in_bf16() -> None:
 
 def test_exact_sums_need_float64_temporaries() -> None:
     sets = "cluster.device=cpu", "train.precision=fp32", "train.tokens_per_microbatch=4096", "logprob.tokens_per_batch=4096"
+    sets += "train.parallel.tp=1", "train.parallel.sequence_parallel=false"
     before, after = recipe(*sets), recipe(*sets, "numerics=bitwise")
     more = 8 * 4096 * max(2 * 4096, 11008) + 8 * (4 << 20)
     assert trainer_memory(after, MIMO).activations - trainer_memory(before, MIMO).activations == more
     assert logprob_memory(after, MIMO).activations - logprob_memory(before, MIMO).activations == more
     on_card = recipe("cluster.device=cuda", *sets[1:]), recipe("cluster.device=cuda", *sets[1:], "numerics=bitwise")
     assert trainer_memory(on_card[0], MIMO) == trainer_memory(on_card[1], MIMO), "there, sums are rounded in a fixed order"
+
+
+def test_exact_layers_save_their_normed_inputs_with_sequence_parallelism() -> None:
+    sets = "train.parallel.tp=2", "train.parallel.sequence_parallel=true", "train.tokens_per_microbatch=4096"
+    before, after = (trainer_memory(recipe(*sets, f"numerics={numerics}"), MIMO).activations for numerics in ("default", "bitwise"))
+    layers = MIMO.layers + 1
+    assert after - before == 2 * 4096 * 4096 // 2 * layers * 2, "two inputs, half of the tokens, bf16"
 
 
 def test_fp32_has_no_masters() -> None:

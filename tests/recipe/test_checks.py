@@ -52,6 +52,7 @@ DRAFT = ["train.stages=[draft, rl]", "train.draft.steps=5"]
 # A recipe for one card, which the tests' recipes are not.
 BITWISE, CORRECTED = ["numerics=bitwise"], ["train.rl.correction.mode=truncate"]
 CARD = ["cluster.device=cuda", "sync.transport=nccl"]
+BITWISE_CARD = [*BITWISE, *CARD, "train.precision=bf16"]
 
 
 @pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)
@@ -264,8 +265,11 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         ([*BITWISE, "train.precision=bf16"], "train.precision: numerics: bitwise needs fp32 on a CPU; set fp32, or numerics: default"),
         ([*BITWISE, "rollout.dtype=bf16"], "rollout.dtype: numerics: bitwise needs fp32 on a CPU; set auto, or numerics: default"),
         ([*BITWISE, "train.lora.rank=4"], "train.lora: numerics: bitwise needs full weights; remove the section"),
-        ([*BITWISE, "rollout.tp=3"], "rollout.tp: numerics: bitwise needs unsplit layers, got 3; set 1"),
-        ([*BITWISE, "train.parallel.cp=2"], "train.parallel.cp: numerics: bitwise needs unsplit layers and samples, got 2; set 1"),
+        ([*BITWISE, "train.parallel.cp=2"], "train.parallel.cp: numerics: bitwise needs unsplit samples and experts, got 2; set 1"),
+        (
+            [*BITWISE, "rollout.tp=3", f"model.config={json.dumps(QWEN3_MOE_EAGLE3)}"],
+            "rollout.tp: numerics: bitwise needs unsplit experts and linear attention, got 3; set 1, or numerics: default",
+        ),
         ([*BITWISE, "kernels.linear_logprob=reference"], "kernels.linear_logprob: numerics: bitwise needs its own kernel; set auto"),
         ([*BITWISE, "rollout.temperature=0.7"], "rollout.temperature: numerics: bitwise needs 1, got 0.7; set 1"),
         ([*BITWISE, *CORRECTED, "rollout.top_p=0.9"], "rollout.top_p: numerics: bitwise needs the whole distribution"),
@@ -283,7 +287,20 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             "rollout.dtype: numerics: bitwise needs bf16 on a GPU; set auto, or numerics: default",
         ),
         (
-            [*BITWISE, *CARD, "train.precision=bf16", "model.config.intermediate_size=100"],
+            [*BITWISE_CARD, "train.parallel.tp=2"],
+            "train.parallel.tp: on a GPU, numerics: bitwise needs as many ranks as rollout.tp: 1, got 2; set 1",
+        ),
+        ([*BITWISE_CARD, "rollout.tp=4"], "rollout.tp: on a GPU, numerics: bitwise needs at most 2 ranks"),
+        (
+            [*BITWISE_CARD, "rollout.tp=2", "train.parallel.tp=2", "model.config.intermediate_size=200"],
+            "model: on a GPU, numerics: bitwise needs multiples of 8 per rank, got MLP width 100; use such a model",
+        ),
+        (
+            [*BITWISE_CARD, "rollout.tp=2", "train.parallel.tp=2", "model.config.num_key_value_heads=1"],
+            "model: on a GPU, numerics: bitwise needs ranks that do not share key-value heads, got 1 for 2 ranks; use such a model",
+        ),
+        (
+            [*BITWISE_CARD, "model.config.intermediate_size=100"],
             "model: on a GPU, numerics: bitwise needs multiples of 8, got MLP width 100; use such a model, or set numerics: default",
         ),
         ([*BITWISE, "model.config.max_position_embeddings=9000"], "rollout.context: numerics: bitwise needs at most 8192 tokens, got 9000"),
@@ -432,6 +449,7 @@ def test_bitwise_linear_attention_needs_fp32_on_a_cpu() -> None:
 
 def test_bitwise_numerics_need_a_supported_model() -> None:
     validate(load_recipe("tiny_mtp", sets=[*BITWISE, "rollout.speculation.num_tokens=3", "logprob.standalone=true"]).recipe)
+    validate(load_recipe("tiny_mtp", sets=[*BITWISE, "rollout.tp=3", "train.parallel={tp: 3, sequence_parallel: true}"]).recipe)
     assert bitwise_complaint(GLM4_MOE) == (
         f"model: numerics: bitwise needs a model of the family {', '.join(FAMILIES)}, got glm4-moe; use one, or set numerics: default"
     )
@@ -444,7 +462,7 @@ def test_bitwise_numerics_need_a_supported_model() -> None:
         "model: numerics: bitwise needs a drafter with causal attention, got DFlash; use EAGLE-3 or no drafter, or set numerics: default"
     )
     experts = [f"model.config={json.dumps(QWEN3_MOE_EAGLE3)}", "train.parallel.ep=5"]
-    split = "train.parallel.ep: numerics: bitwise needs unsplit layers and samples, got 5; set 1, or numerics: default"
+    split = "train.parallel.ep: numerics: bitwise needs unsplit samples and experts, got 5; set 1, or numerics: default"
     assert split in complaints_of(load_recipe("tiny_mtp", sets=[*BITWISE, *experts]).recipe)
     llama3 = {"rope_parameters": yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
     for config in (LLAMA_EAGLE3 | llama3 | {"drafter": LLAMA_EAGLE3["drafter"] | llama3}, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3):

@@ -38,6 +38,7 @@ def test_update_matches_one_process(results: dict[str, Any], case: Case) -> None
     """Including RL updates, and updates after a restore from another layout."""
     result, expected = results[case.name], results[case.like]
     assert not isinstance(result, str), result
+    assert result["before"] == expected["before"], "equal to the last bit"
     for name, value in expected["metrics"].items():
         if not name.startswith("timing_s/"):
             assert result["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from mtpctl.recipe.parallel import ParallelConfig
 from tests.fakes.bitwise import FAMILIES, differences, folder_of, generate, versions
 from tests.fakes.engines import Loop
 from tests.fakes.interpreted import run_interpreted
@@ -52,6 +54,38 @@ def test_linear_attention_equals_the_trainers_with_drafts_preemption_aborts_and_
     assert counts.aborted and counts.chunked and (counts.accepted and counts.preempted if k else counts.cached), counts
     assert differences(folders, samples).max() == 0.0
     assert differences(folders[:1], samples, numerics="default").max() > 0.0, "the default sums round differently"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "k"), [*(("mimo", k) for k in range(4)), ("qwen2", 0), ("qwen3", 3), ("llama", 1)])
+def test_log_probs_of_an_engine_of_two_ranks_equal_those_of_one_process(
+    family: str, k: int, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the core forks its ranks
+    # MiMo's ranks share a key-value head.
+    folders = versions(tmp_path, 3 if family == "mimo" else 1, family, even=family != "mimo")
+    samples, counts = run(generate(folders, tmp_path / "store", 24, k=k, tp=2), 500)
+    assert counts.cached and (family != "mimo" or (counts.aborted and (counts.accepted or not k))), counts
+    errors = differences(folders, samples)
+    assert len(errors) == 2 * sum(len(sample.response_ids) for sample in samples)
+    assert errors.max() == 0.0
+    assert differences(folders[:1], samples, parallel=ParallelConfig(tp=2, sequence_parallel=True)).max() == 0.0
+    assert differences(folders, samples, numerics="default").max() > 0.0, "the default sums round differently"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two cards")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("family", "k", "splits_tokens"), [("mimo", 0, False), ("mimo", 3, True), ("qwen2", 0, True), ("llama", 3, True)])
+def test_log_probs_of_engine_and_trainer_on_two_gpus_are_equal(family: str, k: int, splits_tokens: bool, run: Loop, tmp_path: Path) -> None:
+    folders = versions(tmp_path, 1, family, even=True)
+    samples, counts = run(generate(folders, tmp_path / "store", 200, k=k, device="cuda", tp=2), 800)
+    assert counts.cached and (not k or counts.drafted), counts
+    parallel = ParallelConfig(tp=2, sequence_parallel=splits_tokens)
+    assert differences(folders, samples, device="cuda", parallel=parallel).max() == 0.0
+    default = differences(folders, samples, numerics="default", device="cuda", parallel=parallel)
+    assert default.max() > 0.0, "the default kernels round differently"
 
 
 @pytest.mark.slow

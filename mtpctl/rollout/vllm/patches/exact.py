@@ -25,6 +25,7 @@ from mtpctl.rollout.vllm.plugin import NUMERICS
 if TYPE_CHECKING:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import RowParallelLinear
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.v1.attention.backend import AttentionLayer
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
@@ -68,6 +69,7 @@ def install_exact() -> None:
     assign(CPUAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
     replace_forward(RMSNorm, rms_norm)
     replace_forward(SiluAndMul, silu_and_mul)
+    replace_row_parallel(summed_linear)
     assign(RotaryEmbedding, forward_cpu=_rotary(RotaryEmbedding.forward_cpu))
     _install_log_softmax(Sampler)
 
@@ -85,6 +87,30 @@ def replace_forward(layer: type[nn.Module], forward: Callable[..., object], meth
     assign(layer, __init__=__init__)
 
 
+def replace_row_parallel(product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Let row-parallel layers of an exact engine of several ranks compute `product(x, weight)`, the sum over the ranks.
+
+    vLLM adds a bias on the first rank before it sums; the trainer adds it to the rounded sum.
+    """
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    if "forward" not in vars(RowParallelLinear):
+        raise UpstreamMoved(f"{__name__}: RowParallelLinear.forward is gone; find how this vLLM sums over ranks, or sums are not exact")
+    upstream = RowParallelLinear.forward
+
+    @wraps(upstream)
+    def forward(self: RowParallelLinear, input_: Tensor) -> Any:
+        if not is_exact() or self.tp_size == 1:
+            return upstream(self, input_)
+        assert self.input_is_parallel and self.reduce_results, f"{self.prefix}: partial sums are not exact"
+        out = product(input_, self.get_parameter("weight"))
+        if self.bias is not None and not self.skip_bias_add:
+            out = out + self.bias
+        return (out, self.bias if self.skip_bias_add else None) if self.return_bias else out
+
+    assign(RowParallelLinear, forward=forward)
+
+
 # --------------------------------------------------------------------------------------------------------------- layers
 
 
@@ -92,6 +118,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in] · weightᵀ + bias."""
     out = exact.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return out if bias is None else out.add_(bias)
+
+
+def summed_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., in / tp] · weightᵀ, summed over the ranks before it is rounded."""
+    from vllm.distributed import get_tp_group
+
+    return exact.linear(x.flatten(0, -2), weight, get_tp_group().cpu_group).unflatten(0, x.shape[:-1])
 
 
 def rms_norm(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mtpctl.errors import UpstreamMoved, UserError
 from mtpctl.kernels import invariant
 from mtpctl.kernels.invariant import PagedKV
-from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward, rotary_table
+from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward, replace_row_parallel, rotary_table
 from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def replace_operations() -> None:
     assign(FlashAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
     assign(logprob, compute_token_logprobs=token_logprobs)
     assign(DraftModelSpeculator, draft_logits_spec=draft_logits_spec)
+    replace_row_parallel(summed_linear)
     replace_forward(RMSNorm, rms_norm)
     replace_forward(SiluAndMul, silu_and_mul)
     replace_forward(RotaryEmbedding, rotary)
@@ -116,6 +117,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in] · weightᵀ, rounded, + bias: the trainer adds a bias to a rounded product."""
     out = invariant.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return out if bias is None else out.add_(bias)
+
+
+def summed_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., in / tp] · weightᵀ, rounded on each rank, and summed. Two ranks' sum is rounded once, whichever all-reduce adds them."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    return tensor_model_parallel_all_reduce(linear(x, weight, None))
 
 
 def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

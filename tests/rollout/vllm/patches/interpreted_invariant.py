@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.attention.backend import AttentionType
@@ -81,6 +81,15 @@ def test_norm_activation_and_products_round_as_the_trainer() -> None:
     assert DraftModelSpeculator.draft_logits_spec(None, config)[0] == logits.dtype
     tokens = torch.tensor([[index % 6] for index in range(7)])
     assert torch.equal(logprob.compute_token_logprobs(logits, tokens), invariant.log_softmax(logits).gather(1, tokens))
+
+
+@pytest.mark.usefixtures("bitwise")
+def test_ranks_add_rounded_products_and_then_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias, other = drawn(7, 40), drawn(6, 40, seed=1), drawn(6, seed=2), drawn(7, 6, seed=3)
+    monkeypatch.setattr("vllm.distributed.tensor_model_parallel_all_reduce", lambda own: (own.float() + other.float()).to(HALF))
+    sizes = {"tp_size": 2, "tp_rank": 0, "input_is_parallel": True, "reduce_results": True, "return_bias": False}
+    layer = SimpleNamespace(get_parameter=lambda name: {"weight": weight}[name], bias=bias, skip_bias_add=False, **sizes)
+    assert torch.equal(RowParallelLinear.forward(layer, x), (invariant.linear(x, weight) + other) + bias)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm, RMSNormGated
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.sample.sampler import Sampler
@@ -38,6 +39,26 @@ def test_only_layers_of_a_bitwise_engine_are_exact(numerics: str, monkeypatch: p
     assert torch.equal(centered(x.clone()), exact.rms_norm(x, centered.weight.data, 1e-6, 1.0)) == is_exact
     assert torch.equal(gated(x, 2 * x), exact_delta.gated_rms_norm(x, 2 * x, gated.weight.data, 1e-6)) == is_exact
     assert torch.equal(sampler.compute_logprobs(x), exact.log_softmax(x)) == is_exact
+
+
+@pytest.mark.parametrize("numerics", ["default", "bitwise"])
+def test_bias_of_a_row_parallel_layer_is_added_to_the_sum_of_the_ranks(numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    monkeypatch.setenv(NUMERICS, numerics)
+    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: SimpleNamespace(cpu_group=None))  # exact sums of one rank
+    monkeypatch.setattr("vllm.model_executor.layers.linear.tensor_model_parallel_all_reduce", lambda x: x)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 24), (7, 24), (7,)))
+    method = SimpleNamespace(apply=lambda layer, x, bias: x @ weight.T if bias is None else x @ weight.T + bias)
+    options = {"tp_size": 2, "tp_rank": 1, "input_is_parallel": True, "reduce_results": True, "return_bias": True}
+    layer = SimpleNamespace(bias=bias, quant_method=method, get_parameter=lambda name: {"weight": weight}[name], **options)
+    for skips in (False, True):
+        layer.skip_bias_add = skips
+        out, left = RowParallelLinear.forward(layer, x)
+        assert (left is bias) == skips
+        exact_sum = exact.linear(x, weight) if skips else exact.linear(x, weight) + bias
+        # The first rank has vLLM's bias.
+        assert torch.equal(out, exact_sum if numerics == "bitwise" else x @ weight.T)
 
 
 @pytest.mark.parametrize("block_bytes", [exact.BLOCK_BYTES, 1])
