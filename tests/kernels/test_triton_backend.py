@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from mtpctl.kernels.backend import Problem
+from mtpctl.kernels.shards import vocab_shard
 from mtpctl.kernels.triton_backend import Tiles, Triton
 from tests.environment import TREE
 from tests.fakes.interpreted import run_interpreted
@@ -23,7 +24,9 @@ def reference_problem(workspace: int, rows: int = 8192) -> Problem:
         torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta"),
         torch.empty(151680, 4096, dtype=torch.bfloat16, device="meta"),
     )
-    return Problem(hidden, weight, torch.empty(rows, dtype=torch.long, device="meta"), 1.0, 151680, workspace)
+    return Problem(
+        hidden, weight, torch.empty(rows, dtype=torch.long, device="meta"), 1.0, 151680, workspace, vocab_shard(weight, None, None)
+    )
 
 
 def test_saved_logits_and_chunk_fit_the_workspace_together() -> None:
