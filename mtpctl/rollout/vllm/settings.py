@@ -183,6 +183,8 @@ def engine_settings(
     environment[NUMERICS] = numerics
     if numerics == "bitwise" and not cpu:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # whose sampler the patches replace
+        # vLLM's own kernel and NCCL remain, which round the sum of two ranks once.
+        environment |= {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         if not args["enforce_eager"]:
             environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
     return VllmSettings(

@@ -128,6 +128,7 @@ def test_bitwise_engine_on_a_gpu_is_not_compiled(eager: bool) -> None:
     assert ("cudagraph_capture_sizes" in compilation) == (not eager)
     assert settings.args["attention_backend"] == "FLASH_ATTN" and settings.args["moe_backend"] == "triton"
     assert settings.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert {settings.environment[f"VLLM_ALLREDUCE_USE_{name}"] for name in ("FLASHINFER", "SYMM_MEM")} == {"0"}
     usual = engine_settings(config, model="m", precision="bf16", device="cuda")
     assert "compilation_config" not in usual.args
     assert not {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH"} & usual.environment.keys()
