@@ -67,6 +67,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 192,
         "norm_topk_prob": True,
     },
+    "qwen3.5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "head_dim": 256,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        "partial_rotary_factor": 0.25,
+        "mtp_num_hidden_layers": 1,
+    },
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -79,7 +93,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Config fields of each family. All but MiMo get an EAGLE-3 drafter."""
+"""Config fields of each family. Those without an MTP head get an EAGLE-3 drafter."""
+QWEN3_5_9B = QWEN3_8B | {
+    "num_hidden_layers": 20,  # of 32, so that the trainer has room
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 248320,
+    "rope_theta": 1e7,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": 5 * ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+DELTA_TOY = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
 PRIOR = 3.0
 """Standard deviation of tokens' mean logits in models with an EAGLE-3 drafter, in nats."""
 PRIOR_STATE = 8.0
@@ -96,17 +121,19 @@ def config_of(family: str, size: str, device: str) -> dict[str, Any]:
 
     config = SMALL | FAMILIES[family]
     if device == "cpu":
-        config |= TOY
+        config |= TOY | (DELTA_TOY if family == "qwen3.5" else {})
     elif size == "large":
         if family == "mimo":
             config = dict(named_config(""))
+        elif family == "qwen3.5":
+            config |= QWEN3_5_9B
         elif family == "qwen3-moe":  # 12 of 48 layers, to fit one GPU
             config = config | dict(named_config("Qwen/Qwen3-30B-A3B")) | {"num_hidden_layers": 12}
         else:
             config |= QWEN3_8B
-    for name in ("bos_token_id", "eos_token_id"):
+    for name in ("bos_token_id", "eos_token_id", *(["moe_intermediate_size"] if family == "qwen3.5" else [])):
         config.pop(name, None)
-    if family == "mimo":
+    if family in ("mimo", "qwen3.5"):
         return config
     shared = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps")
     layers = config["num_hidden_layers"]
@@ -123,7 +150,7 @@ def config_of(family: str, size: str, device: str) -> dict[str, Any]:
 def create_folder(options: argparse.Namespace) -> None:
     """A model with random weights, norms and biases, whose logits spread by several nats.
 
-    Some drafts are accepted: MiMo's next token mostly depends on the last one, whose embedding its drafter reads. An EAGLE-3 drafter reads
+    Some drafts are accepted: the next token mostly depends on the last one, whose embedding an MTP head reads. An EAGLE-3 drafter reads
     the embedding in its attention only, so these models' first hidden dimension is large, and adds to each token's logit its mean.
     """
     import torch
@@ -139,19 +166,25 @@ def create_folder(options: argparse.Namespace) -> None:
     generator = torch.Generator(options.device).manual_seed(0)
     options.folder.mkdir(parents=True)
     tensors = {}
-    for name, size in tensor_shapes(shape_of(config)).items():
+    shape = shape_of(config)
+    for name, size in tensor_shapes(shape).items():
         drawn = torch.randn(size, generator=generator, device=options.device)
         if len(size) == 1:
-            drawn = 0.2 * drawn + (0.0 if name.endswith("bias") else 1.0)
+            is_centered = shape.delta is not None and not name.endswith("linear_attn.norm.weight")
+            drawn = 0.2 * drawn + (0.0 if is_centered or name.endswith("bias") else 1.0)
         elif name.endswith("input_proj.weight"):
             drawn = torch.eye(size[0], device=options.device).repeat(1, 2)
             drawn[:, : size[0]] = 0.0
+        elif name == "mtp.fc.weight":
+            drawn = torch.eye(*size, device=options.device)
+        elif name.endswith("conv1d.weight"):
+            drawn *= size[-1] ** -0.5
         elif name.endswith("fc.weight"):  # of an EAGLE-3 drafter: the state after the last layer
             drawn = torch.eye(size[0], device=options.device).repeat(1, 3)
             drawn[:, : 2 * size[0]] = 0.0
         elif "embed_tokens" not in name:
             drawn *= size[1] ** -0.5
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             drawn *= 0.6 * config["num_hidden_layers"] ** -0.5
         elif "lm_head" in name:
             drawn *= 3.0
@@ -194,14 +227,15 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
     # Several engines share the GPU: they must not measure its free memory.
     fields: dict[str, Any] = {"threads": 1, "kv_cache_bytes": 48 << 20} if not cuda else {"gpu_memory": 0.3, "kv_cache_bytes": 12 << 30}
     if cuda and not is_large:
-        fields = {"gpu_memory": 0.1, "kv_cache_bytes": 256 << 20}
+        fields = {"gpu_memory": 0.1, "kv_cache_bytes": (1024 if options.family == "qwen3.5" else 256) << 20}
     rollout = VllmConfig(
         max_in_flight=options.flight,
         context=1024,
         eager=bool(options.eager),
         speculation=SpeculationConfig(num_tokens=options.drafts, draft_method=options.method if options.drafts else "greedy"),
         # Prompts of the small model take several steps, in which other requests decode.
-        engine_args={"enable_prefix_caching": True} | ({} if is_large else {"max_num_batched_tokens": 256}),
+        engine_args={"enable_prefix_caching": cuda or options.family != "qwen3.5" or not options.drafts}
+        | ({} if is_large else {"max_num_batched_tokens": 256}),
         **fields,
     )
     settings = engine_settings(

@@ -77,6 +77,7 @@ def run(mixed: Tensor, alpha: Tensor, beta: Tensor, weights: DeltaWeights, start
 
     mixed [T, C]; alpha, beta [T, h]: a state's update rate is sigmoid(beta). starts [n + 1]: first token of each sequence, and T.
     """
+    assert cache.states.dtype == torch.float32, f"states of {cache.states.dtype} would be rounded after each step"
     convolve, recur = (convolve_triton, recur_triton) if mixed.is_cuda else (convolve_torch, recur_torch)
     convolved = convolve(mixed, weights.taps, starts, cache)
     keys, values = weights.key_heads, len(weights.decay)
@@ -194,7 +195,7 @@ def recur_triton(
     assert v.stride(1) == width and cache.states.stride()[1:] == (depth * width, width, 1)
     with on_device_of(v):
         recurrence_kernel[(triton.cdiv(width, BLOCK_VALUES), heads, len(cache.slots))](
-            q, k, v, alpha, beta, weights.decay, weights.bias, out, cache.states, *_positions(starts, cache),
+            q, k, v, alpha, beta, weights.decay.float(), weights.bias.float(), out, cache.states, *_positions(starts, cache),
             v.stride(0), cache.states.stride(0), int(cache.slots.shape[1] > 1),
             HEADS=heads, SHARED=heads // q.shape[1], DEPTH=depth, WIDTH=width,
             BLOCK_DEPTH=triton.next_power_of_2(depth), BLOCK_WIDTH=BLOCK_VALUES, num_warps=4,

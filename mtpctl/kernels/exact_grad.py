@@ -33,7 +33,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """`exact.rms_norm` or `invariant.rms_norm`, with gradients."""
     if x.is_cuda:
         return norm.rms_norm_by_row(x, weight, eps, offset)
-    return _RmsNorm.apply(x, weight, eps, offset)
+    return with_gradients_of(
+        lambda x, weight: F.rms_norm(x, (len(weight),), weight + offset, eps), partial(exact.rms_norm, eps=eps, offset=offset), x, weight
+    )
 
 
 def split_normed_heads(mixed: Tensor, layout: HeadLayout, qk_norm: HeadNorm, angles: Angles | None) -> Heads:
@@ -49,7 +51,8 @@ def split_normed_heads(mixed: Tensor, layout: HeadLayout, qk_norm: HeadNorm, ang
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
     """`exact.attention` on a CPU, with gradients."""
-    return _Attention.apply(query, key, value, visible, scale)
+    usual = partial(F.scaled_dot_product_attention, attn_mask=visible, scale=scale, enable_gqa=True)
+    return with_gradients_of(usual, partial(exact.attention, visible=visible, scale=scale), query, key, value)
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -67,7 +70,11 @@ def router_logits(states: Tensor, weight: Tensor) -> Tensor:
 def route(logits: Tensor, experts: Tensor, *, of_all: bool) -> tuple[Tensor, Tensor]:
     """Probs and routes (bool), both [T, E], of logits [T, E] and each token's `experts` [T, k]. See `exact_experts.chosen_probs`."""
     routes = exact_experts.routes_of(experts, logits.shape[1])
-    return _ChosenProbs.apply(logits, routes, of_all), routes
+
+    def usual(logits: Tensor) -> Tensor:
+        return (logits if of_all else logits.masked_fill(~routes, float("-inf"))).softmax(-1).masked_fill(~routes, 0.0)
+
+    return with_gradients_of(usual, partial(exact_experts.chosen_probs, routes=routes, of_all=of_all), logits), routes
 
 
 def with_gradients_of(usual: Callable[..., Tensor], exact_function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -121,22 +128,6 @@ class _Linear(torch.autograd.Function):
         return *linear_backward(ctx, grads[0]), None
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.constants = eps, offset
-        return exact.rms_norm(x, weight, eps, offset)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        eps, offset = ctx.constants
-        x, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
-        with torch.enable_grad():
-            out = F.rms_norm(x, (len(weight),), weight + offset, eps)
-        return *torch.autograd.grad(out, (x, weight), grads[0]), None, None
-
-
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, scale: Tensor | None) -> Tensor:
@@ -146,22 +137,6 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         return swiglu_backward_torch(grads[0], *ctx.saved_tensors)
-
-
-class _ChosenProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, routes: Tensor, of_all: bool) -> Tensor:
-        ctx.save_for_backward(logits, routes)
-        ctx.of_all = of_all
-        return exact_experts.chosen_probs(logits, routes, of_all=of_all)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, routes = ctx.saved_tensors
-        logits = logits.detach().requires_grad_()
-        with torch.enable_grad():
-            probs = (logits if ctx.of_all else logits.masked_fill(~routes, float("-inf"))).softmax(-1).masked_fill(~routes, 0.0)
-        return torch.autograd.grad(probs, logits, grads[0])[0], None, None
 
 
 class _Rotation(torch.autograd.Function):
@@ -179,19 +154,3 @@ class _Rotation(torch.autograd.Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotate = invariant.rotate if x.is_cuda else exact.rotate
     return rotate(x, torch.arange(len(x), device=x.device), cos, sin)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(query, key, value, visible)
-        ctx.scale = scale
-        return exact.attention(query, key, value, visible, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, visible = ctx.saved_tensors
-        query, key, value = (each.detach().requires_grad_() for each in inputs)
-        with torch.enable_grad():
-            out = F.scaled_dot_product_attention(query, key, value, visible, scale=ctx.scale, enable_gqa=True)
-        return *torch.autograd.grad(out, (query, key, value), grads[0]), None, None

@@ -201,13 +201,15 @@ def _attend(
         return
     assert per_group <= QUERY_ROWS, f"{per_group} query heads per key-value head, at most {QUERY_ROWS}"
     grid = triton.cdiv(int(longest), QUERY_ROWS // per_group), groups, requests
+    block_width = max(16, triton.next_power_of_2(width))
     table, lengths = (starts, starts) if pages is None else (pages.block_table, pages.lengths)
     with on_device_of(query):
         attention_kernel[grid](
             query, key, value, out, sums, starts, lengths, table,
             scale * LOG2E, len(query), query.stride(0), out.stride(0), *strides[0], *strides[1], table.stride(0),
-            PER_GROUP=per_group, WIDTH=width, BLOCK_WIDTH=max(16, triton.next_power_of_2(width)), PAGE=size,
-            BM=QUERY_ROWS, BN=BLOCK_KEYS, SUMS=pages is None and sums.numel() > 0, num_warps=4, num_stages=3,
+            PER_GROUP=per_group, WIDTH=width, BLOCK_WIDTH=block_width, PAGE=size,
+            BM=QUERY_ROWS, BN=BLOCK_KEYS, SUMS=pages is None and sums.numel() > 0, num_warps=4,
+            num_stages=3 if block_width <= 128 else 2,  # wider heads fill the shared memory
         )  # fmt: skip
 
 

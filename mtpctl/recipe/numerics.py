@@ -102,8 +102,6 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         if tp > 1 and (shape.moe is not None or shape.delta is not None):
             yield f"{name}: {needs} unsplit experts and linear attention, got {tp}; set 1, or numerics: default"
     if recipe.device == "cuda":
-        if shape.delta is not None:
-            yield f"model: {needs} a CPU for the linear attention of {shape.family}; set cluster.device: cpu, or numerics: default"
         yield from _widths(shape, max(splits.values()), needs)
     if recipe.device == "cpu" and (context := rollout.context or shape.max_positions) > MAX_CONTEXT:
         yield f"rollout.context: {needs} at most {MAX_CONTEXT} tokens, got {context}; lower it, or set numerics: default"
@@ -137,6 +135,8 @@ def _widths(shape: ModelShape, tp: int, needs: str) -> Complaints:
             "set numerics: default"
         )
     widths = {"hidden size": shape.hidden, "MLP width": shape.ffn // tp, "attention heads' width": shape.heads * shape.head_dim // tp}
+    if shape.delta is not None:
+        widths["linear attention's width"] = shape.delta.value_heads * shape.delta.value_dim
     if shape.moe is not None:
         widths["experts' width"] = shape.moe.ffn
     if shape.eagle3 is not None:

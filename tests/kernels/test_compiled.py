@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mtpctl.kernels import activations, exact_experts, invariant, norm, qkv, routing, rows, triton_backend  # noqa: E402
+from mtpctl.kernels import activations, exact_delta, exact_experts, invariant, norm, qkv, routing, rows, triton_backend  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLAGS = (False, True)
@@ -55,6 +55,8 @@ KERNELS = [
         for page in (0, 16)
     ),
     (invariant.mass_kernel, {"BLOCK": 4096}),
+    (exact_delta.convolve_kernel, {"TAPS": 4, "BLOCK": 128}),
+    (exact_delta.recurrence_kernel, {"HEADS": 32, "SHARED": 2, "DEPTH": 128, "WIDTH": 128, "BLOCK_DEPTH": 128, "BLOCK_WIDTH": 32}),
     *((exact_experts.chosen_probs_kernel, {**BLOCK, "OF_ALL": of_all}) for of_all in FLAGS),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
@@ -68,6 +70,8 @@ POINTERS = {
     **dict.fromkeys(("starts_ptr", "lengths_ptr", "table_ptr", "ends_ptr"), WHOLE),
     **dict.fromkeys(("lse_ptr", "top_ptr"), WIDE),
     **dict.fromkeys(("mass_ptr", "position_ptr"), LONG),
+    **dict.fromkeys(("slots_ptr", "accepted_ptr"), WHOLE),
+    "state_ptr": WIDE,
     # Of drafts.
     **dict.fromkeys(("draft_ptr", "teacher_ptr"), "*fp16"),
     **dict.fromkeys(("draft_top_ptr", "draft_lse_ptr", "teacher_top_ptr", "teacher_lse_ptr", "best_ptr", "partial_ptr"), WIDE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,22 @@ def test_steps_that_verify_drafts_compute_the_same_bits(drafts: int) -> None:
     sample = drawn_inputs(50)
     accepted = [1 + (step * step) % (drafts + 1) for step in range(40)]
     assert torch.equal(in_steps(sample, [9], drafts=drafts, accepted=accepted), packed([sample])[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_steps_compute_the_same_bits_on_a_gpu(drafts: int) -> None:
+    samples = [drawn_inputs(length, seed=length, dtype=torch.bfloat16, device="cuda") for length in (200, 3, 65)]
+    whole = packed(samples)
+    accepted = [1 + (step * step) % (drafts + 1) for step in range(200)]
+    steps = [9] if drafts else [100, 1, 1, 98]
+    assert torch.equal(in_steps(samples[0], steps, drafts=drafts, accepted=accepted if drafts else None), whole[0])
+    expected = by_definition(Inputs(*(x.cpu() for x in samples[0][:3]), DeltaWeights(*(_on_cpu(x) for x in samples[0].weights))))
+    assert (whole[0].cpu().double() - expected).norm() <= 0.02 * expected.norm()  # q, k, v and outputs are rounded to 8 bits
+
+
+def _on_cpu(x: Any) -> Any:
+    return x.cpu() if isinstance(x, Tensor) else x
 
 
 def test_a_new_sequence_ignores_what_its_slot_contains() -> None:

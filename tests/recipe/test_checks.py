@@ -439,12 +439,13 @@ def bitwise_complaint(config: dict[str, Any]) -> str:
     return complaint(*BITWISE, f"model.config={json.dumps(config)}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
 
 
-def test_bitwise_linear_attention_needs_fp32_on_a_cpu() -> None:
-    model = [*BITWISE, f"model.config={json.dumps(QWEN3_5)}"]
-    validate(load_recipe("tiny_mtp", sets=[*model, "train.precision=fp32"]).recipe)
-    assert complaint(*model, *CARD, "train.precision=bf16") == (
-        "model: numerics: bitwise needs a CPU for the linear attention of qwen3.5; set cluster.device: cpu, or numerics: default"
-    )
+def test_bitwise_linear_attention_needs_fp32_on_a_cpu_and_aligned_widths_on_a_gpu() -> None:
+    validate(load_recipe("tiny_mtp", sets=[*BITWISE, f"model.config={json.dumps(QWEN3_5)}", "train.precision=fp32"]).recipe)
+    sets = [*CARD, *BITWISE, "train.precision=bf16", f"model.config={json.dumps(QWEN3_5 | {'linear_value_head_dim': 60})}"]
+    message = "model: on a GPU, numerics: bitwise needs multiples of 8, got linear attention's width 180; use such a model, or set "
+    assert [text for text in complaints_of(load_recipe("tiny_mtp", sets=sets).recipe) if "bitwise" in text] == [
+        message + "numerics: default"
+    ]
 
 
 def test_bitwise_numerics_need_a_supported_model() -> None:

@@ -166,6 +166,8 @@ def engine_settings(
         # Processes of vLLM's own; in a Ray placement group it would start them with Ray. The process of a single rank runs the model
         # while the core schedules the next step.
         args["distributed_executor_backend"] = "mp"
+    if numerics == "bitwise":
+        args["mamba_ssm_cache_dtype"] = "float32"  # a state must not be rounded between steps
     if numerics == "bitwise" and not cpu:
         # Inductor fuses operations and rounds their results in other positions. Without it, only breakable graphs cover steps with prefill.
         # The attention of this backend is replaced.
@@ -174,6 +176,8 @@ def engine_settings(
         args |= {"attention_backend": "FLASH_ATTN", "disable_cascade_attn": True}
         # Experts are replaced, too. Other backends pad their weights.
         args["moe_backend"] = "triton"
+        # So is linear attention. Other backends compile kernels for minutes.
+        args["additional_config"] = {"gdn_prefill_backend": "triton"}
     args |= rollout.engine_args
     if args.get("speculative_config"):
         # Also for other speculators such as n-gram, whose drafts are counted in the same way.

@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.kernels import exact, exact_experts, invariant, qkv
+from mtpctl.kernels import exact, exact_delta, exact_experts, invariant, qkv
 from mtpctl.kernels.invariant import PagedKV
 from mtpctl.kernels.rows import row_sums_triton
 from mtpctl.model import attention, dispatch, experts
@@ -61,6 +61,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exact, name, getattr(invariant, name))
     for name in ("chosen_probs", "grouped_linear"):
         monkeypatch.setattr(exact_experts, name, getattr(exact_experts, f"{name}_triton"))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # vLLM would pack the weights of convolutions
+    for name in ("convolve", "recur"):
+        monkeypatch.setattr(exact_delta, f"{name}_torch", getattr(exact_delta, f"{name}_triton"))
     monkeypatch.setattr(experts, "exact_product", exact_experts.grouped_linear_triton)
     for module in (exact_experts, dispatch):
         monkeypatch.setattr(module, "row_sums", row_sums_triton)
@@ -98,7 +101,7 @@ async def respond(folder: HfFolder, k: int) -> list[Sample]:
         threads=1,
         kv_cache_bytes=8 << 20,
         speculation=SpeculationConfig(num_tokens=k),
-        engine_args={"block_size": 32, "enable_prefix_caching": True, "max_num_batched_tokens": 48},
+        engine_args={"block_size": 32, "enable_prefix_caching": folder.shape.delta is None, "max_num_batched_tokens": 48},
     )
     engine = await VllmEngine.start(engine_settings(rollout, model=str(folder.path), precision="bf16", device="cpu", numerics="bitwise"))
     draw = random.Random(0)

@@ -90,7 +90,7 @@ def test_log_probs_of_engine_and_trainer_on_two_gpus_are_equal(family: str, k: i
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3.5"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_equal_the_trainers_in_bf16_in_the_interpreter(family: str) -> None:
     run_interpreted(Path(__file__).with_name("interpreted_bitwise.py"), f"test_log_probs_equal_the_trainers[{family}]", seconds=880)
 
@@ -108,6 +108,8 @@ def test_log_probs_equal_the_trainers_in_bf16_in_the_interpreter(family: str) ->
         ("qwen3", 3, "greedy"),
         ("qwen3-moe", 3, "greedy"),
         ("llama", 3, "greedy"),
+        ("qwen3.5", 0, "greedy"),
+        ("qwen3.5", 3, "greedy"),
     ],
 )
 def test_log_probs_equal_the_trainers_in_bf16_with_cuda_graphs(family: str, k: int, method: str, run: Loop, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_bitwise_engine_on_a_gpu_is_not_compiled(eager: bool) -> None:
     assert settings.environment.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == (None if eager else "1")
     assert ("cudagraph_capture_sizes" in compilation) == (not eager)
     assert settings.args["attention_backend"] == "FLASH_ATTN" and settings.args["moe_backend"] == "triton"
+    assert settings.args["mamba_ssm_cache_dtype"] == "float32"
     assert settings.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert {settings.environment[f"VLLM_ALLREDUCE_USE_{name}"] for name in ("FLASHINFER", "SYMM_MEM")} == {"0"}
     usual = engine_settings(config, model="m", precision="bf16", device="cuda")

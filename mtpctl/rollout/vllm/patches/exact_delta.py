@@ -1,9 +1,9 @@
 """Linear attention and gated full attention of Qwen3.5 in engines with `numerics: bitwise` (vLLM 0.32.0).
 
 vLLM computes a prompt's chunks with a chunked kernel, and decoding steps with a recurrent one, whose states and outputs differ in the last
-bits; on a CPU both need bf16. In an engine with `NUMERICS` set, a gated DeltaNet layer computes its recurrence token by token with
-`mtpctl.kernels.exact_delta`, which the trainer calls too. Its norms, the norms centered at 0 and the gates of full attention are the
-trainer's, too. The layout of vLLM's state cache is unchanged, so that vLLM can copy states for its prefix cache.
+bits; on a CPU both need bf16. In an engine with `NUMERICS` set, on a CPU and on CUDA, a gated DeltaNet layer computes its recurrence token
+by token with `mtpctl.kernels.exact_delta`, which the trainer calls too. Its norms, the norms centered at 0 and the gates of full attention
+are the trainer's, too. The layout of vLLM's state cache is unchanged, so that vLLM can copy states for its prefix cache.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.kernels import exact, exact_delta
+from mtpctl.kernels import exact, exact_delta, invariant
 from mtpctl.kernels.exact_delta import DeltaCache, DeltaWeights
 from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward
-from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
+from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated
@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata, GDNAttentionMetadataBuilder
 
 
-@cpu_patch
+@patch
 def install_exact_delta() -> None:
-    """Let the layers of Qwen3.5 that are built for an exact engine compute with `exact_delta`."""
+    """Let the layers of Qwen3.5 that are built for an exact engine compute with `exact_delta`.
+
+    On CUDA the process of another engine is unchanged: Dynamo would trace the replaced methods.
+    """
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
     from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
@@ -56,7 +59,8 @@ def rms_norm(self: GemmaRMSNorm, x: Tensor, residual: Tensor | None = None) -> T
     """The norm of x, or of x + residual together with that sum."""
     if residual is not None:
         x = x + residual
-    out = exact.rms_norm(x, self.weight.data, self.variance_epsilon, 1.0)
+    norm = invariant.rms_norm if x.is_cuda else exact.rms_norm
+    out = norm(x, self.weight.data, self.variance_epsilon, 1.0)
     return out if residual is None else (out, x)
 
 
@@ -66,20 +70,26 @@ def gated_rms_norm(self: RMSNormGated, x: Tensor, gate: Tensor) -> Tensor:
 
 
 def gated_attention(self: Qwen3NextAttention, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    self.use_fused_qk_norm_rope_gate = False
     qkv, _ = self.qkv_proj(hidden_states)
     query, key, value, gate = self._project_qkv_gate(qkv, positions)
     attended = self.attn(query, key, value)
-    out: Tensor = self.o_proj(attended if gate is None else attended * exact.sigmoid(gate))[0]
+    if gate is not None:  # on CUDA, an element of PyTorch's sigmoid does not depend on others
+        attended = attended * (gate.sigmoid() if gate.is_cuda else exact.sigmoid(gate))
+    out: Tensor = self.o_proj(attended)[0]
     return out
 
 
 def delta_net(self: QwenGatedDeltaNetAttention, hidden_states: Tensor) -> Tensor:
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
     assert not self.gqa_interleaved_layout and self.tp_size == 1, "this layout of linear attention is not exact"
     inner = self.num_v_heads * self.head_v_dim
     mixed, gate = self.in_proj_qkvz(hidden_states)[0].split([self.conv_dim, inner], dim=-1)
     beta, alpha = self.in_proj_ba(hidden_states)[0].chunk(2, dim=-1)
     out = hidden_states.new_zeros(len(hidden_states), self.num_v_heads, self.head_v_dim)
-    recur(self, mixed, alpha, beta, out)
+    # CUDA graphs of steps with prefill are interrupted here, because the number of sequences differs from step to step.
+    eager_break_during_capture(recur)(self, mixed, alpha.contiguous(), beta.contiguous(), out)
     output: Tensor = self._output_projection(out, gate.reshape(out.shape))
     return output
 
@@ -90,13 +100,14 @@ def recur(layer: QwenGatedDeltaNetAttention, mixed: Tensor, alpha: Tensor, beta:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     attention: Any = get_forward_context().attn_metadata
-    if attention is None:  # in vLLM's memory profiling
+    metadata: GDNAttentionMetadata | None = attention.get(layer.prefix) if isinstance(attention, dict) else None
+    if metadata is None:  # in vLLM's memory profiling
         return
-    metadata: GDNAttentionMetadata = attention[layer.prefix]
     windows, states = layer.kv_cache
     windows = windows if is_conv_state_dim_first() else windows.transpose(1, 2)
     states = states.view(*states.shape[:2], *states.shape[:1:-1])
-    weights = DeltaWeights(layer.conv1d.get_parameter("weight").squeeze(1), layer.A_log, layer.dt_bias, layer.num_k_heads, layer.head_k_dim)
+    taps, decay = layer.conv1d.get_parameter("weight").squeeze(1), layer.A_log.to(mixed.dtype)  # vLLM's is fp32, but not the trainer's
+    weights = DeltaWeights(taps, decay, layer.dt_bias, layer.num_k_heads, layer.head_k_dim)
     for rows, starts, slots, accepted in _parts(metadata):
         cache = DeltaCache(windows, states, slots, accepted)
         out[rows] = exact_delta.run(mixed[rows], alpha[rows], beta[rows], weights, starts, cache)
@@ -136,7 +147,7 @@ def _with_new_sequences(build: Callable[..., GDNAttentionMetadata]) -> Callable[
     ) -> GDNAttentionMetadata:
         if is_exact() and num_accepted_tokens is not None:
             earlier = common_attn_metadata.compute_num_computed_tokens()[: len(num_accepted_tokens)]
-            num_accepted_tokens = num_accepted_tokens.where(earlier > 0, 0)
+            num_accepted_tokens = num_accepted_tokens.clamp(min=1).where(earlier > 0, 0)
         return build(self, common_prefix_len, common_attn_metadata, num_accepted_tokens, *args, **kwargs)
 
     return build_metadata
