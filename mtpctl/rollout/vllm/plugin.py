@@ -126,7 +126,6 @@ def install() -> None:
         exact.install_exact,  # must follow install_gemm and install_rotary, whose functions it wraps
         invariant.install_invariant,
         exact_experts.install_exact_experts,
-        exact_delta.install_exact_delta,
         verification.install_verification,  # must precede install_drafter, which reads keyword arguments bound here
         drafter.install_drafter,
         drafter.install_depths,
@@ -141,6 +140,8 @@ def install() -> None:
         admission.install_admission,
     ):
         patch()
+    if exact.is_exact():
+        exact_delta.install_exact_delta()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, "mtpctl.rollout.vllm.receiver", "ManifestTransferEngine")
     register_loader()

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 def install_exact_delta() -> None:
     """Let the layers of Qwen3.5 that are built for an exact engine compute with `exact_delta`.
 
-    On CUDA the process of another engine is unchanged: Dynamo would trace the replaced methods.
+    To be called in the process of an exact engine only: Dynamo would trace the replaced methods, and the import of linear attention
+    initializes CUDA, after which an engine core does not fork its workers.
     """
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
