@@ -24,7 +24,8 @@ _CLOCKS_S = 1.0
 """Maximum lag of a file system's clock, in seconds."""
 _MARK = "── "
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f]")
-_WARNING = re.compile(r"\bwarnings?\.warn\(|Warning: ")
+_WARNING = re.compile(r"^.*Warning: .*(\n[ \t].*)?$", re.MULTILINE)
+"""A Python warning, with the line of source that follows it."""
 _TAIL_BYTES, _SHOWN = 8192, 120
 
 
@@ -53,8 +54,8 @@ def newest_line(folder: Path, actor: str, *, since: float) -> str:
         return ""
     # Skip the marked line, which `write_to_run` wrote when the actor started.
     _, mark, after = text.rpartition(_MARK)
-    lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", after)][bool(mark) :]
-    return next((line[:_SHOWN] for line in reversed(lines) if line and not _WARNING.search(line)), "")
+    lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", _WARNING.sub("", after))][bool(mark) :]
+    return next((line[:_SHOWN] for line in reversed(lines) if line), "")
 
 
 def _stem(actor: str) -> str:
