@@ -14,8 +14,9 @@ from hypothesis import settings
 # Ranks are forked from this process, and a fork hangs if OpenMP has started threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How long an example takes says how busy the machine is; what hangs is pytest-timeout's business.
-settings.register_profile("mtpctl", deadline=None)
+# How long an example takes says how busy the machine is; what hangs is pytest-timeout's business. A commit gets the same examples in each
+# run.
+settings.register_profile("mtpctl", deadline=None, derandomize=True)
 settings.load_profile("mtpctl")
 
 

@@ -182,7 +182,7 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     model = options.folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(options.config))
-    # The mapping to Hugging Face names reads the index. There are no weights, except for an engine with FP8, which quantizes a folder's.
+    # The mapping of names reads the index. Only an engine with FP8 loads weights: zeros, which it quantizes.
     shapes = tensor_shapes(shape_of(options.config))
     files = {name: f"{number}.safetensors" for number, name in enumerate(shapes)}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))

@@ -104,7 +104,7 @@ async def _start(request: Request, *, eager: bool) -> VllmEngine:
     rollout, shape = recipe.rollout, HfFolder.open(request.model).shape
     assert isinstance(rollout, VllmConfig)
     routes = RouteShape.of(shape) if recipe.replay(shape) == "rollout" else None
-    # On a GPU, log-probs are equal to the last bit for equal numbers of ranks, and the trainer has one here.
+    # On a GPU, bitwise log-probs require the same tensor-parallel size, and this trainer runs on one rank.
     ranks = 1 if recipe.numerics == "bitwise" and request.device == "cuda" else rollout.tp
     settings = engine_settings(
         rollout.model_copy(update={"eager": eager, "context": rollout.context or shape.max_positions, "tp": ranks}),

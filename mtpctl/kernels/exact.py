@@ -48,8 +48,8 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value of each row of x [..., c] → [..., 1]."""
-    return x.abs().amax(-1, keepdim=True)
+    """The largest absolute value of each row of x [..., c] → [..., 1], without a copy of x."""
+    return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
 
 
 def _units(x: Tensor, bits: int, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -74,16 +74,15 @@ def linear(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) ->
 
     group: ranks that have equal parts of the inputs. All get the product of the whole rows, the same as a single rank's.
     """
-    row_top = column_tops = None
+    largest = torch.cat([_largest(x), _largest(weight)])
     if group is not None:
-        tops = torch.cat([_largest(x), _largest(weight)])
-        dist.all_reduce(tops, dist.ReduceOp.MAX, group)
-        row_top, column_tops = tops.split([len(x), len(weight)])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    of_rows, of_columns = largest.split([len(x), len(weight)])
     bits = _bits(x.shape[-1] * (1 if group is None else group.size()))
-    rows, row_step = _units(x, bits, row_top)
+    rows, row_step = _units(x, bits, of_rows)
     out = x.new_empty(len(x), len(weight))
     for block in _blocks(len(weight), max(x.shape)):
-        columns, column_step = _units(weight[block], bits, None if column_tops is None else column_tops[block])
+        columns, column_step = _units(weight[block], bits, of_columns[block])
         product = rows @ columns.T
         if group is not None:
             dist.all_reduce(product, group=group)

@@ -43,7 +43,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaCache(NamedTuple):
-    """What sequences store between their steps.
+    """Convolution inputs and recurrent states of sequences, stored between steps.
 
     windows [slots, C, W − 1 + drafts]: inputs of the convolution. states fp32 [slots, h, d, w].
 
@@ -61,7 +61,7 @@ class DeltaCache(NamedTuple):
 
     @classmethod
     def empty(cls, weights: DeltaWeights, sequences: int, like: Tensor) -> DeltaCache:
-        """A cache for sequences that begin. `like`: a tensor with the dtype of inputs, on their device."""
+        """An uninitialized cache for new sequences. `like`: a tensor with the dtype of inputs, on their device."""
         channels, width = weights.taps.shape
         shape = sequences, len(weights.decay), weights.key_dim, weights.value_dim()
         return cls(

@@ -103,8 +103,9 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        usual, ctx.usual = ctx.usual, None  # autograd frees saved tensors only, not those that the function refers to
         with torch.enable_grad():
-            out = ctx.usual(*tensors)
+            out = usual(*tensors)
         return None, None, *torch.autograd.grad(out, tensors, grads[0])
 
 

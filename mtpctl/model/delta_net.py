@@ -118,17 +118,15 @@ def _run(heads: _Heads, row: Packing) -> Tensor:
 def _run_exact(heads: _Heads, row: Packing) -> Tensor:
     """`_run` by `exact_delta`, with the gradients of `_run`."""
 
-    def with_tensors(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> _Heads:
-        return replace(heads, mixed=mixed, taps=taps, alpha=alpha, beta=beta, decay=decay, bias=bias)
+    def usual(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        return _run(replace(heads, mixed=mixed, taps=taps, alpha=alpha, beta=beta, decay=decay, bias=bias), row)
 
-    def run(*tensors: Tensor) -> Tensor:
-        own = with_tensors(*tensors)
-        weights = DeltaWeights(own.taps, own.decay, own.bias, heads.keys, heads.widths[0] // heads.keys)
-        cache = DeltaCache.empty(weights, len(row.starts) - 1, own.mixed)
-        return exact_delta.run(own.mixed, own.alpha, own.beta, weights, row.starts, cache)
+    def run(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        weights = DeltaWeights(taps, decay, bias, heads.keys, heads.widths[0] // heads.keys)
+        cache = DeltaCache.empty(weights, len(row.starts) - 1, mixed)
+        return exact_delta.run(mixed, alpha, beta, weights, row.starts, cache)
 
-    tensors = heads.mixed, heads.taps, heads.alpha, heads.beta, heads.decay, heads.bias
-    return with_gradients_of(lambda *tensors: _run(with_tensors(*tensors), row), run, *tensors)
+    return with_gradients_of(usual, run, heads.mixed, heads.taps, heads.alpha, heads.beta, heads.decay, heads.bias)
 
 
 def _run_fla(heads: _Heads, row: Packing) -> Tensor:

@@ -43,8 +43,8 @@ def probs_of_rows(probs: Tensor, order: ExpertOrder) -> Tensor:
 class Exchange:
     """All-to-all of tokens between expert-parallel ranks.
 
-    order: this rank's tokens by destination; its columns are ranks. sent, received: number of tokens per rank. rows: number of rows of this
-    rank's experts. even_share: mean number of rows per rank, rounded up.
+    order: this rank's tokens by destination; its columns are ranks. sent, received: number of tokens per rank. rows: number of (token,
+    expert) pairs of this rank's experts. even_share: mean number of rows per rank, rounded up.
     """
 
     group: dist.ProcessGroup
@@ -58,16 +58,15 @@ class Exchange:
     def plan(cls, routes: Tensor, k: int, group: dist.ProcessGroup) -> Exchange:
         """Gather the counts of all ranks. routes [T, E]: mask of the k experts of each of this rank's tokens."""
         ranks, rank = group.size(), group.rank()
-        experts_by_rank = routes.view(len(routes), ranks, -1)
+        experts_by_rank = routes.unflatten(1, (ranks, -1))
         destinations = experts_by_rank.any(2)
         own = torch.stack([destinations.sum(0), experts_by_rank.sum((0, 2))])
         gathered = own.new_empty(ranks * 2, ranks)
         dist.all_gather_into_tensor(gathered, own, group=group)
-        counts: list[list[list[int]]] = gathered.view(ranks, 2, ranks).tolist()
-        sent, received = counts[rank][0], [copies[rank] for copies, _rows in counts]
-        rows, all_rows = sum(rows[rank] for _copies, rows in counts), sum(sum(rows) for _copies, rows in counts)
+        tokens_to, rows_to = gathered.view(ranks, 2, ranks).transpose(0, 1).tolist()  # [source][destination]
+        sent, received = tokens_to[rank], [row[rank] for row in tokens_to]
         order = expert_order(destinations, min(k, ranks), ranks, sum(sent))
-        return cls(group, order, sent, received, rows, -(-all_rows // ranks))
+        return cls(group, order, sent, received, sum(row[rank] for row in rows_to), -(-sum(map(sum, rows_to)) // ranks))
 
     def dispatch(self, copies: Tensor) -> AsyncAllToAll:
         """Send this rank's copies, sorted by destination, and receive those of the other ranks, sorted by source."""

@@ -153,8 +153,9 @@ class MixtureOfExperts(MoELayer):
         if exchange.rows <= IMBALANCE_LIMIT * exchange.even_share:
             out = self._run(received, row_probs, order)
         else:
-            ends = order.counts.cumsum(0, dtype=torch.int32)
-            out = self.experts.run_in_parts(gather(received, order), ends, row_probs, exchange.even_share)
+            ends, rows = order.counts.cumsum(0, dtype=torch.int32), gather(received, order)
+            del received
+            out = self.experts.run_in_parts(rows, ends, row_probs, exchange.even_share)
         returning = exchange.combine(sum_rows(out, order))
         shared = None if inner is None else self.shared_experts.activate_and_down(overlapped, inner)
         return sum_rows(returning.wait(), exchange.order), shared

@@ -87,6 +87,7 @@ class RowParallelLinear(UpstreamRowParallelLinear):
 def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, *, has_options: bool) -> tuple[Tensor, Tensor | None] | None:
     """The layer's output, and the bias if the caller adds it; None if upstream's forward pass must compute them."""
     if uses_exact_sums(layer.config):
+        assert not has_options or layer.tp_group.size() == 1, "options of a call are not exact with tp > 1"
         out = _exact_product(layer, x)
     elif has_options or layer.tp_group.size() > 1 or not is_buffered(layer.weight):
         return None
@@ -102,6 +103,7 @@ def _exact_product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor) -
     group, splits_tokens = layer.tp_group, layer.sequence_parallel
     if group.size() == 1:
         return exact_grad.linear(x, layer.weight)
+    assert getattr(layer, "input_is_parallel", True) and not getattr(layer, "gather_output", False), "this layer is not exact with tp > 1"
     if isinstance(layer, RowParallelLinear):
         out = exact_grad.linear(x, layer.weight, group)
         return scatter_to_sequence_parallel_region(out, group) if splits_tokens else out

@@ -46,7 +46,7 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     - Always split over tp: q, k, v, the attention's output, gate and up.
     - Replicated: the sine and cosine of latent attention (other attention has one table for all layers), three indices and a weight for
       each selected expert, and the tokens that ranks gather if tp splits each expert.
-    - With expert parallelism also the rows from other ranks, assumed to be as many as this rank sends.
+    - With expert parallelism also the tokens from other ranks, at most one copy per rank, assumed to be as many as this rank sends.
     """
     latent, moe = shape.latent, shape.moe
     entry = 2 * shape.hidden
@@ -61,11 +61,17 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     return entry_width + routing + tables + (attention_width(shape) + 2 * ffn_width(shape)) / parallel.tp
 
 
+def _received(shape: ModelShape, parallel: ParallelConfig) -> int:
+    """Tokens from expert-parallel ranks for each token of this rank, with even routing: a token travels once to each rank at most."""
+    assert shape.moe is not None
+    return min(shape.moe.experts_per_token, parallel.ep) if parallel.ep > 1 else 0
+
+
 def _routing_width(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Elements per token of an MoE layer's indices and weights, received rows and gathered tokens."""
+    """Elements per token of an MoE layer's indices and weights, received tokens and gathered tokens."""
     moe = shape.moe
     assert moe is not None
-    width = 4 * moe.experts_per_token + (moe.experts_per_token * shape.hidden / parallel.tp if parallel.ep > 1 else 0)
+    width = 4 * moe.experts_per_token + _received(shape, parallel) * shape.hidden / parallel.tp
     return width + (shape.hidden if expert_tp(parallel) > 1 else 0)
 
 
@@ -109,15 +115,16 @@ def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements per token of a layer's temporaries, in addition to what it saves: the normed input and the activation's output.
 
     Routed experts peak in the backward pass of their first product, with rows (copies of their tokens' states), the rows' gradients, and
-    the product (gate and up); with expert parallelism also with the received rows. Routing is assumed to be even.
+    the product (gate and up); with expert parallelism also with the received tokens. Routing is assumed to be even.
     """
     width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     if not shape.moe:
         return width + shape.ffn / parallel.tp
     split = expert_tp(parallel)
     rows = shape.moe.experts_per_token * split / parallel.tp
-    routed = rows * ((2 + (parallel.ep > 1)) * shape.hidden + (shape.mlp_matrices - 1) * shape.moe.ffn / split)
-    return width + routed + shape.moe.shared_ffn / parallel.tp
+    routed = rows * (2 * shape.hidden + (shape.mlp_matrices - 1) * shape.moe.ffn / split)
+    received = _received(shape, parallel) * split / parallel.tp * shape.hidden
+    return width + routed + received + shape.moe.shared_ffn / parallel.tp
 
 
 def attention_width(shape: ModelShape) -> float:

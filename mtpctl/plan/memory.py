@@ -213,7 +213,7 @@ def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
         channels, conv = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim, delta.conv
         state, fp32_state = delta.value_heads * delta.value_dim * delta.key_dim, delta.fp32_state
         layers = shape.layer_kinds.count("linear_attention")
-    fp32 = dtype == "float32" or (dtype == "auto" and fp32_state)
+    fp32 = recipe.numerics == "bitwise" or dtype == "float32" or (dtype == "auto" and fp32_state)
     convolved = channels * (conv - 1 + drafts)
     copies = 1 + drafts + bool(rollout.engine_args.get("enable_prefix_caching", recipe.device == "cuda"))
     return copies * layers * (convolved * width + state * (4 if fp32 else width)) // rollout.tp

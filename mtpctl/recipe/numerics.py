@@ -88,9 +88,9 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
         yield f"kernels.linear_logprob: {needs} its own kernel; set auto, or numerics: default"
     parallels = {"train.parallel": train.parallel} | ({"logprob.parallel": recipe.logprob.parallel} if recipe.logprob.standalone else {})
     for name, parallel in parallels.items():
-        for axis in ("cp", "ep"):
+        for axis, kind in (("cp", "context"), ("ep", "expert")):
             if (ranks := getattr(parallel, axis)) > 1:
-                yield f"{name}.{axis}: {needs} unsplit samples and experts, got {ranks}; set 1, or numerics: default"
+                yield f"{name}.{axis}: numerics: bitwise does not support {kind} parallelism, got {ranks}; set 1, or numerics: default"
     yield from _rollout(recipe, needs)
     splits = {"rollout.tp": rollout.tp} | {f"{name}.tp": parallel.tp for name, parallel in parallels.items()}
     if recipe.device == "cuda":
@@ -100,7 +100,7 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     yield from _model(shape, needs)
     for name, tp in splits.items():
         if tp > 1 and (shape.moe is not None or shape.delta is not None):
-            yield f"{name}: {needs} unsplit experts and linear attention, got {tp}; set 1, or numerics: default"
+            yield f"{name}: numerics: bitwise supports tensor parallelism of dense models only, got {tp}; set 1, or numerics: default"
     if recipe.device == "cuda":
         yield from _widths(shape, max(splits.values()), needs)
     if recipe.device == "cpu" and (context := rollout.context or shape.max_positions) > MAX_CONTEXT:
@@ -119,7 +119,7 @@ def _model(shape: ModelShape, needs: str) -> Complaints:
 
 def _gpu_splits(splits: dict[str, int], needs: str) -> Complaints:
     """Report numbers of tensor-parallel ranks for which GPUs round sums differently."""
-    engine = splits["rollout.tp"]
+    engine = min(splits["rollout.tp"], MAX_GPU_TP)
     for name, tp in splits.items():
         if tp > MAX_GPU_TP:
             yield f"{name}: on a GPU, {needs} at most {MAX_GPU_TP} ranks, got {tp}; set {MAX_GPU_TP}, or numerics: default"
@@ -131,8 +131,8 @@ def _widths(shape: ModelShape, tp: int, needs: str) -> Complaints:
     """Report sizes that the tiles of `mtpctl.kernels.invariant` do not fit."""
     if shape.kv_heads % tp:
         yield (
-            f"model: on a GPU, {needs} ranks that do not share key-value heads, got {shape.kv_heads} for {tp} ranks; use such a model, or "
-            "set numerics: default"
+            f"model: on a GPU, {needs} a number of ranks that divides the key-value heads, got {shape.kv_heads} for {tp} ranks; use such a "
+            "model, or set numerics: default"
         )
     widths = {"hidden size": shape.hidden, "MLP width": shape.ffn // tp, "attention heads' width": shape.heads * shape.head_dim // tp}
     if shape.delta is not None:

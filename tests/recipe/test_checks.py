@@ -265,10 +265,10 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         ([*BITWISE, "train.precision=bf16"], "train.precision: numerics: bitwise needs fp32 on a CPU; set fp32, or numerics: default"),
         ([*BITWISE, "rollout.dtype=bf16"], "rollout.dtype: numerics: bitwise needs fp32 on a CPU; set auto, or numerics: default"),
         ([*BITWISE, "train.lora.rank=4"], "train.lora: numerics: bitwise needs full weights; remove the section"),
-        ([*BITWISE, "train.parallel.cp=2"], "train.parallel.cp: numerics: bitwise needs unsplit samples and experts, got 2; set 1"),
+        ([*BITWISE, "train.parallel.cp=2"], "train.parallel.cp: numerics: bitwise does not support context parallelism, got 2; set 1"),
         (
             [*BITWISE, "rollout.tp=3", f"model.config={json.dumps(QWEN3_MOE_EAGLE3)}"],
-            "rollout.tp: numerics: bitwise needs unsplit experts and linear attention, got 3; set 1, or numerics: default",
+            "rollout.tp: numerics: bitwise supports tensor parallelism of dense models only, got 3; set 1, or numerics: default",
         ),
         ([*BITWISE, "kernels.linear_logprob=reference"], "kernels.linear_logprob: numerics: bitwise needs its own kernel; set auto"),
         ([*BITWISE, "rollout.temperature=0.7"], "rollout.temperature: numerics: bitwise needs 1, got 0.7; set 1"),
@@ -297,7 +297,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         ),
         (
             [*BITWISE_CARD, "rollout.tp=2", "train.parallel.tp=2", "model.config.num_key_value_heads=1"],
-            "model: on a GPU, numerics: bitwise needs ranks that do not share key-value heads, got 1 for 2 ranks; use such a model",
+            "model: on a GPU, numerics: bitwise needs a number of ranks that divides the key-value heads, got 1 for 2 ranks",
         ),
         (
             [*BITWISE_CARD, "model.config.intermediate_size=100"],
@@ -463,7 +463,7 @@ def test_bitwise_numerics_need_a_supported_model() -> None:
         "model: numerics: bitwise needs a drafter with causal attention, got DFlash; use EAGLE-3 or no drafter, or set numerics: default"
     )
     experts = [f"model.config={json.dumps(QWEN3_MOE_EAGLE3)}", "train.parallel.ep=5"]
-    split = "train.parallel.ep: numerics: bitwise needs unsplit samples and experts, got 5; set 1, or numerics: default"
+    split = "train.parallel.ep: numerics: bitwise does not support expert parallelism, got 5; set 1, or numerics: default"
     assert split in complaints_of(load_recipe("tiny_mtp", sets=[*BITWISE, *experts]).recipe)
     llama3 = {"rope_parameters": yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
     for config in (LLAMA_EAGLE3 | llama3 | {"drafter": LLAMA_EAGLE3["drafter"] | llama3}, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3):

@@ -20,6 +20,7 @@ from mtpctl.recipe.numerics import check_gpu
 from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
 from mtpctl.rollout.installed import check_options
 from mtpctl.rollout.protocol import SpeculationState
+from mtpctl.rollout.vllm import plugin
 from mtpctl.rollout.vllm.client import VllmClient, adapter_request
 from mtpctl.rollout.vllm.fp8_loading import LOAD_FORMAT
 from mtpctl.rollout.vllm.patches import cores, logprobs, pauses
@@ -76,6 +77,8 @@ class VllmEngine(Engine):
         check_engine_args(settings.args)
         if settings.environment.get(NUMERICS) == "bitwise":
             check_bitwise(settings.args)
+            if settings.in_loop:
+                plugin.install()  # vLLM loads plugins once per process, perhaps for an engine with other numerics
         args = AsyncEngineArgs(**settings.args | sized_cache(settings))
         check_heads(args)
         # The usage context sets the default token budget per step: on an H200, 16,384 for LLM_CLASS, 2,048 for the default of `AsyncLLM`.

@@ -13,6 +13,16 @@ from tests.fakes.engines import Loop
 from tests.fakes.interpreted import run_interpreted
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_linear_attention_is_exact_after_an_engine_with_default_numerics(run: Loop, tmp_path: Path) -> None:
+    """vLLM loads plugins once per process, here for the first engine. The first test of this file, so that no other one loads them."""
+    run(generate(versions(tmp_path / "first", 1), tmp_path / "store", 4, k=0, numerics="default"), 140)
+    folders = versions(tmp_path / "second", 1, "qwen3.5")
+    samples, _counts = run(generate(folders, tmp_path / "other", 4, k=1), 140)
+    assert differences(folders, samples).max() == 0.0
+
+
 def test_log_probs_equal_the_trainers_through_chunks_drafts_cache_hits_preemption_aborts_and_syncs(run: Loop, tmp_path: Path) -> None:
     folders = versions(tmp_path, 3)
     samples, counts = run(generate(folders, tmp_path / "store", 24, k=3), 200)
