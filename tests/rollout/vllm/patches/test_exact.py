@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU b
 
 @pytest.mark.parametrize("numerics", ["default", "bitwise"])
 def test_only_layers_of_a_bitwise_engine_are_exact(numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    install()
     monkeypatch.setenv(NUMERICS, numerics)
+    install()  # with the numerics of the engine, as at its start
     with set_current_vllm_config(VllmConfig()):
         norm, activation, sampler = RMSNorm(190, eps=1e-6), SiluAndMul(), Sampler("processed_logprobs")
         centered, gated = GemmaRMSNorm(190, eps=1e-6), RMSNormGated(190, eps=1e-6, norm_before_gate=True, activation="silu")
