@@ -55,8 +55,8 @@ def in_steps(sample: Inputs, steps: list[int], drafts: int = 0, accepted: list[i
     states = torch.full((slots, VALUE_HEADS, KEY_DIM, VALUE_DIM), float("nan"), device=device)
     outputs, done, valid = [], 0, 1
 
-    def run(tokens: Inputs, slots: Tensor, accepted: int, beside: int) -> Tensor:
-        rows = [torch.cat([tokens[index], other[index][:beside]]) for index in range(3)]
+    def run(tokens: Inputs, slots: Tensor, accepted: int, other_tokens: int) -> Tensor:
+        rows = [torch.cat([tokens[index], other[index][:other_tokens]]) for index in range(3)]
         starts = torch.tensor([0, len(tokens.mixed), len(rows[0])], device=device)
         cache = DeltaCache(windows, states, slots, torch.tensor([accepted, 0], device=device))
         return exact_delta.run(rows[0], rows[1], rows[2], weights, starts, cache)[: len(tokens.mixed)]

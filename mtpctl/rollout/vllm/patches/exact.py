@@ -1,8 +1,8 @@
 """Exact sums in vLLM's CPU backend, for `numerics: bitwise` (vLLM 0.32.0).
 
 vLLM selects kernels by the shape of a step, so a token's log-prob depends on the other tokens of the step: a matrix product of one to three
-rows sums in another order than one of four, and attention over a chunk in another order than over one query. In an engine with `NUMERICS`
-set, the operations of a dense model with grouped-query attention are those of `mtpctl.kernels.exact`, which the trainer calls too: linear
+rows sums in another order than one of four, and attention over a chunk in another order than over one query. In a bitwise engine,
+the operations of a dense model with grouped-query attention are those of `mtpctl.kernels.exact`, which the trainer calls too: linear
 layers and LM head, norms, SwiGLU, rotary embedding, attention, and the log-softmax of sampled tokens. Drafters use the same layers.
 """
 
@@ -42,7 +42,7 @@ def is_exact() -> bool:
 
 @cpu_patch
 def install_exact() -> None:
-    """Let layers of an engine with `NUMERICS` set compute with exact sums. Layers of other engines are unchanged."""
+    """Let layers of a bitwise engine compute with exact sums. Layers of other engines are unchanged."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm

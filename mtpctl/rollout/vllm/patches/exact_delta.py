@@ -1,7 +1,7 @@
 """Linear attention and gated full attention of Qwen3.5 in engines with `numerics: bitwise` (vLLM 0.32.0).
 
 vLLM computes a prompt's chunks with a chunked kernel, and decoding steps with a recurrent one, whose states and outputs differ in the last
-bits; on a CPU both need bf16. In an engine with `NUMERICS` set, on a CPU and on CUDA, a gated DeltaNet layer computes its recurrence token
+bits; on a CPU both need bf16. In a bitwise engine, on a CPU and on CUDA, a gated DeltaNet layer computes its recurrence token
 by token with `mtpctl.kernels.exact_delta`, which the trainer calls too. Its norms, the norms centered at 0 and the gates of full attention
 are the trainer's, too. The layout of vLLM's state cache is unchanged, so that vLLM can copy states for its prefix cache.
 """
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 @patch
 def install_exact_delta() -> None:
-    """Let the layers of Qwen3.5 that are built for an exact engine compute with `exact_delta`.
+    """Let the layers of Qwen3.5 that are built for a bitwise engine compute with `exact_delta`.
 
-    To be called in the process of an exact engine only: Dynamo would trace the replaced methods, and the import of linear attention
+    To be called in the process of a bitwise engine only: Dynamo would trace the replaced methods, and the import of linear attention
     initializes CUDA, after which an engine core does not fork its workers.
     """
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated

@@ -1,8 +1,8 @@
 """Experts in engines with `numerics: bitwise`, on a CPU and on CUDA (vLLM 0.32.0).
 
-vLLM rounds router logits to the model's dtype, selects an expert kernel by platform, and scales the experts' outputs by their probs. In an
-engine with `NUMERICS` set, router, experts and their sum are those of `mtpctl.kernels.exact_experts`, which the trainer calls too. Weights
-stay as they are loaded. Recorded routes are those of the replaced router.
+vLLM rounds router logits to the model's dtype, selects an expert kernel by platform, and scales the experts' outputs by their probs. In a
+bitwise engine, router, experts and their sum are those of `mtpctl.kernels.exact_experts`, which the trainer calls too. Weights stay as they
+are loaded. Recorded routes are those of the replaced router.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @patch
 def install_exact_experts() -> None:
-    """Let experts of an engine with `NUMERICS` set compute with `exact_experts`.
+    """Let experts of a bitwise engine compute with `exact_experts`.
 
     On CUDA the process of another engine is unchanged: Dynamo would trace the replaced methods.
     """
