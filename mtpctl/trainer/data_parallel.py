@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,10 +23,11 @@ from mtpctl.model.gpt import MtpModel
 from mtpctl.model.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mtpctl.model.router import Router
 from mtpctl.trainer.offload import allocate, release
+from mtpctl.trainer.overlap import LAST, Overlap, layout, places
 
 
 class Gradients:
-    """The fp32 buffers of all gradients. The pipeline schedule reduces them after its last backward pass.
+    """The fp32 buffers of all gradients. They are reduced over ranks during and after the last backward pass (`mtpctl.trainer.overlap`).
 
     In each update the first gradients of linear layers, experts and LM head overwrite their buffers, which saves zeroing and reading them:
     buffers are larger than anything else that a microbatch reads. The buffers of other weights are zeroed at the start of an update.
@@ -35,21 +37,30 @@ class Gradients:
         """head_by_kernels: all gradients of the head's weight are written by `mtpctl.kernels`, none by autograd."""
         # A weak reference, because Megatron-Bridge caches the configs it exports with, which must not keep the process groups alive.
         config.finalize_model_grads_func = partial(_finish, weakref.ref(self))
+        overlaps = parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=overlaps
         )
-        self.model = DistributedDataParallel(config, settings, module)
+        place_of = places(module)
+        buckets = layout(place_of, distributed_optimizer=distributed_optimizer) if overlaps else None
+        self.model = DistributedDataParallel(config, settings, module, full_param_layout=buckets)
+        # The bucket groups keep the asynchronous settings. The hooks on parameters must not start reductions.
+        self.model.ddp_config = replace(settings, overlap_grad_reduce=False)
         self._experts = [part for part in module.modules() if isinstance(part, Experts)]
+        self._expert_places = [max((place_of[weight] for weight in experts.parameters()), default=LAST) for experts in self._experts]
         of_experts = {weight for experts in self._experts for weight in experts.parameters()}
         self._others = [weight for weight in self.model.params_with_grad if weight not in of_experts]
         layers = [part for part in _linear_layers(module) if part.weight not in of_experts and is_buffered(part.weight)]
         # Layers split by tp use upstream's backward pass, which then calls this function; `ReplicatedLinear` has its own.
         fill_buffers([part for part in layers if not isinstance(part, ReplicatedLinear)], accumulate_weight_grad)
-        self._overwritten: list[Tensor] = [cast(Any, part.weight).main_grad for part in layers]
-        """Buffers that the first gradients overwrite, except those of experts."""
+        overwritten = [part.weight for part in layers]
         if head_by_kernels and module.post_process and not module.share_embeddings_and_output_weights:
             head = module.output_layer.weight
-            self._overwritten += [head.main_grad] if is_buffered(head) else []
+            overwritten += [head] if is_buffered(head) else []
+        self._overwritten: list[Tensor] = [cast(Any, weight).main_grad for weight in overwritten]
+        """Buffers that the first gradients overwrite, except those of experts."""
+        self._overwritten_places = [place_of[weight] for weight in overwritten]
+        self._overlap = Overlap(module, self.model, place_of, self._zero_stale) if overlaps else None
         self._zeroed: list[Tensor] = []
         self._zeroed_key: tuple[int, ...] = ()
 
@@ -57,8 +68,10 @@ class Gradients:
     def _buffers(self) -> list[Tensor]:
         return [buffer.grad_data for buffer in [*self.model.buffers, *self.model.expert_parallel_buffers]]
 
-    def clear(self) -> None:
+    def clear(self, microbatches: int) -> None:
         """Start an update: discard the previous gradients, and allocate buffers again that `release` freed."""
+        if self._overlap is not None:
+            self._overlap.begin(microbatches)
         allocate(self._buffers)
         stacks = [stack for experts in self._experts for stack in experts.stacks()]
         for stack in stacks:
@@ -77,10 +90,19 @@ class Gradients:
 
     def finish(self, model: list[torch.nn.Module], **options: object) -> None:
         """Run megatron-core's gradient reductions without its division by tokens: losses are already divided by global counts."""
-        stale = [buffer for experts in self._experts for stack in experts.stacks() for buffer in stack.stale_buffers()]
-        _zero([*stale, *(buffer for buffer in self._overwritten if take_stale(buffer))])
+        if self._overlap is None:
+            self._zero_stale(LAST)
+        else:
+            self._overlap.finish()
         with without_router_updates():
             finalize_model_grads(model, None, **options)
+
+    def _zero_stale(self, from_place: int) -> None:
+        """Zero buffers that received no gradient in this update, of parameters at or after this place."""
+        experts = (experts for place, experts in zip(self._expert_places, self._experts, strict=True) if place >= from_place)
+        stale = [buffer for each in experts for stack in each.stacks() for buffer in stack.stale_buffers()]
+        others = zip(self._overwritten_places, self._overwritten, strict=True)
+        _zero([*stale, *(buffer for place, buffer in others if place >= from_place and take_stale(buffer))])
 
     def _buffers_to_zero(self, stacks: list[WeightStack]) -> list[Tensor]:
         """The parts of the buffers that first gradients do not overwrite. Cached until the buffers are reallocated."""

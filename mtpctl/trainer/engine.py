@@ -237,7 +237,7 @@ class MegatronEngine:
         self.balance.begin(totals.tokens)
         if not self.model.training:  # Iterating over thousands of experts is slow.
             self.model.train()
-        self.gradients.clear()
+        self.gradients.clear(len(micros))
         return loss.metrics(self._run(micros, loss, forward_only=False)) | {"perf/tokens": float(totals.tokens)}
 
     # ------------------------------------------------------------------------------------------------------- scoring

@@ -31,6 +31,7 @@ from mtpctl.model.experts import Experts
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.partition import partition
 from mtpctl.routes import RouteShape
+from mtpctl.trainer import overlap
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import DraftsOnly, NextToken, PolicyObjective
@@ -220,6 +221,7 @@ def run(case: Case, root: Path) -> Any:
 def main(out: str, *names: str) -> None:
     torch.set_num_threads(1)
     cpu_device.install()
+    overlap.BUCKET_NUMBERS = 1  # one bucket per layer, although the models are small
     import mtpctl.convert.bridge
     import mtpctl.trainer.engine  # noqa: F401
 

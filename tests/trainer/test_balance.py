@@ -62,7 +62,7 @@ def plain_gradients(folder: HfFolder, moe: MoeConfig, mtp: MtpConfig) -> dict[st
         micros = trainer._micro_batches(BATCH, trainer.depths)
         assert len(micros) > 2
         trainer.model.train()
-        trainer.gradients.clear()
+        trainer.gradients.clear(len(micros))
         for micro in micros:
             for router, x, routes in (routed := routed_by(trainer, micro)):
                 times = sum(other is router for other, *_ in routed)
