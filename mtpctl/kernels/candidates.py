@@ -138,7 +138,7 @@ class _CandidateLoss(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("candidate_loss: its gradients support one backward pass only")
         grads, ctx.grads = ctx.grads, None
-        (hidden,), weight = grads.scaled_to(grad.item())
+        (hidden,), weight = grads.scaled_to(grad)
         return None, hidden, weight
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypedDict
 
 import torch
@@ -192,28 +193,37 @@ def _select_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, temperatur
     return Rows(total, count, None if count == total else keep.nonzero().squeeze(1))
 
 
+class HostCopy:
+    """Copies a scalar to the host asynchronously. `item` waits for the copy, but not for later work on the device."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._ready: torch.cuda.Event | None = None
+        if value.is_cuda:
+            self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(value.device))
+
+    def item(self) -> float:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._value.item()
+
+
 class FiniteCheck:
     """Checks without a host synchronization that every row's statistics (log-sum-exp, plus entropy if requested) are finite.
 
-    The result is copied to the host asynchronously and read by `enforce`. If a backward pass follows, `enforce` is called there: waiting
-    earlier would leave the device idle while the backward pass is being launched.
+    `enforce` waits for the result. If a backward pass follows, `enforce` is called there: waiting earlier would leave the device idle while
+    the backward pass is being launched.
     """
 
     def __init__(self, statistics: Tensor) -> None:
-        finite = torch.isfinite(statistics).all()
-        if statistics.is_cuda:
-            self._finite = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._finite.copy_(finite, non_blocking=True)
-            self._ready: torch.cuda.Event | None = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(statistics.device))
-        else:
-            self._finite, self._ready = finite, None
+        self._finite = HostCopy(torch.isfinite(statistics).all())
 
     def enforce(self, hidden: Tensor, weight: Tensor, name: str = "hidden") -> None:
         """Raise ValueError naming the non-finite value in `hidden` (the caller's argument `name`) or `weight`."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        if self._finite:
+        if self._finite.item():
             return
         for argument, x in ((name, hidden), ("weight", weight)):
             if error := _nonfinite(argument, x):
@@ -273,18 +283,32 @@ class PrecomputedGrads:
     expected: float
     check: Callable[[], None]
 
-    def scaled_to(self, upstream: float) -> tuple[list[Tensor | None], Tensor | None]:
-        """The gradients of the states and the weight for `upstream`.
+    def scaled_to(self, upstream: Tensor) -> tuple[list[Tensor | None], Tensor | None]:
+        """The gradients of the states and the weight for `upstream`. To be called in a backward pass.
 
-        Rescales them if it differs from `expected`. Raises ValueError if that is impossible: they were added to `main_grad`, or computed
-        for 0.
+        Rescales them if it differs from `expected`. Raises ValueError if they were computed for 0. Those that were added to `main_grad`
+        cannot be rescaled; the backward pass then raises the ValueError at its end, because reading `upstream` here would leave the device
+        idle while the rest of the pass is being launched.
         """
+        if self.weight.shared:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_verify, HostCopy(upstream), self.expected, self.check))
+            return self.hidden, self.weight.finish()
         self.check()
-        if not math.isclose(upstream, self.expected, rel_tol=1e-6):
-            reason = "main_grad has already been added to" if self.weight.shared else "" if self.expected else "0 cannot be rescaled"
-            if reason:
-                raise ValueError(f"grad_scale: {self.expected}, but the loss received a gradient of {upstream}; {reason}")
+        factor = upstream.item()
+        if not math.isclose(factor, self.expected, rel_tol=1e-6):
+            if not self.expected:
+                raise _wrong_scale(self.expected, factor, "0 cannot be rescaled")
             for x in (*self.hidden, self.weight.out):
                 if x is not None:
-                    x.mul_(upstream / self.expected)
+                    x.mul_(factor / self.expected)
         return self.hidden, self.weight.finish()
+
+
+def _verify(upstream: HostCopy, expected: float, check: Callable[[], None]) -> None:
+    check()
+    if not math.isclose(factor := upstream.item(), expected, rel_tol=1e-6):
+        raise _wrong_scale(expected, factor, "main_grad has already been added to")
+
+
+def _wrong_scale(expected: float, upstream: float, reason: str) -> ValueError:
+    return ValueError(f"grad_scale: {expected}, but the loss received a gradient of {upstream}; {reason}")

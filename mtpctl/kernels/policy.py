@@ -313,7 +313,7 @@ class _Sweep(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError(f"{ctx.name}: its gradients support one backward pass only")
         grads, ctx.grads = ctx.grads, None
-        states, weight = grads.scaled_to(grad.item())
+        states, weight = grads.scaled_to(grad)
         return None, None, weight, *states
 
 

@@ -148,9 +148,11 @@ def test_main_grad_is_added_to_only_for_the_stated_gradient() -> None:
     out = linear_policy_loss(p["hidden"], weight, p["labels"], summed, grad_scale=0.5, main_grad=True, workspace_bytes=1)
     (out.loss_sum * 0.5).backward()
     assert relative(weight.main_grad - 1, expected) < 1e-12
+    p["hidden"].grad = None
     out = linear_policy_loss(p["hidden"], weight, p["labels"], summed, grad_scale=0.5, main_grad=True)
     with pytest.raises(ValueError, match=r"grad_scale: 0.5, but the loss received a gradient of 1.0"):
         out.loss_sum.backward()
+    assert p["hidden"].grad is not None, "reading the gradient before the rest of the backward pass would leave a GPU idle"
 
 
 def test_second_backward_pass_is_rejected() -> None:
