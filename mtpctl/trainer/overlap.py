@@ -3,7 +3,8 @@
 megatron-core can start the reduction of a bucket when autograd has visited all of its parameters, but it requires a gradient from autograd
 for each of them in every update. Ours bypass autograd, and some parameters have no gradient in some updates. Therefore a bucket's reduction
 starts when the backward pass has left the layers of the bucket in all microbatches. Buckets are reduced in the same order on all ranks;
-those that the backward pass has not released (such as that of the embedding, whose gradient is the last) are reduced after it.
+those that the backward pass has not released are reduced after it. The last is that of the embedding, which overlaps with nothing, so only
+the rows that have a gradient are exchanged.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from mtpctl.model.gpt import MtpModel
 
 BUCKET_NUMBERS = 40_000_000
 """Minimum size of a bucket of several layers: collectives of small buckets are bound by latency. megatron-core's default."""
+SPARSE_SHARE = 0.5
+"""An embedding's gradient is exchanged as rows if the rows of all ranks together are at most this fraction of the vocabulary."""
 LAST = -1
 """Place of parameters whose gradients are complete only after the backward pass."""
 
@@ -84,6 +88,11 @@ class Overlap:
         groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
         # In order of readiness, which is the same on all ranks, because they have the same parameters.
         self._groups = sorted(((min(place_of[p] for p in group.params), group) for group in groups), key=lambda entry: -entry[0])
+        embedding = getattr(module, "embedding", None)
+        self._embedding: Any = None
+        # The head gives a tied weight a gradient in all rows. The distributed optimizer reduces to shards, which do not end at rows.
+        if embedding is not None and not (module.share_embeddings_and_output_weights or model.ddp_config.use_distributed_optimizer):
+            self._embedding = embedding.word_embeddings.weight
         self._microbatches, self._started = 0, 0
         self._crossings: dict[int, int] = {}
         parts: list[tuple[int, torch.nn.Module]] = list(enumerate(module.decoder.layers))
@@ -127,5 +136,33 @@ class Overlap:
         if ready > self._started:
             self._prepare(place)
         while self._started < ready:
-            self._groups[self._started][1].start_grad_sync()
+            group = self._groups[self._started][1]
+            if group.params == {self._embedding} and sum_sparse_rows(self._embedding.main_grad, group.data_parallel_group):
+                group.grad_reduce_finished = True
+            else:
+                group.start_grad_sync()
             self._started += 1
+
+
+def sum_sparse_rows(grad: Tensor, group: dist.ProcessGroup) -> bool:
+    """Sum grad [vocab, H] over ranks by exchanging the rows that are not zero, unless there are too many. Returns whether it did."""
+    rows = torch.linalg.vector_norm(grad, torch.inf, dim=1).nonzero().squeeze(1)
+    ranks = group.size()
+    counts = rows.new_empty(ranks)
+    dist.all_gather_into_tensor(counts, rows.new_tensor([len(rows)]), group=group)
+    numbers = counts.tolist()
+    most = max(numbers)
+    if most * ranks > SPARSE_SHARE * len(grad):
+        return False
+    if not most:
+        return True
+    indices, values = rows.new_zeros(most), grad.new_zeros(most, grad.shape[1])
+    indices[: len(rows)], values[: len(rows)] = rows, grad[rows]
+    all_indices, all_values = indices.new_empty(ranks * most), values.new_empty(ranks * most, grad.shape[1])
+    dist.all_gather_into_tensor(all_indices, indices, group=group)
+    dist.all_gather_into_tensor(all_values, values, group=group)
+    grad.index_fill_(0, rows, 0.0)
+    # One rank after the other, so that all ranks have the same sums.
+    for number, its_indices, its_values in zip(numbers, all_indices.split(most), all_values.split(most), strict=True):
+        grad.index_add_(0, its_indices[:number], its_values[:number])
+    return True

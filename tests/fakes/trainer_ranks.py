@@ -221,7 +221,8 @@ def run(case: Case, root: Path) -> Any:
 def main(out: str, *names: str) -> None:
     torch.set_num_threads(1)
     cpu_device.install()
-    overlap.BUCKET_NUMBERS = 1  # one bucket per layer, although the models are small
+    # One bucket per layer, and rows of embeddings, although the models are small.
+    overlap.BUCKET_NUMBERS, overlap.SPARSE_SHARE = 1, 100.0
     import mtpctl.convert.bridge
     import mtpctl.trainer.engine  # noqa: F401
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from mtpctl.convert.hf_folder import HfFolder
@@ -15,7 +17,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.trainer import overlap
 from mtpctl.trainer.objective import NextToken
-from tests.fakes.forked import run_ranks
+from tests.fakes.forked import in_gloo_group, run_ranks
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 from tests.fakes.toys import TOYS, toy_folder
 
@@ -24,7 +26,7 @@ Event = tuple[str, Any]
 
 def events_of(rank: Rank, path: Path, *, ep: int, trains_mtp: bool, few: bool, recompute: str) -> tuple[list[Event], list[str]]:
     """Starts of reductions and of each layer's backward pass in the second update, and the names in each bucket."""
-    overlap.BUCKET_NUMBERS = 1
+    overlap.BUCKET_NUMBERS, overlap.SPARSE_SHARE = 1, 0.0
     own = path / str(rank.rank)
     folder = HfFolder.open(toy_folder(TOYS["glm4-moe"], own, 0, "fp32")) if ep > 1 else mimo(own)
     options = {"tokens_per_microbatch": 24 if few else 4096, "recompute": recompute}
@@ -74,3 +76,32 @@ def test_reductions_overlap_with_the_last_backward_pass(tmp_path: Path, ep: int,
         layers_of = {int(name.split(".")[2]) for name in value if name.startswith("decoder.layers.")}
         expected = 0 if any(name.startswith("embedding.") for name in value) else min(layers_of, default=layers)
         assert remaining == list(reversed(range(expected))), f"layers whose last backward pass follows the reduction of {value}"
+
+
+def row_gradients(ranks: int, *, filled: bool) -> list[torch.Tensor]:
+    """Gradients of an embedding of 20 rows: zeros, or two or one rows per rank, with a NaN. One row is of all ranks."""
+    grads = [torch.zeros(20, 3, dtype=torch.double) for _ in range(ranks)]
+    if not filled:
+        return grads
+    for number, grad in enumerate(grads):
+        rows = [7, 8 + number] if number else [7]
+        grad[rows] = torch.randn(len(rows), 3, dtype=torch.double, generator=torch.Generator().manual_seed(number))
+    grads[-1][8 + ranks - 1, 1] = torch.nan
+    return grads
+
+
+def sums_of_rows(rank: Rank, share: float, filled: bool) -> tuple[bool, list[list[float]]]:
+    overlap.SPARSE_SHARE = share
+    grad = row_gradients(rank.world_size, filled=filled)[rank.rank]
+    return overlap.sum_sparse_rows(grad, dist.group.WORLD), grad.tolist()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("share", "filled"), [(0.3, True), (0.29, True), (0.29, False)], ids=["sparse", "dense", "zero"])
+def test_rows_of_an_embedding_are_summed_over_ranks(share: float, filled: bool) -> None:
+    found, error = run_ranks(3, in_gloo_group(partial(sums_of_rows, share=share, filled=filled)), deadline_s=60)
+    assert not error, error
+    sparse = share == 0.3 or not filled
+    grads = row_gradients(3, filled=filled)
+    for (done, grad), own in zip(found, grads, strict=True):
+        assert done == sparse
+        torch.testing.assert_close(torch.tensor(grad, dtype=torch.double), sum(grads) if sparse else own, equal_nan=True)
