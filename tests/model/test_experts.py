@@ -76,7 +76,7 @@ def test_running_in_parts_saves_only_inputs_and_gives_equal_gradients(tmp_path: 
         ends, upstream = torch.tensor([3, 3, 20, 21, 40, 55, 64, 64], dtype=torch.int32), torch.randn(count, hidden)
         actual: list[tuple[int, list[torch.Tensor]]] = []
         for run in (experts.run, partial(experts.run_in_parts, most=24)):
-            trainer.gradients.clear()
+            trainer.gradients.clear(1)
             for leaf in leaves:
                 leaf.grad = None
             with Kept(rows, probs, *trainer.module.parameters()) as memory:
