@@ -45,10 +45,9 @@ class ExpertOrder:
 def expert_order(routes: Tensor, k: int, ranks: int, rows: int | None = None) -> ExpertOrder:
     """Sort the rows of `routes` [T, E], a bool mask of each token's experts.
 
-    rows: number of set entries, at most k per token; by default each token has exactly k. ranks: expert-parallel ranks, each with E / ranks
-    consecutive experts.
+    rows: number of set entries, at most k per token, or an upper bound of it (the results then have undefined rows at the end on CUDA);
+    by default each token has exactly k. ranks: expert-parallel ranks, each with E / ranks consecutive experts.
     """
-    rows = len(routes) * k if rows is None else rows
     return expert_order_triton(routes, k, ranks, rows) if routes.is_cuda else expert_order_torch(routes, k, ranks)
 
 
@@ -200,15 +199,16 @@ def sum_rows_kernel(
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def expert_order_triton(routes: Tensor, k: int, ranks: int, rows: int) -> ExpertOrder:
+def expert_order_triton(routes: Tensor, k: int, ranks: int, rows: int | None) -> ExpertOrder:
     tokens, experts = routes.shape
+    most = tokens * k if rows is None else rows
     width = triton.next_power_of_2(experts)
     block = max(1, TILE_ELEMENTS // width)
     blocks = triton.cdiv(tokens, block)
     route_bytes = routes.contiguous().view(torch.uint8)
-    row_of, token_of = routes.new_empty(tokens, k, dtype=torch.int32), routes.new_empty(rows, dtype=torch.int32)
-    pair_of = routes.new_empty(rows, dtype=torch.int64)
-    if rows < tokens * k:
+    row_of, token_of = routes.new_empty(tokens, k, dtype=torch.int32), routes.new_empty(most, dtype=torch.int32)
+    pair_of = routes.new_empty(most, dtype=torch.int64)
+    if rows is not None:
         row_of.fill_(-1)
     counts = routes.new_empty(blocks + 1, experts, dtype=torch.int32)
     before, total = counts[:blocks], counts[blocks]

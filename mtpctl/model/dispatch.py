@@ -12,7 +12,7 @@ Shape legend: T tokens, k experts per token, E experts in total, R rows, H hidde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,10 +62,14 @@ class Exchange:
         destinations = experts_by_rank.any(2)
         own = torch.stack([destinations.sum(0), experts_by_rank.sum((0, 2))])
         gathered = own.new_empty(ranks * 2, ranks)
-        dist.all_gather_into_tensor(gathered, own, group=group)
+        gathering = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+        # Before waiting for the counts, so that the GPU is not idle meanwhile. There are at most this many copies.
+        order = expert_order(destinations, min(k, ranks), ranks, len(routes) * min(k, ranks))
+        gathering.wait()
         tokens_to, rows_to = gathered.view(ranks, 2, ranks).transpose(0, 1).tolist()  # [source][destination]
         sent, received = tokens_to[rank], [row[rank] for row in tokens_to]
-        order = expert_order(destinations, min(k, ranks), ranks, sum(sent))
+        copies = sum(sent)
+        order = replace(order, token_of=order.token_of[:copies], pair_of=order.pair_of[:copies])
         return cls(group, order, sent, received, sum(row[rank] for row in rows_to), -(-sum(map(sum, rows_to)) // ranks))
 
     def dispatch(self, copies: Tensor) -> AsyncAllToAll:
@@ -131,7 +135,7 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.start_transfer(grads[0], backward=True)
         # A placeholder of the right shape. The gradient is in flight; `_Start.backward` waits for it.
-        return grads[0].new_zeros(()).expand(ctx.shape), None
+        return grads[0].new_empty(()).expand(ctx.shape), None
 
 
 class _Gather(torch.autograd.Function):

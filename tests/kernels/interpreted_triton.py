@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -227,8 +229,11 @@ def test_expert_order_matches_the_portable_version(monkeypatch: pytest.MonkeyPat
     routes = drawn_routes(tokens, experts, k)
     assert_same_order(rows.expert_order_triton(routes, k, ranks, tokens * k), expert_order_torch(routes, k, ranks))
     uneven = uneven_routes(tokens, experts, k)
-    order = rows.expert_order_triton(uneven, k, ranks, int(uneven.sum()))
+    count = int(uneven.sum())
+    order = rows.expert_order_triton(uneven, k, ranks, count)
     assert_same_order(order, expert_order_torch(uneven, k, ranks))
+    bounded = rows.expert_order_triton(uneven, k, ranks, tokens * k)
+    assert_same_order(replace(bounded, token_of=bounded.token_of[:count], pair_of=bounded.pair_of[:count]), order)
     if k > 1:
         values = torch.randn(len(order.token_of), 5)
         torch.testing.assert_close(rows.row_sums_triton(values, order.row_of), rows.row_sums(values, order.row_of))
