@@ -1,6 +1,7 @@
 """Activations of MLPs and experts, times a factor per row: SwiGLU (arXiv 2002.05202), and squared ReLU (arXiv 2109.08668) for Nemotron-H.
 
-Only the inputs are saved for the backward pass. On CUDA one Triton kernel computes SwiGLU and one its gradients, in fp32 with one rounding.
+Only the inputs are saved for the backward pass. On CUDA one Triton kernel computes an activation and one its gradients, in fp32 with one
+rounding.
 
 Shape legend: R rows, F columns each of gate and up.
 """
@@ -52,17 +53,26 @@ class _SquaredRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, scale)
-        squared = F.relu(x).square()
-        return squared if scale is None else (squared * scale[..., None]).to(x.dtype)
+        return squared_relu_triton(x, scale) if x.is_cuda else squared_relu_torch(x, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         x, scale = ctx.saved_tensors
-        grad, positive = grads[0], F.relu(x)
-        if scale is None:
-            return 2 * positive * grad, None
-        scale_grad = (grad.to(scale.dtype) * positive.square()).sum(-1)
-        return (2 * positive * (grad * scale[..., None])).to(x.dtype), scale_grad
+        backward = squared_relu_backward_triton if x.is_cuda else squared_relu_backward_torch
+        return backward(grads[0], x, scale)
+
+
+def squared_relu_torch(x: Tensor, scale: Tensor | None) -> Tensor:
+    squared = F.relu(x).square()
+    return squared if scale is None else (squared * scale[..., None]).to(x.dtype)
+
+
+def squared_relu_backward_torch(grad: Tensor, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    positive = F.relu(x)
+    if scale is None:
+        return 2 * positive * grad, None
+    scale_grad = (grad.to(scale.dtype) * positive.square()).sum(-1)
+    return (2 * positive * (grad * scale[..., None])).to(x.dtype), scale_grad
 
 
 def swiglu_torch(gate_up: Tensor, scale: Tensor | None) -> Tensor:
@@ -143,6 +153,81 @@ def swiglu_backward_kernel(
         tl.store(gate_up_grad_ptr + row * 2 * width + width + column, up_grad.to(gate_up_grad_ptr.dtype.element_ty), mask=inside)
     if SCALED:
         tl.store(scale_grad_ptr + row, tl.sum(total).to(scale_grad_ptr.dtype.element_ty))
+
+
+@triton.jit
+@no_type_check
+def squared_relu_kernel(
+    x_ptr,  # [R, F]
+    scale_ptr,  # [R], read if SCALED
+    out_ptr,  # [R, F]
+    width,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_ptr + row).to(tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        positive = tl.where(x < 0, 0.0, x)  # keeps NaN, unlike tl.maximum on a GPU
+        tl.store(out_ptr + row * width + column, (positive * positive * scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def squared_relu_backward_kernel(
+    grad_ptr,  # [R, F]
+    x_ptr,  # [R, F]
+    scale_ptr,  # [R], read if SCALED
+    x_grad_ptr,  # [R, F]
+    scale_grad_ptr,  # [R], written if SCALED
+    width,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    scale = 1.0
+    if SCALED:
+        scale = tl.load(scale_ptr + row).to(tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        positive = tl.where(x < 0, 0.0, x)  # keeps NaN, unlike tl.maximum on a GPU
+        grad = tl.load(grad_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            total += grad * positive * positive
+        tl.store(x_grad_ptr + row * width + column, (2 * positive * grad * scale).to(x_grad_ptr.dtype.element_ty), mask=inside)
+    if SCALED:
+        tl.store(scale_grad_ptr + row, tl.sum(total).to(scale_grad_ptr.dtype.element_ty))
+
+
+def squared_relu_triton(x: Tensor, scale: Tensor | None) -> Tensor:
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        scales = x if scale is None else scale.contiguous()
+        with on_device_of(x):
+            squared_relu_kernel[(x.numel() // width,)](x, scales, out, width, SCALED=scale is not None, BLOCK=_block(width))
+    return out
+
+
+def squared_relu_backward_triton(grad: Tensor, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    x, grad = x.contiguous(), grad.contiguous()
+    x_grad, width = torch.empty_like(x), x.shape[-1]
+    scale_grad = None if scale is None else torch.empty_like(scale, memory_format=torch.contiguous_format)
+    if x.numel():
+        scales, scale_grads = (x, x) if scale is None else (scale.contiguous(), scale_grad)
+        with on_device_of(x):
+            squared_relu_backward_kernel[(x.numel() // width,)](
+                grad, x, scales, x_grad, scale_grads, width, SCALED=scale is not None, BLOCK=_block(width)
+            )
+    return x_grad, scale_grad
 
 
 def swiglu_triton(gate_up: Tensor, scale: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from mtpctl.families.shape import MambaShape
+from mtpctl.kernels.scaling import scale_heads
 from mtpctl.model.layers import LayerNormColumnParallelLinear, RowParallelLinear
 from mtpctl.model.packing import Packing
 from mtpctl.model.recurrent import convolve, exchange, own_channels, own_heads, to_tokens
@@ -183,7 +184,7 @@ class Scan:
             # Padding follows a sample's last token; the scan is causal, so padding does not affect the sample.
             group_out = selective_scan(*(part[group.queries] for part in (x, steps, log_decay, b, c)))
             out = out.index_put((group.queries[group.valid],), group_out[group.valid])
-        return out + self._skipped(x)
+        return scale_heads(x, self.skip, out)
 
     def run_fla(self, row: Packing) -> Tensor:
         """`run_torch` with flash-linear-attention's kernels: the scan is linear attention with a decay per head and token."""
@@ -193,13 +194,8 @@ class Scan:
         x, b, c = self._split(mixed)
         steps, log_decay = self._discretized()
         queries, keys = (part.repeat_interleave(x.shape[1] // self.groups, dim=1)[None] for part in (c, b))
-        values = (x.float() * steps[..., None]).to(x.dtype)[None]
-        out: Tensor = chunk_simple_gla(queries, keys, values, g=log_decay[None], scale=1.0, **samples)[0]
-        return out[0] + self._skipped(x)
-
-    def _skipped(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return (x.to(wide) * self.skip.to(wide)[:, None]).to(x.dtype)
+        out: Tensor = chunk_simple_gla(queries, keys, scale_heads(x, steps)[None], g=log_decay[None], scale=1.0, **samples)[0]
+        return scale_heads(x, self.skip, out[0])
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """mixed [T, channels] → input [T, heads, head dim], input and output projections of the state [T, G, N]."""

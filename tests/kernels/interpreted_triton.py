@@ -239,18 +239,39 @@ def test_expert_order_matches_the_portable_version(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(rows.row_sums_triton(values, order.row_of), rows.row_sums(values, order.row_of))
 
 
+@pytest.mark.parametrize("name", ["swiglu", "squared_relu"])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(3, 2, 24), (5, 3000), (0, 8)])
-def test_swiglu_and_gradients_match_the_portable_version(shape: tuple[int, ...], scaled: bool) -> None:
+def test_activations_and_gradients_match_the_portable_version(shape: tuple[int, ...], scaled: bool, name: str) -> None:
     from mtpctl.kernels import activations
 
     torch.manual_seed(0)
-    both, grad = torch.randn(*shape[:-1], 2 * shape[-1], dtype=HALF), torch.randn(shape, dtype=HALF)
+    width = shape[-1] * (2 if name == "swiglu" else 1)
+    x, grad = torch.randn(*shape[:-1], width, dtype=HALF), torch.randn(shape, dtype=HALF)
     scale = torch.rand(shape[:-1]) if scaled else None
-    exact = both.double(), None if scale is None else scale.double()
-    assert relative(activations.swiglu_triton(both, scale).double(), activations.swiglu_torch(*exact)) < 1e-3
-    for actual, expected in zip(
-        activations.swiglu_backward_triton(grad, both, scale), activations.swiglu_backward_torch(grad.double(), *exact), strict=True
-    ):
+    exact = x.double(), None if scale is None else scale.double()
+    out = getattr(activations, f"{name}_triton")(x, scale)
+    assert out.shape == shape and relative(out.double(), getattr(activations, f"{name}_torch")(*exact)) < 1e-3
+    actual_grads = getattr(activations, f"{name}_backward_triton")(grad, x, scale)
+    for actual, expected in zip(actual_grads, getattr(activations, f"{name}_backward_torch")(grad.double(), *exact), strict=True):
         assert (actual is None) == (expected is None)
         assert actual is None or relative(actual.double(), expected) < 1e-3
+
+
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(37, 3, 20), (8, 4, 64), (0, 2, 8)])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("based", [False, True])
+def test_scaled_heads_and_gradients_match_the_portable_version(tokens: int, heads: int, width: int, per_token: bool, based: bool) -> None:
+    from mtpctl.kernels import scaling
+
+    torch.manual_seed(0)
+    mixed, grad = torch.randn(tokens, heads * width + 6, dtype=HALF), torch.randn(tokens, heads, width, dtype=HALF)
+    x = mixed[:, 3:-3].unflatten(-1, (heads, width))  # a slice of channels, as in the layer
+    scale = torch.rand(tokens, heads) if per_token else torch.rand(heads).to(HALF)
+    base = torch.randn_like(grad) if based else None
+    out = scaling.scaled_triton(x, scale, base)
+    assert relative(out.double(), scaling.scaled_torch(x.double(), scale.double(), None if base is None else base.double())) < 1e-3
+    for actual, expected in zip(
+        scaling.backward_triton(grad, x, scale), scaling.backward_torch(grad.double(), x.double(), scale.double()), strict=True
+    ):
+        assert relative(actual.double(), expected) < 1e-3

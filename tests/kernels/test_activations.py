@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,17 +44,26 @@ def test_a_scale_in_single_precision_leaves_the_dtype_of_x() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", [swiglu, squared_relu])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(700, 768), (3, 1, 11008), (0, 8)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_cuda_swiglu_rounds_once(dtype: torch.dtype, bound: float, shape: tuple[int, ...], scaled: bool) -> None:
+def test_activations_on_a_card_round_once(
+    dtype: torch.dtype, bound: float, shape: tuple[int, ...], scaled: bool, activation: Callable[..., Tensor]
+) -> None:
     torch.manual_seed(0)
-    both = torch.randn(*shape[:-1], 2 * shape[-1], device="cuda", dtype=dtype, requires_grad=True)
+    width = shape[-1] * (2 if activation is swiglu else 1)
+    x = torch.randn(*shape[:-1], width, device="cuda", dtype=dtype, requires_grad=True)
     scale = torch.rand(shape[:-1], device="cuda", requires_grad=True) if scaled else None
     upstream = torch.randn(shape, device="cuda", dtype=dtype)
-    leaves = [both] if scale is None else [both, scale]
+    leaves = [x] if scale is None else [x, scale]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    actual, expected = swiglu(*leaves), plain(exact[0], exact[1] if scaled else None)
+    actual = activation(*leaves)
+    expected = (
+        plain(exact[0], exact[1] if scaled else None)
+        if activation is swiglu
+        else F.relu(exact[0]) ** 2 * (exact[1][..., None] if scaled else 1.0)
+    )
     assert actual.dtype == dtype and actual.shape == shape
     found_grads, right_grads = torch.autograd.grad(actual, leaves, upstream), torch.autograd.grad(expected, exact, upstream.double())
     for tensor, reference in zip([actual, *found_grads], [expected, *right_grads], strict=True):

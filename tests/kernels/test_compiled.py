@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mtpctl.kernels import activations, exact_delta, exact_experts, invariant, norm, qkv, routing, rows, triton_backend  # noqa: E402
+from mtpctl.kernels import activations, exact_delta, exact_experts, invariant, norm, qkv, routing, rows, scaling, triton_backend  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLAGS = (False, True)
@@ -48,7 +48,12 @@ KERNELS = [
         (triton_backend.draft_grads_kernel, {"BN": 256, "TILES": 4, "TEACHER": teacher, "GAINED": gained, "GREEDY": greedy})
         for teacher, gained, greedy in ((True, False, False), (False, True, False), (True, True, False), (True, True, True))
     ),
-    *((kernel, {"SCALED": True, "BLOCK": 512}) for kernel in (activations.swiglu_kernel, activations.swiglu_backward_kernel)),
+    *(
+        (getattr(activations, f"{name}_kernel"), {"SCALED": True, "BLOCK": 512})
+        for name in ("swiglu", "swiglu_backward", "squared_relu", "squared_relu_backward")
+    ),
+    (scaling.scaled_kernel, {"SHARED": False, "ADDED": True, "ROWS": 32, "BLOCK": 64}),
+    (scaling.scaled_backward_kernel, {"SHARED": True, "ROWS": 32, "BLOCK": 64}),
     (invariant.rotate_kernel, {"HEADS": 3, "WIDTH": 96, "HALF": 32, "TOKENS": 16, "COLUMNS": 128}),
     *(
         (invariant.attention_kernel, {"PER_GROUP": 4, "WIDTH": 128, "BLOCK_WIDTH": 128, "PAGE": page, "BM": 64, "BN": 64, "SUMS": not page})
