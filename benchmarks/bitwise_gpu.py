@@ -216,8 +216,8 @@ class Large:
                 self._score(self._file(numerics))
         self._ratio("engine", [self._file(numerics) for numerics in ("default", "bitwise")], "tokens_per_s", 0.75)
         self._trainers()
-        # If time is left: steps with prefill without graphs, and other numbers of drafts.
-        for graphs, drafts in (("decode", 1), ("all", 0), ("all", 3)) if self.device == "cuda" else ():
+        # If time is left: other numbers of drafts, and steps with prefill without graphs.
+        for graphs, drafts in (("all", 0), ("all", 3), ("decode", 1)) if self.device == "cuda" else ():
             file = self.scratch / f"large-{graphs}-{drafts}.json"
             if self.runner.deadline - time.monotonic() > ANOTHER_ENGINE_S:
                 command = self._engine(512, file, graphs=graphs, drafts=drafts)

@@ -249,7 +249,7 @@ def paged(sizes: Sizes, wholes: list[Tensor], size: int = 16) -> PagedKV:
 
 def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> None:
     """Output and gradients against PyTorch's flash kernel, and times of a pass and of a decode step."""
-    from mtpctl.model.core_attention import flash_attention, invariant_attention
+    from mtpctl.model.core_attention import flash_arguments, flash_attention, invariant_attention
     from mtpctl.model.packing import Packing
 
     class Starts:
@@ -261,7 +261,7 @@ def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, start
     results = []
 
     def flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-        return flash_attention(q, k, v, packing, scale)[0]
+        return flash_attention(q, k, v, flash_arguments(packing), scale)[0]
 
     for run in (invariant_attention, flash):
         q, k, v = (x.detach().clone().requires_grad_() for x in (query, key, value))
@@ -275,7 +275,7 @@ def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, start
             f"time of {len(query)} packed tokens",
             against(
                 lambda: invariant_attention(query, key, value, packing, scale),
-                lambda: flash_attention(query, key, value, packing, scale),
+                lambda: flash_attention(query, key, value, flash_arguments(packing), scale),
                 sizes,
             ),
         )

@@ -49,12 +49,21 @@ def _causal_window(window: int | None) -> dict[str, int]:
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
-def _flash_arguments(p: Packing) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    """Sequence boundaries, dropout 0 and causal masking, in the order of the flash operators' arguments."""
+FlashArguments = tuple[Tensor, Tensor, int, int, float, bool]
+
+
+def flash_arguments(p: Packing) -> FlashArguments:
+    """Sequence boundaries, dropout 0 and causal masking, in the order of the flash operators' arguments.
+
+    Autograd functions keep these instead of the packing. The packing has the keys of `earlier` depths, which may depend on the function's
+    own output: a cycle through the graph, whose edges Python's collector does not see, so it would never be freed.
+    """
     return p.cu_seqlens_q, p.cu_seqlens_kv, p.max_seqlen_q, p.max_seqlen_kv, 0.0, True
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, arguments: FlashArguments, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """PyTorch's variable-length flash kernel: causal attention of q [t, h, d] to k and v [s, g, d] within the packing's samples.
 
     window: number of keys that a query attends to, including its own; None: all. Returns the output [t, h, d], which is differentiable, and
@@ -63,7 +72,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: fl
     """
     no_mask_for_debugging = False
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-        q, k, v, *_flash_arguments(packing), no_mask_for_debugging, scale=scale, **_causal_window(window)
+        q, k, v, *arguments, no_mask_for_debugging, scale=scale, **_causal_window(window)
     )
     return out, lse
 
@@ -84,13 +93,13 @@ class Prefix(Protocol):
 class FlashPrefix:
     """`Prefix` with the flash kernel, for one pass. heads_first: whether the kernel's log-sum-exp is [h, t] rather than [t, h]."""
 
-    packing: Packing
+    arguments: FlashArguments
     scale: float
     window: int | None = None
     heads_first: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = flash_attention(q, k, v, self.packing, self.scale, self.window)
+        out, lse = flash_attention(q, k, v, self.arguments, self.scale, self.window)
         self.heads_first = lse.shape[0] == q.shape[1]
         return out, lse.transpose(0, 1).contiguous() if self.heads_first else lse
 
@@ -104,7 +113,7 @@ class FlashPrefix:
             v,
             out,
             kernel_lse,
-            *_flash_arguments(self.packing),
+            *self.arguments,
             rng_state,
             rng_state,
             scale=self.scale,
@@ -122,13 +131,13 @@ class _InvariantAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
         out, lse = invariant.attention(q, k, v, packing.cu_seqlens_q, packing.max_seqlen_q, scale, lse=True)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.packing, ctx.scale = packing, scale
+        ctx.arguments, ctx.scale = flash_arguments(packing), scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        prefix = FlashPrefix(ctx.packing, ctx.scale, heads_first=True)
+        prefix = FlashPrefix(ctx.arguments, ctx.scale, heads_first=True)
         return *prefix.backward(grads[0], q, k, v, out, lse.transpose(0, 1)), None, None
 
 
@@ -299,9 +308,9 @@ class PackedAttention(torch.nn.Module):
             return invariant_attention(q, k, v, packing, scale)
         q, k, v, *more = _pad_widths(q, k, v, *(later or ()))
         if later is None and self.softmax_offset is None:
-            out, _lse = flash_attention(q, k, v, packing, scale, self.window)
+            out, _lse = flash_attention(q, k, v, flash_arguments(packing), scale, self.window)
         else:
-            prefix = FlashPrefix(packing, scale, self._prefix_window(later))
+            prefix = FlashPrefix(flash_arguments(packing), scale, self._prefix_window(later))
             out = joined_attention(q, k, v, (more[0], more[1]) if more else None, prefix, scale, self.softmax_offset)
         return out[..., :value_dim]
 

@@ -67,7 +67,7 @@ def test_decoded_and_verified_queries_equal_those_of_a_packed_sample(length: int
 
 @pytest.mark.gpu
 def test_attention_has_the_flash_kernels_gradients() -> None:
-    from mtpctl.model.core_attention import flash_attention, invariant_attention
+    from mtpctl.model.core_attention import flash_arguments, flash_attention, invariant_attention
     from mtpctl.model.packing import Packing
 
     starts = torch.tensor([0, 70, 71, 300], dtype=torch.int32, device="cuda")
@@ -81,7 +81,7 @@ def test_attention_has_the_flash_kernels_gradients() -> None:
     results = []
     for is_ours in (True, False):
         q, k, v = (x.clone().requires_grad_() for x in inputs)
-        out = invariant_attention(q, k, v, packing, 0.125) if is_ours else flash_attention(q, k, v, packing, 0.125)[0]
+        out = invariant_attention(q, k, v, packing, 0.125) if is_ours else flash_attention(q, k, v, flash_arguments(packing), 0.125)[0]
         results.append([out, *torch.autograd.grad(out, (q, k, v), drawn(300, 8, 64, seed=3))])
     for ours, usual in zip(*results, strict=True):
         assert (ours - usual).norm() <= 1e-2 * usual.norm()

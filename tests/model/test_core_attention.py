@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mtpctl.model.core_attention import FlashPrefix, flash_attention, joined_attention
-from mtpctl.model.packing import Packing
+from mtpctl.model.core_attention import FlashPrefix, PackedAttention, flash_arguments, flash_attention, joined_attention
+from mtpctl.model.packing import EarlierDepths, Packing
 
 TOKENS, HEADS, KV_HEADS, WIDTH = 40, 8, 2, 64
 
@@ -26,7 +28,7 @@ def packed() -> Packing:
 @pytest.mark.parametrize("window", [None, 8])
 def test_flash_operator_is_differentiable(window: int | None) -> None:
     q, k, v = leaves()
-    out, lse = flash_attention(q, k, v, packed(), 0.1, window)
+    out, lse = flash_attention(q, k, v, flash_arguments(packed()), 0.1, window)
     assert out.shape == q.shape and out.requires_grad
     assert set(lse.shape) == {TOKENS, HEADS} and lse.dtype == torch.float32 and not lse.requires_grad
     grads = torch.autograd.grad(out, [q, k, v], torch.empty_like(out))
@@ -35,7 +37,7 @@ def test_flash_operator_is_differentiable(window: int | None) -> None:
 
 def test_flash_prefix_converts_the_log_sum_exp_layout() -> None:
     q, k, v = (x.detach() for x in leaves())
-    prefix = FlashPrefix(packed(), 0.1)
+    prefix = FlashPrefix(flash_arguments(packed()), 0.1)
     out, lse = prefix.forward(q, k, v)
     assert lse.shape == (TOKENS, HEADS)
     assert [each.shape for each in prefix.backward(torch.empty_like(out), q, k, v, out, lse)] == [q.shape, k.shape, v.shape]
@@ -44,9 +46,30 @@ def test_flash_prefix_converts_the_log_sum_exp_layout() -> None:
 def test_sinks_get_a_gradient_with_the_flash_operator() -> None:
     q, k, v = leaves()
     sinks = torch.empty(HEADS, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    out = joined_attention(q, k, v, None, FlashPrefix(packed(), 0.1, 8), 0.1, sinks)
+    out = joined_attention(q, k, v, None, FlashPrefix(flash_arguments(packed()), 0.1, 8), 0.1, sinks)
     assert out.shape == q.shape and out.dtype == torch.bfloat16
     assert torch.autograd.grad(out, sinks, torch.empty_like(out))[0].shape == sinks.shape
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_pass_of_three_depths_is_freed_with_its_output(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third depth's keys depend on the output of the second. If its node in the graph also kept the keys, nothing would free the pass:
+    Python's collector does not see edges of the graph."""
+    monkeypatch.setattr(PackedAttention, "_grouped", PackedAttention._flash)
+    monkeypatch.setattr("mtpctl.kernels.invariant.attention", lambda q, *_, **__: (torch.empty_like(q), q.new_empty(HEADS, TOKENS)))
+    attention = PackedAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
+    attention.exact = exact
+    packing, q = packed(), leaves()[0]
+    earlier = EarlierDepths()
+    for _ in range(3):
+        k = q[:, :KV_HEADS]
+        depth = packing.at_depth(packing.position_ids, None, earlier)
+        q = attention(q, k, k, None, packed_seq_params=depth).view(q.shape)
+    assert len(earlier.keys) == 3
+    keys = weakref.ref(earlier)
+    del earlier, depth, q, k
+    gc.collect()
+    assert keys() is None
 
 
 @pytest.mark.parametrize(("window", "left"), [(None, -1), (128, 127)])
@@ -57,5 +80,5 @@ def test_window_includes_the_query_itself(window: int | None, left: int, monkeyp
         "torch.ops.aten._flash_attention_forward",
         SimpleNamespace(default=lambda q, *_, window_size_left, **__: (passed.append(window_size_left) or q, q)),
     )
-    flash_attention(*(x.detach() for x in leaves()), packed(), 0.1, window)
+    flash_attention(*(x.detach() for x in leaves()), flash_arguments(packed()), 0.1, window)
     assert passed == [left]
