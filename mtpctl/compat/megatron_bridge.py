@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RELEASE = "0.6.2"
 _MODELS = "megatron.bridge.models"
 _MAPPING = "megatron.bridge.models.conversion.param_mapping"
-_FAMILIES = ("mimo", "llama", "qwen", "qwen_vl", "glm", "deepseek", "ernie", "mimo_v2_flash", "nemotronh")
+_FAMILIES = ("mimo", "llama", "mistral", "qwen", "qwen_vl", "glm", "deepseek", "ernie", "mimo_v2_flash", "nemotronh")
 """The subpackages of `megatron.bridge.models` that support the families in `mtpctl.families.registry`."""
 _ENGINE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
 _LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "LayerNormMLP")

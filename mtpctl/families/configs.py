@@ -310,6 +310,28 @@ _NEMOTRON_3_5_LIGHTNING: dict[str, object] = {
     "max_position_embeddings": 1048576,
 }
 
+_MISTRAL_7B_V0_3: dict[str, object] = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "vocab_size": 32768,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
 HUB_CONFIGS: dict[str, dict[str, object]] = {
     "XiaomiMiMo/MiMo-7B-Base": _MIMO_7B,
     "XiaomiMiMo/MiMo-7B-SFT": _MIMO_7B,
@@ -331,6 +353,8 @@ HUB_CONFIGS: dict[str, dict[str, object]] = {
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
     "baidu/ERNIE-4.5-21B-A3B-PT": _ERNIE_4_5_21B_A3B,
     "baidu/ERNIE-4.5-21B-A3B-Thinking": _ERNIE_4_5_21B_A3B,
+    "mistralai/Mistral-7B-v0.3": _MISTRAL_7B_V0_3,
+    "mistralai/Mistral-7B-Instruct-v0.3": _MISTRAL_7B_V0_3,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON_3_NANO,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _NEMOTRON_3_NANO,
     "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": _NEMOTRON_3_5_LIGHTNING,

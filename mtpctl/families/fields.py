@@ -287,7 +287,7 @@ def _check_windows(family: Family, fields: Fields, positions: int) -> None:
     kinds = fields.raw.get("layer_types")
     if isinstance(kinds, list) and any(kind in ("sliding_attention", "chunked_attention") for kind in kinds):
         raise UserError("model config: layer_types with windows are not supported: every token attends to all previous tokens")
-    window = fields.raw.get("sliding_window")
+    window = fields.raw.get("sliding_window", family.sliding_window)
     unused = window in OFF or family.name in UNUSED_SLIDING_WINDOW or fields.raw.get("use_sliding_window") is False
     if not unused and (not isinstance(window, int) or window < positions):
         raise UserError(f"model config: sliding_window {window!r} is not supported: every token attends to all previous tokens")

@@ -36,6 +36,7 @@ class Family:
     required_values: config fields, each with the only value that the trainer supports. Engines have another default, so the config must
     have the field. renamed: pairs of the family's name of a config field and its usual name. head_dim: default of the config
     field; None: the hidden size divided by the number of heads. windows: layers may have sliding windows (MiMo-V2-Flash's fields).
+    sliding_window: default of the config field; None: no window.
     blocks: each layer is a Mamba-2 mixer, attention, a dense MLP or experts, as `layers_block_type` lists (Nemotron-H's fields).
     embedding, norm: see `ModelShape`.
     mtp_layers: the number of MTP layers if the config has no field for it. imports: packages that vLLM imports for the family in addition
@@ -66,6 +67,7 @@ class Family:
     mtp_layers: int = 0
     head_dim: int | None = None
     head_dim_follows_hidden: bool = False
+    sliding_window: int | None = None
     required_values: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     imports: tuple[str, ...] = ()
@@ -222,6 +224,7 @@ FAMILIES: tuple[Family, ...] = (
         mtp=_DEEPSEEK_MTP,
     ),
     Family("llama", ("LlamaForCausalLM",), ("llama",), max_positions=2048, output_biases=("attention_bias", "mlp_bias")),
+    Family("mistral", ("MistralForCausalLM",), ("mistral",), max_positions=131072, sliding_window=4096),
     Family(
         "glm4-moe",
         ("Glm4MoeForCausalLM",),

@@ -166,6 +166,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),

@@ -210,6 +210,7 @@ EAGLE3: dict[str, Any] = {
 }
 _FOUR_LAYERS: dict[str, Any] = {**SIZES, "num_hidden_layers": 4, "attention_bias": False, "drafter": EAGLE3}
 LLAMA_EAGLE3: dict[str, Any] = {**_FOUR_LAYERS, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MISTRAL_EAGLE3: dict[str, Any] = LLAMA_EAGLE3 | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 QWEN3_EAGLE3: dict[str, Any] = {**_FOUR_LAYERS, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 QWEN3_MOE_EAGLE3: dict[str, Any] = {
     **_FOUR_LAYERS,
@@ -243,6 +244,7 @@ TOYS: dict[str, dict[str, Any]] = {
     "mimo-v2-flash": MIMO_V2_FLASH,
     "nemotron-h": NEMOTRON_H,
     "llama with EAGLE-3": LLAMA_EAGLE3,
+    "mistral with EAGLE-3": MISTRAL_EAGLE3,
     "qwen3 with EAGLE-3": QWEN3_EAGLE3,
     "qwen3-moe with EAGLE-3": QWEN3_MOE_EAGLE3,
     "llama with DFlash": LLAMA_DFLASH,

@@ -29,7 +29,7 @@ HEADLESS: dict[str, dict[str, Any]] = {
     },
 }
 HEADLESS["mimo-v2-flash"]["num_nextn_predict_layers"] = 0  # without the field it has three
-KINDS = dict.fromkeys(HEADLESS, "mtp") | dict.fromkeys(("llama", "qwen3", "qwen3-moe"), "eagle3")
+KINDS = dict.fromkeys(HEADLESS, "mtp") | dict.fromkeys(("llama", "mistral", "qwen3", "qwen3-moe"), "eagle3")
 
 
 @pytest.mark.parametrize("family", HEADLESS)

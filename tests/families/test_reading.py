@@ -288,6 +288,14 @@ def test_a_field_that_one_family_does_not_support_is_an_error(family: str, field
         shape_of({**TOY_OF[family], **fields})
 
 
+def test_mistral_has_a_window_unless_its_config_says_no() -> None:
+    """Transformers and vLLM then use a window of 4,096 tokens."""
+    config = TOY_OF["mistral with EAGLE-3"] | {"max_position_embeddings": 8192}
+    assert shape_of(config).family == "mistral"
+    with pytest.raises(UserError, match="sliding_window 4096 is not supported"):
+        shape_of({name: value for name, value in config.items() if name != "sliding_window"})
+
+
 @pytest.mark.parametrize("family", TOY_OF)
 def test_fields_without_effect_are_accepted(family: str) -> None:
     unused = {

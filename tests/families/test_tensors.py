@@ -323,6 +323,11 @@ def test_parameters_of_mimo_v2_flash_equal_those_that_transformers_and_vllm_allo
     assert counts["mtp"] == 3 * (sum(parameter.numel() for parameter in layer.parameters()) + 3 * hidden + 2 * hidden**2)
 
 
+def test_parameters_of_mistral_equal_those_of_its_folder() -> None:
+    shape = shape_of(hub_config("mistralai/Mistral-7B-v0.3"))
+    assert count_parameters(shape)["total"] == 7_248_023_552 and shape.mtp_layers == 0
+
+
 def test_parameters_of_nemotron_equal_those_of_published_copies() -> None:
     """llama.cpp reads the first number from Nemotron 3 Nano's weights. Lightning's folder has 65.8 GB in bf16, and its MTP layer the sizes
     of the trunk's attention and experts."""
