@@ -100,10 +100,10 @@ def test_flash_kernel_gets_padded_widths_and_the_original_scale(monkeypatch, dim
 
     from mtpctl.model.core_attention import PackedAttention
 
-    def kernel(q, k, v, packing, scale, left):
+    def kernel(q, k, v, arguments, scale, left):
         assert left == window
         assert q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] % 8 == 0
-        cu_q, cu_k, max_q, max_k = packing.cu_seqlens_q, packing.cu_seqlens_kv, packing.max_seqlen_q, packing.max_seqlen_kv
+        cu_q, cu_k, max_q, max_k = arguments[:4]
         out = torch.empty_like(q)
         for i in range(len(cu_q) - 1):
             rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
