@@ -1,4 +1,4 @@
-"""Heads times factors, for the scan of Mamba-2: the input times its step, and the skip that is added to the output.
+"""Scaling of heads in the scan of Mamba-2: the input times its step, and the skip, a multiple of the input that is added to the output.
 
 On CUDA one Triton kernel computes them and one the gradients, in fp32 with one rounding. Plain PyTorch stores fp32 copies.
 

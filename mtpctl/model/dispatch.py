@@ -134,7 +134,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.start_transfer(grads[0], backward=True)
-        # A placeholder of the right shape. The gradient is in flight; `_Start.backward` waits for it.
+        # The gradient is in flight; `_Start.backward` waits for it, and does not read this placeholder, which has the right shape.
         return grads[0].new_empty(()).expand(ctx.shape), None
 
 

@@ -23,7 +23,7 @@ from mtpctl.model.gpt import MtpModel
 from mtpctl.model.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mtpctl.model.router import Router
 from mtpctl.trainer.offload import allocate, release
-from mtpctl.trainer.overlap import LAST, Overlap, layout, places
+from mtpctl.trainer.overlap import AFTER_BACKWARD, Overlap, layer_indices, layout
 
 
 class Gradients:
@@ -41,13 +41,15 @@ class Gradients:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=overlaps
         )
-        place_of = places(module)
-        buckets = layout(place_of, distributed_optimizer=distributed_optimizer) if overlaps else None
+        index_of = layer_indices(module)
+        buckets = layout(index_of, distributed_optimizer=distributed_optimizer) if overlaps else None
         self.model = DistributedDataParallel(config, settings, module, full_param_layout=buckets)
         # The bucket groups keep the asynchronous settings. The hooks on parameters must not start reductions.
         self.model.ddp_config = replace(settings, overlap_grad_reduce=False)
         self._experts = [part for part in module.modules() if isinstance(part, Experts)]
-        self._expert_places = [max((place_of[weight] for weight in experts.parameters()), default=LAST) for experts in self._experts]
+        self._expert_indices = [
+            max((index_of[weight] for weight in experts.parameters()), default=AFTER_BACKWARD) for experts in self._experts
+        ]
         of_experts = {weight for experts in self._experts for weight in experts.parameters()}
         self._others = [weight for weight in self.model.params_with_grad if weight not in of_experts]
         layers = [part for part in _linear_layers(module) if part.weight not in of_experts and is_buffered(part.weight)]
@@ -59,8 +61,8 @@ class Gradients:
             overwritten += [head] if is_buffered(head) else []
         self._overwritten: list[Tensor] = [cast(Any, weight).main_grad for weight in overwritten]
         """Buffers that the first gradients overwrite, except those of experts."""
-        self._overwritten_places = [place_of[weight] for weight in overwritten]
-        self._overlap = Overlap(module, self.model, place_of, self._zero_stale) if overlaps else None
+        self._overwritten_indices = [index_of[weight] for weight in overwritten]
+        self._overlap = Overlap(module, self.model, index_of, self._zero_stale) if overlaps else None
         self._zeroed: list[Tensor] = []
         self._zeroed_key: tuple[int, ...] = ()
 
@@ -91,18 +93,18 @@ class Gradients:
     def finish(self, model: list[torch.nn.Module], **options: object) -> None:
         """Run megatron-core's gradient reductions without its division by tokens: losses are already divided by global counts."""
         if self._overlap is None:
-            self._zero_stale(LAST)
+            self._zero_stale(AFTER_BACKWARD)
         else:
             self._overlap.finish()
         with without_router_updates():
             finalize_model_grads(model, None, **options)
 
-    def _zero_stale(self, from_place: int) -> None:
-        """Zero buffers that received no gradient in this update, of parameters at or after this place."""
-        experts = (experts for place, experts in zip(self._expert_places, self._experts, strict=True) if place >= from_place)
+    def _zero_stale(self, first: int) -> None:
+        """Zero buffers that received no gradient in this update, of parameters of layers from index `first` on."""
+        experts = (experts for index, experts in zip(self._expert_indices, self._experts, strict=True) if index >= first)
         stale = [buffer for each in experts for stack in each.stacks() for buffer in stack.stale_buffers()]
-        others = zip(self._overwritten_places, self._overwritten, strict=True)
-        _zero([*stale, *(buffer for place, buffer in others if place >= from_place and take_stale(buffer))])
+        others = zip(self._overwritten_indices, self._overwritten, strict=True)
+        _zero([*stale, *(buffer for index, buffer in others if index >= first and take_stale(buffer))])
 
     def _buffers_to_zero(self, stacks: list[WeightStack]) -> list[Tensor]:
         """The parts of the buffers that first gradients do not overwrite. Cached until the buffers are reallocated."""

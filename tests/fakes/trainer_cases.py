@@ -310,6 +310,8 @@ CASES = [
             ("tied-clipped-dp2-sharded", SHARDED, {"dp": 2}),
         )
     ),
+    _case("tied-off", "tied", "off"),
+    _case("tied-off-pp2-dp2-sharded", "tied", "off", fields=SHARDED, like="tied-off", pp=2, dp=2),
     *(
         _case(f"{name}-against-trunk", model, fields={"mtp": mtp}, like=f"{model}-against-trunk", **p)
         for model, mtp, layouts in (

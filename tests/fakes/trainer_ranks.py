@@ -222,7 +222,7 @@ def main(out: str, *names: str) -> None:
     torch.set_num_threads(1)
     cpu_device.install()
     # One bucket per layer, and rows of embeddings, although the models are small.
-    overlap.BUCKET_NUMBERS, overlap.SPARSE_SHARE = 1, 100.0
+    overlap.MIN_BUCKET_NUMEL, overlap.SPARSE_SHARE = 1, 100.0
     import mtpctl.convert.bridge
     import mtpctl.trainer.engine  # noqa: F401
 

@@ -260,15 +260,17 @@ def test_activations_and_gradients_match_the_portable_version(shape: tuple[int, 
 
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(37, 3, 20), (8, 4, 64), (0, 2, 8)])
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("based", [False, True])
-def test_scaled_heads_and_gradients_match_the_portable_version(tokens: int, heads: int, width: int, per_token: bool, based: bool) -> None:
+@pytest.mark.parametrize("with_base", [False, True])
+def test_scaled_heads_and_gradients_match_the_portable_version(
+    tokens: int, heads: int, width: int, per_token: bool, with_base: bool
+) -> None:
     from mtpctl.kernels import scaling
 
     torch.manual_seed(0)
     mixed, grad = torch.randn(tokens, heads * width + 6, dtype=HALF), torch.randn(tokens, heads, width, dtype=HALF)
     x = mixed[:, 3:-3].unflatten(-1, (heads, width))  # a slice of channels, as in the layer
     scale = torch.rand(tokens, heads) if per_token else torch.rand(heads).to(HALF)
-    base = torch.randn_like(grad) if based else None
+    base = torch.randn_like(grad) if with_base else None
     out = scaling.scaled_triton(x, scale, base)
     assert relative(out.double(), scaling.scaled_torch(x.double(), scale.double(), None if base is None else base.double())) < 1e-3
     for actual, expected in zip(

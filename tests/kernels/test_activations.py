@@ -48,7 +48,7 @@ def test_a_scale_in_single_precision_leaves_the_dtype_of_x() -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", [(700, 768), (3, 1, 11008), (0, 8)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_activations_on_a_card_round_once(
+def test_activations_on_cuda_round_once(
     dtype: torch.dtype, bound: float, shape: tuple[int, ...], scaled: bool, activation: Callable[..., Tensor]
 ) -> None:
     torch.manual_seed(0)

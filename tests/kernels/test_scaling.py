@@ -9,13 +9,13 @@ from mtpctl.kernels.scaling import scale_heads
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("based", [False, True])
-def test_gradients_match_finite_differences(per_token: bool, based: bool) -> None:
+@pytest.mark.parametrize("with_base", [False, True])
+def test_gradients_match_finite_differences(per_token: bool, with_base: bool) -> None:
     torch.manual_seed(0)
     x, base = (torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     scale = torch.rand((4, 3) if per_token else (3,), dtype=torch.float64, requires_grad=True)
-    added = (base,) if based else ()
-    assert torch.equal(scale_heads(x, scale, *added), (base if based else 0) + x * scale[..., None])
+    added = (base,) if with_base else ()
+    assert torch.equal(scale_heads(x, scale, *added), (base if with_base else 0) + x * scale[..., None])
     assert torch.autograd.gradcheck(scale_heads, (x, scale, *added))
 
 

@@ -26,7 +26,7 @@ Event = tuple[str, Any]
 
 def events_of(rank: Rank, path: Path, *, ep: int, trains_mtp: bool, few: bool, recompute: str) -> tuple[list[Event], list[str]]:
     """Starts of reductions and of each layer's backward pass in the second update, and the names in each bucket."""
-    overlap.BUCKET_NUMBERS, overlap.SPARSE_SHARE = 1, 0.0
+    overlap.MIN_BUCKET_NUMEL, overlap.SPARSE_SHARE = 1, 0.0
     own = path / str(rank.rank)
     folder = HfFolder.open(toy_folder(TOYS["glm4-moe"], own, 0, "fp32")) if ep > 1 else mimo(own)
     options = {"tokens_per_microbatch": 24 if few else 4096, "recompute": recompute}
@@ -78,8 +78,18 @@ def test_reductions_overlap_with_the_last_backward_pass(tmp_path: Path, ep: int,
         assert remaining == list(reversed(range(expected))), f"layers whose last backward pass follows the reduction of {value}"
 
 
+@pytest.mark.parametrize("shared_first", [False, True])
+def test_a_weight_that_stages_share_has_a_bucket_of_its_own(shared_first: bool) -> None:
+    """Also among few numbers: megatron-core adds each rank's part of it on the first and the last stage."""
+    tied, norm = torch.nn.Parameter(torch.zeros(8, 2)), torch.nn.Parameter(torch.zeros(2))
+    tied.shared_embedding = True  # type: ignore[attr-defined]
+    pair = (tied, norm) if shared_first else (norm, tied)
+    assert overlap._ends_bucket(*pair, index_of=dict.fromkeys(pair, 3), numel=2)
+    assert not overlap._ends_bucket(norm, norm, index_of={norm: 3}, numel=2)
+
+
 def row_gradients(ranks: int, *, filled: bool) -> list[torch.Tensor]:
-    """Gradients of an embedding of 20 rows: zeros, or two or one rows per rank, with a NaN. One row is of all ranks."""
+    """Gradients of an embedding of 20 rows: zeros, or two or one rows per rank, with a NaN. All ranks have row 7."""
     grads = [torch.zeros(20, 3, dtype=torch.double) for _ in range(ranks)]
     if not filled:
         return grads
@@ -91,7 +101,7 @@ def row_gradients(ranks: int, *, filled: bool) -> list[torch.Tensor]:
 
 
 def sums_of_rows(rank: Rank, share: float, filled: bool) -> tuple[bool, list[list[float]]]:
-    overlap.SPARSE_SHARE = share
+    overlap.SPARSE_SHARE, overlap.SLICE_NUMEL = share, 3  # one row at a time
     grad = row_gradients(rank.world_size, filled=filled)[rank.rank]
     return overlap.sum_sparse_rows(grad, dist.group.WORLD), grad.tolist()  # type: ignore[arg-type]
 
