@@ -453,7 +453,7 @@ CASES = [
 
 DEFAULT = frozenset(
     {
-        *("tp2", "sp2-pp2", "pp2-mtp-alone", "cp2", "dp2", "cp4-small-blocks", "dp2-sharded", "tp2-odd-vocab"),
+        *("tp2", "sp2-pp2", "pp2-mtp-alone", "cp2", "dp2", "cp4-small-blocks", "tied-off-pp2-dp2-sharded", "tp2-odd-vocab"),
         *("tp2-tied-joint", "tied-clipped-sp2", "bitwise-odd-tp2", "bitwise-mimo-sp2"),
         *("deepseek-tp2-ep2", "deepseek-few-ep2", "deepseek-balanced-cp2", "qwen3.5-sp2", "qwen3.5-cp2"),
         "nemotron-to-sp2-cp2",
