@@ -53,7 +53,7 @@ def _layer_index(name: str, layers: int) -> int:
 def layout(index_of: Mapping[Tensor, int], *, distributed_optimizer: bool) -> FullParamLayout:
     """megatron-core's order of parameters in buffers, with buckets that end at layers.
 
-    A weight that pipeline stages share (`shared_embedding`) has a bucket of its own: the distributed optimizer gives each rank a part of
+    A weight that pipeline stages share (`shared_embedding`) has a separate bucket: the distributed optimizer gives each rank a part of
     every bucket, and megatron-core adds the parts of the first and the last stage, which must be the same rows.
     """
     layouts = {}
