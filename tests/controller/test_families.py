@@ -79,3 +79,33 @@ def test_family_trains_end_to_end_and_is_served_by_stock_vllm(family: str, preci
         f"{family}, {precision} on {device}: {rows[-1]['sync/verified']:.0f} tensors compared at each sync, "
         f"{min(accepted):.0%} to {max(accepted):.0%} of drafts accepted, {max(same):.1e} nats"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "targets", "section"),
+    [
+        ("glm4-moe-lite", ["linear_q_up_proj", "linear_proj"], "adapter"),
+        # vLLM on a CPU has no adapters for experts, and none for MiMo-V2-Flash.
+        *(
+            (family, ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "target")
+            for family in ("ernie4.5-moe", "mimo-v2-flash", "nemotron-h")
+        ),
+        ("mistral with EAGLE-3", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "adapter"),
+    ],
+)
+def test_family_trains_an_adapter_with_its_drafter(family: str, targets: list[str], section: str, tmp_path: Path) -> None:
+    """RL and a resumed run; the adapter is synced by itself or merged into the target."""
+    created, run_dir = recipe(family, "fp32", "cpu", tmp_path), tmp_path / "run"
+    lora = json.dumps({"rank": 4, "alpha": 8, "targets": targets})
+    options = ("--plain", "--set", f"train.lora={lora}", "--set", f"sync.sections=[{section}, draft]")
+    command("-m", "mtpctl", "train", created, *options)
+    resumed = command("-m", "mtpctl", "train", created, *options, "--set", "train.rl.steps=3")
+    assert "resume: rl goes on after step 2" in resumed
+    rows = updates(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["sync/verified"] > 0 for row in rows)
+    assert any(row["rollout/spec_accepted"] for row in rows)
+    assert all(("moe/replay_agreement" in row) == bool(shape_of(TOYS[family]).moe) for row in rows)
+    same = [row["rollout_corr/abs_diff_same_version"] for row in rows if "rollout_corr/abs_diff_same_version" in row]
+    assert same and max(same) < APART["fp32"], same
+    print(f"{family}: {rows[-1]['sync/verified']:.0f} tensors compared at each sync, {max(same):.1e} nats")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -41,6 +42,8 @@ def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tup
 
 
 def _rank(work: Callable[[Rank], Any], number: int, world: int, deadline_s: float, pipe: Any) -> None:
+    # Garbage of earlier tests must not be collected here: a destructor may wait for a thread that was not forked.
+    gc.freeze()
     try:
         pipe.send(("ok", work(Rank(number, world, pipe.recv(), deadline_s=deadline_s))))
     except BaseException:
