@@ -64,6 +64,9 @@ class ProcessGroups:
     def close(self) -> None:
         """Destroy the groups and their threads. Idempotent."""
         parallel_state.destroy_model_parallel()
+        # megatron-core keeps these two, with their threads. A process forked later would wait for the threads, which it does not have.
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

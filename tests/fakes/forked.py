@@ -10,9 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.model.parallel import Rank
+
+INHERITED: list[object] = []
+"""In a forked rank: what it never destroys."""
 
 
 def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tuple[list[Any], str]:
@@ -42,8 +46,9 @@ def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tup
 
 
 def _rank(work: Callable[[Rank], Any], number: int, world: int, deadline_s: float, pipe: Any) -> None:
-    # Garbage of earlier tests must not be collected here: a destructor may wait for a thread that was not forked.
+    # Groups and garbage of earlier tests must not be destroyed here: a destructor may wait for a thread that was not forked.
     gc.freeze()
+    INHERITED.extend(vars(parallel_state).values())
     try:
         pipe.send(("ok", work(Rank(number, world, pipe.recv(), deadline_s=deadline_s))))
     except BaseException:
