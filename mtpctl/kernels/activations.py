@@ -207,52 +207,46 @@ def squared_relu_backward_kernel(
         tl.store(scale_grad_ptr + row, tl.sum(total).to(scale_grad_ptr.dtype.element_ty))
 
 
-def squared_relu_triton(x: Tensor, scale: Tensor | None) -> Tensor:
-    x = x.contiguous()
-    out, width = torch.empty_like(x), x.shape[-1]
-    if x.numel():
-        scales = x if scale is None else scale.contiguous()
-        with on_device_of(x):
-            squared_relu_kernel[(x.numel() // width,)](x, scales, out, width, SCALED=scale is not None, BLOCK=_block(width))
-    return out
-
-
-def squared_relu_backward_triton(grad: Tensor, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    x, grad = x.contiguous(), grad.contiguous()
-    x_grad, width = torch.empty_like(x), x.shape[-1]
-    scale_grad = None if scale is None else torch.empty_like(scale, memory_format=torch.contiguous_format)
-    if x.numel():
-        scales, scale_grads = (x, x) if scale is None else (scale.contiguous(), scale_grad)
-        with on_device_of(x):
-            squared_relu_backward_kernel[(x.numel() // width,)](
-                grad, x, scales, x_grad, scale_grads, width, SCALED=scale is not None, BLOCK=_block(width)
-            )
-    return x_grad, scale_grad
-
-
 def swiglu_triton(gate_up: Tensor, scale: Tensor | None) -> Tensor:
-    gate_up = gate_up.contiguous()
-    width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    if out.numel():
-        scales = gate_up if scale is None else scale.contiguous()
-        with on_device_of(gate_up):
-            swiglu_kernel[(out.numel() // width,)](gate_up, scales, out, width, SCALED=scale is not None, BLOCK=_block(width))
-    return out
+    return _activate(swiglu_kernel, gate_up, scale, gate_up.shape[-1] // 2)
 
 
 def swiglu_backward_triton(grad: Tensor, gate_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    gate_up, grad = gate_up.contiguous(), grad.contiguous()
+    return _gradients(swiglu_backward_kernel, grad, gate_up, scale)
+
+
+def squared_relu_triton(x: Tensor, scale: Tensor | None) -> Tensor:
+    return _activate(squared_relu_kernel, x, scale, x.shape[-1])
+
+
+def squared_relu_backward_triton(grad: Tensor, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return _gradients(squared_relu_backward_kernel, grad, x, scale)
+
+
+def _activate(kernel: Any, inputs: Tensor, scale: Tensor | None, width: int) -> Tensor:
+    """Run the kernel of an activation. width: columns of its output."""
+    inputs = inputs.contiguous()
+    out = inputs.new_empty(*inputs.shape[:-1], width)
+    if out.numel():
+        scales = inputs if scale is None else scale.contiguous()
+        with on_device_of(inputs):
+            kernel[(out.numel() // width,)](inputs, scales, out, width, SCALED=scale is not None, BLOCK=_block(width))
+    return out
+
+
+def _gradients(kernel: Any, grad: Tensor, inputs: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Run the kernel of an activation's gradients, of the inputs and of the scale."""
+    inputs, grad = inputs.contiguous(), grad.contiguous()
     width = grad.shape[-1]
-    gate_up_grad = torch.empty_like(gate_up)
+    inputs_grad = torch.empty_like(inputs)
     scale_grad = None if scale is None else torch.empty_like(scale, memory_format=torch.contiguous_format)
     if grad.numel():
-        scales, scale_grads = (gate_up, gate_up) if scale is None else (scale.contiguous(), scale_grad)
-        with on_device_of(gate_up):
-            swiglu_backward_kernel[(grad.numel() // width,)](
-                grad, gate_up, scales, gate_up_grad, scale_grads, width, SCALED=scale is not None, BLOCK=_block(width)
+        scales, scale_grads = (inputs, inputs) if scale is None else (scale.contiguous(), scale_grad)
+        with on_device_of(inputs):
+            kernel[(grad.numel() // width,)](
+                grad, inputs, scales, inputs_grad, scale_grads, width, SCALED=scale is not None, BLOCK=_block(width)
             )
-    return gate_up_grad, scale_grad
+    return inputs_grad, scale_grad
 
 
 def _block(width: int) -> int:
