@@ -24,7 +24,7 @@ import torch
 from harness import parser, print_environment
 from mtpctl.bench.report import spread
 from mtpctl.bench.train_step import create_config_folder, matmul_tflops, named_config, samples, with_layers
-from mtpctl.families.layer_fields import EXPERT_COUNTS
+from mtpctl.families.reading import EXPERT_COUNTS
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig

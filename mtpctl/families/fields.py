@@ -27,7 +27,7 @@ class Fields:
     def __init__(self, raw: Mapping[str, object]) -> None:
         self.raw = raw
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
@@ -44,14 +44,14 @@ class Fields:
             raise UserError(f"model config: {key} must be a number above 0, got {value!r}")
         return float(value)
 
-    def switch(self, key: str, default: bool) -> bool:
+    def boolean(self, key: str, default: bool) -> bool:
         value = self.raw.get(key, default)
         if value not in (None, False, True):
             raise UserError(f"model config: {key} must be true or false, got {value!r}")
         return bool(value)
 
     def flag(self, flag: Flag) -> bool:
-        return self.switch(flag, False) if isinstance(flag, str) else flag
+        return self.boolean(flag, False) if isinstance(flag, str) else flag
 
 
 def mapping(config: Mapping[str, object], key: str) -> Mapping[str, object]:
@@ -141,11 +141,11 @@ def _scaling(family: Family, rope: Fields, positions: int) -> RopeScaling | None
         for key in MAGNITUDES:
             if rope.raw.get(key):
                 rope.number(key, 1.0)
-        rope.switch("truncate", True)
+        rope.boolean("truncate", True)
     if family.latent:
         _check_latent(family, kind, rope)
     # All kinds but linear refer to the length that the model was trained with.
-    trained = {} if kind == "linear" else {"original_max_position_embeddings": rope.whole("original_max_position_embeddings", positions)}
+    trained = {} if kind == "linear" else {"original_max_position_embeddings": rope.integer("original_max_position_embeddings", positions)}
     return cast(RopeScaling, {**rope.raw, "rope_type": kind, **trained})
 
 
@@ -155,7 +155,7 @@ def _check_latent(family: Family, kind: str, rope: Fields) -> None:
         raise UserError(f"model config: RoPE scaling {kind!r} is not supported for {family.name}; yarn is")
     if rope.raw.get("attention_factor") is not None:
         raise UserError(f"model config: attention_factor is not supported for {family.name}; mscale and mscale_all_dim are")
-    if not rope.switch("truncate", True):
+    if not rope.boolean("truncate", True):
         raise UserError(f"model config: truncate false is not supported for {family.name}; true is")
     if bool(rope.raw.get("mscale")) != bool(rope.raw.get("mscale_all_dim")):
         raise UserError(f"model config: mscale and mscale_all_dim of {family.name} must both be given, or neither")
@@ -230,10 +230,10 @@ def check_supported(family: Family, fields: Fields, positions: int) -> None:
 
 def _check_biases(family: Family, fields: Fields) -> None:
     for key in family.output_biases:
-        if fields.switch(key, False):
+        if fields.boolean(key, False):
             raise UserError(f"model config: {key} puts a bias on the output projections of {family.name}, which is not supported")
     expected = family.qkv_bias is True
-    if "qkv_bias" in fields.raw and fields.switch("qkv_bias", expected) != expected:
+    if "qkv_bias" in fields.raw and fields.boolean("qkv_bias", expected) != expected:
         raise UserError(
             f"model config: qkv_bias {str(not expected).lower()} is not supported for {family.name}; {str(expected).lower()} is"
         )
@@ -247,10 +247,10 @@ def _check_window_fields(family: Family, fields: Fields) -> None:
     pattern = fields.raw["hybrid_layer_pattern"]
     kinds = [{0: "full_attention", 1: "sliding_attention"}.get(kind) for kind in pattern] if isinstance(pattern, list) else None
     same = {
-        "swa_num_attention_heads": fields.whole("num_attention_heads"),
-        "swa_head_dim": fields.whole("head_dim"),
-        "swa_v_head_dim": fields.whole("v_head_dim"),
-        "sliding_window": fields.whole("sliding_window_size"),
+        "swa_num_attention_heads": fields.integer("num_attention_heads"),
+        "swa_head_dim": fields.integer("head_dim"),
+        "swa_v_head_dim": fields.integer("v_head_dim"),
+        "sliding_window": fields.integer("sliding_window_size"),
         "layer_types": kinds,
         "attention_bias": False,
         "add_full_attention_sink_bias": False,
@@ -269,11 +269,11 @@ def _check_window_fields(family: Family, fields: Fields) -> None:
         for key, stated in ((theta, own.get("rope_theta")), ("partial_rotary_factor", own.get("partial_rotary_factor"))):
             if stated not in (None, fields.raw[key]) or own.get("rope_type", "default") != "default":
                 raise UserError(f"model config: rope_parameters of {kind} differ from {key}, which vLLM reads; make them equal")
-    if int(fields.whole("head_dim") * fields.number("partial_rotary_factor", 1.0)) % 2:
+    if int(fields.integer("head_dim") * fields.number("partial_rotary_factor", 1.0)) % 2:
         raise UserError(
             "model config: partial_rotary_factor makes the number of rotated dimensions odd; choose a factor for which it is even"
         )
-    if fields.whole("v_head_dim") > fields.whole("head_dim"):
+    if fields.integer("v_head_dim") > fields.integer("head_dim"):
         raise UserError(f"model config: v_head_dim above head_dim is not supported for {family.name}")
 
 
@@ -295,9 +295,9 @@ def _check_windows(family: Family, fields: Fields, positions: int) -> None:
 
 def _check_norms_and_gates(family: Family, fields: Fields) -> None:
     for key in ("qk_norm", "use_qk_norm", "qk_layernorm"):
-        if key != family.qk_norm and key in fields.raw and fields.switch(key, False) != fields.flag(family.qk_norm):
+        if key != family.qk_norm and key in fields.raw and fields.boolean(key, False) != fields.flag(family.qk_norm):
             raise UserError(f"model config: {key} {str(fields.raw[key]).lower()} is not supported for {family.name}")
-    if fields.switch("attn_output_gate", family.gated_attention) != family.gated_attention:
+    if fields.boolean("attn_output_gate", family.gated_attention) != family.gated_attention:
         raise UserError(f"model config: attn_output_gate must be {str(family.gated_attention).lower()} for {family.name}")
 
 
@@ -312,9 +312,9 @@ def _check_router(family: Family, fields: Fields) -> None:
     if family.moe.router_bias:
         if (value := fields.raw.get("topk_method")) not in (None, "noaux_tc"):
             raise UserError(f"model config: topk_method {value!r} is not supported for {family.name}; 'noaux_tc' is")
-        if fields.whole("n_group", 1) > 1 and (experts := fields.whole("num_experts_per_tok")) // fields.whole("topk_group", 1) != 2:
+        if fields.integer("n_group", 1) > 1 and (experts := fields.integer("num_experts_per_tok")) // fields.integer("topk_group", 1) != 2:
             # Engines rank groups by their two best experts; Megatron by num_experts_per_tok // topk_group of them.
-            groups = fields.whole("topk_group", 1)
+            groups = fields.integer("topk_group", 1)
             raise UserError(f"model config: topk_group {groups} with num_experts_per_tok {experts} is not supported; {experts // 2} is")
         return
     for key in ("routed_scaling_factor", "n_group", "topk_group"):
@@ -377,4 +377,4 @@ def check_blocks(family: str, config: Mapping[str, object]) -> None:
         if (stated := config.get(key)) not in (None, value):
             raise UserError(f"model config: {key} {stated!r} is not supported for {family}; {value!r} is")
     if (limit := config.get("time_step_limit")) is not None and limit not in [[0, each] for each in _INFINITY]:
-        raise UserError(f"model config: time_step_limit {limit!r} is not supported for {family}: vLLM ignores it; take it out")
+        raise UserError(f"model config: time_step_limit {limit!r} is not supported for {family}: vLLM ignores it; remove it")

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config into a `ModelShape`, and rejects what an engine refuses or computes differently from the trainer."""
+"""Reads a Hugging Face config into a `ModelShape`, and rejects models that an engine refuses or computes differently from the trainer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.fields import BLOCKS, Fields, block_types, check_supported, mapping, rope_fields
-from mtpctl.families.layer_fields import delta_shape, latent_shape, layer_kinds, mamba_shape, moe_shape, window_shape
-from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family
-from mtpctl.families.shape import DFlashShape, Eagle3Shape, ModelShape
-from mtpctl.families.unsupported import check_architecture, missing_parts
+from mtpctl.families.fields import BLOCKS, Fields, block_types, check_supported, mapping, mixer_of, rope_fields
+from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family, MoeFields, check_architecture, missing_parts
+from mtpctl.families.shape import (
+    DeltaShape,
+    DFlashShape,
+    Eagle3Shape,
+    LatentShape,
+    LayerKind,
+    MambaShape,
+    ModelShape,
+    MoeShape,
+    WindowShape,
+)
 
 DRAFTER = "drafter"
 """Subfolder of a model's folder with its EAGLE-3 or DFlash drafter, and the key of the drafter's config in the model's config."""
@@ -25,6 +33,9 @@ MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
 MIMO_7B_POSITIONS = {640000: 32768}
 """Corrections of MiMo-7B's `max_position_embeddings`: some published configs state 640000, its `rope_theta`; it was trained with 32768."""
+
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Config fields with the number of routed experts."""
 
 CPU_LATENT = 576
 """Latent cache width per token that vLLM 0.32's CPU kernel is compiled for (DeepSeek-V3's)."""
@@ -52,11 +63,10 @@ def mtp_layers_of(config: Mapping[str, object]) -> int:
     """
     if config.get(DRAFTER):
         return 1
-    for part in (config, mapping(config, "text_config")):
-        for key in MTP_COUNTS:
-            if part.get(key):
-                return Fields(part).whole(key)
-    return 0 if states_mtp_layers(config) else family_of(config).mtp_layers
+    parts = (config, mapping(config, "text_config"))
+    counts = (Fields(part).integer(key) for part in parts for key in MTP_COUNTS if part.get(key))
+    default = 0 if states_mtp_layers(config) else family_of(config).mtp_layers
+    return next(counts, default)
 
 
 def states_mtp_layers(config: Mapping[str, object]) -> bool:
@@ -67,7 +77,7 @@ def states_mtp_layers(config: Mapping[str, object]) -> bool:
 def stated_positions(config: Mapping[str, object]) -> int:
     """`max_position_embeddings` of a config, corrected if the published file is wrong."""
     family = family_of(config)
-    positions = Fields({**config, **mapping(config, "text_config")}).whole("max_position_embeddings", family.max_positions)
+    positions = Fields({**config, **mapping(config, "text_config")}).integer("max_position_embeddings", family.max_positions)
     mimo_7b = family.name == "mimo" and all(config.get(key) == size for key, size in MIMO_7B.items())
     return MIMO_7B_POSITIONS.get(positions, positions) if mimo_7b else positions
 
@@ -82,17 +92,18 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
     if blocks:
         fields = Fields({**fields.raw, BLOCKS: blocks})
     check_supported(family, fields, positions)
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    kinds = layer_kinds(family, fields)
-    layers, vocab = len(kinds), fields.whole("vocab_size")
-    kv_heads = heads if family.latent else fields.whole("num_key_value_heads", heads)
-    latent = latent_shape(fields) if family.latent else None
-    head_dim = latent.nope_dim + latent.rope_dim if latent else fields.whole("head_dim", family.head_dim or hidden // heads)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kinds = _layer_kinds(family, fields)
+    layers, vocab = len(kinds), fields.integer("vocab_size")
+    kv_heads = heads if family.latent else fields.integer("num_key_value_heads", heads)
+    latent = _latent_shape(fields) if family.latent else None
+    head_dim = latent.nope_dim + latent.rope_dim if latent else fields.integer("head_dim", family.head_dim or hidden // heads)
     if heads % kv_heads:
         raise UserError(f"model config: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if family.head_dim_follows_hidden and head_dim * heads != hidden:
         raise UserError(
-            f"model config: head_dim {head_dim} is not hidden_size / num_attention_heads = {hidden / heads:g}, as {family.name} needs it"
+            f"model config: head_dim {head_dim} is not supported for {family.name}; {hidden / heads:g} "
+            "(hidden_size / num_attention_heads) is"
         )
     mtp_layers = mtp_layers_of(config)
     has_drafter = bool(config.get(DRAFTER))
@@ -100,7 +111,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
     if mtp_layers > 1 and family.mtp is not None and family.mtp.shared:
         raise UserError(f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; 1 is")
-    moe = moe_shape(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in blocks) else None
+    moe = _moe_shape(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in blocks) else None
     if family.blocks and mtp_layers and not has_drafter and (moe is None or "full_attention" not in kinds):
         raise UserError(f"model config: {BLOCKS} needs at least one attention and one MoE layer, whose sizes the MTP layer uses")
     rope = rope_fields(family, fields.raw, positions)
@@ -110,7 +121,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         prefix=family.prefix,
         hidden=hidden,
         layers=layers,
-        ffn=fields.whole("intermediate_size", 0) if moe or family.blocks else fields.whole("intermediate_size"),
+        ffn=fields.integer("intermediate_size", 0) if moe or family.blocks else fields.integer("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -122,22 +133,148 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         qkv_bias=fields.flag(family.qkv_bias),
         qk_norm=fields.flag(family.qk_norm),
         gated_attention=family.gated_attention,
-        tied=Fields(config if "tie_word_embeddings" in config else fields.raw).switch("tie_word_embeddings", family.tied),
+        tied=Fields(config if "tie_word_embeddings" in config else fields.raw).boolean("tie_word_embeddings", family.tied),
         max_positions=rope.positions,
         mtp_layers=mtp_layers,
         mtp=family.mtp if mtp_layers else None,
         moe=moe,
         latent=latent,
-        delta=delta_shape(family, fields),
+        delta=_delta_shape(family, fields),
         layer_kinds=kinds,
-        value_dim=latent.value_dim if latent else fields.whole("v_head_dim") if family.windows else head_dim,
+        value_dim=latent.value_dim if latent else fields.integer("v_head_dim") if family.windows else head_dim,
         value_scale=fields.number("attention_value_scale", 1.0) if family.windows else 1.0,
-        window=window_shape(fields, heads) if family.windows else None,
-        mamba=mamba_shape(fields) if family.blocks else None,
+        window=_window_shape(fields, heads) if family.windows else None,
+        mamba=_mamba_shape(fields) if family.blocks else None,
         embedding=family.embedding,
         norm=family.norm,
     )
     return _with_drafter(config, family, shape) if has_drafter else shape
+
+
+def _latent_shape(fields: Fields) -> LatentShape:
+    """Ranks and widths of latent attention."""
+    return LatentShape(
+        q_rank=None if fields.raw.get("q_lora_rank") is None else fields.integer("q_lora_rank"),
+        kv_rank=fields.integer("kv_lora_rank"),
+        nope_dim=fields.integer("qk_nope_head_dim"),
+        rope_dim=fields.integer("qk_rope_head_dim"),
+        value_dim=fields.integer("v_head_dim"),
+    )
+
+
+def _window_shape(fields: Fields, heads: int) -> WindowShape:
+    """Sizes of sliding-window attention."""
+    kv_heads = fields.integer("swa_num_key_value_heads")
+    if heads % kv_heads:
+        raise UserError(f"model config: num_attention_heads {heads} is not a multiple of swa_num_key_value_heads {kv_heads}")
+    return WindowShape(
+        size=fields.integer("sliding_window_size"),
+        kv_heads=kv_heads,
+        rope_theta=fields.number("swa_rope_theta", 1.0),
+        sinks=fields.boolean("add_swa_attention_sink_bias", False),
+    )
+
+
+def _moe_shape(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
+    """Counts and widths of the experts, and the dense layers."""
+    counts = [key for key in EXPERT_COUNTS if fields.raw.get(key) is not None]
+    ffn = fields.integer("moe_intermediate_size")
+    if family.dense == "first":
+        dense = frozenset(range(min(layers, fields.integer("first_k_dense_replace", 0))))
+    elif family.dense == "interval":
+        start, step = fields.integer("moe_layer_start_index", 0), fields.integer("moe_layer_interval", 1)
+        # -1 is the last layer, as in transformers.
+        last = fields.raw.get("moe_layer_end_index")
+        end = layers - 1 if last in (None, -1) else fields.integer("moe_layer_end_index")
+        dense = frozenset(i for i in range(layers) if not start <= i <= end or (i + 1) % step)
+    elif family.dense == "blocks":
+        dense = frozenset(i for i, block in enumerate(_blocks(fields)) if block == "mlp")
+    elif family.dense == "listed":
+        dense = frozenset(i for i, sparse in enumerate(_per_layer(fields, "moe_layer_freq", layers)) if not sparse)
+    else:
+        step, dense_only = fields.integer("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
+        if not isinstance(dense_only, list):
+            raise UserError(f"model config: mlp_only_layers must be a list of layers, got {dense_only!r}")
+        dense = frozenset(i for i in range(layers) if i in dense_only or (i + 1) % step)
+    shared = {
+        "none": 0,
+        "shared_expert": fields.integer("shared_expert_intermediate_size", 0),
+        "shared_experts": fields.integer("n_shared_experts", int(family.dense == "blocks"))
+        * (fields.integer("moe_shared_expert_intermediate_size") if family.dense == "blocks" else ffn),
+    }[family.shared]
+    return MoeShape(
+        experts=fields.integer(counts[0] if counts else EXPERT_COUNTS[0]),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        ffn=ffn,
+        shared_ffn=shared,
+        shared_name=family.shared,
+        shared_gate=family.shared_gate,
+        router_bias=family.router_bias,
+        softmax_bias=family.softmax_bias,
+        dense_layers=dense,
+    )
+
+
+def _delta_shape(family: Family, fields: Fields) -> DeltaShape | None:
+    """Sizes of linear attention; None if the family has none."""
+    if family.delta == "none":
+        return None
+    return DeltaShape(
+        key_heads=fields.integer("linear_num_key_heads", 16),
+        value_heads=fields.integer("linear_num_value_heads", 32),
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        conv=fields.integer("linear_conv_kernel_dim", 4),
+        fused_projections=family.delta == "fused",
+        # Engines read this field for Qwen3.5 and ignore it for Qwen3-Next.
+        fp32_state=family.delta != "fused" and fields.raw.get("mamba_ssm_dtype") == "float32",
+    )
+
+
+def _mamba_shape(fields: Fields) -> MambaShape:
+    """Sizes of Mamba-2."""
+    heads, groups = fields.integer("mamba_num_heads"), fields.integer("n_groups")
+    if heads % groups:
+        raise UserError(f"model config: mamba_num_heads {heads} is not a multiple of n_groups {groups}")
+    return MambaShape(
+        heads=heads,
+        head_dim=fields.integer("mamba_head_dim"),
+        groups=groups,
+        state=fields.integer("ssm_state_size"),
+        conv=fields.integer("conv_kernel"),
+        fp32_state=fields.raw.get("mamba_ssm_cache_dtype", "float32") == "float32",
+    )
+
+
+def _blocks(fields: Fields) -> list[str]:
+    blocks = fields.raw[BLOCKS]
+    assert isinstance(blocks, list)
+    return blocks
+
+
+def _per_layer(fields: Fields, key: str, layers: int) -> list[int]:
+    values = fields.raw.get(key)
+    if not isinstance(values, list) or len(values) != layers or not all(value in (0, 1) for value in values):
+        raise UserError(f"model config: {key} must be a list of 0 or 1 for each of {layers} layers, got {values!r}")
+    return values
+
+
+def _layer_kinds(family: Family, fields: Fields) -> tuple[LayerKind, ...]:
+    """The mixer of each decoder layer."""
+    if family.blocks:
+        return tuple(mixer_of(block) for block in _blocks(fields))
+    layers = fields.integer("num_hidden_layers")
+    if family.windows:
+        pattern = _per_layer(fields, "hybrid_layer_pattern", layers)
+        return tuple("sliding_attention" if kind else "full_attention" for kind in pattern)
+    kinds: object = ["full_attention"] * layers
+    if family.delta != "none":
+        interval = fields.integer("full_attention_interval", 4)
+        alternating = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        kinds = fields.raw.get("layer_types") or alternating
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("full_attention", "linear_attention") for kind in kinds):
+        raise UserError(f"model config: layer_types must name full_attention or linear_attention for each of {layers} layers")
+    return tuple(kinds)
 
 
 def _with_drafter(config: Mapping[str, object], family: Family, shape: ModelShape) -> ModelShape:
@@ -168,35 +305,35 @@ def _eagle3_fields(config: Mapping[str, object], shape: ModelShape) -> Eagle3Sha
     if not any(name in EAGLE3_ARCHITECTURES for name in names):
         supported = f"{EAGLE3_ARCHITECTURES[0]} and {DFLASH_ARCHITECTURE} are"
         raise UserError(f"drafter config: architectures {names} is not supported; {supported}")
-    heads = drafter.whole("num_attention_heads")
+    heads = drafter.integer("num_attention_heads")
     defaults = {"num_key_value_heads": heads, "head_dim": shape.hidden // heads}
     _check_fit(config, shape, "llama", defaults)
-    if (value := drafter.whole("num_hidden_layers")) != 1:
+    if (value := drafter.integer("num_hidden_layers")) != 1:
         raise UserError(f"drafter config: num_hidden_layers {value} is not supported with this model; 1 is")
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
-        if drafter.switch(key, False):
+        if drafter.boolean(key, False):
             raise UserError(f"drafter config: {key} is not supported: the trainer would compute the drafter without it")
     if config.get("eagle_config"):
         raise UserError("drafter config: eagle_config is not supported; name the layers in eagle_aux_hidden_state_layer_ids")
     stated = config.get("eagle_aux_hidden_state_layer_ids")
     boundaries = tuple(stated) if isinstance(stated, list) and stated else default_boundaries(shape.layers)
-    whole = all(isinstance(each, int) and 0 < each <= shape.layers for each in boundaries)
-    if not whole or list(boundaries) != sorted(set(boundaries)):
+    in_range = all(isinstance(each, int) and 0 < each <= shape.layers for each in boundaries)
+    if not in_range or list(boundaries) != sorted(set(boundaries)):
         raise UserError(
             f"drafter config: eagle_aux_hidden_state_layer_ids must be increasing numbers from 1 to {shape.layers}, got "
             f"{stated or list(boundaries)!r}"
         )
     # Engines assume three states unless this field has another number.
-    if (count := drafter.whole("num_aux_hidden_states", 3)) != len(boundaries):
+    if (count := drafter.integer("num_aux_hidden_states", 3)) != len(boundaries):
         raise UserError(f"drafter config: num_aux_hidden_states is {count}, but there are {len(boundaries)} layers to read; set it to that")
-    return Eagle3Shape(boundaries, drafter.whole("intermediate_size"))
+    return Eagle3Shape(boundaries, drafter.integer("intermediate_size"))
 
 
 def _dflash_fields(config: Mapping[str, object], shape: ModelShape) -> DFlashShape:
     drafter, own = Fields(config), mapping(config, "dflash_config")
     _check_fit({key: value for key, value in config.items() if key != "is_causal"}, shape, "qwen3", {})
     for key, value in (("is_causal", True), ("is_neox_style", False)):
-        if drafter.switch(key, not value) == value:
+        if drafter.boolean(key, not value) == value:
             raise UserError(f"drafter config: {key}: {str(value).lower()} is not supported; leave it out")
     for key in own:
         # Values that change nothing are written by other trainers.
@@ -205,15 +342,15 @@ def _dflash_fields(config: Mapping[str, object], shape: ModelShape) -> DFlashSha
     mask, layers = own.get("mask_token_id"), own.get("target_layer_ids")
     if not isinstance(mask, int) or not 0 <= mask < shape.vocab:
         raise UserError(f"drafter config: dflash_config.mask_token_id must be a token id below {shape.vocab}, got {mask!r}")
-    whole = isinstance(layers, list) and layers and all(isinstance(each, int) and 0 <= each < shape.layers for each in layers)
-    if not isinstance(layers, list) or not whole or layers != sorted(set(layers)):
+    in_range = isinstance(layers, list) and layers and all(isinstance(each, int) and 0 <= each < shape.layers for each in layers)
+    if not isinstance(layers, list) or not in_range or layers != sorted(set(layers)):
         raise UserError(
             f"drafter config: dflash_config.target_layer_ids must be increasing numbers from 0 to {shape.layers - 1}, got {layers!r}"
         )
     return DFlashShape(
         boundaries=tuple(layer + 1 for layer in layers),
-        layers=drafter.whole("num_hidden_layers"),
-        ffn=drafter.whole("intermediate_size"),
+        layers=drafter.integer("num_hidden_layers"),
+        ffn=drafter.integer("intermediate_size"),
         mask_token=mask,
     )
 
@@ -235,11 +372,11 @@ def _check_fit(config: Mapping[str, object], shape: ModelShape, kind: str, defau
     }
     defaults = {"target_hidden_size": shape.hidden, "draft_vocab_size": shape.vocab, **defaults}
     for key, size in sizes.items():
-        if (value := drafter.whole(key, defaults.get(key))) != size:
+        if (value := drafter.integer(key, defaults.get(key))) != size:
             raise UserError(f"drafter config: {key} {value} is not supported with this model; {size} is")
     if (eps := drafter.number("rms_norm_eps", family.rms_eps)) != shape.rms_eps:
         raise UserError(f"drafter config: rms_norm_eps {eps:g} is not supported with this model; {shape.rms_eps:g} is")
-    positions = drafter.whole("max_position_embeddings", family.max_positions)
+    positions = drafter.integer("max_position_embeddings", family.max_positions)
     check_supported(family, drafter, positions)
     rope = rope_fields(family, config, positions)
     if (rope.theta, rope.scaling) != (shape.rope_theta, shape.rope_scaling):
@@ -260,9 +397,9 @@ def _architectures(config: Mapping[str, object]) -> list[str]:
 
 def missing_fields(config: Mapping[str, object]) -> Iterator[str]:
     """Yield an error for each missing field whose default differs between engines and trainer."""
-    text = config.get("text_config")
+    fields = {**config, **mapping(config, "text_config")}
     for key, value in family_of(config).required_values:
-        if config.get(key, text.get(key) if isinstance(text, Mapping) else None) is None:
+        if fields.get(key) is None:
             yield f"model config: {key} is missing, and vLLM's default differs from what the trainer computes; add {key}: {value}"
 
 

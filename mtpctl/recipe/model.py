@@ -14,9 +14,8 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
 from mtpctl.families.drafters import Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, describe_context, shape_of, with_context
-from mtpctl.families.registry import FAMILIES
+from mtpctl.families.registry import FAMILIES, check_hub_name
 from mtpctl.families.shape import ModelShape
-from mtpctl.families.unsupported import check_hub_name
 from mtpctl.recipe.section import Complaints, Fraction, HomePath, NonNegativeFloat, PositiveInt, Section
 
 if TYPE_CHECKING:

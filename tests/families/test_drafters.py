@@ -10,8 +10,8 @@ from mtpctl.errors import UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
 from mtpctl.families.drafters import default_kind, support_of, with_drafter
 from mtpctl.families.reading import default_boundaries, mtp_layers_of, shape_of
+from mtpctl.families.registry import UNSUPPORTED, check_hub_name, missing_parts
 from mtpctl.families.tensors import count_parameters, section_of, tensor_shapes
-from mtpctl.families.unsupported import UNSUPPORTED, check_hub_name, missing_parts
 from tests.fakes.toys import DEEPSEEK_V3, DFLASH, EAGLE3, GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, MIMO, QWEN3_MOE_EAGLE3, SIZES, TOYS
 
 

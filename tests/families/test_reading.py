@@ -104,7 +104,7 @@ def test_full_attention_layers_follow_the_interval() -> None:
         ({"num_hidden_layers": "4"}, "num_hidden_layers must be a positive integer, got '4'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"head_dim": 64}, "head_dim 64 is not hidden_size / num_attention_heads = 32"),
+        ({"head_dim": 64}, r"head_dim 64 is not supported for mimo; 32 \(hidden_size"),
         ({"architectures": ["LlamaForCausalLM"]}, "1 MTP layers are named, but the family llama has none"),
         ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers must be a positive integer"),
         ({"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types must name"),
