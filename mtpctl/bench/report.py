@@ -38,7 +38,7 @@ def describe(environment: Mapping[str, object]) -> str:
     return " · ".join([str(environment["device"]), *(f"{name} {value}" for name, value in environment.items() if name != "device")])
 
 
-def visible_cards(cards: Sequence[int]) -> str:
+def cuda_visible_devices(cards: Sequence[int]) -> str:
     """`CUDA_VISIBLE_DEVICES` for a child process that uses only these GPUs of this process."""
     mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = mine.split(",") if mine else [str(i) for i in range(max(cards) + 1)]

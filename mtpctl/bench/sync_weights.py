@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mtpctl.bench.report import Environment, markdown, spread, visible_cards
+from mtpctl.bench.report import Environment, cuda_visible_devices, markdown, spread
 from mtpctl.bench.sync_ends import Load, SingleEngine, Trainer
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters, tensor_shapes
@@ -168,7 +168,7 @@ def cards(options: Options) -> tuple[str, str]:
     """`CUDA_VISIBLE_DEVICES` of trainer and engine: the first and the second GPU of this process, or the first for both."""
     if options.device == "cpu":
         return "", ""
-    return visible_cards([0]), visible_cards([0 if options.shared else 1])
+    return cuda_visible_devices([0]), cuda_visible_devices([0 if options.shared else 1])
 
 
 async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:

@@ -86,11 +86,11 @@ def _texts(template: str, name: str, model: str | None, task: str) -> tuple[dict
         raise UserError("--model: the template reasoning-gym trains a pretrained model; name its folder or hub id")
     from mtpctl.jobs.first_recipe import first_task
     from mtpctl.plan.first_settings import Machine
-    from mtpctl.telemetry.versions import card_gib, visible_cards
+    from mtpctl.telemetry.versions import gpu_memory_gib, visible_gpus
 
-    memory = card_gib()
+    memory = gpu_memory_gib()
     cores = len(os.sched_getaffinity(0))
-    machine = Machine(cores) if memory is None else Machine(cores, len(visible_cards()), memory)
+    machine = Machine(cores) if memory is None else Machine(cores, len(visible_gpus()), memory)
     chosen = first_task(name, model, task, machine, TEMPLATES / "reasoning_gym")
     notes = [f"{setting.key}: {setting.value} ({setting.why})" for setting in chosen.settings if setting.why]
     notes += [f"caution: {line}" for line in chosen.cautions]

@@ -95,7 +95,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page and print its path: a run's curves, or of several runs their curves over each other."""
     if len(runs) > 1:
-        from mtpctl.telemetry.compare import write_comparison
+        from mtpctl.telemetry.report import write_comparison
 
         print(write_comparison(runs, out))
         return
@@ -117,8 +117,7 @@ def scale(
     from mtpctl.errors import UserError
     from mtpctl.jobs.targets import load_target
     from mtpctl.recipe.rollout import check_scale
-    from mtpctl.telemetry.run_directory import RunDirectory
-    from mtpctl.telemetry.scale_requests import ask
+    from mtpctl.telemetry.run_directory import RunDirectory, request_replicas
 
     directory = RunDirectory(run)
     if not directory.recipe.is_file():
@@ -127,7 +126,7 @@ def scale(
     if "rl" not in recipe.train.stages:
         raise UserError(f"RUN: {run} has no rollout replicas; its train.stages are {', '.join(recipe.train.stages)}")
     check_scale(recipe.rollout, replicas)
-    reply = ask(directory, replicas)
+    reply = request_replicas(directory, replicas)
     if reply.refused:
         raise UserError(reply.message)
     answer(reply.message)
@@ -205,7 +204,7 @@ def _chosen(rows: list[SampleRow], n: int, worst: bool) -> list[SampleRow]:
 
 
 def _sample_lines(row: SampleRow) -> str:
-    from mtpctl.telemetry.sample_page import facts
+    from mtpctl.telemetry.sample_log import facts
 
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3g}"
     lines = ["── " + " · ".join([reward, *facts(row)]), *(f"  {line}" for line in row["prompt"].splitlines()), "  →"]

@@ -20,8 +20,14 @@ from mtpctl.controller.status import Waits
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase, check_scale
 from mtpctl.rollout.routing import Membership
-from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.scale_requests import Answer, forget_requests, remember, remembered, take_requests
+from mtpctl.telemetry.run_directory import (
+    Answer,
+    RunDirectory,
+    clear_requests,
+    last_requested_replicas,
+    pop_requests,
+    store_requested_replicas,
+)
 
 POLL_S = 1.0
 """Interval between checks of requests and hosts, in seconds."""
@@ -41,7 +47,7 @@ class ElasticRollout:
     def __init__(
         self, rollout: RolloutBase, directory: RunDirectory, bundles: Bundles, state: RunState, waits: Waits, report: Callable[[str], None]
     ) -> None:
-        self.rollout, self._before = rollout, remembered(directory)
+        self.rollout, self._before = rollout, last_requested_replicas(directory)
         self.requested = rollout.replica_range.clipped(self._before) if self._before else rollout.replica_range.max
         self.on_wait: Callable[[], None] = lambda: None
         self._directory, self._bundles, self._state, self._waits, self._report = directory, bundles, state, waits, report
@@ -57,7 +63,7 @@ class ElasticRollout:
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Check once a second while the block runs. An error of a check is raised when the block ends."""
-        forget_requests(self._directory)
+        clear_requests(self._directory)
         if self._before:
             bounds = "" if self.requested == self._before else f", and rollout.replicas allows {self.requested}"
             self._report(f"{self._before} replica(s) are asked for, since mtpctl scale did so before{bounds}")
@@ -97,7 +103,7 @@ class ElasticRollout:
             raise
 
     def _answer_requests(self) -> None:
-        for request in take_requests(self._directory):
+        for request in pop_requests(self._directory):
             answer = self._set_requested(request.replicas)
             try:
                 request.answer(answer)
@@ -108,7 +114,7 @@ class ElasticRollout:
         """Set the requested number if the recipe allows it and it can be stored in the run directory."""
         try:
             check_scale(self.rollout, replicas)
-            remember(self._directory, replicas)
+            store_requested_replicas(self._directory, replicas)
         except UserError as refusal:
             return Answer(str(refusal), refused=True)
         self.requested = replicas

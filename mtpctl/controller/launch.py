@@ -40,8 +40,8 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.signals import exit_code, raise_on_stop
-from mtpctl.telemetry.live import ReplicaCounts
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.runs import ReplicaCounts
 from mtpctl.telemetry.session import Resumed, Telemetry
 from mtpctl.telemetry.trackers import check_packages
 from mtpctl.web.server import address_of, serving

@@ -12,7 +12,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.rollout.protocol import DEADLINE, SpecStats
 from mtpctl.samples import Sample
-from mtpctl.telemetry.sample_log import sample_row, spread
+from mtpctl.telemetry.sample_log import sample_row, spaced_by_reward
 from mtpctl.telemetry.session import Telemetry
 
 
@@ -173,7 +173,7 @@ class SampleRecorder:
         if not self.count:
             return
         problems = {group.group_id: group.problem for group in groups}
-        chosen = spread([sample for group in groups for sample in group.samples], self.count)
+        chosen = spaced_by_reward([sample for group in groups for sample in group.samples], self.count)
         self._record(chosen, [problems[sample.group_id] for sample in chosen], step=step, kind="update")
 
     def record_evaluation(self, step: int, responses: Mapping[str, Sequence[tuple[Problem, list[Sample]]]]) -> None:
@@ -181,7 +181,7 @@ class SampleRecorder:
         for name, pairs in responses.items() if self.count else ():
             problems = {id(sample): problem for problem, samples in pairs for sample in samples}
             samples = [sample for _, each in pairs for sample in each]
-            chosen = spread(samples, self.count)
+            chosen = spaced_by_reward(samples, self.count)
             self._record(chosen, [problems[id(sample)] for sample in chosen], step=step, kind="eval", held_out=name)
 
     def record_dropped(self, step: int, group: Group, reason: str) -> None:

@@ -26,7 +26,7 @@ from mtpctl.recipe.loading import dump_resolved, flatten
 from mtpctl.recipe.model import path_in_full
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.run_directory import BEGUN, RunDirectory
-from mtpctl.telemetry.session import show_ended
+from mtpctl.telemetry.session import print_ended_run
 
 Report = Callable[[str], None]
 REFERENCE = "reference"
@@ -102,7 +102,7 @@ def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | Non
         return False
     changed = changed_task(recipe, directory)
     hint = _hint_for_another_task(changed) if changed else _hint_to_continue(recipe, state["stage"])
-    show_ended(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
+    print_ended_run(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
     if (copies := start_copier(recipe, directory, checkpoint, report)) is not None:
         asyncio.run(copies.finish())
     return True

@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from mtpctl.cluster.process import newest_line
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.telemetry.live import LiveStatus, ReplicaCounts, render_status
 from mtpctl.telemetry.names import describe
+from mtpctl.telemetry.runs import LiveStatus, ReplicaCounts, render_status
 from mtpctl.web.guard import Guard, HttpBounds, http_error
 from mtpctl.web.server import METRICS_TYPE, Series, listen, prometheus_text
 

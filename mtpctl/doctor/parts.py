@@ -29,7 +29,7 @@ from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.sync import TRANSPORTS
 from mtpctl.samples import GenerationRequest, Logprobs, Sample, ids_of
-from mtpctl.telemetry.run_directory import write_whole
+from mtpctl.telemetry.run_directory import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,7 @@ def main(name: str, folder: Path) -> None:
         document = PARTS[name](folder)
     except MtpctlError as error:
         document = {"error": str(error), "exit_code": error.exit_code}
-    write_whole(folder / f"{name}.json", json.dumps(document))
+    write_atomically(folder / f"{name}.json", json.dumps(document))
 
 
 class Trial(TypedDict):

@@ -41,7 +41,7 @@ from mtpctl.recipe.sync import StorageConfig, notes_of
 from mtpctl.rollout.installed import check_engine
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.trackers import check_packages
-from mtpctl.telemetry.versions import card_gib
+from mtpctl.telemetry.versions import gpu_memory_gib
 
 MAX_REMEDIES = 8
 Sizes = Mapping[str, int | None]
@@ -196,7 +196,7 @@ def _with_card(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with the size of its GPUs, and the source of that size: the recipe or this machine."""
     if recipe.cluster.gpu_gib is not None:
         return recipe, "cluster.gpu_gib"
-    if recipe.device == "cuda" and recipe.cluster.address is None and (gib := card_gib()) is not None:
+    if recipe.device == "cuda" and recipe.cluster.address is None and (gib := gpu_memory_gib()) is not None:
         return changed(recipe, {"cluster.gpu_gib": gib}), "this machine"
     return recipe, ""
 

@@ -11,7 +11,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, core_shortage, engine_memory_share
 from mtpctl.recipe.schema import Recipe
-from mtpctl.telemetry.versions import card_gib, mps_state
+from mtpctl.telemetry.versions import gpu_memory_gib, mps_state
 
 
 def sharing_cautions(recipe: Recipe, placement: Placement, hosts: Sequence[Host] | None = None) -> list[str]:
@@ -20,7 +20,7 @@ def sharing_cautions(recipe: Recipe, placement: Placement, hosts: Sequence[Host]
     hosts: of the cluster that the run joins. None: this machine, if it has a GPU; otherwise the plan is for another one.
     """
     here = hosts is None
-    if here and card_gib() is None:
+    if here and gpu_memory_gib() is None:
         return []
     cores = {0: float(len(os.sched_getaffinity(0)))} if hosts is None else {i: host.cpus for i, host in enumerate(hosts)}
     cautions = [shortage] if (shortage := core_shortage(recipe, placement, cores)) else []

@@ -16,7 +16,7 @@ from typing import Literal
 
 from mtpctl.errors import UserError
 from mtpctl.telemetry.names import Unit, compact, format_value
-from mtpctl.telemetry.run_directory import write_whole
+from mtpctl.telemetry.run_directory import write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ _WIDTH = 1000
 _SMOOTH_FROM = 40
 _MAX_POINTS = 400
 _MAX_HITS = 100
-COLOURS = 7
+NUM_COLORS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Series:
 
     Attributes:
         dots: marks each point, for metrics with few points.
-        colour: index of a color; by default the position of the curve.
+        color: index of a color; by default the position of the curve.
         style: a `guide` is a dashed reference line, which is not averaged.
     """
 
@@ -114,7 +114,7 @@ class Series:
     points: Points
     unit: Unit = "number"
     dots: bool = False
-    colour: int | None = None
+    color: int | None = None
     style: Literal["curve", "guide"] = "curve"
 
 
@@ -144,7 +144,7 @@ class Chart:
 def render_chart(chart: Chart) -> str:
     """The chart as a `<figure>`; empty if no series has a point that can be drawn."""
     drawn = [
-        ((i if s.colour is None else s.colour) % COLOURS, s, pts)
+        ((i if s.color is None else s.color) % NUM_COLORS, s, pts)
         for i, s in enumerate(chart.series)
         if (pts := _drawable(s.points, chart.scale))
     ]
@@ -165,30 +165,30 @@ def render_chart(chart: Chart) -> str:
     shapes = [_bands(phases, x_axis), *(f'<path class="grid" d="M0,{_y(t, y_axis):.1f}H{_WIDTH}"/>' for t in y_axis.ticks)]
     marks: list[str] = []
     labels_at: list[tuple[int, Series, float, float]] = []
-    for k, (colour, series, pts) in enumerate(drawn):
+    for k, (color, series, pts) in enumerate(drawn):
         if chart.stack:
             below = layers[k - 1] if k else [(x, 0.0) for x, _ in pts]
             outline = _path(layers[k], x_axis, y_axis) + "L" + _path(below[::-1], x_axis, y_axis)[1:] + "Z"
-            shapes.append(f'<path class="fill k{colour}" d="{outline}"/>')
+            shapes.append(f'<path class="fill k{color}" d="{outline}"/>')
             middle = (_y(layers[k][-1][1], y_axis) + _y(below[-1][1], y_axis)) / 2
-            labels_at.append((colour, series, middle, layers[k][-1][1] - below[-1][1]))
+            labels_at.append((color, series, middle, layers[k][-1][1] - below[-1][1]))
             continue
         if series.style == "guide":
-            shapes.append(f'<path class="guide k{colour}" d="{_path(pts, x_axis, y_axis)}"/>')
-            labels_at.append((colour, series, _y(pts[-1][1], y_axis), pts[-1][1]))
+            shapes.append(f'<path class="guide k{color}" d="{_path(pts, x_axis, y_axis)}"/>')
+            labels_at.append((color, series, _y(pts[-1][1], y_axis), pts[-1][1]))
             continue
         for piece in _by_phase(pts, phases):
             smooth = piece if series.dots else _smoothed(piece)
             if smooth is not piece:
-                shapes.append(f'<path class="raw k{colour}" d="{_path(thin(piece, _MAX_POINTS), x_axis, y_axis)}"/>')
-            shapes.append(f'<path class="line k{colour}" d="{_path(thin(smooth, _MAX_POINTS), x_axis, y_axis)}"/>')
-        marks += [_dot(x, y, colour, x_axis, y_axis) for x, y in (pts if series.dots else smooth[-1:])]
-        labels_at.append((colour, series, _y(smooth[-1][1], y_axis), smooth[-1][1]))
+                shapes.append(f'<path class="raw k{color}" d="{_path(downsample(piece, _MAX_POINTS), x_axis, y_axis)}"/>')
+            shapes.append(f'<path class="line k{color}" d="{_path(downsample(smooth, _MAX_POINTS), x_axis, y_axis)}"/>')
+        marks += [_dot(x, y, color, x_axis, y_axis) for x, y in (pts if series.dots else smooth[-1:])]
+        labels_at.append((color, series, _y(smooth[-1][1], y_axis), smooth[-1][1]))
     gap = 17.0 if chart.stack else 33.0
     positions = space_apart([end for _, _, end, _ in labels_at], gap, gap / 2 - 6, HEIGHT - gap / 2 + 6)
     labels = [
-        f'<span class="label k{colour}" style="top:{position:.1f}px">{escape(series.label)}<b>{format_value(final, series.unit)}</b></span>'
-        for (colour, series, _, final), position in zip(labels_at, positions, strict=True)
+        f'<span class="label k{color}" style="top:{position:.1f}px">{escape(series.label)}<b>{format_value(final, series.unit)}</b></span>'
+        for (color, series, _, final), position in zip(labels_at, positions, strict=True)
     ]
     y_ticks = [f'<span class="y" style="top:{_y(t, y_axis):.1f}px">{tick_label(t, unit)}</span>' for t in y_axis.ticks]
     kind = "plot stack" if chart.stack else "plot"
@@ -200,18 +200,18 @@ def render_chart(chart: Chart) -> str:
     )
 
 
-def sparkline_svg(points: Points, colour: int) -> str:
+def sparkline_svg(points: Points, color: int) -> str:
     """A curve without axes, for a headline."""
     if len(points) < 2:
         return ""
-    pts = thin(_smoothed(points), 120)
+    pts = downsample(_smoothed(points), 120)
     values = [y for _, y in pts]
     low, high = min(values), max(values)
     x_axis = Axis(pts[0][0], pts[-1][0], [])
     y_axis = Axis(low - 0.05 * ((high - low) or 1), high + 0.05 * ((high - low) or 1), [])
     return (
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
-        f'<path class="line k{colour}" d="{_path(pts, x_axis, y_axis)}"/></svg>'
+        f'<path class="line k{color}" d="{_path(pts, x_axis, y_axis)}"/></svg>'
     )
 
 
@@ -227,7 +227,7 @@ def moving_average(points: Points, half: int) -> Points:
     return [(x, (total[b] - total[a]) / (b - a)) for (x, _), (a, b) in zip(points, spans, strict=True)]
 
 
-def thin(points: Points, limit: int) -> Points:
+def downsample(points: Points, limit: int) -> Points:
     """At most `limit` points, each the mean of some neighbors, except for the last one, which is unchanged."""
     if len(points) <= limit:
         return points
@@ -254,7 +254,7 @@ def _stacked(layers: list[Points]) -> list[Points]:
         own = dict(pts)
         for x in steps:
             height[x] += own.get(x, 0.0)
-        result.append(thin(_smoothed([(x, height[x]) for x in steps]), _MAX_POINTS))
+        result.append(downsample(_smoothed([(x, height[x]) for x in steps]), _MAX_POINTS))
     return result
 
 
@@ -270,8 +270,8 @@ def _path(points: Points, x_axis: Axis, y_axis: Axis) -> str:
     return "M" + "L".join(f"{_x(x, x_axis):.1f},{_y(y, y_axis):.1f}" for x, y in points)
 
 
-def _dot(x: float, y: float, colour: int, x_axis: Axis, y_axis: Axis) -> str:
-    return f'<i class="dot k{colour}" style="left:{100 * x_axis.position(x):.2f}%;top:{_y(y, y_axis):.1f}px"></i>'
+def _dot(x: float, y: float, color: int, x_axis: Axis, y_axis: Axis) -> str:
+    return f'<i class="dot k{color}" style="left:{100 * x_axis.position(x):.2f}%;top:{_y(y, y_axis):.1f}px"></i>'
 
 
 def _bands(phases: Sequence[Phase], axis: Axis) -> str:
@@ -303,7 +303,7 @@ def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis
     steps = sorted({x for _, _, pts in drawn for x, _ in pts})
     if len(steps) > _MAX_HITS:
         steps = [steps[round(i * (len(steps) - 1) / (_MAX_HITS - 1))] for i in range(_MAX_HITS)]
-    lookup = [(colour, series, dict(pts)) for colour, series, pts in drawn]
+    lookup = [(color, series, dict(pts)) for color, series, pts in drawn]
     parts = []
     for i, x in enumerate(steps):
         position = axis.position(x)
@@ -311,8 +311,8 @@ def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis
         right = (axis.position(steps[i + 1]) + position) / 2 if i + 1 < len(steps) else min(1.0, position + 0.005)
         phase = next((p for p in phases if x <= p.end), phases[-1])
         rows = "".join(
-            f'<span class="k{colour}">{escape(series.label)}<b>{format_value(values[x], series.unit)}</b></span>'
-            for colour, series, values in lookup
+            f'<span class="k{color}">{escape(series.label)}<b>{format_value(values[x], series.unit)}</b></span>'
+            for color, series, values in lookup
             if x in values
         )
         side = " flip" if position > 0.5 else ""
@@ -340,6 +340,6 @@ def write_page(target: Path, text: str) -> None:
     try:
         if not target.name or (target.exists() and not target.is_file()):
             raise UserError(f"--out: cannot write {target} (not a file); choose another path")
-        write_whole(target, text)
+        write_atomically(target, text)
     except OSError as error:
         raise UserError(f"--out: cannot write {target} ({error.strerror}); choose another path") from error

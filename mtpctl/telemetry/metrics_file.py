@@ -19,14 +19,14 @@ from typing import Any, TextIO
 
 from mtpctl.errors import RuntimeFailure, UserError
 
-PATIENCE_S = 300.0
+DISK_FULL_TIMEOUT_S = 300.0
 """Seconds for which the disk may be full before the run fails."""
 
 
-class PatientFile(io.BufferedIOBase):
+class RetryingFile(io.BufferedIOBase):
     """Appends to a file. Data that does not fit on a full disk is buffered, and written in order by the next call that succeeds.
 
-    `write` raises OSError if the disk has accepted nothing for `PATIENCE_S`.
+    `write` raises OSError if the disk has accepted nothing for `DISK_FULL_TIMEOUT_S`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class PatientFile(io.BufferedIOBase):
         except OSError:
             now = time.monotonic()
             self._full_since = now if self._full_since is None else self._full_since
-            if now - self._full_since >= PATIENCE_S:
+            if now - self._full_since >= DISK_FULL_TIMEOUT_S:
                 raise
 
     def close(self) -> None:
@@ -64,14 +64,14 @@ class PatientFile(io.BufferedIOBase):
         super().close()
 
 
-def open_patiently(path: Path) -> TextIO:
-    """Open a text file for appending, as a `PatientFile`."""
-    return io.TextIOWrapper(PatientFile(path), encoding="utf-8", write_through=True)
+def open_retrying(path: Path) -> TextIO:
+    """Open a text file for appending, as a `RetryingFile`."""
+    return io.TextIOWrapper(RetryingFile(path), encoding="utf-8", write_through=True)
 
 
 DAMAGED = ".damaged"
+"""Suffix of the file with damaged lines."""
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
 
 RawRow = dict[str, Any]
 """A row as parsed from JSON."""
@@ -85,20 +85,20 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.damaged = _set_damaged_lines_aside(path) if path.exists() else []
+        self.damaged = _move_damaged_lines(path) if path.exists() else []
         earlier = read_rows(path) if path.exists() else []
         self.session = 1 + max((row["session"] for row in earlier), default=0)
         if path.exists():
-            _cut_torn_line(path)
-        self._file = open_patiently(path)
+            _remove_incomplete_line(path)
+        self._file = open_retrying(path)
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write one line to the page cache, where it survives the process, but not a crash of the machine.
 
-        If the disk is full, the line is buffered. Raises RuntimeFailure if the disk has been full for `PATIENCE_S`; the file may then end
-        with an incomplete line.
+        If the disk is full, the line is buffered. Raises RuntimeFailure if the disk has been full for `DISK_FULL_TIMEOUT_S`; the file may
+        then end with an incomplete line.
         """
-        safe = {key: plain(value) for key, value in {"session": self.session, **row}.items()}
+        safe = {key: json_safe(value) for key, value in {"session": self.session, **row}.items()}
         try:
             self._file.write(json.dumps(safe, allow_nan=False) + "\n")
         except OSError as error:
@@ -109,30 +109,28 @@ class MetricsFile:
         self._file.close()
 
 
-def plain(value: object) -> object:
+def json_safe(value: object) -> object:
     """The value for JSON. NaN and infinities, which JSON lacks, become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def _cut_torn_line(path: Path) -> None:
+def _remove_incomplete_line(path: Path) -> None:
     with path.open("rb+") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole != len(content):
-            file.truncate(whole)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def _set_damaged_lines_aside(path: Path) -> list[int]:
+def _move_damaged_lines(path: Path) -> list[int]:
+    """Move complete but invalid lines to another file. Returns their numbers."""
     lines = _lines(path)
     damaged = [number for number, line in enumerate(lines[:-1], start=1) if _row_of(line) is None]
     if damaged:
         with path.with_name(f"{path.name}{DAMAGED}").open("ab") as file:
             file.writelines(lines[number - 1] + b"\n" for number in damaged)
-        aside = path.with_name(f"{path.name}.partial")
-        aside.write_bytes(b"\n".join(line for number, line in enumerate(lines, start=1) if number not in damaged))
-        aside.replace(path)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_bytes(b"\n".join(line for number, line in enumerate(lines, start=1) if number not in damaged))
+        partial.replace(path)
     return damaged
 
 

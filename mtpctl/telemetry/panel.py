@@ -54,7 +54,7 @@ DRAFT_CURVES = {
     **{f"mtp/expected_rate_greedy_{position}": f"greedy {position}" for position in range(1, 4)},
     **{f"mtp/expected_rate_{position}": f"sampled {position}" for position in range(1, 4)},
 }
-"""Metrics of the stage draft and their short names: the expected acceptance of each draft token of a step, greedy or sampled."""
+"""Metrics of the stage draft and their short names: MTP loss, and expected acceptance of each draft token, greedy or sampled."""
 
 
 class Display(Protocol):
@@ -64,7 +64,7 @@ class Display(Protocol):
 
     def event(self, kind: str, message: str) -> None: ...
 
-    def waiting(self, what: Sequence[str]) -> None: ...
+    def waiting(self, reasons: Sequence[str]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -112,7 +112,7 @@ class PlainLines:
         """`early`: phases that may end before their last step. `dated`: lines begin with the time."""
         self._console, self._totals, self._dated = console, totals, dated
         self._pace, self._clock = Pace(totals, clock, early), clock
-        self._waited = clock()
+        self._last_report = clock()
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         self._pace.mark(step, phase)
@@ -129,13 +129,13 @@ class PlainLines:
     def event(self, kind: str, message: str) -> None:
         self._print(f"{kind}: {message}")
 
-    def waiting(self, what: Sequence[str]) -> None:
+    def waiting(self, reasons: Sequence[str]) -> None:
         """Print what the run waits for, at intervals."""
-        if not what:
-            self._waited = self._clock()
-        elif self._clock() - self._waited >= _WAITING_S:
-            self._waited = self._clock()
-            self._print(f"waiting: {'; '.join(what)}")
+        if not reasons:
+            self._last_report = self._clock()
+        elif self._clock() - self._last_report >= _WAITING_S:
+            self._last_report = self._clock()
+            self._print(f"waiting: {'; '.join(reasons)}")
 
     def close(self) -> None:
         pass
@@ -172,10 +172,10 @@ class LivePanel:
         self._console = console
         self._closing = threading.Event()
         self._drawing: threading.Thread | None = None
-        self._undo: Callable[[], None] = lambda: None
+        self._restore_echo: Callable[[], None] = lambda: None
         if draw:
             self._live, self._size = self._begin(), console.size
-            self._undo = without_echo()
+            self._restore_echo = disable_echo()
             self._drawing = threading.Thread(target=self._draw, name="panel", daemon=True)
             self._drawing.start()
 
@@ -213,16 +213,16 @@ class LivePanel:
     def event(self, kind: str, message: str) -> None:
         self._event = (kind, message)
 
-    def waiting(self, what: Sequence[str]) -> None:
+    def waiting(self, reasons: Sequence[str]) -> None:
         """Show what the run waits for."""
-        self._waiting = tuple(what)
+        self._waiting = tuple(reasons)
 
     def close(self) -> None:
         if self._drawing is not None and not self._closing.is_set():
             self._closing.set()
             self._drawing.join()
             self._live.stop()
-            self._undo()
+            self._restore_echo()
 
     def render(self) -> RenderableType:
         parts: list[RenderableType] = [self._progress(), Text(""), self._curves(), Text(""), self._facts()]
@@ -296,13 +296,13 @@ class LivePanel:
             grid.add_column(style=style, no_wrap=True)
         staleness = self._values.get("async/staleness_mean")
         worst = self._values.get("async/staleness_max")
-        stale = f"{compact(staleness[-1])}, max {compact(worst[-1])}" if staleness and worst else "–"
-        grid.add_row("trainer", last("perf/tokens_per_s"), "idle", last("async/trainer_idle"), "staleness", stale)
+        staleness_text = f"{compact(staleness[-1])}, max {compact(worst[-1])}" if staleness and worst else "–"
+        grid.add_row("trainer", last("perf/tokens_per_s"), "idle", last("async/trainer_idle"), "staleness", staleness_text)
         grid.add_row("rollout", last("rollout/tokens_per_s"), "idle", last("async/rollout_idle"), "mismatch", last("rollout_corr/abs_diff"))
         return grid
 
 
-def without_echo() -> Callable[[], None]:
+def disable_echo() -> Callable[[], None]:
     """Disable the terminal's echo, because the `^C` of Ctrl-C would shift the panel. Returns a function that restores it."""
     try:
         terminal = sys.stdin.fileno()

@@ -1,13 +1,17 @@
-"""`report.html`: the curves, tables and recipe of a run as one self-contained HTML page without scripts."""
+"""`report.html`: the curves, tables and recipe of a run as one self-contained HTML page without scripts.
+
+`compare.html` shows several runs on one page, with overlaid curves and the differences of their recipes.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +19,13 @@ from typing import Any, Literal
 import yaml
 
 from mtpctl.errors import UserError
-from mtpctl.telemetry.charts import Chart, Phase, Points, Series, page, render_chart, sparkline_svg, write_page
+from mtpctl.recipe.loading import flatten
+from mtpctl.telemetry.charts import NUM_COLORS, Chart, Phase, Points, Series, page, render_chart, sparkline_svg, write_page
 from mtpctl.telemetry.metrics_file import History, load_history
 from mtpctl.telemetry.names import describe, format_duration, format_value
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.sample_log import read_samples
-from mtpctl.telemetry.sample_page import samples_section
-from mtpctl.telemetry.summary import before_and_after, best_so_far, evaluations, in_between, late_mean, late_points, worst_fall
+from mtpctl.telemetry.sample_log import read_samples, samples_section
+from mtpctl.telemetry.summary import before_and_after, best_so_far, evaluation_summary, evaluations, late_mean, late_points, worst_fall
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +172,12 @@ def _held_out(history: History) -> Chart | None:
     late = late_points(points)
     mean: Points = [(late[0][0], late_mean(points)), (late[-1][0], late_mean(points))]
     series = [
-        Series("best so far", best, "share", colour=6, style="guide"),
-        Series(f"last {len(late)}, mean", mean, "share", colour=1, style="guide"),
-        Series("evaluations", points, "share", dots=True, colour=0),
+        Series("best so far", best, "share", color=6, style="guide"),
+        Series(f"last {len(late)}, mean", mean, "share", color=1, style="guide"),
+        Series("evaluations", points, "share", dots=True, color=0),
     ]
     if unseen := [(float(step), value) for step, value in history.series("eval/unseen_accuracy", "rl") if math.isfinite(value)]:
-        series.append(Series("unseen prompts", unseen, "share", dots=True, colour=2))
+        series.append(Series("unseen prompts", unseen, "share", dots=True, color=2))
     note = "share of held-out problems solved, by update"
     return Chart("Held-out accuracy", note, series, [Phase("rl", 0, points[-1][0], 0)])
 
@@ -185,7 +189,7 @@ def _tiles(history: History) -> str:
     reward = ("reward/unfiltered_mean", "Reward, unfiltered")
     if reward[0] not in changes:
         reward = ("reward/mean", "Reward")
-    for colour, (name, label) in enumerate(
+    for color, (name, label) in enumerate(
         (("eval/accuracy", "Held-out accuracy"), ("rollout/spec_accept_rate", "Draft acceptance"), reward)
     ):
         if (row := changes.get(name)) is not None:
@@ -197,7 +201,7 @@ def _tiles(history: History) -> str:
                 detail += f"<br>worst fall <b>{100 * fall.size if fall else 0:.1f} points</b>"
             if name == "eval/accuracy" and (unseen := changes.get("eval/unseen_accuracy")) is not None:
                 detail += f"<br>unseen prompts, last <b>{format_value(unseen.after, unseen.metric.unit)}</b>"
-            tiles.append(_tile(label, format_value(row.after, row.metric.unit), detail, sparkline_svg(points, colour)))
+            tiles.append(_tile(label, format_value(row.after, row.metric.unit), detail, sparkline_svg(points, color)))
     same = "rollout_corr/abs_diff_same_version"
     for name, label, detail in (
         (same, "Mismatch", "mean |Δ log-prob|, same weights")
@@ -232,7 +236,7 @@ def _tile(label: str, value: str, detail: str, spark: str) -> str:
 
 def _chart(spec: ChartSpec, history: History) -> Chart | None:
     phases = [phase for phase in history.phases if not spec.phases or phase in spec.phases]
-    names = [n for w in spec.names for n in history.names() if (n.startswith(w[:-1]) if w.endswith("*") else n == w)]
+    names = [name for pattern in spec.names for name in history.names() if fnmatchcase(name, pattern)]
     if spec.stack and len(names) > 1:
         names = [name for name in names if name not in _NO_LAYERS]
     phases = [phase for phase in phases if any(history.series(name, phase) for name in names)]
@@ -261,8 +265,8 @@ def _largest(series: list[Series]) -> list[Series]:
     if len(rest) < 2:
         return ordered
     total: dict[float, float] = {}
-    for one in rest:
-        for x, y in one.points:
+    for small in rest:
+        for x, y in small.points:
             total[x] = total.get(x, 0.0) + y
     return [*ordered[: _MAX_LAYERS - 1], Series("other", sorted(total.items()), "seconds")]
 
@@ -275,11 +279,18 @@ def _before_after(history: History) -> str:
     )
     if not rows:
         return ""
-    note = f'<p class="note">{escape(sentence)}</p>' if (sentence := in_between(history)) else ""
-    return (
-        '<section class="card"><h2>Before and after RL</h2><div class="scroll"><table><thead><tr><th></th><th>before</th><th>after</th>'
-        f"<th>change</th></tr></thead><tbody>{rows}</tbody></table></div>{note}</section>"
-    )
+    note = f'<p class="note">{escape(sentence)}</p>' if (sentence := evaluation_summary(history)) else ""
+    return f'<section class="card"><h2>Before and after RL</h2>{_table(rows, _head("", "before", "after", "change"))}{note}</section>'
+
+
+def _table(rows: str, head: str = "") -> str:
+    """A table that scrolls horizontally. `rows`, `head`: HTML. A table without a head is left-aligned."""
+    begin = f"<table><thead><tr>{head}</tr></thead>" if head else '<table class="left">'
+    return f'<div class="scroll">{begin}<tbody>{rows}</tbody></table></div>'
+
+
+def _head(*headings: str) -> str:
+    return "".join(f"<th>{heading}</th>" for heading in headings)
 
 
 def _all_metrics(history: History) -> str:
@@ -293,8 +304,7 @@ def _all_metrics(history: History) -> str:
                 cells = "".join(f"<td>{format_value(v, unit)}</td>" for v in (values[0], values[-1], min(finite), max(finite)))
                 title = f'<code class="name">{escape(name)}</code>{escape(describe(name).meaning)}'
                 rows.append(f"<tr><td>{title}</td><td>{phase.upper()}</td>{cells}</tr>")
-    head = "".join(f"<th>{h}</th>" for h in ("", "phase", "first", "last", "min", "max"))
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    table = _table("".join(rows), _head("", "phase", "first", "last", "min", "max"))
     return f'<details class="card"><summary>Every metric</summary>{table}</details>'
 
 
@@ -307,7 +317,7 @@ def _resumes(history: History) -> str:
         for event in history.events
         if event.kind in ("resume", "recipe")
     )
-    return f'<section class="card"><h2>Resumed</h2><div class="scroll"><table class="left"><tbody>{rows}</tbody></table></div></section>'
+    return f'<section class="card"><h2>Resumed</h2>{_table(rows)}</section>'
 
 
 def _events(history: History) -> str:
@@ -318,15 +328,14 @@ def _events(history: History) -> str:
         f"<tr><td>{format_duration(max(0.0, event.time - begin))}</td><td>{escape(event.kind)}</td><td>{escape(event.message)}</td></tr>"
         for event in history.events
     )
-    table = f'<div class="scroll"><table class="left"><tbody>{rows}</tbody></table></div>'
-    return f'<details class="card"><summary>Events</summary>{table}</details>'
+    return f'<details class="card"><summary>Events</summary>{_table(rows)}</details>'
 
 
 def _recipe(text: str) -> str:
     if not text:
         return ""
-    coloured = re.sub(r"(?m)^(\s*(?:- )?)([\w.-]+)(:)", r"\1<span>\2</span>\3", escape(text, quote=False))
-    return f'<details class="card" open><summary>Recipe</summary><pre>{coloured}</pre></details>'
+    highlighted = re.sub(r"(?m)^(\s*(?:- )?)([\w.-]+)(:)", r"\1<span>\2</span>\3", escape(text, quote=False))
+    return f'<details class="card" open><summary>Recipe</summary><pre>{highlighted}</pre></details>'
 
 
 def _versions(versions: Document) -> str:
@@ -335,3 +344,129 @@ def _versions(versions: Document) -> str:
         f"<div><dt>{escape(str(k)).replace('_', ' ')}</dt><dd>{escape(str(v))}</dd></div>" for k, v in flat.items() if v is not None
     )
     return f'<section class="card"><h2>Versions and machine</h2><dl>{cells}</dl></section>' if cells else ""
+
+
+COMPARED_METRICS = {
+    "eval/accuracy": "Held-out accuracy",
+    "eval/unseen_accuracy": "Held-out accuracy, unseen prompts",
+    "reward/unfiltered_mean": "Reward, unfiltered",
+    "reward/mean": "Reward",
+    "rollout/spec_accept_rate": "Draft acceptance",
+    "actor/entropy": "Entropy",
+    "response/length_mean": "Response length",
+    "actor/grad_norm": "Gradient norm",
+    "mtp/loss_1": "MTP loss",
+    "sft/loss": "Supervised loss",
+    "rollout_corr/abs_diff": "Mismatch",
+    "async/staleness_mean": "Staleness",
+    "timing_s/step": "Seconds per update",
+    "rollout/tokens_per_s": "Rollout tokens per second",
+    "perf/tokens_per_s": "Trainer tokens per second",
+}
+"""The compared metrics, with the titles of their charts."""
+_LOG_SCALE = {"mtp/loss_1", "sft/loss", "rollout_corr/abs_diff"}
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run of a comparison: its name, its history, and its recipe by dotted keys."""
+
+    name: str
+    history: History
+    recipe: Mapping[str, object]
+
+
+def write_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page, by default as `compare.html` in the working directory. Returns its path.
+
+    Raises UserError if a directory is not a run or has no metrics, if there are more runs than colors, or if the page cannot be written.
+    """
+    if len(run_dirs) > NUM_COLORS:
+        raise UserError(f"RUN: {len(run_dirs)} runs are more than the {NUM_COLORS} colors of a chart; name fewer")
+    names = _unique_names(run_dirs)
+    target = Path("compare.html") if out is None else out
+    write_page(target, render_comparison([_read_run(path, name) for path, name in zip(run_dirs, names, strict=True)]))
+    return target
+
+
+def render_comparison(runs: Sequence[ComparedRun]) -> str:
+    """The HTML text of the page."""
+    charts = "".join(render_chart(chart) for name in COMPARED_METRICS if (chart := _comparison_chart(name, runs)))
+    body = f"{_differences_table(runs)}{_after_table(runs)}<section class='charts'>{charts}</section>"
+    lengths = " · ".join(f"{run.name}: {', '.join(run.history.lengths)}" for run in runs)
+    return page(" · ".join(run.name for run in runs), lengths, body, "comparison")
+
+
+def differing(runs: Sequence[ComparedRun]) -> dict[str, list[object]]:
+    """The keys with different values, except `name` and `run_dir`, with the value in each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.recipe)
+    values = {key: [run.recipe.get(key, "(absent)") for run in runs] for key in keys if key not in ("run_dir", "name")}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def _read_run(path: Path, name: str) -> ComparedRun:
+    run = RunDirectory(path)
+    history = history_of(run, "leave it out until it does")
+    _, recipe = read_document(run.recipe, yaml.safe_load)
+    return ComparedRun(name, history, {".".join(map(str, keys)): value for keys, value in flatten(recipe).items()})
+
+
+def _unique_names(paths: Sequence[Path]) -> list[str]:
+    """The shortest unique names of the folders: each with as many parent folders as needed."""
+    parts = [path.absolute().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError("RUN: the same run is named twice; name each one once")
+
+
+def _comparison_chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
+    """The chart of one metric: its curves in RL, or in another stage if no run logged it in RL."""
+    if name == "reward/mean" and any(run.history.series("reward/unfiltered_mean") for run in runs):
+        return None
+    phase = next((phase for phase in ("rl", "sft", "draft") if any(run.history.series(name, phase) for run in runs)), None)
+    if phase is None:
+        return None
+    metric = describe(name)
+    series = [
+        Series(run.name, [(float(step), value) for step, value in points], metric.unit, color=index, dots=name.startswith("eval/"))
+        for index, run in enumerate(runs)
+        if (points := run.history.series(name, phase))
+    ]
+    last = max(x for one in series for x, _ in one.points)
+    return Chart(COMPARED_METRICS[name], metric.meaning, series, [Phase(phase, 0, last, 0)], "log" if name in _LOG_SCALE else "linear")
+
+
+def _differences_table(runs: Sequence[ComparedRun]) -> str:
+    differences = differing(runs)
+    if not differences:
+        return '<section class="card"><h2>Recipes</h2><p class="note">No key differs.</p></section>'
+    rows = "".join(
+        f'<tr><td><code class="name">{escape(key)}</code></td>{"".join(f"<td>{escape(_shown(value))}</td>" for value in values)}</tr>'
+        for key, values in differences.items()
+    )
+    return _runs_table("Keys that differ", runs, rows)
+
+
+def _after_table(runs: Sequence[ComparedRun]) -> str:
+    """The headline metrics of each run after RL. Held-out accuracy has two rows: the last one and the mean of the late ones."""
+    after = [{(row.metric.meaning, row.name): row for row in before_and_after(run.history)} for run in runs]
+    keys = list(dict.fromkeys(key for rows in after for key in rows))
+    rows = "".join(
+        f"<tr><td>{escape(meaning)}<code>{escape(name)}</code></td>"
+        + "".join(f"<td>{format_value(row.after, row.metric.unit) if (row := each.get((meaning, name))) else '–'}</td>" for each in after)
+        + "</tr>"
+        for meaning, name in keys
+    )
+    return _runs_table("After RL", runs, rows) if rows else ""
+
+
+def _runs_table(title: str, runs: Sequence[ComparedRun], rows: str) -> str:
+    """A table with a column for each run."""
+    head = "".join(f'<th class="k{index}"><span class="run">{escape(run.name)}</span></th>' for index, run in enumerate(runs))
+    return f'<section class="card"><h2>{title}</h2>{_table(rows, f"<th></th>{head}")}</section>'
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,12 @@
-"""The run directory: recipe, software versions, metrics, checkpoints and logs of a run."""
+"""The run directory: recipe, software versions, metrics, checkpoints and logs of a run, and the requests of `mtpctl scale`.
+
+`mtpctl scale` requests another number of rollout replicas by files in the run directory. Any user who can write to the directory may send a
+request, from any host that mounts it.
+
+requests/ID.json      {"replicas": 3}                     written by the command, removed by the run after reading it
+requests/ID.answer    {"message": "…", "refused": false}  written by the run, removed by the command
+replicas.json         {"asked": 3}                        written by the run, used as the requested number at its next start
+"""
 
 from __future__ import annotations
 
@@ -9,15 +17,17 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 import yaml
 
-from mtpctl.errors import UserError
+from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.loading import flatten, read_text
 from mtpctl.telemetry.versions import collect_versions
@@ -53,15 +63,14 @@ class RunDirectory:
         self.samples = self.path / "samples"
         self.report = self.path / "report.html"
         self.requests = self.path / "requests"
-        self.scaled = self.path / "replicas.json"
+        self.requested_replicas = self.path / "replicas.json"
         self._lock: IO[str] | None = None
 
     @classmethod
     def create(cls, path: str | Path, recipe_text: str) -> RunDirectory:
         """Create the directory with its recipe, or lock an existing one without changing its files.
 
-        A new directory is created under another name and renamed. Raises UserError, without partial files, if the path is read-only, full,
-        not a directory, or locked by another run.
+        Raises UserError, without partial files, if the path is read-only, full, not a directory, or locked by another run.
         """
         path = Path(path)
         with _writing(path):
@@ -69,7 +78,7 @@ class RunDirectory:
             if shutil.disk_usage(path.parent).free < _MIN_FREE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if not path.exists():
-                _make(path, recipe_text)
+                _create_directory(path, recipe_text)
             run = cls(path)
             run._acquire()
         return run
@@ -79,7 +88,7 @@ class RunDirectory:
         """Raise UserError as `create` would, without leaving files: the test file is anonymous."""
         path = Path(path)
         with _writing(path):
-            folder = next(above for above in (path.absolute(), *path.absolute().parents) if above.exists())
+            folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
             with tempfile.TemporaryFile(dir=folder):
                 pass
             if shutil.disk_usage(folder).free < _MIN_FREE:
@@ -89,8 +98,8 @@ class RunDirectory:
                     _lock(lock, path)
 
     @property
-    def held(self) -> bool:
-        """Whether a run has the directory locked, on this host or on one that shares the file system's locks."""
+    def locked(self) -> bool:
+        """Whether a run has locked the directory, on this host or on one that shares the file system's locks."""
         try:
             with (self.path / LOCK).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -129,9 +138,9 @@ class RunDirectory:
         with _writing(self.path):
             if self.recipe.exists() and (earlier := self.recipe.read_text(errors="replace")) != recipe_text:
                 changes = _changes(earlier, recipe_text)
-                write_whole(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier, mode=PRIVATE)
-            write_whole(self.recipe, recipe_text, mode=PRIVATE)
-            write_whole(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
+                write_atomically(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier, mode=PRIVATE)
+            write_atomically(self.recipe, recipe_text, mode=PRIVATE)
+            write_atomically(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
         return changes
 
     def close(self) -> None:
@@ -162,7 +171,7 @@ def _lock(file: IO[str], path: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # `held` of another process may have the lock briefly.
+            # `locked` of another process may hold the lock briefly.
             time.sleep(_ATTEMPT_S)
             if attempt == _ATTEMPTS - 1:
                 file.close()
@@ -181,26 +190,123 @@ def _writing(path: Path) -> Iterator[None]:
         raise UserError(f"run_dir: cannot write {path} ({error.strerror}); {fix}") from error
 
 
-def _make(path: Path, recipe_text: str) -> None:
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # with mode 0700
+def _create_directory(path: Path, recipe_text: str) -> None:
+    """Create the directory under another name, and rename it when it is complete."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # with mode 0700
     try:
         for folder in _FOLDERS:
-            (aside / folder).mkdir()
-        write_whole(aside / RECIPE, recipe_text, mode=PRIVATE)
-        aside.rename(path)
+            (temporary / folder).mkdir()
+        write_atomically(temporary / RECIPE, recipe_text, mode=PRIVATE)
+        temporary.rename(path)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
+def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a file atomically, by renaming. `mode` is reduced by the umask."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.unlink(missing_ok=True)
-        aside.touch(mode)
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        temporary.unlink(missing_ok=True)
+        temporary.touch(mode)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+ANSWER_S = 60.0
+"""Timeout for the run's answer in seconds. It polls for requests every second, but its event loop may be busy."""
+POLL_S = 0.2
+"""Seconds between two polls for the answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The run's answer: a line for the user, and whether the request is rejected."""
+
+    message: str
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """A request for a number of rollout replicas. `file`: its file, which has been removed."""
+
+    file: Path
+    replicas: int
+
+    def answer(self, answer: Answer) -> None:
+        """Write the answer for the waiting command."""
+        write_atomically(self.file.with_suffix(".answer"), json.dumps(asdict(answer)))
+
+
+def store_requested_replicas(run: RunDirectory, replicas: int) -> None:
+    """Store the last requested number. Called by the run. Raises UserError if it cannot be written."""
+    try:
+        write_atomically(run.requested_replicas, json.dumps({"asked": replicas}) + "\n")
+    except OSError as error:
+        raise UserError(f"RUN: cannot write {run.requested_replicas} ({error.strerror}); free space and retry") from error
+
+
+def last_requested_replicas(run: RunDirectory) -> int | None:
+    """The last number requested by `mtpctl scale`, over all sessions; None if there was no request.
+
+    Raises UserError if the file cannot be read.
+    """
+    try:
+        return int(json.loads(run.requested_replicas.read_text(encoding="utf-8"))["asked"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{run.requested_replicas}: is not a valid file of mtpctl scale; remove it, and repeat the command") from error
+
+
+def clear_requests(run: RunDirectory) -> None:
+    """Remove requests to earlier sessions. Called by the run when it starts."""
+    for file in _request_files(run, "*"):
+        file.unlink(missing_ok=True)
+
+
+def pop_requests(run: RunDirectory) -> Iterator[ScaleRequest]:
+    """The pending requests, oldest first. Called by the run; removes each request, and invalid files."""
+    for file in _request_files(run, "*.json"):
+        try:
+            replicas = json.loads(file.read_text(encoding="utf-8"))["replicas"]
+        except (OSError, ValueError, KeyError, TypeError):
+            replicas = None
+        file.unlink(missing_ok=True)
+        if type(replicas) is int:
+            yield ScaleRequest(file, replicas)
+
+
+def _request_files(run: RunDirectory, pattern: str) -> list[Path]:
+    return sorted(run.requests.glob(pattern), key=lambda file: file.name)
+
+
+def request_replicas(run: RunDirectory, replicas: int) -> Answer:
+    """Request a number of rollout replicas from the run, and wait for its answer.
+
+    Raises UserError if the run is not running or its directory is not writable, RuntimeFailure if it does not answer within `ANSWER_S`.
+    """
+    if not run.locked:
+        raise UserError(f"RUN: {run.path} is not running; start it with mtpctl train {run.path}")
+    file = run.requests / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json"
+    answer, end = file.with_suffix(".answer"), time.monotonic() + ANSWER_S
+    try:
+        run.requests.mkdir(exist_ok=True)
+        write_atomically(file, json.dumps({"replicas": replicas}))
+    except OSError as error:
+        raise UserError(f"RUN: cannot write {run.requests} ({error.strerror}); run the command as the user who started the run") from error
+    try:
+        while time.monotonic() < end:
+            if answer.exists():
+                return Answer(**json.loads(answer.read_text(encoding="utf-8")))
+            if not run.locked:
+                raise RuntimeFailure(f"{run.path}: the run ended before it answered")
+            time.sleep(POLL_S)
+        raise RuntimeFailure(f"{run.path}: no answer within {ANSWER_S:g} s; check logs/run.log")
+    finally:
+        file.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)

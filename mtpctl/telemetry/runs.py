@@ -1,11 +1,17 @@
-"""The runs below a folder: their state, progress, reward and accuracy, also as a live table."""
+"""The state, progress, reward and accuracy of runs: read from run directories, or of the running session from memory.
+
+`mtpctl runs` and `mtpctl status` read the files of run directories; `watch` shows them as a table. `LiveStatus` holds the same state of the
+running session in memory, for its status page.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Literal
 
@@ -16,11 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mtpctl.errors import UserError
-from mtpctl.telemetry.metrics_file import ERROR_KINDS, History, load_history
-from mtpctl.telemetry.names import format_duration, format_value
+from mtpctl.telemetry.charts import page
+from mtpctl.telemetry.metrics_file import ERROR_KINDS, Event, History, json_safe, load_history
+from mtpctl.telemetry.names import describe, format_duration, format_value
 from mtpctl.telemetry.panel import sparkline
-from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.scale_requests import remembered
+from mtpctl.telemetry.run_directory import RunDirectory, last_requested_replicas
 
 State = Literal["running", "done", "failed", "stopped", "broken off", "empty", "unreadable"]
 """`broken off`: it ended without logging an end, such as a killed run. `empty`: it has no log. `unreadable`: its log is damaged."""
@@ -61,23 +67,23 @@ class RunOverview:
 
 def find_runs(folder: Path) -> list[RunOverview]:
     """All runs below the folder, or the folder itself if it is a run; newest first. Includes unreadable runs."""
-    return sorted((_readable_or_not(path) for path in _below(folder, DEPTH)), key=lambda run: run.age_s)
+    return sorted((_overview_of(path) for path in _run_folders(folder, DEPTH)), key=lambda run: run.age_s)
 
 
-def _readable_or_not(path: Path) -> RunOverview:
+def _overview_of(path: Path) -> RunOverview:
     try:
         return describe_run(path)
     except UserError as error:
         return RunOverview(path, "unreadable", "", 0, None, None, None, None, _age(RunDirectory(path)), fault=str(error))
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if RunDirectory(folder).recipe.is_file():
         yield folder
     elif depth and folder.is_dir():
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-                yield from _below(path, depth - 1)
+                yield from _run_folders(path, depth - 1)
 
 
 def describe_run(path: Path) -> RunOverview:
@@ -99,7 +105,7 @@ def describe_run(path: Path) -> RunOverview:
         _age(run),
         [event.message for event in history.events if event.kind == "restart"],
         None if (replicas := _last(history, "rollout/replicas")) is None else int(replicas),
-        remembered(run),
+        last_requested_replicas(run),
         unseen_accuracy=_last(history, "eval/unseen_accuracy"),
     )
 
@@ -111,7 +117,7 @@ def _age(run: RunDirectory) -> float:
 
 
 def _state(run: RunDirectory, history: History, plan: dict[str, int]) -> State:
-    if run.held:
+    if run.locked:
         return "running"
     if not history.rows and not history.events:
         return "empty"
@@ -190,3 +196,143 @@ def _cells(folder: Path, run: RunOverview, history: History) -> list[str | Text]
 def _newest(history: History, name: str) -> str:
     series = history.series(name)
     return format_value(series[-1][1], "tokens/s") if series else "–"
+
+
+MAX_EVENTS = 30
+"""Number of newest events to keep."""
+
+
+def steady_clock() -> Callable[[], float]:
+    """A function that returns seconds since 1970, unaffected by adjustments of the machine's clock."""
+    began, began_monotonic = time.time(), time.monotonic()
+    return lambda: began + (time.monotonic() - began_monotonic)
+
+
+class LiveStatus:
+    """The newest state of a run.
+
+    Attributes:
+        metrics: the newest value of each metric of the current stage.
+        waiting: what the run waits for, one line each.
+        events: the newest events.
+        errors: the newest events of `ERROR_KINDS`.
+        restarts: one line for each restart of the trainer or of a replica.
+    """
+
+    def __init__(self, path: Path, totals: Mapping[str, int], history: History) -> None:
+        """`path`: the run directory. `totals`: the number of steps of each stage. `history`: earlier sessions, without repeated steps."""
+        self.path, self.totals = path, totals
+        self.stage, self.step, self.metrics = "", 0, dict[str, float]()
+        self.waiting: Sequence[str] = ()
+        self.events = deque(history.events, MAX_EVENTS)
+        self.restarts = [event.message for event in history.events if event.kind == "restart"]
+        self.errors = deque((event for event in history.events if event.kind in ERROR_KINDS), MAX_EVENTS)
+        self._accuracy: float | None = None
+        self._unseen_accuracy: float | None = None
+        self._now = steady_clock()
+        self._newest_row = self._now()
+        for row in history.rows:
+            self.row(row.step, row.metrics, row.phase)
+            self._newest_row = row.time
+
+    def row(self, step: int, metrics: Mapping[str, float], stage: str) -> None:
+        if stage != self.stage:
+            self.stage, self.step, self.metrics = stage, step, {}
+        self.step, self._newest_row = max(self.step, step), self._now()
+        self.metrics.update(metrics)
+        self._accuracy = metrics.get("eval/accuracy", self._accuracy)
+        self._unseen_accuracy = metrics.get("eval/unseen_accuracy", self._unseen_accuracy)
+
+    def event(self, kind: str, message: str) -> None:
+        event = Event(self._now(), kind, message)
+        self.events.append(event)
+        if kind == "restart":
+            self.restarts.append(message)
+        if kind in ERROR_KINDS:
+            self.errors.append(event)
+
+    def overview(self) -> RunOverview:
+        """The run as `mtpctl runs` lists it."""
+        return RunOverview(
+            self.path,
+            "running",
+            self.stage,
+            self.step,
+            self.totals.get(self.stage),
+            self.metrics.get("reward/mean"),
+            self.metrics.get("reward/unfiltered_mean"),
+            self._accuracy,
+            age_s=max(0.0, self._now() - self._newest_row),
+            restarts=list(self.restarts),
+            replicas=int(self.metrics["rollout/replicas"]) if "rollout/replicas" in self.metrics else None,
+            asked_replicas=last_requested_replicas(RunDirectory(self.path)),
+            unseen_accuracy=self._unseen_accuracy,
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """The complete state, JSON-serializable."""
+        return {name: json_safe(value) for name, value in asdict(self.overview()).items()} | {
+            "path": str(self.path),
+            "waiting": list(self.waiting),
+            "errors": [asdict(event) for event in list(self.errors)],
+            "events": [asdict(event) for event in list(self.events)],
+            "metrics": {name: json_safe(value) for name, value in list(self.metrics.items())},
+        }
+
+
+@dataclass(frozen=True)
+class ReplicaCounts:
+    """Rollout replicas: in service, requested, the bounds of `rollout.replicas` (equal for a number), and restarts after failures.
+
+    The fields are keys of `/status.json`.
+    """
+
+    serving: int
+    asked: int
+    least: int
+    most: int
+    restarts: int
+
+    def __str__(self) -> str:
+        """`2 of 3 (1 to 4) serve, 0 restarted`."""
+        bounds = "" if self.least == self.most else f" ({self.least} to {self.most})"
+        return f"{self.serving} of {self.asked}{bounds} serve, {self.restarts} restarted"
+
+
+def render_status(live: LiveStatus, replicas: ReplicaCounts | None) -> str:
+    """The status page as HTML without scripts. `replicas` is None before the engines start."""
+    overview = live.overview()
+    total = "" if overview.steps is None else f" of {overview.steps}"
+    facts = [
+        ("state", "; ".join(live.waiting) or overview.state),
+        ("stage", overview.stage or "–"),
+        ("step", f"{overview.step}{total}" if overview.stage else "–"),
+        ("reward", "–" if overview.reward is None else format_value(overview.reward, "number")),
+        ("reward, unfiltered", "–" if overview.unfiltered_reward is None else format_value(overview.unfiltered_reward, "number")),
+        ("held-out accuracy", "–" if overview.accuracy is None else format_value(overview.accuracy, "share")),
+        *([] if overview.unseen_accuracy is None else [("unseen prompts", format_value(overview.unseen_accuracy, "share"))]),
+        ("newest row", f"{format_duration(overview.age_s)} ago"),
+        ("rollout replicas", "–" if replicas is None else str(replicas)),
+        ("last restart", overview.restarts[-1] if overview.restarts else "none"),
+    ]
+    metrics = ((name, format_value(value, describe(name).unit), describe(name).meaning) for name, value in sorted(live.metrics.items()))
+    errors = list(live.errors)
+    parts = [
+        _html_table((), facts),
+        _html_events("Newest errors", errors) if errors else "",
+        _html_events("Newest events", list(live.events)),
+        f"<h2>Metrics</h2>{_html_table(('metric', 'newest', ''), metrics)}" if live.metrics else "",
+    ]
+    return page(live.path.name, str(live.path), "".join(parts), "/status.json · /metrics for Prometheus")
+
+
+def _html_events(title: str, events: Sequence[Event]) -> str:
+    rows = ((time.strftime("%m-%d %H:%M:%S", time.localtime(event.time)), event.kind, event.message) for event in reversed(events))
+    return f"<h2>{title}</h2>{_html_table(('time', 'kind', ''), rows)}"
+
+
+def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    header = f"<thead><tr>{cells}</tr></thead>" if head else ""
+    return f'<table class="left">{header}<tbody>{body}</tbody></table>'

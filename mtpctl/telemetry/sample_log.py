@@ -1,8 +1,11 @@
-"""Samples of a run as text, in `samples/*.jsonl` of the run directory.
+"""Samples of a run as text, in `samples/*.jsonl` of the run directory and in the report.
 
 A row is one response: its prompt, its parts (turns of the model and of the environment), reward, weight versions and drafts. A thread
 writes the rows, so the run never waits for the disk; rows that arrive faster than the disk accepts them are dropped. The first and the
 newest files are kept.
+
+The report shows samples with filters by step, kind and reward, but without scripts: the filters are `<select>` elements, and a CSS rule for
+each option hides the other samples. So the page works from a file.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired, TypedDict, TypeGuard
 
@@ -22,7 +26,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from mtpctl.errors import UserError
 from mtpctl.samples import Sample
-from mtpctl.telemetry.metrics_file import PATIENCE_S
+from mtpctl.telemetry.metrics_file import DISK_FULL_TIMEOUT_S
 
 Kind = Literal["update", "eval", "dropped"]
 """`update`: trained on; `eval`: response to a held-out problem; `dropped`: its group is not trained on, for the reason in `note`."""
@@ -66,8 +70,6 @@ class Drafts(TypedDict):
 class SampleRow(TypedDict):
     """One response. `set`: the held-out set of an evaluation. `versions`: [begin, end, version] over the response's tokens.
 
-    Whether they were sampled on a kept KV cache (`sync.kv: keep`) is not in the row; `rollout_corr/stale_kv_fraction` is their share.
-
     `session` counts the starts of the run, and `batch` the calls of `write` in one session; the rows of an update are one batch.
     """
 
@@ -96,7 +98,7 @@ class SampleRow(TypedDict):
 def sample_row(
     sample: Sample, decode: Callable[[Sequence[int]], str], *, step: int, kind: Kind, answer: str = "", held_out: str = "", note: str = ""
 ) -> SampleRow:
-    """The row of one sample. answer: that of its problem. held_out: the name of its held-out set."""
+    """The row of one sample. answer: the answer of its problem. held_out: the name of its held-out set."""
     spec = sample.speculation
     return {
         "step": step,
@@ -136,7 +138,7 @@ def parts_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[Par
     return parts
 
 
-def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+def spaced_by_reward(samples: Sequence[Sample], count: int) -> list[Sample]:
     """`count` of the samples, evenly spaced by reward rank, including the lowest and the highest."""
     ordered = sorted(samples, key=lambda sample: sample.reward or 0.0)
     if count <= 1 or len(ordered) <= count:
@@ -195,7 +197,7 @@ class SampleLog:
             try:
                 self._batches += 1
                 stamp = {"session": self.session, "batch": self._batches, "time": time.time()}
-                self._append_patiently("".join(json.dumps({**stamp, **row}) + "\n" for row in rows))
+                self._append_retrying("".join(json.dumps({**stamp, **row}) + "\n" for row in rows))
                 for table in self._tables:
                     table(rows)
             except Exception as error:
@@ -206,9 +208,9 @@ class SampleLog:
         self.dropped += len(rows)
         self.warning = f"{self.dropped} samples are missing in samples/ or a table; the last, because {reason}"
 
-    def _append_patiently(self, lines: str) -> None:
-        """Append the lines, waiting for space on a full disk. Raises OSError after `PATIENCE_S`, or if the log is closed before."""
-        end = time.monotonic() + PATIENCE_S
+    def _append_retrying(self, lines: str) -> None:
+        """Append the lines, waiting for space on a full disk. Raises OSError after `DISK_FULL_TIMEOUT_S`, or if the log closes first."""
+        end = time.monotonic() + DISK_FULL_TIMEOUT_S
         while True:
             try:
                 return self._append(lines)
@@ -220,7 +222,7 @@ class SampleLog:
         self.folder.mkdir(exist_ok=True)
         files = _files(self.folder)
         number = int(files[-1].stem) if files else 0
-        if files and (files[-1].stat().st_size >= FILE_BYTES or not _whole(files[-1])):
+        if files and (files[-1].stat().st_size >= FILE_BYTES or not _is_complete(files[-1])):
             number += 1
         path = self.folder / f"{number:06d}.jsonl"
         size = path.stat().st_size if path.exists() else 0
@@ -239,7 +241,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.jsonl") if path.stem.isdigit())
 
 
-def _whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether the last line is complete; a killed process may leave an incomplete one."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
@@ -249,7 +251,7 @@ def _whole(path: Path) -> bool:
 
 
 def read_samples(run_dir: Path) -> list[SampleRow]:
-    """The samples of a run in order of their steps. If a step was repeated, only the samples of the last repetition.
+    """The samples of a run in order of their steps. A repeated step has only the samples of its last repetition.
 
     An incomplete last line is skipped. Raises UserError for any other invalid line.
     """
@@ -320,3 +322,115 @@ def _repeated_from(rows: list[SampleRow]) -> dict[tuple[int, int], int]:
 
 def _batch_of(row: SampleRow) -> tuple[int, int]:
     return row.get("session", 0), row.get("batch", 0)
+
+
+MAX_SAMPLES = 320
+MAX_SHOWN_CHARACTERS = 4000
+MAX_BANDS = 5
+ENDING = 90
+"""Number of last characters of the prompt that a collapsed sample shows."""
+KINDS = {"update": "trained on", "eval": "held-out", "dropped": "dropped"}
+
+
+def samples_section(rows: Sequence[SampleRow]) -> str:
+    """The section as HTML; empty without samples. If there are many steps, evenly spaced ones are shown."""
+    shown = rows_of_spaced_steps(rows, MAX_SAMPLES)
+    if not shown:
+        return ""
+    steps = list(dict.fromkeys(row["step"] for row in shown))
+    bands = reward_bands([row["reward"] for row in shown if row["reward"] is not None])
+    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in shown)]
+    filters = (
+        _select("step", "Step", [(str(step), str(step)) for step in reversed(steps)])
+        + _select("kind", "Kind", [(kind, KINDS[kind]) for kind in kinds])
+        + _select("band", "Reward", [(str(index), label) for index, (_, label) in enumerate(bands)])
+    )
+    rules = _filter_rules("step", map(str, steps)) + _filter_rules("kind", kinds) + _filter_rules("band", map(str, range(len(bands))))
+    count = f", {len(shown)} of {len(rows)} samples of the run" if len(shown) < len(rows) else f", {len(shown)} samples"
+    newest_first = sorted(shown, key=lambda row: -row["step"])
+    return (
+        f'<section class="card samples" id="samples"><h2>Samples{count}</h2>'
+        f"<style>{rules}</style>"
+        f'<div class="filters">{filters}</div><div class="list">{"".join(_article(row, bands) for row in newest_first)}</div></section>'
+    )
+
+
+def rows_of_spaced_steps(rows: Sequence[SampleRow], limit: int) -> list[SampleRow]:
+    """About `limit` rows: all rows of evenly spaced steps."""
+    steps = sorted({row["step"] for row in rows})
+    count = max(2, limit * len(steps) // max(len(rows), 1))
+    if len(rows) <= limit or len(steps) <= count:
+        return list(rows)
+    chosen = {steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)}
+    return [row for row in rows if row["step"] in chosen]
+
+
+def reward_bands(rewards: Sequence[float]) -> list[tuple[float, str]]:
+    """Reward bands as (upper end, label), lowest first: single values if there are few, else quantiles."""
+    values = sorted(set(rewards))
+    if len(values) <= MAX_BANDS:
+        return [(value, f"{value:g}") for value in values]
+    ordered = sorted(rewards)
+    ends = sorted({ordered[round((i + 1) * (len(ordered) - 1) / MAX_BANDS)] for i in range(MAX_BANDS)})
+    begins = [values[0], *(min(value for value in values if value > end) for end in ends[:-1])]
+    return [(end, f"{begin:.3g} to {end:.3g}" if begin < end else f"{end:.3g}") for begin, end in zip(begins, ends, strict=True)]
+
+
+def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> str:
+    rows = "".join(f'<option value="{escape(value)}">{escape(text)}</option>' for value, text in options)
+    return f'<label>{label} <select class="{name}"><option value="">all</option>{rows}</select></label>'
+
+
+def _filter_rules(name: str, values: Iterable[str]) -> str:
+    return "".join(
+        f'.samples:has(select.{name} option[value="{value}"]:checked) .sample:not([data-{name}="{value}"]){{display:none}}'
+        for value in values
+    )
+
+
+def _article(row: SampleRow, bands: Sequence[tuple[float, str]]) -> str:
+    reward = row["reward"]
+    band = "" if reward is None else str(next((i for i, (end, _) in enumerate(bands) if reward <= end), len(bands) - 1))
+    titles = {"model": "", "environment": ' title="the environment, {} tokens"'}
+    parts = "".join(
+        f'<span class="{part["by"]}"{titles[part["by"]].format(part["tokens"])}>{_text(part["text"])}</span>' for part in row["parts"]
+    )
+    head = " · ".join(escape(fact) for fact in facts(row))
+    answer = f'<p class="asked">expected <b>{_text(row["answer"])}</b></p>' if row["answer"] else ""
+    note = f'<p class="asked">{escape(row["note"])}</p>' if row["note"] else ""
+    value = "–" if reward is None else f"{reward:.3g}"
+    return (
+        f'<details class="sample" data-step="{row["step"]}" data-kind="{row["kind"]}" data-band="{band}"><summary><b>{value}</b> {head}'
+        f"<em>{escape(last_words(row['prompt']))}</em></summary>"
+        f'<div class="prompt">{_text(row["prompt"])}</div><div class="response">{parts}</div>{answer}{note}</details>'
+    )
+
+
+def last_words(text: str) -> str:
+    """The last words of a prompt in one line, because a prompt usually ends with its question."""
+    line = " ".join(text.split())
+    return line if len(line) <= ENDING else "… " + line[-ENDING:].partition(" ")[2]
+
+
+def _text(text: str) -> str:
+    return escape(shortened(text, MAX_SHOWN_CHARACTERS), quote=False)
+
+
+def facts(row: SampleRow) -> list[str]:
+    """The sample's origin, reward parts, length, end, weight versions and drafts, in a few words each."""
+    origins = {"update": f"update {row['step']}", "eval": f"held-out {row['set']}".strip() + f" at {row['step']}"}
+    parts = [origins.get(row["kind"], f"dropped before update {row['step']}")]
+    parts += [f"{name} {value:.3g}" for name, value in row["reward_parts"].items()]
+    if row["environment_reward"] is not None:
+        parts.append(f"environment reward {row['environment_reward']:.3g}")
+    turns = sum(part["by"] == "environment" for part in row["parts"])
+    parts.append(f"{row['tokens']} tokens" + (f" and {turns} environment turn(s)" if turns else ""))
+    if row["finish_reason"]:
+        parts.append(f"ended by {row['finish_reason']}")
+    versions = list(dict.fromkeys(version for _, _, version in row["versions"]))
+    if versions:
+        parts.append(f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}")
+    drafts = row["drafts"]
+    if drafts["drafted"]:
+        parts.append(f"{drafts['accepted']} of {drafts['drafted']} drafts accepted")
+    return parts

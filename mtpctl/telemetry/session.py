@@ -15,22 +15,22 @@ from rich.console import Console
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.telemetry.live import LiveStatus, steady_clock
-from mtpctl.telemetry.metrics_file import DAMAGED, History, MetricsFile, Row, load_history, open_patiently
+from mtpctl.telemetry.metrics_file import DAMAGED, History, MetricsFile, Row, load_history, open_retrying
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.runs import LiveStatus, steady_clock
 from mtpctl.telemetry.sample_log import SampleLog, SampleRow, Tables
-from mtpctl.telemetry.summary import before_and_after, in_between, summary_table
+from mtpctl.telemetry.summary import before_and_after, evaluation_summary, summary_table
 from mtpctl.telemetry.trackers import MlflowSink, Sink, TensorBoardSink, Updates, WandbSink, check_packages
 
-LOG_BYTES = 16 << 20
+MAX_LOG_BYTES = 16 << 20
 
 
 def open_log(path: Path) -> TextIO:
-    """Open a log for appending. A log larger than `LOG_BYTES` is first renamed to `NAME.1.log`."""
-    if path.exists() and path.stat().st_size > LOG_BYTES:
+    """Open a log for appending. A log larger than `MAX_LOG_BYTES` is first renamed to `NAME.1.log`."""
+    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
         path.replace(path.with_suffix(".1.log"))
-    return open_patiently(path)
+    return open_retrying(path)
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,23 @@ class Resumed:
     step: int = 0
     ended: Sequence[str] = ()
 
-    def kept(self, history: History) -> list[Row]:
+    def rows_before(self, history: History) -> list[Row]:
         """The rows up to the checkpoint. Later steps will be repeated."""
         phases = {*self.ended, self.stage}
         return [row for row in history.rows if row.phase in phases and (row.phase != self.stage or row.step <= self.step)]
 
 
 def print_summary(console: Console, history: History) -> None:
-    """Print the metrics before and after RL, and held-out accuracy in between; nothing for fewer than two steps."""
-    rows, sentence = before_and_after(history), in_between(history)
-    if rows:
+    """Print the metrics before and after RL, and a sentence about evaluations; nothing for fewer than two steps."""
+    if rows := before_and_after(history):
         console.print()
         console.print(summary_table(rows))
-    if sentence:
+    if sentence := evaluation_summary(history):
         console.print()
         console.print(sentence, highlight=False)
 
 
-def show_ended(run_dir: RunDirectory, line: str) -> None:
+def print_ended_run(run_dir: RunDirectory, line: str) -> None:
     """Print `line` and the summary of a run that has already ended."""
     console = Console()
     console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -98,7 +97,7 @@ class Telemetry:
         tables: list[Tables] = []
         settings: dict[str, object] = run_dir.read_recipe() or {}
         history = load_history(run_dir.path)
-        self.live = LiveStatus(run_dir.path, totals or {}, History(resumed.kept(history), history.events))
+        self.live = LiveStatus(run_dir.path, totals or {}, History(resumed.rows_before(history), history.events))
         check_packages(config)
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard, settings))
@@ -114,8 +113,8 @@ class Telemetry:
             self._display = PlainLines(self._console, totals or {}, early=early)
         else:
             panel = LivePanel(self._console, name, totals or {}, early=early)
-            going_on = next((phase for phase in totals or {} if phase not in resumed.ended), resumed.stage)
-            panel.resume(resumed.kept(history), going_on)
+            phase = next((phase for phase in totals or {} if phase not in resumed.ended), resumed.stage)
+            panel.resume(resumed.rows_before(history), phase)
             self._display = panel
 
         run_dir.logs.mkdir(exist_ok=True)
@@ -123,7 +122,7 @@ class Telemetry:
         self._log = PlainLines(Console(file=self._log_file, no_color=True), totals or {}, early=early, dated=True)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
-        """Log metrics of a step. Raises RuntimeFailure if the disk has been full for `PATIENCE_S`."""
+        """Log metrics of a step. Raises RuntimeFailure if the disk has been full for `DISK_FULL_TIMEOUT_S`."""
         values = {name: float(value) for name, value in metrics.items()}
         with self._lock:
             self._file.append({"time": self._now(), "phase": phase, "step": step, **values})
@@ -143,11 +142,11 @@ class Telemetry:
             self._display.event(kind, message)
             self.live.event(kind, message)
 
-    def waiting(self, what: Sequence[str]) -> None:
+    def waiting(self, reasons: Sequence[str]) -> None:
         """Show what the run waits for, one line each. It is not recorded."""
         with self._lock:
-            self._display.waiting(what)
-            self.live.waiting = list(what)
+            self._display.waiting(reasons)
+            self.live.waiting = list(reasons)
 
     @contextlib.contextmanager
     def _log_errors(self) -> Iterator[None]:
@@ -207,8 +206,8 @@ class Telemetry:
         """A warning about damaged lines in `metrics.jsonl` at the start of this session; empty if there were none."""
         if not (numbers := self._file.damaged):
             return ""
-        which = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
-        return f"{self._file.path}: {len(numbers)} line(s) are damaged ({which}); they were moved to {self._file.path.name}{DAMAGED}"
+        listed = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
+        return f"{self._file.path}: {len(numbers)} line(s) are damaged ({listed}); they were moved to {self._file.path.name}{DAMAGED}"
 
     def __enter__(self) -> Telemetry:
         return self

@@ -170,7 +170,7 @@ class SummaryRow:
 def before_and_after(history: History) -> list[SummaryRow]:
     """The headline metrics before and after RL, without those that were logged less than twice.
 
-    If held-out accuracy was measured in between, it has a second row: from the first evaluation to the mean of the late ones, which is less
+    If held-out accuracy was measured during RL, it has a second row: from the first evaluation to the mean of the late ones, which is less
     noisy than the last one.
     """
     rows = []
@@ -191,8 +191,8 @@ def evaluations(history: History) -> list[tuple[float, float]]:
     return [(float(step), value) for step, value in history.series("eval/accuracy", "rl") if math.isfinite(value)]
 
 
-def in_between(history: History) -> str:
-    """A sentence about the best evaluation and the worst fall, or about missing evaluations in between; empty for fewer than two."""
+def evaluation_summary(history: History) -> str:
+    """A sentence about the best evaluation and the worst fall, or a hint if there are none during RL; empty for fewer than two."""
     measures = measure(evaluations(history))
     if measures is None:
         return ""

@@ -99,7 +99,7 @@ _PARAMS, _VALUE = 100, 500
 """MLflow's maximum parameters per call and characters per value: the minimum over its releases."""
 
 
-def identity(folder: Path) -> str:
+def tracker_id(folder: Path) -> str:
     """The tracker's id of the run in a directory. It is stable over resumes, and changes if the run is started over."""
     begun = folder / BEGUN
     name = str(folder.resolve()) + (begun.read_text() if begun.is_file() else "")
@@ -113,7 +113,7 @@ class Updates:
         self._phases = list(phases)
         self._last = {phase: history.last_step(phase) for phase in history.phases}
 
-    def of(self, step: int, phase: str) -> int:
+    def total(self, step: int, phase: str) -> int:
         """The total number of updates at a step of a phase."""
         if phase not in self._phases:
             self._phases.append(phase)
@@ -159,7 +159,7 @@ class WandbSink:
                 group=config.group,
                 tags=config.tags,
                 resume="allow",
-                id=identity(folder),
+                id=tracker_id(folder),
             )
         except wandb.Error as error:
             reason = str(error).partition("\n")[0]
@@ -170,7 +170,7 @@ class WandbSink:
         self._run.define_metric("eval/*", step_metric="update", summary="max,last")
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
-        self._run.log({**metrics, f"{phase}/step": step, "update": self._updates.of(step, phase)})
+        self._run.log({**metrics, f"{phase}/step": step, "update": self._updates.total(step, phase)})
 
     def samples(self, rows: list[SampleRow]) -> None:
         """One table per kind of samples of one step: `samples/update`, `samples/eval`, `samples/dropped`."""
@@ -181,7 +181,7 @@ class WandbSink:
             of_kind = [row for row in rows if row["kind"] == kind]
             table = Table(columns=columns, data=[_cells(row, columns) for row in of_kind])
             step = of_kind[0]["step"]
-            self._run.log({f"samples/{kind}": table, "rl/step": step, "update": self._updates.of(step, "rl")})
+            self._run.log({f"samples/{kind}": table, "rl/step": step, "update": self._updates.total(step, "rl")})
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
@@ -201,7 +201,7 @@ class MlflowSink:
         assert config.mlflow is not None
         self.failure, self._updates = "", updates
         tags = {
-            "mtpctl.run": identity(folder),
+            "mtpctl.run": tracker_id(folder),
             **({"mtpctl.group": config.group} if config.group else {}),
             **dict.fromkeys(config.tags, ""),
         }
@@ -209,7 +209,7 @@ class MlflowSink:
             self._client = MlflowClient()
             existing = self._client.get_experiment_by_name(config.mlflow)
             experiment = self._client.create_experiment(config.mlflow) if existing is None else existing.experiment_id
-            resumed = self._client.search_runs([experiment], f"tags.`mtpctl.run` = '{identity(folder)}'", max_results=1)
+            resumed = self._client.search_runs([experiment], f"tags.`mtpctl.run` = '{tracker_id(folder)}'", max_results=1)
             run = resumed[0] if resumed else self._client.create_run(experiment, run_name=name, tags=tags)
             self._id = run.info.run_id
             self._client.update_run(self._id, status="RUNNING")
@@ -238,7 +238,7 @@ class MlflowSink:
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
         # MLflow names must not contain @.
         values = {name.replace("@", "_at_"): value for name, value in {**metrics, f"{phase}/step": float(step)}.items()}
-        self._queue.put((self._updates.of(step, phase), values))
+        self._queue.put((self._updates.total(step, phase), values))
 
     def _send_all(self) -> None:
         from mlflow.entities import Metric

@@ -37,7 +37,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Machine(TypedDict):
-    """The machine of a run. `cards`: the name of each visible GPU."""
+    """The machine of a run. `cards`: the names of the visible GPUs."""
 
     system: str
     arch: str
@@ -72,12 +72,12 @@ def collect_versions() -> Versions:
         "arch": platform.machine(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
-        "cards": visible_cards(),
+        "cards": visible_gpus(),
     }
     return {"python": ".".join(map(str, sys.version_info[:3])), "packages": installed(), "machine": machine}
 
 
-def visible_cards() -> list[str]:
+def visible_gpus() -> list[str]:
     """Names of the GPUs visible to this process, from nvidia-smi; empty without a driver.
 
     If nvidia-smi fails or hangs, the list contains the reason instead: a run neither fails nor waits for this record.
@@ -85,7 +85,7 @@ def visible_cards() -> list[str]:
     return _query_gpus("name")
 
 
-def card_gib() -> float | None:
+def gpu_memory_gib() -> float | None:
     """Memory of the smallest visible GPU in GiB; None if there is none, or nvidia-smi fails."""
     sizes = [int(size) for field in _query_gpus("memory.total") if (size := field.removesuffix(" MiB")).isdecimal()]
     return min(sizes) / 1024 if sizes else None
@@ -119,7 +119,7 @@ def _query_gpus(field: str) -> list[str]:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
-        return [f"unknown card (nvidia-smi did not answer within {NVIDIA_SMI_S:g} s)"]
+        return [f"unknown GPU (nvidia-smi did not answer within {NVIDIA_SMI_S:g} s)"]
     rows = [[part.strip() for part in line.split(",", 2)] for line in output.splitlines() if line.count(",") >= 2]
     if not rows:
         return _unknown(f"nvidia-smi listed none, exit code {process.returncode}")
@@ -130,4 +130,4 @@ def _query_gpus(field: str) -> list[str]:
 
 
 def _unknown(reason: str) -> list[str]:
-    return [f"unknown card ({reason})"] if DRIVER.exists() else []
+    return [f"unknown GPU ({reason})"] if DRIVER.exists() else []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtpctl.bench import compare, mtp
-from mtpctl.bench.report import describe, machine, machines, markdown, to_json, visible_cards
+from mtpctl.bench.report import cuda_visible_devices, describe, machine, machines, markdown, to_json
 from mtpctl.bench.sync_weights import as_json
 from tests.fakes.bench_results import drafting_run, mtp_outcome, sync_result
 
@@ -30,9 +30,9 @@ def test_environment_of_several_machines_lists_different_values() -> None:
 
 def test_cards_are_counted_among_those_visible_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_cards([0, 2]) == "0,2"
+    assert cuda_visible_devices([0, 2]) == "0,2"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    assert visible_cards([0, 2]) == "4,7"
+    assert cuda_visible_devices([0, 2]) == "4,7"
 
 
 def test_table_is_markdown() -> None:

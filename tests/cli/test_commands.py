@@ -256,10 +256,10 @@ def test_misfit_is_reported_with_remedies(mtpctl: Any) -> None:
 
 def test_unknown_gpu_size_is_reported_and_the_local_one_is_used(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}", "--set", "cluster.gpu_gib=null"]
-    monkeypatch.setattr("mtpctl.jobs.dry_run.card_gib", lambda: None)
+    monkeypatch.setattr("mtpctl.jobs.dry_run.gpu_memory_gib", lambda: None)
     message = mtpctl(*arguments)
     assert message.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 224.6 GiB; set" in message.out
-    monkeypatch.setattr("mtpctl.jobs.dry_run.card_gib", lambda: 80.0)
+    monkeypatch.setattr("mtpctl.jobs.dry_run.gpu_memory_gib", lambda: 80.0)
     message = mtpctl(*arguments)
     assert message.code == 4 and "card       80 GiB (this machine)" in message.out
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from mtpctl.recipe.loading import dump_resolved, load_recipe
-from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.run_directory import Answer, RunDirectory, pop_requests
 from mtpctl.telemetry.sample_log import SampleLog
-from mtpctl.telemetry.scale_requests import Answer, take_requests
 from tests.fakes.commands import mtpctl as mtpctl
-from tests.telemetry.test_sample_page import kept
+from tests.telemetry.test_sample_log import kept
 
 ELASTIC = "rollout.replicas={min: 2, max: 4}"
 
@@ -60,7 +59,7 @@ def test_answer_of_the_run_is_printed(mtpctl: Any, tmp_path: Path, refused: bool
         def answer() -> None:
             end = time.monotonic() + 20
             while time.monotonic() < end:
-                for request in take_requests(run):
+                for request in pop_requests(run):
                     return request.answer(Answer(f"{request.replicas} are asked for", refused))
                 time.sleep(0.01)
 

@@ -19,8 +19,7 @@ from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
 from mtpctl.recipe.rollout import ReplicaRange, VllmConfig
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.scale_requests import ask
+from mtpctl.telemetry.run_directory import RunDirectory, request_replicas
 from tests.fakes.replica import FakeReplica
 from tests.rollout.test_pool import Fleet, assert_all_once, collect, requests
 
@@ -170,13 +169,13 @@ async def test_replica_lost_with_its_host_is_replaced_on_another_any_number_of_t
 async def test_requested_number_is_reached_and_answered(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}) as it:
         await it.settled(0, 1, 2, 3)
-        answer = await asyncio.to_thread(ask, it.run, 2)
+        answer = await asyncio.to_thread(request_replicas, it.run, 2)
         assert (answer.message, answer.refused) == ("2 replica(s) are asked for, and 4 serve", False)
         await it.settled(0, 1)
         assert set(it.hosts.by_actor) == {"rollout-0", "rollout-1"}, "the places of the others are free"
-        await asyncio.to_thread(ask, it.run, 3)
+        await asyncio.to_thread(request_replicas, it.run, 3)
         await it.settled(0, 1, 2)
-        refused = await asyncio.to_thread(ask, it.run, 5)
+        refused = await asyncio.to_thread(request_replicas, it.run, 5)
         assert (refused.message, refused.refused) == ("--replicas: 5 is not within rollout.replicas: min 1, max 4", True)
         await it.settled(0, 1, 2)
 
@@ -184,12 +183,12 @@ async def test_requested_number_is_reached_and_answered(tmp_path: Path) -> None:
 @in_loop
 async def test_requested_number_survives_a_resume(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}) as it:
-        await asyncio.to_thread(ask, it.run, 2)
+        await asyncio.to_thread(request_replicas, it.run, 2)
         await it.settled(0, 1)
     async with world(tmp_path, {"a": 8}) as it:
         await it.settled(0, 1)
         assert it.said[0] == "2 replica(s) are asked for, since mtpctl scale did so before"
-        await asyncio.to_thread(ask, it.run, 4)
+        await asyncio.to_thread(request_replicas, it.run, 4)
         await it.settled(0, 1, 2, 3)
     async with world(tmp_path, {"a": 8}, most=3) as it:
         await it.settled(0, 1, 2)
@@ -203,12 +202,15 @@ async def test_number_that_cannot_be_saved_is_rejected(tmp_path: Path) -> None:
     """As on a full disk."""
     async with world(tmp_path, {"a": 8}, most=2) as it:
         await it.settled(0, 1)
-        it.run.scaled.mkdir()
-        refused = await asyncio.to_thread(ask, it.run, 1)
-        assert (refused.message, refused.refused) == (f"RUN: cannot write {it.run.scaled} (Is a directory); free space and retry", True)
+        it.run.requested_replicas.mkdir()
+        refused = await asyncio.to_thread(request_replicas, it.run, 1)
+        assert (refused.message, refused.refused) == (
+            f"RUN: cannot write {it.run.requested_replicas} (Is a directory); free space and retry",
+            True,
+        )
         await it.settled(0, 1)
-        it.run.scaled.rmdir()
-        await asyncio.to_thread(ask, it.run, 1)
+        it.run.requested_replicas.rmdir()
+        await asyncio.to_thread(request_replicas, it.run, 1)
         await it.settled(0)
 
 
@@ -229,9 +231,9 @@ async def test_quarantined_replicas_leave_first(tmp_path: Path) -> None:
         await it.pool.speculate()  # notices it
         await it.until(lambda: it.pool.membership.taken == [0, 1])
         it.elastic.rollout = VllmConfig(replicas=ReplicaRange(min=1, max=2))
-        await asyncio.to_thread(ask, it.run, 1)
+        await asyncio.to_thread(request_replicas, it.run, 1)
         await it.settled(1)
-        await asyncio.to_thread(ask, it.run, 2)
+        await asyncio.to_thread(request_replicas, it.run, 2)
         await it.settled(0, 1)
 
 
@@ -313,7 +315,7 @@ async def test_leaving_replicas_end_with_the_run(tmp_path: Path) -> None:
         it.fleet.live[1].pause = hold  # type: ignore[method-assign]
         task = asyncio.ensure_future(collect(it.pool, requests(40, max_tokens=500)))
         await it.until(lambda: it.fleet.live[1].in_flight > 0)
-        await asyncio.to_thread(ask, it.run, 1)
+        await asyncio.to_thread(request_replicas, it.run, 1)
         await it.until(lambda: "replica 1 leaves: 1 are asked for" in it.said)
         task.cancel()
     assert all(replica.closed for replica in it.fleet.live)

@@ -21,8 +21,8 @@ from mtpctl.controller import status
 from mtpctl.controller.status import Waits, status_app, status_socket
 from mtpctl.errors import UserError
 from mtpctl.recipe.telemetry import TelemetryConfig
-from mtpctl.telemetry.live import ReplicaCounts
 from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.runs import ReplicaCounts
 from mtpctl.telemetry.session import Resumed, Telemetry
 from mtpctl.web.server import address_of, serving
 

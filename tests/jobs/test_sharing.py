@@ -56,7 +56,7 @@ def test_cautions_name_missing_cores_and_mps(monkeypatch: pytest.MonkeyPatch, tm
     shared = recipe()
     placement = place(shared)
     assert sharing_cautions(shared, placement) == [], "without a GPU here, the plan is for another machine"
-    monkeypatch.setattr(sharing, "card_gib", lambda: 80.0)
+    monkeypatch.setattr(sharing, "gpu_memory_gib", lambda: 80.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
     tool = tmp_path / "nvidia-cuda-mps-control"
     tool.write_text("")

@@ -22,8 +22,8 @@ from mtpctl.environments.gateway.server import Gateway
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.logprob.replica import Replica
-from mtpctl.telemetry.live import LiveStatus
 from mtpctl.telemetry.metrics_file import History
+from mtpctl.telemetry.runs import LiveStatus
 from mtpctl.web.guard import HOSTS, Guard, HttpBounds
 from mtpctl.web.server import address_of, listen, serving
 from tests.fakes.logprob import FakeRank

@@ -16,13 +16,13 @@ from mtpctl.telemetry.charts import (
     Chart,
     Phase,
     Series,
+    downsample,
     linear_axis,
     log_axis,
     moving_average,
     render_chart,
     space_apart,
     sparkline_svg,
-    thin,
     tick_label,
 )
 
@@ -121,7 +121,7 @@ def test_series_labels_show_last_values() -> None:
 
 
 def test_series_may_share_a_colour() -> None:
-    series = [Series(f"{arm} {seed}", [(0, 0.1), (1, 0.2)], colour=arm) for arm in range(2) for seed in range(2)]
+    series = [Series(f"{arm} {seed}", [(0, 0.1), (1, 0.2)], color=arm) for arm in range(2) for seed in range(2)]
     figure = parse(render_chart(Chart("A", "n", series, RL)))
     labels = [e.get("class") for e in figure.iter("span") if (e.get("class") or "").startswith("label")]
     assert labels == ["label k0", "label k0", "label k1", "label k1"]
@@ -189,10 +189,10 @@ def test_a_long_run_stays_a_small_page() -> None:
 
 def test_thinning_keeps_the_mean_and_the_end() -> None:
     points = [(float(i), float(i % 10)) for i in range(1000)]
-    thinned = thin(points, 100)
+    thinned = downsample(points, 100)
     assert len(thinned) == 100 and thinned[-1] == points[-1]
     assert sum(y for _, y in thinned[:-1]) / 99 == pytest.approx(4.5)
-    assert thin(points, 1000) is points
+    assert downsample(points, 1000) is points
 
 
 def test_moving_average() -> None:

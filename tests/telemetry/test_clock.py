@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mtpctl.telemetry.live import steady_clock
+from mtpctl.telemetry.runs import steady_clock
 
 
 @pytest.mark.parametrize("jump", [-86400.0, 3600.0])

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from mtpctl.controller.status import _series
-from mtpctl.telemetry.live import LiveStatus, ReplicaCounts
 from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.names import METRICS
+from mtpctl.telemetry.runs import LiveStatus, ReplicaCounts
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.telemetry.metrics_file import PATIENCE_S, MetricsFile, read_rows
+from mtpctl.telemetry.metrics_file import DISK_FULL_TIMEOUT_S, MetricsFile, read_rows
 from tests.fakes.full_disk import full_disk
 
 
@@ -110,9 +110,9 @@ def test_full_disk_is_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("mtpctl.telemetry.metrics_file.time", SimpleNamespace(monotonic=lambda: now[0]))
     with full_disk():
         file.append(row(1))
-        now[0] = PATIENCE_S - 1
+        now[0] = DISK_FULL_TIMEOUT_S - 1
         file.append(row(2))
-        now[0] = PATIENCE_S
+        now[0] = DISK_FULL_TIMEOUT_S
         with pytest.raises(RuntimeFailure, match=r"cannot write .*m\.jsonl: File too large; free space"):
             file.append(row(3))
         file.close()

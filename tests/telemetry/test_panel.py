@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from mtpctl.telemetry.metrics_file import Row
-from mtpctl.telemetry.panel import LivePanel, Pace, PlainLines, sparkline, without_echo
+from mtpctl.telemetry.panel import LivePanel, Pace, PlainLines, disable_echo, sparkline
 
 
 class Clock:
@@ -183,13 +183,13 @@ def test_terminal_echo_is_disabled_during_panel(monkeypatch: pytest.MonkeyPatch)
     with open(theirs, "r+b", buffering=0) as terminal:
         monkeypatch.setattr("sys.stdin", terminal)
         before = termios.tcgetattr(theirs)[3]
-        undo = without_echo()
+        undo = disable_echo()
         assert before & termios.ECHO and not termios.tcgetattr(theirs)[3] & termios.ECHO
         undo()
         assert termios.tcgetattr(theirs)[3] == before
     os.close(ours)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    without_echo()()  # where there is no terminal
+    disable_echo()()  # where there is no terminal
 
 
 def test_the_live_panel_starts_and_stops() -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
+import time
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mtpctl.errors import UserError
-from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.errors import RuntimeFailure, UserError
+from mtpctl.telemetry import run_directory
+from mtpctl.telemetry.run_directory import Answer, RunDirectory, clear_requests, pop_requests, request_replicas
 
 
 def test_a_new_directory(tmp_path: Path) -> None:
@@ -126,3 +130,68 @@ def test_locked_directory_is_reported_and_unchanged(tmp_path: Path) -> None:
     RunDirectory.check_writable(tmp_path / "run")
     with RunDirectory.create(tmp_path / "run", "name: a\n"):
         pass
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that goes on."""
+    return RunDirectory.create(tmp_path / "run", "name: t\n")
+
+
+def answering(run: RunDirectory, answer: Callable[[int], Answer], count: int) -> threading.Thread:
+    """A run that answers so many requests."""
+
+    def work() -> None:
+        left, end = count, time.monotonic() + 10
+        while left and time.monotonic() < end:
+            for request in pop_requests(run):
+                request.answer(answer(request.replicas))
+                left -= 1
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_each_of_several_who_ask_at_once_gets_the_answer_to_its_own_request(run: RunDirectory) -> None:
+    result: dict[int, Answer] = {}
+    asking = [threading.Thread(target=lambda n=n: result.update({n: request_replicas(run, n)})) for n in range(4)]
+    answers = answering(run, lambda n: Answer(f"{n} it is", refused=n == 2), len(asking))
+    for thread in asking:
+        thread.start()
+    for thread in (*asking, answers):
+        thread.join(15)
+    assert result == {n: Answer(f"{n} it is", refused=n == 2) for n in range(4)}
+    assert not list(run.requests.iterdir()), "nothing is left"
+
+
+def test_request_to_stopped_run_is_rejected(run: RunDirectory) -> None:
+    run.close()
+    with pytest.raises(UserError, match=r"^RUN: .*/run is not running; start it with mtpctl train "):
+        request_replicas(run, 2)
+    assert not run.requests.exists()
+
+
+def test_request_without_answer_times_out_and_is_removed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "ANSWER_S", 0.1)
+    with pytest.raises(RuntimeFailure, match=r"no answer within 0\.1 s; check logs/run\.log"):
+        request_replicas(run, 2)
+    assert not list(pop_requests(run))
+
+
+def test_run_that_ends_before_answer_is_reported(run: RunDirectory) -> None:
+    threading.Timer(0.3, run.close).start()
+    with pytest.raises(RuntimeFailure, match="the run ended before it answered"):
+        request_replicas(run, 2)
+
+
+def test_earlier_and_invalid_requests_are_removed(run: RunDirectory) -> None:
+    run.requests.mkdir()
+    (run.requests / "1.json").write_text('{"replicas": 3}')
+    clear_requests(run)
+    assert not list(pop_requests(run))
+    for name, text in (("2", "{"), ("3", "[]"), ("4", '{"replicas": true}'), ("5", '{"replicas": "9"}'), ("6", '{"replicas": 2}')):
+        (run.requests / f"{name}.json").write_text(text)
+    assert [request.replicas for request in pop_requests(run)] == [2]
+    assert not list(run.requests.iterdir())

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.telemetry.run_directory import RunDirectory
+from mtpctl.telemetry.run_directory import RunDirectory, store_requested_replicas
 from mtpctl.telemetry.runs import describe_run, find_runs
-from mtpctl.telemetry.scale_requests import remember
 from tests.fakes.commands import mtpctl as mtpctl
 
 RECIPE = "train:\n  stages: [sft, rl]\n  sft: {steps: 5}\n  rl: {steps: 10}\n"
@@ -89,7 +88,7 @@ def test_runs_are_found_below_a_folder_and_not_within_each_other(mtpctl: Any, tm
 def test_an_unreadable_run_hides_no_other_and_says_why(mtpctl: Any, tmp_path: Path) -> None:
     run(tmp_path / "a", 4, "stop")
     broken = run(tmp_path / "b", 10)
-    RunDirectory(broken).scaled.write_text("{")
+    RunDirectory(broken).requested_replicas.write_text("{")
     message = mtpctl("runs", str(tmp_path)).out.splitlines()
     assert {line.split()[1] for line in message[1:3]} == {"stopped", "unreadable"}
     assert message[3] == f"unreadable: {broken}/replicas.json: is not a valid file of mtpctl scale; remove it, and repeat the command"
@@ -112,7 +111,7 @@ def test_status_reports_reason_of_trainer_restart(mtpctl: Any, tmp_path: Path) -
     assert message.startswith(f"{path}: broken off, rl step 4 of 10, reward 0.900, unfiltered 0.400, held-out accuracy 0.250; wrote ")
     assert message.endswith(" ago\nrestart: m\n")
     assert json.loads(mtpctl("status", str(path), "--json").out)["restarts"] == ["m"]
-    remember(RunDirectory(path), 2)
+    store_requested_replicas(RunDirectory(path), 2)
     assert "held-out accuracy 0.250, 2 asked for by mtpctl scale; wrote " in mtpctl("status", str(path)).out
     assert json.loads(mtpctl("status", str(path), "--json").out)["asked_replicas"] == 2
     no = tmp_path / "no"

@@ -72,9 +72,9 @@ def test_resumed_panel_skips_steps_that_will_be_repeated(tmp_path: Path) -> None
         for step in range(1, 8):
             telemetry.log(step, {"reward/mean": step / 10}, "rl")
     history = load_history(tmp_path / "run")
-    assert [(row.phase, row.step) for row in Resumed("rl", 5, ["sft"]).kept(history)][-1] == ("rl", 5)
-    assert {row.phase for row in Resumed("sft", 3, ["sft"]).kept(history)} == {"sft"}
-    assert Resumed().kept(history) == [], "without a checkpoint everything is done again"
+    assert [(row.phase, row.step) for row in Resumed("rl", 5, ["sft"]).rows_before(history)][-1] == ("rl", 5)
+    assert {row.phase for row in Resumed("sft", 3, ["sft"]).rows_before(history)} == {"sft"}
+    assert Resumed().rows_before(history) == [], "without a checkpoint everything is done again"
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
     with Telemetry(
@@ -125,7 +125,7 @@ broken_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThread
 @broken_thread
 def test_a_disk_that_stays_full_ends_a_run_by_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by what closing its files would raise."""
-    monkeypatch.setattr("mtpctl.telemetry.metrics_file.PATIENCE_S", 0.0)
+    monkeypatch.setattr("mtpctl.telemetry.metrics_file.DISK_FULL_TIMEOUT_S", 0.0)
     telemetry, _ = start(tmp_path / "run", TelemetryConfig())
     message = r"cannot write .*metrics.jsonl: File too large; free space and start"
     with full_for_tensorboard(), pytest.raises(RuntimeFailure, match=message), telemetry:
@@ -237,7 +237,7 @@ def test_unexpected_error_is_reported_by_type_and_interrupt_is_not(tmp_path: Pat
 
 
 def test_a_run_log_that_has_grown_is_renamed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.telemetry.session.LOG_BYTES", 10)
+    monkeypatch.setattr("mtpctl.telemetry.session.MAX_LOG_BYTES", 10)
     (tmp_path / "run.log").write_text("x" * 11)
     open_log(tmp_path / "run.log").close()
     assert (tmp_path / "run.1.log").stat().st_size == 11 and (tmp_path / "run.log").stat().st_size == 0

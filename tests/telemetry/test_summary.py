@@ -14,8 +14,8 @@ from mtpctl.telemetry.summary import (
     area,
     before_and_after,
     best_so_far,
+    evaluation_summary,
     height,
-    in_between,
     late_mean,
     measure,
     sustained_from,
@@ -57,7 +57,7 @@ def test_held_out_accuracy_has_late_mean() -> None:
     ],
 )
 def test_sentence_about_evaluations_in_between(values: list[float], message: str) -> None:
-    assert in_between(history("eval/accuracy", values)) == message
+    assert evaluation_summary(history("eval/accuracy", values)) == message
 
 
 def test_a_metric_of_one_step_has_no_before_and_after() -> None:

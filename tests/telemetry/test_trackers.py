@@ -46,8 +46,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_updates_are_counted_over_the_phases() -> None:
     updates = Updates(["sft", "rl"], History([], []))
-    assert [updates.of(step, "sft") for step in (1, 2, 3)] == [1, 2, 3]
-    assert [updates.of(step, "rl") for step in (0, 1, 2, 0)] == [3, 4, 5, 3]
+    assert [updates.total(step, "sft") for step in (1, 2, 3)] == [1, 2, 3]
+    assert [updates.total(step, "rl") for step in (0, 1, 2, 0)] == [3, 4, 5, 3]
 
 
 class Wandb(types.ModuleType):

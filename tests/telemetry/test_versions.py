@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.telemetry import versions
-from mtpctl.telemetry.versions import collect_versions, visible_cards
+from mtpctl.telemetry.versions import collect_versions, visible_gpus
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def two_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_only_visible_gpus_are_listed(two_cards: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, names: list[str]) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert visible_cards() == names
+    assert visible_gpus() == names
     assert collect_versions()["machine"]["cards"] == names
 
 
 def test_hanging_nvidia_smi_is_reported(two_cards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two_cards.write_text("#!/bin/sh\nexec sleep 5\n")
     monkeypatch.setattr(versions, "NVIDIA_SMI_S", 0.1)
-    assert visible_cards() == ["unknown card (nvidia-smi did not answer within 0.1 s)"]
+    assert visible_gpus() == ["unknown GPU (nvidia-smi did not answer within 0.1 s)"]
 
 
 def test_unkillable_nvidia_smi_is_not_waited_for(two_cards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_unkillable_nvidia_smi_is_not_waited_for(two_cards: Path, monkeypatch: p
     monkeypatch.setattr(versions, "NVIDIA_SMI_S", 0.1)
     began = time.monotonic()
     try:
-        assert visible_cards() == ["unknown card (nvidia-smi did not answer within 0.1 s)"]
+        assert visible_gpus() == ["unknown GPU (nvidia-smi did not answer within 0.1 s)"]
         assert time.monotonic() - began < 5
     finally:
         os.kill(*pids, signal.SIGKILL)
@@ -80,6 +80,6 @@ def test_failing_nvidia_smi_is_reported_as_unknown_card(
         two_cards.write_text(tool)
     driver = tmp_path / "version"
     monkeypatch.setattr(versions, "DRIVER", driver)
-    assert visible_cards() == [], "without a driver there is none"
+    assert visible_gpus() == [], "without a driver there is none"
     driver.touch()
-    assert visible_cards() == [f"unknown card ({why})"]
+    assert visible_gpus() == [f"unknown GPU ({why})"]
