@@ -70,8 +70,7 @@ def write_rows(folder: Path, train: list[Row], held_out: list[Row]) -> None:
 def sums(folder: Path, model: str) -> None:
     """Write the rows and the recipe of work B. The rows are those of `mtpctl init --template reasoning-gym` for a machine with a GPU."""
     import mtpctl
-    from mtpctl.jobs.first_recipe import first_task
-    from mtpctl.plan.first_settings import Machine
+    from mtpctl.jobs.first_recipe import Machine, first_task
 
     templates = Path(mtpctl.__file__).parent / "templates" / "reasoning_gym"
     texts = first_task("sums", model, "chain_sum", Machine(cores=16, gpus=1, gpu_gib=80), templates).texts

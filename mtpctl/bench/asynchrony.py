@@ -257,7 +257,7 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
         name=outcome.arm.name,
         meaning=outcome.arm.meaning,
         seed=outcome.seed,
-        units=placement.cards or placement.cpus,
+        units=placement.gpu_count or placement.cpus,
         updates=outcome.updates,
         updates_wanted=outcome.wanted,
         evaluations=max(0, len(evaluations) - 1),

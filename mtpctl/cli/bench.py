@@ -217,7 +217,7 @@ def sync_weights(
     transport: Annotated[
         list[str] | None, typer.Option("--transport", help="May be repeated; default: nccl and ipc; shm on a CPU.")
     ] = None,
-    shared: Annotated[bool, typer.Option("--shared", help="Trainer and engine on one card (ipc, shm).")] = False,
+    shared: Annotated[bool, typer.Option("--shared", help="Trainer and engine on one GPU (ipc, shm).")] = False,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measured syncs over each transport.")] = 3,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in flight.")] = 64,
     prompt: Annotated[int, typer.Option("--prompt", min=0, help="Prompt tokens of each.")] = 0,
@@ -238,8 +238,8 @@ def sync_weights(
             )
         if name not in TRANSPORTS:
             raise UserError(f"--transport: must be one of {', '.join(each for each in TRANSPORTS if each != 'storage')}, got {name}")
-        if shared and TRANSPORTS[name].one_process_a_card:
-            raise UserError(f"--transport: {name} does not support two processes on a card; with --shared measure another")
+        if shared and TRANSPORTS[name].one_process_per_gpu:
+            raise UserError(f"--transport: {name} does not support two processes on a GPU; with --shared measure another")
     import asyncio
 
     import torch
@@ -254,7 +254,7 @@ def sync_weights(
     if not cuda and (needing := [name for name in transports if TRANSPORTS[name].cuda]):
         raise EnvironmentMissing(f"--transport: {needing[0]} needs CUDA; on a CPU measure shm")
     if cuda and not shared and torch.cuda.device_count() < 2:
-        raise EnvironmentMissing("two cards are needed, this machine has one; with --shared trainer and engine share it")
+        raise EnvironmentMissing("two GPUs are needed, this machine has one; with --shared trainer and engine share it")
     tiny = load_recipe("tiny_mtp").recipe.model.config
     assert tiny is not None
 

@@ -84,8 +84,7 @@ def _texts(template: str, name: str, model: str | None, task: str) -> tuple[dict
         return contents(template, name), []
     if model is None:
         raise UserError("--model: the template reasoning-gym trains a pretrained model; name its folder or hub id")
-    from mtpctl.jobs.first_recipe import first_task
-    from mtpctl.plan.first_settings import Machine
+    from mtpctl.jobs.first_recipe import Machine, first_task
     from mtpctl.telemetry.versions import gpu_memory_gib, visible_gpus
 
     memory = gpu_memory_gib()

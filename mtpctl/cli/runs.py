@@ -68,7 +68,7 @@ def clean(as_json: Json = False) -> None:
     from mtpctl.cluster import leftovers
 
     gone, staying = leftovers.remove(), [left.path for left in leftovers.find()]
-    unknown, elsewhere = leftovers.unknown(), leftovers.elsewhere()
+    unknown, elsewhere = leftovers.unmarked(), leftovers.of_other_namespaces()
     if as_json:
         rows = [{"path": str(left.path), "bytes": left.nbytes} for left in gone]
         others = {"not_removed": staying, "unknown": unknown, "elsewhere": elsewhere}
@@ -135,7 +135,7 @@ def scale(
 def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: Json = False) -> None:
     """Show the state of a run, its step, the time since its last metrics, its Slurm job, and restarts of trainers and replicas."""
     from mtpctl.errors import UserError
-    from mtpctl.jobs.slurm import job_line
+    from mtpctl.jobs.launch import job_line
     from mtpctl.telemetry.run_directory import RunDirectory
     from mtpctl.telemetry.runs import describe_run
 

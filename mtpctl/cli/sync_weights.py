@@ -11,9 +11,7 @@ import typer
 from mtpctl.cli.options import Json, Overlays, Sets, answer
 
 if TYPE_CHECKING:
-    from mtpctl.plan.buckets import Bucket
-    from mtpctl.plan.changes import DeltaPlan
-    from mtpctl.plan.quantization import QuantizationPlan
+    from mtpctl.plan.buckets import Bucket, DeltaPlan, QuantizationPlan
     from mtpctl.recipe.schema import Recipe
     from mtpctl.recipe.sync import SyncConfig
 
@@ -92,9 +90,7 @@ def _plan(recipe: Recipe) -> Plan:
     """The buckets by section, computed from the model's shape alone."""
     from mtpctl.errors import UserError
     from mtpctl.families.reading import shape_of
-    from mtpctl.plan.buckets import base_weight_bytes, section_buckets
-    from mtpctl.plan.changes import plan_delta
-    from mtpctl.plan.quantization import plan_quantization
+    from mtpctl.plan.buckets import base_weight_bytes, plan_delta, plan_quantization, section_buckets
     from mtpctl.recipe.model import hf_config
 
     config = hf_config(recipe.model)

@@ -100,7 +100,7 @@ def slurm(
     """
     from mtpctl.cli.options import load
     from mtpctl.errors import UserError
-    from mtpctl.jobs import slurm as jobs
+    from mtpctl.jobs import launch as jobs
     from mtpctl.recipe.checks import validate
 
     loaded = load(recipe, overlay, sets)
@@ -109,15 +109,15 @@ def slurm(
         numbers = tuple(int(seed) for seed in seeds.split(",")) if seeds else ()
     except ValueError:
         raise UserError(f"--seeds: {seeds} is not a list of numbers; write 0,1,2") from None
-    request = jobs.Request(nodes, cpus, gpus, partition, time, requeue, numbers, tuple(sbatch or ()))
+    request = jobs.SlurmRequest(nodes, cpus, gpus, partition, time, requeue, numbers, tuple(sbatch or ()))
     options = {"--overlay": overlay, "--set": sets}
     arguments = [recipe, *(word for option, values in options.items() for value in values or [] for word in (option, value))]
-    allocation = jobs.allocation(loaded.recipe, request, jobs.node_groups())
-    text = jobs.script(loaded.recipe, request, allocation, arguments)
+    allocation = jobs.slurm_allocation(loaded.recipe, request, jobs.node_groups())
+    text = jobs.slurm_script(loaded.recipe, request, allocation, arguments)
     if dry_run:
         answer(text, end="")
         return
-    job, path = jobs.submit(loaded.recipe, request, text)
+    job, path = jobs.submit_slurm(loaded.recipe, request, text)
     answer(f"job {job} is submitted: {allocation.nodes} node(s) with {allocation.cpus} CPUs and {allocation.gpus} GPUs; {path}")
 
 
@@ -135,9 +135,9 @@ def kuberay(
     Example: mtpctl launch kuberay RECIPE --image IMAGE --claim NAME > job.yaml
     """
     from mtpctl.cli.options import load
-    from mtpctl.jobs.kuberay import manifest
+    from mtpctl.jobs.launch import kuberay_manifest
     from mtpctl.recipe.checks import validate
 
     loaded = load(recipe, overlay, sets).recipe
     validate(loaded)
-    answer(manifest(loaded, image=image, claim=claim, memory=memory), end="")
+    answer(kuberay_manifest(loaded, image=image, claim=claim, memory=memory), end="")

@@ -1,7 +1,7 @@
 """Reservations of CPUs and GPUs on the hosts of the Ray cluster, one for each actor of a run.
 
 Each reservation is a placement group of one bundle that is pinned to a host, so that Ray cannot choose another host. Actors that share a
-card share a bundle, and therefore get the same card. A bundle outlives its actor: a replacement starts in the same bundle, and no other
+GPU share a bundle, and therefore get the same GPU. A bundle outlives its actor: a replacement starts in the same bundle, and no other
 actor can take it meanwhile. If the host is lost, a bundle on another host replaces it as soon as one has capacity.
 """
 
@@ -29,19 +29,19 @@ NODE_LABEL = "ray.io/node-id"
 
 @dataclass(frozen=True, slots=True)
 class RayHost:
-    """A host by its Ray node id, with its total capacity (`whole`) and its unreserved capacity (`free`).
+    """A host by its Ray node id, with its total capacity and its unreserved capacity (`free`).
 
     A host that is being drained has no free capacity, because Ray starts no actors on it.
     """
 
     node: str
-    whole: Host
+    total: Host
     free: Host
 
     @property
     def name(self) -> str:
         """The host's address, followed by the start of its node id if several hosts have the same address."""
-        return self.whole.name
+        return self.total.name
 
 
 def ray_hosts() -> list[RayHost]:
@@ -49,25 +49,25 @@ def ray_hosts() -> list[RayHost]:
     import ray
     from ray._private.state import available_resources_per_node
 
-    free, leaving = available_resources_per_node(), draining()
+    free, draining = available_resources_per_node(), draining_nodes()
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_order)
     addresses = [str(node["NodeManagerAddress"]) for node in alive]
     hosts = []
     for node, address in zip(alive, addresses, strict=True):
         key = str(node["NodeID"])
         name = address if addresses.count(address) == 1 else f"{address}/{key[:6]}"
-        hosts.append(RayHost(key, _host(node["Resources"], name), _host({} if key in leaving else free.get(key, {}), name)))
+        hosts.append(RayHost(key, _host(node["Resources"], name), _host({} if key in draining else free.get(key, {}), name)))
     return hosts
 
 
-def draining() -> set[str]:
+def draining_nodes() -> set[str]:
     """Node ids of the hosts that are being drained: they are alive, but will be removed soon."""
     from ray._private.state import state
 
     return set(state.get_draining_nodes())
 
 
-def living() -> set[str]:
+def live_nodes() -> set[str]:
     """Node ids of the hosts that Ray considers alive. Ray needs some seconds to notice a lost host."""
     import ray
 
@@ -114,8 +114,8 @@ class ActorBundle:
     """The reservation of one actor.
 
     Attributes:
-        group: the placement group, shared by actors that share a card; None for an actor without CPUs and GPUs.
-        planned: whether the bundle is part of the run's placement plan. For other bundles Ray chooses the cards.
+        group: the placement group, shared by actors that share a GPU; None for an actor without CPUs and GPUs.
+        planned: whether the bundle is part of the run's placement plan. For other bundles Ray chooses the GPUs.
     """
 
     claim: Claim
@@ -137,10 +137,10 @@ class ActorBundle:
 
 @dataclass(frozen=True, slots=True)
 class ActorLocation:
-    """The node id of an actor's host, and the ids of its cards there."""
+    """The node id of an actor's host, and the ids of its GPUs there."""
 
     node: str
-    cards: tuple[str, ...]
+    gpu_ids: tuple[str, ...]
 
 
 def current_location() -> ActorLocation:
@@ -179,7 +179,7 @@ class Bundles:
                 resources = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
                 pinned = [{NODE_LABEL: spec.node}]
                 groups.append(placement_group([resources], strategy="PACK", bundle_label_selector=pinned) if resources else None)
-            # Wait for all at the same time: if one does not fit, the others block other jobs for at most `READY_S`.
+            # Wait concurrently: if one does not fit, the others block other jobs for at most `READY_S`.
             ready = await asyncio.gather(*(asyncio.to_thread(group.wait, READY_S) for group in groups if group is not None))
             if not all(ready):
                 raise BundlesUnavailable
@@ -193,15 +193,15 @@ class Bundles:
     async def add(self, claim: Claim) -> ActorBundle | None:
         """Return the bundle that a joining actor still has, or reserve one. Returns None if no host has capacity."""
         current = self.by_actor.get(claim.actor)
-        if current is not None and current.node in living() - draining():
+        if current is not None and current.node in live_nodes() - draining_nodes():
             return current
         self.release(claim.actor)
         hosts = ray_hosts()
-        taken = allocate(capacities(host.free for host in hosts), 1, claim.cpus, claim.gpus)
-        if taken is None:
+        allocation = allocate(capacities(host.free for host in hosts), 1, claim.cpus, claim.gpus)
+        if allocation is None:
             return None
         try:
-            await self.reserve([BundleSpec(hosts[taken[0]].node, (claim,))], planned=False)
+            await self.reserve([BundleSpec(hosts[allocation[0]].node, (claim,))], planned=False)
         except BundlesUnavailable:
             return None
         return self.by_actor[claim.actor]
@@ -212,7 +212,7 @@ class Bundles:
         if (bundle := self.by_actor.get(actor)) is None:
             return
         shared = any(other.group is bundle.group for name, other in self.by_actor.items() if name != actor and other.group is not None)
-        if shared and bundle.node in living():
+        if shared and bundle.node in live_nodes():
             return
         if not shared:
             _remove([bundle.group])
@@ -220,12 +220,12 @@ class Bundles:
 
     def lost(self, actors: Sequence[str]) -> list[str]:
         """The subset of `actors` whose host is lost."""
-        alive = living()
+        alive = live_nodes()
         return [actor for actor in actors if self.by_actor[actor].node not in alive]
 
     def compact(self, actors: Sequence[str]) -> None:
         """Reassign the bundles of actors with equal claims, so that the first actors get the bundles whose hosts are alive."""
-        alive = living()
+        alive = live_nodes()
         ordered = sorted((self.by_actor[actor] for actor in actors), key=lambda bundle: bundle.node not in alive)
         for actor, bundle in zip(actors, ordered, strict=True):
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
@@ -241,10 +241,10 @@ class Bundles:
             specs: list[BundleSpec] = []
             for first in range(0, len(lost), together):
                 claims = [self.by_actor[actor].claim for actor in lost[first : first + together]]
-                taken = allocate(free, len(claims), claims[0].cpus, claims[0].gpus)
-                if taken is None:
+                allocation = allocate(free, len(claims), claims[0].cpus, claims[0].gpus)
+                if allocation is None:
                     return None
-                specs += [BundleSpec(hosts[taken[0]].node, (claim,)) for claim in claims]
+                specs += [BundleSpec(hosts[allocation[0]].node, (claim,)) for claim in claims]
             lost_groups = [self.by_actor[actor].group for actor in lost]
             try:
                 await self.reserve(specs, planned=False)
@@ -273,24 +273,22 @@ class Bundles:
                 del self.awaited[actor]
 
     def check(self, actor: str, location: ActorLocation) -> None:
-        """Record the location of a started actor. Raises RuntimeFailure if its host or cards differ from the plan."""
+        """Record the location of a started actor. Raises RuntimeFailure if its host or GPUs differ from the plan."""
         bundle, host = self.by_actor[actor], _host_name(location.node)
         if location.node != bundle.node:
             raise RuntimeFailure(f"{actor}: runs on host {host}, but the plan assigns it to {_host_name(bundle.node)}")
         self.locations[actor] = location
-        for other, others in self.locations.items():
-            if other == actor or others.node != location.node:
+        for other, other_location in self.locations.items():
+            if other == actor or other_location.node != location.node:
                 continue
             if not (bundle.planned and self.by_actor[other].planned):
                 continue
-            shared = sorted({*others.cards} & {*location.cards})
+            shared = sorted({*other_location.gpu_ids} & {*location.gpu_ids})
             same_group = bundle.group is not None and self.by_actor[other].group is bundle.group
             if shared and not same_group:
-                raise RuntimeFailure(
-                    f"{actor}: has card {shared[0]} of host {_host_name(location.node)}, which the plan assigns to {other}"
-                )
-            if same_group and location.cards and not shared:
-                raise RuntimeFailure(f"{actor}: has card {location.cards[0]} of host {host}, but the plan shares a card with {other}")
+                raise RuntimeFailure(f"{actor}: has GPU {shared[0]} of host {host}, which the plan assigns to {other}")
+            if same_group and location.gpu_ids and not shared:
+                raise RuntimeFailure(f"{actor}: has GPU {location.gpu_ids[0]} of host {host}, but the plan shares a GPU with {other}")
 
     def host(self, actor: str) -> str:
         """The name of an actor's host."""

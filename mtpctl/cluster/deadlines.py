@@ -36,14 +36,14 @@ async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> b
 
     An exception of `work` is raised by `work.result()`, not here.
     """
-    waiting = asyncio.create_task(event.wait())
+    event_set = asyncio.create_task(event.wait())
     try:
-        either: tuple[asyncio.Future[T] | asyncio.Task[Literal[True]], ...] = (work, waiting)
+        either: tuple[asyncio.Future[T] | asyncio.Task[Literal[True]], ...] = (work, event_set)
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return work.done()
     finally:
         work.cancel()
-        waiting.cancel()
+        event_set.cancel()
 
 
 class Changes:
@@ -56,7 +56,7 @@ class Changes:
         self._waiting: list[asyncio.Future[None]] = []
 
     def notify(self) -> None:
-        """Let all waiters check, in the order in which they began to wait."""
+        """Make all waiters check, in the order in which they began to wait."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
@@ -75,7 +75,7 @@ async def in_thread[T](call: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def set_outcome(result: T | None, error: BaseException | None) -> None:
         if future.done():  # cancelled
             return
         if error is not None:
@@ -90,7 +90,7 @@ async def in_thread[T](call: Callable[[], T]) -> T:
         except BaseException as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # The event loop has ended.
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(set_outcome, result, failure)
 
     threading.Thread(target=run, daemon=True).start()
     return await future

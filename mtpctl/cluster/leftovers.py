@@ -1,10 +1,14 @@
-"""Find and remove folders that killed runs left on this machine: weight versions in shared memory, and Ray's session folders.
+"""Removes what killed runs leave on this machine: folders in shared memory, Ray's session folders, and Ray's daemons.
 
-The process that creates such a folder writes a mark into it: its process id, its start time (because ids are reused), and the boot
-and process namespace in which the id is valid. A folder is removed if its process has ended. Folders without a mark, of another user, or
-from another container are not removed, because they may be in use.
+Folders: the process that creates one writes a mark into it: its process id, its start time (because ids are reused), and the boot and
+process namespace in which the id is valid. A folder is removed if its process has ended. Folders without a mark, of another user, or from
+another container are not removed, because they may be in use. Removing and claiming lock the shared memory folder itself, so that
+containers that share the memory are excluded too.
 
-Removing and claiming lock the shared memory folder itself, so that containers that share the memory are excluded too.
+Daemons: each of Ray's daemons has its own session, so signals to the command's process group do not reach it. The watchdog is a small
+process with its own session. Daemons write their process id and start time into a pipe that it reads. When the command closes the watchdog
+or ends, the watchdog kills all processes of the daemons' sessions and their descendants. If the command was killed, the watchdog also
+removes the command's folders in shared memory. It runs this module, which therefore imports only the standard library.
 """
 
 from __future__ import annotations
@@ -12,8 +16,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +36,7 @@ PREFIX = "mtpctl-"
 MARK = ".mtpctl-owner"
 ENDED = "ZX"
 """States of processes that have ended, including zombies."""
-_GOING = f".{PREFIX}going-"
+_DELETING = f".{PREFIX}going-"
 _NAMESPACE = "/proc/self/ns/pid"
 
 
@@ -66,22 +75,22 @@ def unmark(folder: Path) -> None:
 def make_marked(folder: Path) -> None:
     """Atomically create `folder`, private to this user and with the mark of this process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(mode=0o700)
-    mark(aside)
-    aside.rename(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(mode=0o700)
+    mark(temporary)
+    temporary.rename(folder)
 
 
 def vacate(folder: Path) -> bool:
     """Delete `folder` if it was created by this process, or by one that has ended. Returns whether it no longer exists."""
-    with _alone(wait=True):
+    with _locked(wait=True):
         return _vacate(folder)
 
 
 def claim(folder: Path) -> bool:
     """`vacate` and `make_marked` atomically. Returns False if the folder may be in use. Raises OSError if it cannot be created."""
-    with _alone(wait=True):
+    with _locked(wait=True):
         if not _vacate(folder):
             return False
         make_marked(folder)
@@ -110,12 +119,13 @@ def find() -> list[Leftover]:
     return [Leftover(folder, _size(folder)) for folder in _folders() if _abandoned(folder)]
 
 
-def unknown() -> list[Path]:
+def unmarked() -> list[Path]:
     """Folders of this user in shared memory with mtpctl's prefix but without a readable mark."""
-    return [path for path in (*_in_memory(), *_own(SHARED_MEMORY, f".{PREFIX}*")) if _owner(path) is None]
+    paths = (*_user_paths(SHARED_MEMORY, f"{PREFIX}*"), *_user_paths(SHARED_MEMORY, f".{PREFIX}*"))
+    return [path for path in paths if _owner(path) is None]
 
 
-def elsewhere() -> list[Path]:
+def of_other_namespaces() -> list[Path]:
     """Folders whose process id cannot be looked up here: it is from another container or, on disk, from an earlier boot."""
     owners = [(folder, _owner(folder)) for folder in _folders() if not _abandoned(folder)]
     return [folder for folder, owner in owners if owner is not None and not _same_namespace(owner)]
@@ -124,14 +134,14 @@ def elsewhere() -> list[Path]:
 def remove(*, wait: bool = False) -> list[Leftover]:
     """Delete the leftovers, and return them. If another process is deleting them, wait for it, or without `wait` return an empty list."""
     try:
-        with _alone(wait=wait):
-            return [left for left in find() if _remove(left.path)]
+        with _locked(wait=wait):
+            return [leftover for leftover in find() if _remove(leftover.path)]
     except BlockingIOError:
         return []
 
 
 @contextmanager
-def _alone(*, wait: bool) -> Iterator[None]:
+def _locked(*, wait: bool) -> Iterator[None]:
     """Lock removing and claiming. If another process has the lock, wait for it, or without `wait` raise BlockingIOError."""
     lock = os.open(SHARED_MEMORY if SHARED_MEMORY.is_dir() else tempfile.gettempdir(), os.O_RDONLY)
     try:
@@ -157,31 +167,27 @@ def _remove(folder: Path) -> bool:
 
     It is renamed first, so that a process may create it again at the same time.
     """
-    aside = folder
-    if not folder.name.startswith(_GOING):
-        aside = folder.with_name(f"{_GOING}{os.getpid()}-{folder.name}")
+    renamed = folder
+    if not folder.name.startswith(_DELETING):
+        renamed = folder.with_name(f"{_DELETING}{os.getpid()}-{folder.name}")
     try:
         if not _abandoned(folder):
             return False
-        folder.rename(aside)
-        delete(aside)
+        folder.rename(renamed)
+        delete(renamed)
     except OSError:
         return False
     return True
 
 
 def _folders() -> Iterator[Path]:
-    yield from _in_memory()
-    yield from (path for path in _own(sessions(), "session_*") if not path.is_symlink())
+    yield from _user_paths(SHARED_MEMORY, f"{PREFIX}*")
+    yield from (path for path in _user_paths(sessions(), "session_*") if not path.is_symlink())
     for root in (SHARED_MEMORY, sessions()):
-        yield from _own(root, f".{PREFIX}*")  # The process was killed while it created or deleted the folder.
+        yield from _user_paths(root, f".{PREFIX}*")  # The process was killed while it created or deleted the folder.
 
 
-def _in_memory() -> list[Path]:
-    return _own(SHARED_MEMORY, f"{PREFIX}*")
-
-
-def _own(root: Path, pattern: str) -> list[Path]:
+def _user_paths(root: Path, pattern: str) -> list[Path]:
     """Matching paths that belong to this user."""
     paths = []
     for path in sorted(root.glob(pattern)):
@@ -207,8 +213,8 @@ def _owner(folder: Path) -> Owner | None:
 
 def _same_namespace(owner: Owner) -> bool:
     """Whether the process id of the mark can be looked up here."""
-    here = _origin()
-    return owner["boot"] == here["boot"] and owner["namespace"] == here["namespace"]
+    current = _origin()
+    return owner["boot"] == current["boot"] and owner["namespace"] == current["namespace"]
 
 
 def _abandoned(folder: Path) -> bool:
@@ -226,21 +232,36 @@ def _abandoned(folder: Path) -> bool:
     return not running and not _named_by_a_process(folder.name)
 
 
-def started(pid: int) -> int:
-    """The start time of a running process, in clock ticks after the boot. Raises ProcessLookupError if no running process has that id."""
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A running process. `started` is in clock ticks after the boot."""
+
+    pid: int
+    parent: int
+    session: int
+    started: int
+
+
+def process_of(pid: int) -> Process:
+    """Read a process from `/proc`. Raises ProcessLookupError if no running process has that id."""
     try:
         # The second field is the program's name in parentheses, which may contain blanks and parentheses.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, parent, _, session, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:
         raise ProcessLookupError(pid) from error
-    if fields[0] in ENDED:
+    if state in ENDED:
         raise ProcessLookupError(pid)
-    return int(fields[19])
+    return Process(pid, int(parent), int(session), int(fields[15]))
+
+
+def start_time(pid: int) -> int:
+    """The start time of a running process, in clock ticks after the boot. Raises ProcessLookupError if no running process has that id."""
+    return process_of(pid).started
 
 
 def _identity(pid: int) -> Owner:
     """The mark that identifies a running process. Raises ProcessLookupError if no running process has that id."""
-    return {"pid": pid, "started": started(pid), **_origin()}
+    return {"pid": pid, "started": start_time(pid), **_origin()}
 
 
 def _origin() -> Origin:
@@ -263,3 +284,113 @@ def _size(folder: Path) -> int:
             with suppress(OSError):
                 total += os.lstat(os.path.join(parent, name)).st_blocks * 512
     return total
+
+
+END_S = 15.0
+"""Seconds to wait for killed processes to disappear."""
+_CLOSED = b"closed"
+_POLL_S = 0.5
+_PAUSE_S = 0.02
+
+
+class Watchdog:
+    """The command's end of the pipe, and the process that reads it."""
+
+    def __init__(self) -> None:
+        read_end, self._pipe = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                # -P: do not import modules from the working directory.
+                [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(start_time(os.getpid()))],
+                stdin=read_end,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._pipe)
+            raise
+        finally:
+            os.close(read_end)
+        self._closed = False
+
+    def register(self) -> None:
+        """Register the calling process, the leader of its session. A daemon calls it before its program begins."""
+        os.write(self._pipe, b"%d %d\n" % (os.getpid(), start_time(os.getpid())))
+
+    def close(self) -> None:
+        """End all processes of the daemons' sessions, and wait for the watchdog."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(BrokenPipeError):  # the watchdog was killed
+            os.write(self._pipe, _CLOSED + b"\n")
+        os.close(self._pipe)
+        try:
+            self._process.wait(2 * END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def session_members(leaders: dict[int, int]) -> list[Process]:
+    """The processes of these sessions and their descendants. `leaders`: start time of each session's leader, by process id.
+
+    The id of a session is not reused while it has a member. If its leader has another start time, it is another session.
+    """
+    processes = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            processes[int(path.name)] = process_of(int(path.name))
+    sessions = {leader for leader, started in leaders.items() if leader not in processes or processes[leader].started == started}
+    pids = {process.pid for process in processes.values() if process.session in sessions}
+    while children := {process.pid for process in processes.values() if process.parent in pids} - pids:
+        pids |= children
+    return [processes[pid] for pid in pids]
+
+
+def kill_sessions(leaders: dict[int, int]) -> None:
+    """Kill the members of the sessions until none is left, for at most `END_S`."""
+    deadline = time.monotonic() + END_S
+    while (members := session_members(leaders)) and time.monotonic() < deadline:
+        for process in members:
+            with suppress(ProcessLookupError, PermissionError):
+                if start_time(process.pid) == process.started:
+                    os.kill(process.pid, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+
+
+def run_watchdog(command: int, started: int) -> None:
+    """Read the pipe on stdin until the command (given by process id and start time) closes it or ends. Then end the daemons."""
+    text = b""
+    while True:
+        if select.select([0], [], [], _POLL_S)[0]:
+            data = os.read(0, 1 << 16)
+            text += data
+            if not data or text.endswith(_CLOSED + b"\n"):
+                break
+        elif _ended(command, started):
+            break
+    *lines, _ = text.split(b"\n")
+    closed = _CLOSED in lines
+    kill_sessions({int(pid): int(ticks) for pid, ticks in (line.split() for line in lines if line != _CLOSED)})
+    if closed:
+        return
+    deadline = time.monotonic() + END_S
+    while not _ended(command, started) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    remove(wait=True)
+
+
+def _ended(pid: int, started: int) -> bool:
+    try:
+        return start_time(pid) != started
+    except ProcessLookupError:
+        return True
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    run_watchdog(int(sys.argv[1]), int(sys.argv[2]))

@@ -21,7 +21,7 @@ from mtpctl.cluster.bundles import ray_hosts
 
 BYTES = 64 << 20
 ROUNDS = 20
-TRY_S = 30.0
+TIMEOUT_S = 30.0
 SLOW_SHARE = 0.5
 """A link is slow if its rate is below this share of the median."""
 SLOW_LATENCY = 5.0
@@ -45,7 +45,7 @@ class Link:
 
 
 class Endpoint:
-    """One end of a link. It echoes `ROUNDS` single bytes, then receives `BYTES` and replies with one byte."""
+    """One end of a link. Echoes `ROUNDS` single bytes, then receives `BYTES` and replies with one byte."""
 
     def listen(self, host: str = "") -> tuple[str, int]:
         """Listen at a free port of `host`, by default this host's address in the cluster. Returns the address and the port."""
@@ -61,7 +61,7 @@ class Endpoint:
         while True:
             connection, _ = self._bound.accept()
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(TRY_S)
+                connection.settimeout(TIMEOUT_S)
                 for _ in range(ROUNDS):
                     connection.sendall(connection.recv(1))
                 left = BYTES
@@ -71,7 +71,7 @@ class Endpoint:
 
     def measure(self, host: str, port: int) -> tuple[float, float]:
         """The median round trip time to another endpoint in seconds, and bytes per second. Raises OSError if it cannot be reached."""
-        with socket.create_connection((host, port), TRY_S) as connection:
+        with socket.create_connection((host, port), TIMEOUT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = []
             for _ in range(ROUNDS):
@@ -117,27 +117,27 @@ async def measure_links() -> list[Link]:
 
     hosts = ray_hosts()
     remote = ray.remote(Endpoint)
-    ends: list[Any] = [
+    endpoints: list[Any] = [
         remote.options(num_cpus=0, max_concurrency=2, scheduling_strategy=NodeAffinitySchedulingStrategy(host.node, soft=False)).remote()
         for host in hosts
     ]
     try:
-        addresses = await asyncio.gather(*(end.listen.remote() for end in ends))
+        addresses = await asyncio.gather(*(endpoint.listen.remote() for endpoint in endpoints))
 
-        async def one(first: int, second: int) -> Link:
+        async def measure(first: int, second: int) -> Link:
             names = hosts[first].name, hosts[second].name
             try:
-                latency, rate = await asyncio.wait_for(ends[first].measure.remote(*addresses[second]), 2 * TRY_S)
+                latency, rate = await asyncio.wait_for(endpoints[first].measure.remote(*addresses[second]), 2 * TIMEOUT_S)
             except TimeoutError:
-                return Link(*names, error=f"no answer within {2 * TRY_S:g} s")
+                return Link(*names, error=f"no answer within {2 * TIMEOUT_S:g} s")
             except (ray.exceptions.RayError, OSError) as error:
                 return Link(*names, error=f"not reached: {getattr(error, 'cause', None) or type(error).__name__}")
             return Link(*names, latency, rate)
 
         links: list[Link] = []
         for pairs in rounds_of(len(hosts)):
-            links += await asyncio.gather(*(one(*pair) for pair in pairs))
+            links += await asyncio.gather(*(measure(*pair) for pair in pairs))
         return links
     finally:
-        for end in ends:
-            ray.kill(end)
+        for endpoint in endpoints:
+            ray.kill(endpoint)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import leftovers
-from mtpctl.cluster.process import folder_for_all
-from mtpctl.cluster.watchdog import Watchdog
+from mtpctl.cluster.leftovers import Watchdog
+from mtpctl.cluster.process import log_folder_variables
 from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.cluster import ClusterConfig
 
@@ -30,8 +30,7 @@ SHARED_BYTES = 4 << 20
 """Bytes of shared memory that actors need in addition to weights."""
 LOOPBACK = "lo"
 """The loopback interface on Linux."""
-NEEDED = ("gcs_server", "raylet")
-"""Daemons that a local cluster requires."""
+REQUIRED_DAEMONS = ("gcs_server", "raylet")
 
 
 def on_one_host() -> bool:
@@ -45,16 +44,16 @@ def check_capacity(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
     """Raise ClusterResources if a local cluster would have too few CPUs or GPUs."""
     if config.address is not None:
         return
-    cards = config.num_gpus
-    if cards is None and gpus:
+    num_gpus = config.num_gpus
+    if num_gpus is None and gpus:
         import torch
 
-        cards = torch.cuda.device_count()
-        if not cards:
+        num_gpus = torch.cuda.device_count()
+        if not num_gpus:
             raise ClusterResources(
                 "cluster.device: this machine has no GPU; set cluster.device: cpu to run on its CPUs, or cluster.address to join a cluster"
             )
-    for name, need, have, field in (("CPU", cpus, config.num_cpus, "num_cpus"), ("GPU", gpus, cards, "num_gpus")):
+    for name, need, have, field in (("CPU", cpus, config.num_cpus, "num_cpus"), ("GPU", gpus, num_gpus, "num_gpus")):
         if have is not None and need > have:
             raise _capacity_error(name, need, have, field)
 
@@ -94,11 +93,11 @@ def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
         # On one host the loopback suffices, and other hosts cannot reach the ports, which have no authentication.
         interface, names = LOOPBACK, names - os.environ.keys()
     interfaces = {} if interface is None else dict.fromkeys(sorted(names), interface)
-    return interfaces | (folder_for_all(logs) if logs else {})
+    return interfaces | (log_folder_variables(logs) if logs else {})
 
 
 class Daemons:
-    """The processes of a local Ray cluster, each in its own session; see `mtpctl.cluster.watchdog`."""
+    """The processes of a local Ray cluster, each in its own session; see `mtpctl.cluster.leftovers`."""
 
     def __init__(self) -> None:
         self._watchdog = Watchdog()
@@ -112,7 +111,7 @@ class Daemons:
 
     def ended(self) -> str | None:
         """The name and exit status of a required daemon that has ended; None if all are running."""
-        for name in NEEDED:
+        for name in REQUIRED_DAEMONS:
             if name in self._started and (status := self._started[name].poll()) is not None:
                 return f"{name} has ended with {f'signal {-status}' if status < 0 else f'exit code {status}'}"
         return None
@@ -162,15 +161,17 @@ def make_private_sessions() -> Path:
 
 
 @contextlib.contextmanager
-def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = True, logs: Path | None = None) -> Iterator[Daemons | None]:
+def cluster(
+    config: ClusterConfig, *, cpus: float, gpus: float, remove_leftovers: bool = True, logs: Path | None = None
+) -> Iterator[Daemons | None]:
     """Connect to a Ray cluster with at least `cpus` and `gpus` while the block runs.
 
-    Yields the daemons of a local cluster, None for one at an address. With `tidy`, leftovers of killed runs are deleted first. Actors write
-    their output to files in the folder `logs` (`cluster/process.py`). The handler of SIGTERM is not changed. Raises ClusterResources if
-    there are fewer CPUs or GPUs, and EnvironmentMissing if shared memory is full, or Ray does not start or does not answer at the address.
+    Yields the daemons of a local cluster, None for one at an address. Actors write their output to files in the folder `logs`
+    (`cluster/process.py`). The handler of SIGTERM is not changed. Raises ClusterResources if there are fewer CPUs or GPUs, and
+    EnvironmentMissing if shared memory is full, or Ray does not start or does not answer at the address.
     """
     check_capacity(config, cpus=cpus, gpus=gpus)
-    if tidy:
+    if remove_leftovers:
         leftovers.remove()
     import ray
 
@@ -188,20 +189,20 @@ def cluster(config: ClusterConfig, *, cpus: float, gpus: float, tidy: bool = Tru
             daemons = Daemons()
             stack.callback(daemons.close)
         stack.callback(ray.shutdown)
-        context = _connected(config, logs, daemons)
+        context = _connect(config, logs, daemons)
         if daemons is not None:
             session = Path(context.address_info["session_dir"])
             stack.callback(leftovers.unmark, session)  # Keep the session folder, since errors refer to Ray's logs in it.
             with contextlib.suppress(OSError):  # On a full disk there is no mark, so the session of a killed run is not removed later.
                 leftovers.mark(session)
-        have = ray.cluster_resources()
+        resources = ray.cluster_resources()
         for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):
-            if need > have.get(name, 0):
-                raise _capacity_error(name, need, have.get(name, 0), field)
+            if need > (have := resources.get(name, 0)):
+                raise _capacity_error(name, need, have, field)
         yield daemons
 
 
-def _connected(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) -> Any:
+def _connect(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) -> Any:
     """Call `ray.init`. Raises EnvironmentMissing if it fails."""
     import ray
 

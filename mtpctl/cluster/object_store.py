@@ -16,8 +16,8 @@ from pathlib import Path
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
 
 _PROBE = ".mtpctl-probe"
-PIECE, READ_AHEAD = 2 << 20, 2
-"""Bytes of a request of `ObjectStore.append`, and its number of concurrent requests. Small, so that files grow steadily over slow links."""
+REQUEST_BYTES, READ_AHEAD = 2 << 20, 2
+"""Size of a request of `ObjectStore.append`, and number of concurrent requests. Small, so that files grow steadily over slow links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class ObjectStore:
         except ImportError as error:
             package = known_implementations[scheme]["class"].partition(".")[0]
             problem = f"{scheme}:// needs the package {package}, which is not installed; install it, or {field.fix}"
-            raise EnvironmentMissing(f"{self._field}: {problem}") from error
+            raise EnvironmentMissing(f"{field}: {problem}") from error
         except OSError as error:
-            raise EnvironmentMissing(f"{self._field}: {url} is not reached: {error}") from error
+            raise EnvironmentMissing(f"{field}: {url} cannot be reached: {error}") from error
         except ValueError as error:
-            raise UserError(f"{self._field}: {url} is of no scheme that fsspec knows; write s3://…, gs://… or file:///…") from error
+            raise UserError(f"{field}: fsspec does not know the scheme of {url}; use s3://…, gs://… or file:///…") from error
 
     def read(self, name: str) -> bytes | None:
         """The contents of an object; None if it does not exist."""
@@ -106,10 +106,10 @@ class ObjectStore:
         start = file.stat().st_size if file.exists() else 0
 
         def read(offset: int) -> bytes:
-            return self.read_range(name, offset, min(offset + PIECE, nbytes))
+            return self.read_range(name, offset, min(offset + REQUEST_BYTES, nbytes))
 
         with ThreadPoolExecutor(READ_AHEAD) as pool, file.open("ab") as growing:
-            offsets = iter(range(start, nbytes, PIECE))
+            offsets = iter(range(start, nbytes, REQUEST_BYTES))
             requests = deque(pool.submit(read, offset) for offset in islice(offsets, READ_AHEAD))
             while requests:
                 data = requests.popleft().result()
@@ -150,13 +150,13 @@ class ObjectStore:
         except Absent as error:
             raise UserError(f"{self._field}: {self.url} does not exist ({error.reason}); create the bucket, or name another") from error
         except Refused as error:
-            raise EnvironmentMissing(f"{self._field}: {self.url} may not be written with the credentials here ({error.reason})") from error
+            raise EnvironmentMissing(f"{self._field}: the credentials do not allow writing to {self.url} ({error.reason})") from error
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     @contextmanager
-    def _errors(self, what: str, name: str) -> Iterator[None]:
+    def _errors(self, verb: str, name: str) -> Iterator[None]:
         """Convert any error of the store into StoreFailed: the packages of stores have no common base class of errors."""
         try:
             yield
@@ -164,7 +164,7 @@ class ObjectStore:
             raise
         except Exception as error:
             kind = Absent if isinstance(error, FileNotFoundError) else Refused if isinstance(error, PermissionError) else StoreFailed
-            raise kind(f"cannot {what} {self.url}/{name}: {_reason(error)}", _reason(error)) from error
+            raise kind(f"cannot {verb} {self.url}/{name}: {_reason(error)}", _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

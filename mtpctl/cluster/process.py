@@ -20,21 +20,21 @@ from pathlib import Path
 FOLDER_VARIABLE, NAME_VARIABLE = "MTPCTL_LOGS", "MTPCTL_LOG"
 FILE_BYTES = 16 << 20
 _CHECK_S = 10.0
-_CLOCKS_S = 1.0
+_CLOCK_LAG_S = 1.0
 """Maximum lag of a file system's clock, in seconds."""
 _MARK = "── "
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _WARNING = re.compile(r"^.*Warning: .*(\n[ \t].*)?$", re.MULTILINE)
 """A Python warning, with the line of source that follows it."""
-_TAIL_BYTES, _SHOWN = 8192, 120
+_TAIL_BYTES, _MAX_CHARACTERS = 8192, 120
 
 
-def folder_for_all(folder: Path) -> dict[str, str]:
+def log_folder_variables(folder: Path) -> dict[str, str]:
     """Environment variables with the log folder, for all actors of a Ray job."""
     return {FOLDER_VARIABLE: str(folder.absolute())}
 
 
-def name_for_one(actor: str) -> dict[str, str]:
+def log_name_variables(actor: str) -> dict[str, str]:
     """Environment variables with an actor's name, such as `rollout replica 0`."""
     return {NAME_VARIABLE: _stem(actor)}
 
@@ -46,28 +46,26 @@ def newest_line(folder: Path, actor: str, *, since: float) -> str:
     """
     try:
         with (folder / f"{_stem(actor)}.log").open("rb") as file:
-            if os.fstat(file.fileno()).st_mtime < since - _CLOCKS_S:
+            if os.fstat(file.fileno()).st_mtime < since - _CLOCK_LAG_S:
                 return ""
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    # Skip the marked line, which `write_to_run` wrote when the actor started.
+    # Skip the marked line, which `redirect_output` wrote when the actor started.
     _, mark, after = text.rpartition(_MARK)
     lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", _WARNING.sub("", after))][bool(mark) :]
-    return next((line[:_SHOWN] for line in reversed(lines) if line), "")
+    return next((line[:_MAX_CHARACTERS] for line in reversed(lines) if line), "")
 
 
 def _stem(actor: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", actor.lower()).strip("-")
 
 
-def write_to_run() -> Path | None:
+def redirect_output() -> Path | None:
     """Redirect the output of this process to its file, and return the file.
 
     Returns None if no file is configured, the folder does not exist on this host, or the file cannot be written.
-
-    A file larger than `FILE_BYTES` is copied to `NAME.1.log` and emptied. It is not renamed, since child processes have it open.
     """
     folder, name = os.environ.get(FOLDER_VARIABLE), os.environ.get(NAME_VARIABLE)
     if not folder or not name or not os.path.isdir(folder):
@@ -90,11 +88,11 @@ def write_to_run() -> Path | None:
 def _limit_size(path: Path, file: int) -> None:
     while True:
         time.sleep(_CHECK_S)
-        empty_if_large(path, file)
+        rotate_if_large(path, file)
 
 
-def empty_if_large(path: Path, file: int) -> None:
-    """If the file is larger than `FILE_BYTES`, copy it to `NAME.1.log` and empty it. Appending processes continue at its start."""
+def rotate_if_large(path: Path, file: int) -> None:
+    """If the file is larger than `FILE_BYTES`, copy it to `NAME.1.log` and empty it. It is not renamed: child processes have it open."""
     try:
         if os.fstat(file).st_size > FILE_BYTES:
             shutil.copyfile(path, path.with_suffix(".1.log"))

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
-from mtpctl.cluster.bundles import Bundles, Claim, draining, living
+from mtpctl.cluster.bundles import Bundles, Claim, draining_nodes, live_nodes
 from mtpctl.cluster.deadlines import in_thread, one_line
 from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
@@ -94,7 +94,7 @@ class ElasticRollout:
                 self._answer_requests()
                 if self._membership is not None and not self._state.stopping.is_set():
                     # In a thread: if the GCS server has ended, Ray reports it only after a minute. The run saves its checkpoint meanwhile.
-                    alive, drained = await in_thread(lambda: (living(), draining()))
+                    alive, drained = await in_thread(lambda: (live_nodes(), draining_nodes()))
                     if self._membership is not None:
                         self._check(self._membership, alive, drained)
                 await asyncio.sleep(POLL_S)

@@ -1,21 +1,169 @@
-"""Hints during RL: common problems that the metrics show, with the recipe key to change.
+"""Warnings and hints during RL: problems that the metrics show, each with the recipe keys to change.
 
-Hints use means over the latest updates, so a single update triggers none. A hint is reported when its condition first holds, and again if
-it still holds `REPEAT` updates later. A long wait for samples is reported at the end of the stage.
+`StabilityWatch` detects unstable learning. It compares the variance of the unfiltered reward with the variance that sampling explains.
+
+Sampling gives the mean reward of an update's groups a variance of s² = (variance of a group's mean) / groups. A parabola is fitted to these
+means over a window of updates, and its residuals are compared with s²:
+
+    stability = min(1, mean s² / (Σ residual² / (n - 3)))      1: sampling explains the residuals; near 0: something else moves the reward
+
+If samples are stale and not corrected, the reward overshoots and turns back. In such an oscillation, residuals half a period apart have
+opposite signs, so a negative autocorrelation at some lag distinguishes it from noise.
+
+`HintWatch` detects other common problems. Hints use means over the latest updates, so a single update triggers none. A hint is reported
+when its condition first holds, and again if it still holds `REPEAT` updates later. `IdleTrainer` reports a long wait for samples at the end
+of the stage.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mtpctl.controller.stability import observe
+import numpy as np
+
 from mtpctl.recipe.schema import Recipe
 
 WINDOW = 20
-"""Updates over which a trend is measured, as the difference of its halves. The run in docs/your-first-run.md gains at least 5 points."""
+"""Updates over which a trend is measured: two periods of the oscillation that occurs with samples one update old.
+
+The run in docs/your-first-run.md gains at least 5 points in this time.
+"""
+MIN_STABILITY_UPDATES = 14
+SWING_STABILITY = 0.4
+SWING_CORRELATION = 0.3
+SWING_ERRORS = 3.0
+FALL_WINDOW = 8
+FALL_ERRORS = 4.0
+MIN_FALL = 0.08
+"""Minimum drop that is reported, of the mean reward over `FALL_WINDOW` updates below the best such mean.
+
+Smaller drops may be due to the data.
+"""
+ENTROPY_GROWTH = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Statistics of one update: the mean unfiltered reward of its groups, the squared standard error of that mean, and the metrics."""
+
+    reward: float
+    error2: float
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def of(cls, group_means: Sequence[float], metrics: Mapping[str, float]) -> Update | None:
+        """From the mean rewards of all groups, including dropped ones; None for fewer than two groups."""
+        if len(group_means) < 2:
+            return None
+        return cls(statistics.fmean(group_means), statistics.variance(group_means) / len(group_means), dict(metrics))
+
+
+def residuals(values: Sequence[float]) -> list[float]:
+    """The residuals of equally spaced values from a parabola that is fitted by least squares."""
+    x = np.linspace(-1, 1, len(values))
+    differences: list[float] = (np.asarray(values) - np.polyval(np.polyfit(x, values, 2), x)).tolist()
+    return differences
+
+
+def autocorrelation(values: Sequence[float], lag: int) -> float:
+    """Autocorrelation at `lag` of values whose mean is 0: the mean product of pairs over the mean square."""
+    square = statistics.fmean(v * v for v in values)
+    products = [a * b for a, b in zip(values, values[lag:], strict=False)]
+    return statistics.fmean(products) / square if square else 0.0
+
+
+def stability(updates: Sequence[Update]) -> float:
+    """The stability as defined in the module docstring, from 0 to 1; 1 if all mean rewards are equal."""
+    means = [u.reward for u in updates]
+    if min(means) == max(means):
+        return 1.0
+    # A parabola takes three degrees of freedom.
+    residual2 = sum(r * r for r in residuals(means)) / (len(means) - 3)
+    expected = statistics.fmean(u.error2 for u in updates)
+    return min(1.0, expected / residual2) if residual2 > 0 else 1.0
+
+
+def swings(updates: Sequence[Update]) -> bool:
+    """Whether the reward of a run of low stability oscillates: it drops, and residuals half a period apart have opposite signs.
+
+    A run that learns within a few updates does not follow a parabola either, but its reward does not drop.
+    """
+    pairs = [(a.reward + b.reward) / 2 for a, b in itertools.pairwise(updates)]
+    drops = [best - value for best, value in zip(itertools.accumulate(pairs, max), pairs, strict=True)]
+    if max(drops) <= SWING_ERRORS * statistics.fmean(u.error2 for u in updates) ** 0.5:  # sampling explains the drops
+        return False
+    errors = residuals([u.reward for u in updates])
+    return min(autocorrelation(errors, lag) for lag in range(2, len(errors) // 2 + 1)) < -SWING_CORRELATION
+
+
+def fall(updates: Sequence[Update]) -> float:
+    """How far the mean reward of the last `FALL_WINDOW` updates is below the best such mean; 0 if sampling may explain it."""
+    if len(updates) < 2 * FALL_WINDOW:
+        return 0.0
+    windows = [updates[i : i + FALL_WINDOW] for i in range(len(updates) - FALL_WINDOW + 1)]
+    means = [statistics.fmean(u.reward for u in window) for window in windows]
+    latest, best = means[-1], max(means)
+    error = (2 * statistics.fmean(u.error2 for u in updates) / FALL_WINDOW) ** 0.5
+    return best - latest if best - latest > max(MIN_FALL, FALL_ERRORS * error) else 0.0
+
+
+class StabilityWatch:
+    """Watches all updates of a run: computes `rl/stability`, and warns at most once per window, with the recipe keys to change."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._updates: deque[Update] = deque(maxlen=4 * WINDOW)
+        self._quiet = 0
+
+    def update(self, group_means: Sequence[float], metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
+        """Returns metrics to log with the update, and a warning if any. `group_means`: rewards of all groups, dropped ones included."""
+        if (update := Update.of(group_means, metrics)) is None:
+            return {}, None
+        self._updates.append(update)
+        self._quiet = max(0, self._quiet - 1)
+        latest = list(self._updates)[-WINDOW:]
+        if len(latest) < MIN_STABILITY_UPDATES:
+            return {}, None
+        value = stability(latest)
+        warning = None if self._quiet else self._warning(latest, value, metrics)
+        if warning is not None:
+            self._quiet = WINDOW
+        return {"rl/stability": value}, warning
+
+    def _warning(self, latest: list[Update], value: float, metrics: dict[str, float]) -> str | None:
+        if value < SWING_STABILITY and swings(latest):
+            low, high = min(u.reward for u in latest), max(u.reward for u in latest)
+            problem = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {value:.2f})"
+        elif drop := fall(list(self._updates)):
+            problem = f"the reward has fallen by {drop:.2f} under the best of its last {len(self._updates)} updates"
+        elif grown := self._entropy_growth():
+            problem = f"the policy's entropy has grown {grown:.1f} times in {len(self._updates)} updates"
+        else:
+            return None
+        staleness = metrics.get("async/staleness_mean", 0.0)
+        return f"{problem}; samples are {staleness:.1f} versions old in the mean: {self._fix(staleness)}"
+
+    def _entropy_growth(self) -> float:
+        entropies = [u.metrics["actor/entropy"] for u in self._updates if "actor/entropy" in u.metrics]
+        if len(entropies) < 2 * FALL_WINDOW:
+            return 0.0
+        early, late = statistics.fmean(entropies[:FALL_WINDOW]), statistics.fmean(entropies[-FALL_WINDOW:])
+        return late / early if late > ENTROPY_GROWTH * early > 0 else 0.0
+
+    def _fix(self, staleness: float) -> str:
+        rl = self._recipe.rl
+        uncorrected = self._recipe.old_logprobs == "recompute" and rl.correction.mode == "off"
+        if self._recipe.off_policy and uncorrected:
+            return "leave train.rl.old_logprobs at auto, or set train.rl.correction.mode: truncate"
+        if staleness >= 1:
+            return "lower async.staleness_threshold, or train.rl.optimizer.lr"
+        return "lower train.rl.optimizer.lr, or raise train.rl.prompts_per_step"
+
+
 RECENT = 5
 """Updates over which a level is averaged, such as the share of truncated responses."""
 REPEAT = 100
@@ -36,19 +184,10 @@ SOME_SIGNALS = 0.02
 """Share of groups with signal from which a larger learning rate can help. Dynamic sampling fills every update with such groups."""
 TRUNCATED = 0.2
 """Share of truncated responses above which a hint is given. They rarely contain an answer, so their rewards are decided by the limit."""
-MIN_UPDATES = 5
+MIN_IDLE_UPDATES = 5
 """The hint about waits needs more updates. The first is not in the times, because it also waits for generation to start."""
 HIGH_IDLE = 0.5
 """Idle share of the trainer's time from which generation is the bottleneck."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The metrics of one update. `reward`: mean over all its groups. `error2`: squared standard error of that mean."""
-
-    reward: float
-    error2: float
-    metrics: Mapping[str, float]
 
 
 class HintWatch:
@@ -56,7 +195,7 @@ class HintWatch:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._steps: deque[Step] = deque(maxlen=WINDOW)
+        self._updates: deque[Update] = deque(maxlen=WINDOW)
         self._first_entropies: list[float] = []
         self._count = 0
         self._reported: dict[str, int] = {}
@@ -69,11 +208,10 @@ class HintWatch:
 
     def update(self, group_means: Sequence[float], metrics: Mapping[str, float]) -> list[str]:
         """The hints that an update triggers. `group_means`: rewards of all groups, dropped ones included."""
-        observed = observe(group_means, None)
-        if observed is None:
+        if (update := Update.of(group_means, metrics)) is None:
             return []
         self._count += 1
-        self._steps.append(Step(observed.mean, observed.error2, dict(metrics)))
+        self._updates.append(update)
         if len(self._first_entropies) < RECENT and "actor/entropy" in metrics:
             self._first_entropies.append(metrics["actor/entropy"])
         lines = []
@@ -86,14 +224,14 @@ class HintWatch:
 
     def _recent(self, name: str, updates: int = RECENT) -> float | None:
         """Mean of a metric over the latest updates; None if one of them does not have it, or if there are fewer."""
-        values = [step.metrics.get(name) for step in list(self._steps)[-updates:]]
+        values = [step.metrics.get(name) for step in list(self._updates)[-updates:]]
         present = [value for value in values if value is not None]
         return statistics.fmean(present) if len(present) == updates else None
 
     def _rises(self) -> bool:
         """Whether the reward of the window's second half is above that of the first by more than sampling explains."""
-        half = len(self._steps) // 2
-        early, late = list(self._steps)[:half], list(self._steps)[-half:]
+        half = len(self._updates) // 2
+        early, late = list(self._updates)[:half], list(self._updates)[-half:]
         difference = statistics.fmean(s.reward for s in late) - statistics.fmean(s.reward for s in early)
         error = (sum(s.error2 for s in early) + sum(s.error2 for s in late)) ** 0.5 / half
         return difference > FLAT_ERRORS * error
@@ -102,7 +240,7 @@ class HintWatch:
         share = self._recent("reward/signal_fraction", 2 * RECENT)
         if share is None or share >= FEW_SIGNALS:
             return ""
-        reward = statistics.fmean(step.reward for step in self._steps)
+        reward = statistics.fmean(step.reward for step in self._updates)
         group = self._recipe.train.rl.group_size
         return (
             f"all responses have equal rewards in {1 - share:.0%} of the groups, which therefore have no gradient; the mean reward is "
@@ -122,7 +260,7 @@ class HintWatch:
 
     def _collapsed(self) -> str:
         entropy = self._recent("actor/entropy")
-        if entropy is None or len(self._steps) < WINDOW or len(self._first_entropies) < RECENT:
+        if entropy is None or len(self._updates) < WINDOW or len(self._first_entropies) < RECENT:
             return ""
         first = statistics.fmean(self._first_entropies)
         if entropy >= COLLAPSED * first or self._rises():
@@ -150,7 +288,7 @@ class HintWatch:
         )
 
     def _entropy_moves(self) -> bool:
-        values = [step.metrics["actor/entropy"] for step in self._steps if "actor/entropy" in step.metrics]
+        values = [step.metrics["actor/entropy"] for step in self._updates if "actor/entropy" in step.metrics]
         half = len(values) // 2
         if not half:
             return False
@@ -177,7 +315,7 @@ class IdleTrainer:
 
     def hint(self) -> str | None:
         """A line for the end of the stage; None if generation was not the bottleneck, or if there were too few updates."""
-        if self._updates <= MIN_UPDATES or self._seconds <= 0:
+        if self._updates <= MIN_IDLE_UPDATES or self._seconds <= 0:
             return None
         idle, rollout_idle = self._trainer_idle_s / self._seconds, self._rollout_idle_s / self._seconds
         if idle < HIGH_IDLE or rollout_idle > idle / 2:

@@ -28,12 +28,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.evaluate import Evaluations
-from mtpctl.controller.hints import HintWatch, IdleTrainer
+from mtpctl.controller.hints import HintWatch, IdleTrainer, StabilityWatch
 from mtpctl.controller.metrics import BusyClock, SampleRecorder, of_trajectories
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score, Teach
 from mtpctl.controller.sft import check_applied
-from mtpctl.controller.stability import StabilityWatch
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import Revive, TrainerGroup, TrainerLost, not_revived
 from mtpctl.data.sets import UNNAMED

@@ -63,7 +63,7 @@ async def _try_reserve(recipe: Recipe, began: float) -> tuple[Placement, Bundles
         placement = place(recipe, [host.free for host in hosts])
     except ClusterResources:
         try:
-            place(recipe, [host.whole for host in hosts])
+            place(recipe, [host.total for host in hosts])
         except ClusterResources:
             if recipe.cluster.address is None or time.monotonic() - began > recipe.cluster.actor_deadline_s:
                 raise

@@ -12,7 +12,7 @@ from mtpctl.checkpoint.finding import settle
 from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import POLL_S, ActorLocation, Bundles, Options
 from mtpctl.cluster.deadlines import one_line, within
-from mtpctl.cluster.process import name_for_one
+from mtpctl.cluster.process import log_name_variables
 from mtpctl.cluster.replicas import FORGET_S
 from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
@@ -96,7 +96,7 @@ class TrainerGroup:
         threads = {"OMP_NUM_THREADS": str(self.recipe.train.threads)} if self.recipe.train.threads else {}
         self.ranks = []
         for rank, option in enumerate(options):
-            environment = {"env_vars": threads | name_for_one(f"trainer rank {rank}")}
+            environment = {"env_vars": threads | log_name_variables(f"trainer rank {rank}")}
             actor = ray.remote(TrainerRank).options(runtime_env=environment, **option).remote(payload, rank, len(options))
             assert isinstance(actor, ActorHandle)
             self.ranks.append(actor)

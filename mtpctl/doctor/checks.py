@@ -297,7 +297,7 @@ def _live(rows: list[Trial]) -> str:
 def examine_cluster(address: str) -> Diagnosis:
     """Measure the network between all pairs of hosts of the cluster at `address`. Raises EnvironmentMissing if there is no cluster."""
     began = time.perf_counter()
-    with cluster(ClusterConfig(address=address), cpus=0, gpus=0, tidy=False):
+    with cluster(ClusterConfig(address=address), cpus=0, gpus=0, remove_leftovers=False):
         measured = asyncio.run(measure_links())
     seconds = time.perf_counter() - began
     return Diagnosis([Check("links", links(measured), seconds)], seconds)

@@ -215,7 +215,7 @@ def ray(folder: Path) -> dict[str, object]:
 
     from mtpctl.cluster.local import cluster
 
-    with cluster(ClusterConfig(num_cpus=1, num_gpus=0), cpus=1, gpus=0, tidy=False):
+    with cluster(ClusterConfig(num_cpus=1, num_gpus=0), cpus=1, gpus=0, remove_leftovers=False):
         answer = ray.get(ray.remote(num_cpus=1)(_answer).remote(), timeout=RAY_TASK_S)
     return {"version": ray.__version__, "answered": answer}
 

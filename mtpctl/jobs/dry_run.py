@@ -27,13 +27,10 @@ from mtpctl.families.drafters import Drafting, drafting_of
 from mtpctl.families.reading import check_importable, shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
-from mtpctl.jobs.sharing import format_bytes, shared_gpu_lines, sharing_cautions
-from mtpctl.plan.buckets import base_weight_bytes, section_buckets
-from mtpctl.plan.changes import DeltaPlan, plan_delta
-from mtpctl.plan.fitting import Misfit, card_needed, changed, engine_kinds, misfits
+from mtpctl.plan.buckets import DeltaPlan, QuantizationPlan, base_weight_bytes, plan_delta, plan_quantization, section_buckets
+from mtpctl.plan.fitting import Misfit, changed, engine_kinds, format_bytes, gpu_gib_needed, misfits, shared_gpu_lines, sharing_cautions
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, max_engines, place
-from mtpctl.plan.quantization import QuantizationPlan, plan_quantization
 from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.model import context_note, hf_config
 from mtpctl.recipe.schema import Recipe
@@ -138,7 +135,7 @@ def dry_run(recipe: Recipe) -> Plan:
     if config is None:
         raise UserError("model: its sizes are not known")
     shape = shape_of(config)
-    recipe, source = _with_card(recipe)
+    recipe, source = _with_gpu_size(recipe)
     run_check = _Checks()
     names = run_check(partial(_joined, recipe)) if recipe.cluster.address is not None else None
     hosts = [host for _, host in names] if names else None
@@ -192,7 +189,7 @@ def _resumes(recipe: Recipe) -> list[str]:
     return describe_start(recipe)
 
 
-def _with_card(recipe: Recipe) -> tuple[Recipe, str]:
+def _with_gpu_size(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with the size of its GPUs, and the source of that size: the recipe or this machine."""
     if recipe.cluster.gpu_gib is not None:
         return recipe, "cluster.gpu_gib"
@@ -202,18 +199,18 @@ def _with_card(recipe: Recipe) -> tuple[Recipe, str]:
 
 
 def _joined(recipe: Recipe) -> list[tuple[str, Host]]:
-    """The hosts of the cluster that the run joins, with their free resources, or all resources if the free ones do not suffice.
+    """Names and resources of the hosts of the cluster that the run joins: the free resources, or all if the free ones do not suffice.
 
     Raises EnvironmentMissing if no cluster answers.
     """
     from mtpctl.cluster.bundles import ray_hosts
 
-    with cluster(recipe.cluster, cpus=0, gpus=0, tidy=False):
+    with cluster(recipe.cluster, cpus=0, gpus=0, remove_leftovers=False):
         hosts = ray_hosts()
     try:
         place(recipe, [host.free for host in hosts])
     except ClusterResources:
-        return [(host.name, host.whole) for host in hosts]
+        return [(host.name, host.total) for host in hosts]
     return [(host.name, host.free) for host in hosts]
 
 
@@ -239,7 +236,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             {
                 "rank": misfit.rank,
                 "missing": misfit.shortfall,
-                "remedies": [{"set": str(r), "gain": r.gain, "fits": r.fits, "cards": r.cards} for r in misfit.remedies],
+                "remedies": [{"set": str(r), "gain": r.gain, "fits": r.fits, "cards": r.more_gpus} for r in misfit.remedies],
                 "together": list(map(str, misfit.together)),
             }
             for misfit in plan.misfits
@@ -264,7 +261,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             ],
         }
     if recipe.device == "cuda":
-        plan_json["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.source, "needed_gib": card_needed(recipe, shape)}
+        plan_json["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.source, "needed_gib": gpu_gib_needed(recipe, shape)}
     if plan.rl:
         plan_json |= {"buckets": plan.buckets, "bytes_once": base_weight_bytes(recipe, shape)}
         plan_json |= {"kv": recipe.sync.kv, "relay": isinstance(recipe.sync, StorageConfig) and recipe.sync.relay}
@@ -305,7 +302,7 @@ def render(plan: Plan) -> str:
     if plan.placement is not None:
         lines += shared_gpu_lines(recipe, shape, plan.placement, plan.hosts)
     if recipe.device == "cuda":
-        lines.append(_card_line(recipe.cluster.gpu_gib, plan.source, card_needed(recipe, shape)))
+        lines.append(_gpu_line(recipe.cluster.gpu_gib, plan.source, gpu_gib_needed(recipe, shape)))
     for misfit in plan.misfits:
         lines += _misfit_lines(misfit)
     if plan.rl:
@@ -337,18 +334,18 @@ def _placement_lines(recipe: Recipe, placement: Placement, hosts: list[str]) -> 
         yield f"           {actor.name:{width}}  host {host}, {amount}: {_role(recipe, actor)}"
 
 
-def _card_line(gib: float | None, source: str, needed_gib: float) -> str:
+def _gpu_line(gib: float | None, source: str, needed_gib: float) -> str:
     needed = f"the fullest rank needs one of {needed_gib:.1f} GiB"
     if gib is None:
-        return f"card       of unknown size, so nothing is checked: {needed}; set cluster.gpu_gib, or cluster.device: cpu to run without"
-    return f"card       {gib:.4g} GiB ({source}); {needed}"
+        return f"GPU        of unknown size, so nothing is checked: {needed}; set cluster.gpu_gib, or cluster.device: cpu"
+    return f"GPU        {gib:.4g} GiB ({source}); {needed}"
 
 
 def _misfit_lines(misfit: Misfit) -> Iterator[str]:
     """A rank that does not fit, and changes that would free memory, the largest gain first."""
     yield f"no room    {misfit.rank.replace('_', ' ')}: {misfit.shortfall / GIB:.1f} GiB are missing; what would gain some:"
     for remedy in misfit.remedies[:MAX_REMEDIES]:
-        ends = " and ".join((["fits"] if remedy.fits else []) + (["takes more cards"] if remedy.cards else []))
+        ends = " and ".join((["fits"] if remedy.fits else []) + (["needs more GPUs"] if remedy.more_gpus else []))
         yield f"           {remedy.gain / GIB:>7.1f} GiB  --set {' --set '.join(str(remedy).split())}{f'  ({ends})' if ends else ''}"
     if misfit.together:
         yield f"           together they fit: {' '.join(f'--set {change}' for each in misfit.together for change in str(each).split())}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpctl.cluster.bundles import ActorLocation, current_location
-from mtpctl.cluster.process import freeze_heap, importing, write_to_run
+from mtpctl.cluster.process import freeze_heap, importing, redirect_output
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.model import MtpConfig
@@ -59,7 +59,7 @@ class ScoreRank:
     """A `MegatronEngine` that scores, with weights that can be updated."""
 
     def __init__(self, config: ReplicaConfig, rank: int) -> None:
-        write_to_run()
+        redirect_output()
         self.config, self.rank = config, rank
         self._stream: WeightStream | None = None
         self._begun = False

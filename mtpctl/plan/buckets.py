@@ -6,16 +6,18 @@ that fits a bucket is never split. A larger one starts a new bucket and spans as
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from mtpctl.families.quantization import SCALE, scale_shape
+from mtpctl.families.quantization import SCALE, scale_shape, unquantized_modules
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES
-from mtpctl.recipe.quantization import sent_in_fp8
+from mtpctl.recipe.quantization import sent_in_fp8, syncs_both_forms
+from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.sync import PUSHED, changes_every_element
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -253,3 +255,126 @@ def section_buckets(recipe: Recipe, shape: ModelShape) -> dict[str, list[Bucket]
         elif section == "target" or (shape.mtp_layers and recipe.mtp.mode != "off"):
             sections[section] = wire_tensors(shape, section, dtype, quantized)
     return {section: plan_buckets(specs, recipe.sync.bucket_bytes) for section, specs in sections.items()}
+
+
+Layout = Literal["whole", "bitmap", "offsets"]
+
+BLOCK = 1 << 16
+"""Elements of a block of `offsets`: a position in it fits 16 bits."""
+EXPECTED_SHARE = 0.01
+"""Share of bf16 elements that an RL update changes at usual learning rates, for plans. In fp32 it is 1."""
+MAX_SHARE = 0.5
+"""Share of the full size above which a version is sent in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How a changed tensor of `numel` elements is sent: the layout of its blob, and the number of changed elements."""
+
+    layout: Layout
+    changed: int
+    numel: int
+
+    @property
+    def values_start(self) -> int:
+        """The byte at which the values start."""
+        if self.layout == "whole":
+            return 0
+        positions = -(-self.numel // 8) if self.layout == "bitmap" else 4 * -(-self.numel // BLOCK) + 2 * self.changed
+        return -(-positions // 8) * 8
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of the blob of a tensor with elements of `itemsize` bytes."""
+        return self.values_start + itemsize * (self.numel if self.layout == "whole" else self.changed)
+
+
+def smallest(changed: int, numel: int, itemsize: int) -> Change:
+    layouts: tuple[Layout, ...] = ("whole", "bitmap", "offsets")
+    return min((Change(layout, changed, numel) for layout in layouts), key=lambda change: change.nbytes(itemsize))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPlan:
+    """Planned sizes of syncs with `sync.delta`.
+
+    nbytes: bytes of a sync in which `share` of every tensor's elements changed; the full size if they exceed `MAX_SHARE` of it. copy: bytes
+    of the additional copy of the last version in the host memory of trainer rank 0; transports that push have such a copy anyway, for the
+    version store.
+    """
+
+    share: float
+    nbytes: int
+    copy: int
+
+    def line(self, size: Callable[[int], str]) -> str:
+        """The sizes in words, formatted by `size`."""
+        cause = "because all elements change in fp32" if self.share == 1 else f"if {self.share:.0%} of the elements change"
+        copy = f"; trainer rank 0 keeps a copy of {size(self.copy)} in host memory" if self.copy else ""
+        return f"later syncs send {size(self.nbytes)} {cause}{copy}"
+
+
+def plan_delta(recipe: Recipe, sections: Mapping[str, Sequence[Bucket]]) -> DeltaPlan | None:
+    """The sizes for these complete sections; None without `sync.delta`."""
+    if not recipe.sync.delta:
+        return None
+    complete = sum(bucket.nbytes for buckets in sections.values() for bucket in buckets)
+    share = 1.0 if changes_every_element(recipe) else EXPECTED_SHARE
+    changed = delta_bytes(sections, share)
+    return DeltaPlan(share, changed if changed <= MAX_SHARE * complete else complete, 0 if recipe.sync.transport in PUSHED else complete)
+
+
+def delta_bytes(sections: Mapping[str, Sequence[Bucket]], share: float) -> int:
+    """Bytes of a sync that changes this share of every tensor's elements."""
+    total = 0
+    for entry in (entry for buckets in sections.values() for bucket in buckets for entry in bucket.entries if entry.part_start == 0):
+        numel = prod(entry.shape)
+        total += smallest(round(share * numel), numel, DTYPE_BYTES[entry.dtype]).nbytes(DTYPE_BYTES[entry.dtype])
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationPlan:
+    """The weights of engines with `rollout.quantization`.
+
+    Attributes:
+        matrices: number of quantized matrices.
+        bytes: their values and scales.
+        bytes_before: their size unquantized.
+        unquantized: kinds of matrices that are not quantized, in addition to embeddings, norms and biases.
+        bytes_to_logprob: unquantized weights that each sync sends to the log-prob server as well.
+    """
+
+    matrices: int
+    bytes: int
+    bytes_before: int
+    unquantized: tuple[str, ...]
+    bytes_to_logprob: int
+
+    def lines(self, size: Callable[[int], str]) -> list[str]:
+        """The plan as text. `size` formats bytes."""
+        unquantized = ", ".join(("embeddings", "norms", "biases", *self.unquantized))
+        lines = [f"fp8: {self.matrices} matrices, {size(self.bytes)} instead of {size(self.bytes_before)}; in bf16: {unquantized}"]
+        if self.bytes_to_logprob:
+            lines.append(f"the log-prob server gets {size(self.bytes_to_logprob)} of unquantized weights at each sync")
+        return lines
+
+
+def plan_quantization(recipe: Recipe, shape: ModelShape) -> QuantizationPlan | None:
+    """The plan of the recipe's quantization; None without one."""
+    names = sent_in_fp8(recipe, shape)
+    if not names:
+        return None
+    sizes, dtype = tensor_shapes(shape), DTYPES[recipe.sent_precision]
+    sections = section_buckets(recipe, shape)
+    names &= {spec.name for section in sections for spec in wire_tensors(shape, section, dtype)}
+    specs = [spec for section in sections for spec in wire_tensors(shape, section, dtype, names)]
+    quantized = sum(spec.nbytes for spec in specs if spec.name.removesuffix(SCALE) in names)
+    plain = sum(spec.nbytes for section in sections for spec in wire_tensors(shape, section, dtype))
+    modules = dict.fromkeys(module.rpartition(".")[2] for module in unquantized_modules(shape, quantized=names))
+    return QuantizationPlan(
+        matrices=len(names),
+        bytes=quantized,
+        bytes_before=sum(prod(sizes[name]) for name in names) * DTYPE_BYTES[dtype],
+        unquantized=tuple(modules),
+        bytes_to_logprob=plain if syncs_both_forms(recipe) else 0,
+    )

@@ -1,4 +1,4 @@
-"""Checks whether each rank of a run fits its share of a card, and suggests settings that make it fit.
+"""Checks whether each rank of a run fits its share of a GPU, suggests settings that make it fit, and describes shared GPUs.
 
 A rank's shortfall is the memory it needs minus the memory it has, in bytes. The gain of a setting is the reduction of the shortfall. Both
 are estimated with `mtpctl.plan.memory`.
@@ -7,6 +7,8 @@ are estimated with `mtpctl.plan.memory`.
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +16,15 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from mtpctl.cluster.hosts import Host
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.shape import ModelShape
-from mtpctl.plan.memory import GIB, EngineMemory, engine_memory, logprob_memory, trainer_memory
-from mtpctl.plan.placement import engine_memory_share, engine_share
+from mtpctl.plan.memory import GIB, EngineMemory, engine_memory, logprob_memory, max_sample_tokens, trainer_memory
+from mtpctl.plan.placement import Actor, Placement, core_shortage, engine_memory_share, engine_share
 from mtpctl.recipe.parallel import ParallelConfig, check_parallel
 from mtpctl.recipe.rollout import check_tp
 from mtpctl.recipe.schema import Recipe
+from mtpctl.telemetry.versions import gpu_memory_gib, mps_state
 
 Rank = Literal["trainer_rank", "rollout_rank", "rollout_rank_on_trainer_gpu", "logprob_rank", "shared_card"]
 Change = Mapping[str, object]
@@ -32,12 +36,12 @@ HIGHEST_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of the recipe and the bytes it gains. fits: whether the rank then fits. cards: whether the change needs more cards."""
+    """A change of the recipe and the bytes it gains. fits: whether the rank then fits. more_gpus: whether the change needs more GPUs."""
 
     change: Change
     gain: int
     fits: bool
-    cards: bool
+    more_gpus: bool
 
     def __str__(self) -> str:
         return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.change.items())
@@ -47,7 +51,7 @@ class Remedy:
 class Misfit:
     """A rank that does not fit: its error, the missing bytes, and remedies in descending order of their gain.
 
-    together: remedies that suffice in combination, if possible without more cards. Empty if a single remedy suffices, or if even all of
+    together: remedies that suffice in combination, if possible without more GPUs. Empty if a single remedy suffices, or if even all of
     them do not.
     """
 
@@ -59,36 +63,38 @@ class Misfit:
 
 
 def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
-    """Yield every rank that does not fit a card of `cluster.gpu_gib`. If that is not set, only `rollout.kv_cache_bytes` is checked."""
-    card = recipe.cluster.gpu_gib
-    if card is not None and (missing := _trainer(recipe, shape)) > 0:
-        room = card * recipe.train.gpus
-        remedies = _remedies(recipe, partial(_trainer, shape=shape), _trainer_changes(recipe, shape))
-        # Prefer a remedy that suffices, and one without more cards.
-        best = max(remedies, key=lambda remedy: (remedy.fits and not remedy.cards, remedy.fits, remedy.gain), default=None)
-        fix = f"set {best}, which gains {best.gain / GIB:.1f} GiB" if best else "use larger cards"
-        text = f"train.parallel: a trainer rank needs {missing / GIB + room:.0f} GiB, but has {room:g} GiB of a card; {fix}"
-        yield _misfit("trainer_rank", ClusterResources(text), recipe, partial(_trainer, shape=shape), remedies)
+    """Yield every rank that does not fit a GPU of `cluster.gpu_gib`. If that is not set, only `rollout.kv_cache_bytes` is checked."""
+    gpu_gib = recipe.cluster.gpu_gib
+    if gpu_gib is not None and (missing := _trainer_shortfall(recipe, shape)) > 0:
+        available = gpu_gib * recipe.train.gpus
+        shortfall = partial(_trainer_shortfall, shape=shape)
+        remedies = _remedies(recipe, shortfall, _trainer_changes(recipe, shape))
+        # Prefer a remedy that suffices, and one without more GPUs.
+        best = max(remedies, key=lambda remedy: (remedy.fits and not remedy.more_gpus, remedy.fits, remedy.gain), default=None)
+        fix = f"set {best}, which gains {best.gain / GIB:.1f} GiB" if best else "use larger GPUs"
+        text = f"train.parallel: a trainer rank needs {missing / GIB + available:.0f} GiB, but has {available:g} GiB of a GPU; {fix}"
+        yield _misfit("trainer_rank", ClusterResources(text), recipe, shortfall, remedies)
     if not recipe.train.generates:
         return
     server = recipe.logprob
-    if card is not None and server.standalone and (missing := _logprob(recipe, shape)) > 0:
-        share = card * min(1.0, server.gpus)
+    if gpu_gib is not None and server.standalone and (missing := _logprob_shortfall(recipe, shape)) > 0:
+        share = gpu_gib * min(1.0, server.gpus)
         text = f"logprob.gpus: a rank needs {missing / GIB + share:.0f} GiB, but its share is {share:.0f} GiB; raise it"
-        remedies = _remedies(recipe, partial(_logprob, shape=shape), _logprob_changes(recipe, shape))
-        yield _misfit("logprob_rank", ClusterResources(text), recipe, partial(_logprob, shape=shape), remedies)
-    if card is not None and (shared := _shared(recipe)) > 0:
-        _, engines, shares = _shared_with_engine(recipe)
+        shortfall = partial(_logprob_shortfall, shape=shape)
+        remedies = _remedies(recipe, shortfall, _logprob_changes(recipe, shape))
+        yield _misfit("logprob_rank", ClusterResources(text), recipe, shortfall, remedies)
+    if gpu_gib is not None and (excess := _shared_gpu_excess(recipe)) > 0:
+        _, engines, shares = _fullest_shared_gpu(recipe)
         memory = engine_memory_share(recipe)
         others = "".join(f" and {field}: {share:g}" for field, share in shares.items())
         times = f" of {engines} engines" if engines > 1 else ""
-        text = f"rollout.gpu_memory: {memory:g}{times}{others} share a card and exceed it; lower one"
-        lower = math.floor(100 * (memory - shared / GIB / card / engines) + 1e-6) / 100
-        remedies = _remedies(recipe, _shared, [{"rollout.gpu_memory": lower}] if lower > 0 else [])
-        yield _misfit("shared_card", ClusterResources(text), recipe, _shared, remedies)
+        text = f"rollout.gpu_memory: {memory:g}{times}{others} share a GPU and exceed it; lower one"
+        lower = math.floor(100 * (memory - excess / GIB / gpu_gib / engines) + 1e-6) / 100
+        remedies = _remedies(recipe, _shared_gpu_excess, [{"rollout.gpu_memory": lower}] if lower > 0 else [])
+        yield _misfit("shared_card", ClusterResources(text), recipe, _shared_gpu_excess, remedies)
     for index in engine_kinds(recipe):
         if (error := _engine_error(recipe, shape, index)) is not None:
-            shortfall = partial(_engine, shape=shape, index=index)
+            shortfall = partial(_engine_shortfall, shape=shape, index=index)
             on_trainer = index is not None
             changes = _on_trainer_changes(recipe, shape) if on_trainer else _engine_changes(recipe, shape)
             rank: Rank = "rollout_rank_on_trainer_gpu" if on_trainer else "rollout_rank"
@@ -96,18 +102,18 @@ def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
 
 
 def engine_kinds(recipe: Recipe) -> list[int | None]:
-    """The `index` of `engine_memory` for each kind of engine that the recipe has: 0 for engines on the trainer's cards, None for others."""
+    """The `index` of `engine_memory` for each kind of engine that the recipe has: 0 for engines on the trainer's GPUs, None for others."""
     on_trainer = recipe.rollout.on_trainer_gpus
     return ([0] if on_trainer else []) + ([None] if recipe.rollout.replica_range.max > on_trainer else [])
 
 
-def card_needed(recipe: Recipe, shape: ModelShape) -> float:
-    """Minimum size of a card in GiB for the recipe's fullest rank. Each engine's cache must fit at least one sample."""
+def gpu_gib_needed(recipe: Recipe, shape: ModelShape) -> float:
+    """Minimum size of a GPU in GiB for the recipe's fullest rank. Each engine's cache must fit at least one sample."""
     needed = [trainer_memory(recipe, shape).total / recipe.train.gpus]
     if recipe.train.generates:
         for index in engine_kinds(recipe):
             share = engine_share(recipe, index) if recipe.rollout.kv_cache_bytes else engine_memory_share(recipe, index)
-            needed.append(_engine_needs(recipe, shape, index) / max(share, 1e-9))
+            needed.append(_engine_minimum(recipe, shape, index) / max(share, 1e-9))
         if recipe.logprob.standalone:
             needed.append(logprob_memory(recipe, shape).total / (min(1.0, recipe.logprob.gpus) or 1.0))
     return max(needed) / GIB
@@ -125,33 +131,33 @@ def _with[T: BaseModel](section: T, path: Sequence[str], value: object) -> T:
     return section.model_copy(update={head: _with(getattr(section, head), rest, value) if rest else value})
 
 
-def _trainer(recipe: Recipe, shape: ModelShape) -> int:
-    return trainer_memory(recipe, shape).total - int(_card(recipe) * recipe.train.gpus)
+def _trainer_shortfall(recipe: Recipe, shape: ModelShape) -> int:
+    return trainer_memory(recipe, shape).total - int(_gpu_bytes(recipe) * recipe.train.gpus)
 
 
-def _logprob(recipe: Recipe, shape: ModelShape) -> int:
-    return logprob_memory(recipe, shape).total - int(_card(recipe) * min(1.0, recipe.logprob.gpus))
+def _logprob_shortfall(recipe: Recipe, shape: ModelShape) -> int:
+    return logprob_memory(recipe, shape).total - int(_gpu_bytes(recipe) * min(1.0, recipe.logprob.gpus))
 
 
-def _engine(recipe: Recipe, shape: ModelShape, index: int | None = None) -> int:
+def _engine_shortfall(recipe: Recipe, shape: ModelShape, index: int | None) -> int:
     rollout, memory = recipe.rollout, engine_memory(recipe, shape, index)
     if index is not None and not rollout.on_trainer_gpus:
-        return 0  # A remedy moves the engine to another card.
+        return 0  # A remedy moves the engine to another GPU.
     if rollout.kv_cache_bytes is None:
-        return _engine_needs(recipe, shape, index) - int(_card(recipe) * engine_memory_share(recipe, index))
-    too_long = _one_sample(recipe, shape, memory) - rollout.kv_cache_bytes
-    room = int(_card(recipe) * engine_share(recipe, index))
-    too_large = 0 if recipe.cluster.gpu_gib is None else memory.weights + memory.reserve + rollout.kv_cache_bytes - room
-    return max(too_long, too_large)
+        return _engine_minimum(recipe, shape, index) - int(_gpu_bytes(recipe) * engine_memory_share(recipe, index))
+    cache_shortfall = _sample_cache_bytes(recipe, shape, memory) - rollout.kv_cache_bytes
+    available = int(_gpu_bytes(recipe) * engine_share(recipe, index))
+    gpu_shortfall = 0 if recipe.cluster.gpu_gib is None else memory.weights + memory.reserve + rollout.kv_cache_bytes - available
+    return max(cache_shortfall, gpu_shortfall)
 
 
-def _shared(recipe: Recipe) -> int:
-    """Bytes by which an engine and the ranks on the same card exceed the card."""
-    return int((_shared_with_engine(recipe)[0] - 1) * _card(recipe) + 0.5)
+def _shared_gpu_excess(recipe: Recipe) -> int:
+    """Bytes by which an engine and the ranks on the same GPU exceed the GPU."""
+    return int((_fullest_shared_gpu(recipe)[0] - 1) * _gpu_bytes(recipe) + 0.5)
 
 
-def _shared_with_engine(recipe: Recipe) -> tuple[float, int, dict[str, float]]:
-    """The used share of the fullest card with an engine, its number of engines, and the shares of the other ranks on it by recipe field.
+def _fullest_shared_gpu(recipe: Recipe) -> tuple[float, int, dict[str, float]]:
+    """The used share of the fullest GPU with an engine, its number of engines, and the shares of the other ranks on it by recipe field.
 
     Excludes engines of `rollout.on_trainer_gpus`: their memory follows from the trainer's share.
     """
@@ -160,7 +166,7 @@ def _shared_with_engine(recipe: Recipe) -> tuple[float, int, dict[str, float]]:
         shares["logprob.gpus"] = recipe.logprob.gpus
     engine = engine_share(recipe)
     others = {field: share for field, share in shares.items() if share + engine <= 1 + 1e-9}
-    # The engine's card may be shared with all of them, or with one of them.
+    # The engine's GPU may be shared with all of them, or with one of them.
     groups = [others] if sum(others.values()) + engine <= 1 + 1e-9 else [{field: share} for field, share in others.items()]
     memory, replicas = engine_memory_share(recipe), recipe.rollout.replica_range.max - recipe.rollout.on_trainer_gpus
     used: list[tuple[float, int, dict[str, float]]] = []
@@ -168,51 +174,47 @@ def _shared_with_engine(recipe: Recipe) -> tuple[float, int, dict[str, float]]:
         engines = min(replicas, int((1 - sum(group.values()) + 1e-9) / engine))
         if group or engines > 1:
             used.append((sum(group.values()) + engines * memory, engines, group))
-    return max(used, key=lambda card: card[0], default=(0.0, 1, {}))
+    return max(used, key=lambda gpu: gpu[0], default=(0.0, 1, {}))
 
 
-def _card(recipe: Recipe) -> float:
+def _gpu_bytes(recipe: Recipe) -> float:
     return (recipe.cluster.gpu_gib or 0.0) * GIB
 
 
-def _engine_needs(recipe: Recipe, shape: ModelShape, index: int | None = None) -> int:
+def _engine_minimum(recipe: Recipe, shape: ModelShape, index: int | None = None) -> int:
     """Minimum bytes of an engine: its weights, its reserve, and a cache for one sample of full length."""
     memory = engine_memory(recipe, shape, index)
-    return memory.weights + memory.reserve + (recipe.rollout.kv_cache_bytes or _one_sample(recipe, shape, memory))
+    return memory.weights + memory.reserve + (recipe.rollout.kv_cache_bytes or _sample_cache_bytes(recipe, shape, memory))
 
 
-def _one_sample(recipe: Recipe, shape: ModelShape, memory: EngineMemory) -> int:
-    return _longest(recipe, shape) * memory.kv_token + memory.sequence_state
+def _sample_cache_bytes(recipe: Recipe, shape: ModelShape, memory: EngineMemory) -> int:
+    return max_sample_tokens(recipe, shape) * memory.kv_token + memory.sequence_state
 
 
-def _longest(recipe: Recipe, shape: ModelShape) -> int:
-    return min(recipe.rollout.context or shape.max_positions, shape.max_positions)
-
-
-def _engine_error(recipe: Recipe, shape: ModelShape, index: int | None = None) -> MtpctlError | None:
-    rollout, card, memory = recipe.rollout, recipe.cluster.gpu_gib, engine_memory(recipe, shape, index)
+def _engine_error(recipe: Recipe, shape: ModelShape, index: int | None) -> MtpctlError | None:
+    rollout, gpu_gib, memory = recipe.rollout, recipe.cluster.gpu_gib, engine_memory(recipe, shape, index)
     cache, share = memory.kv_cache, engine_share(recipe, index)
     fixed = memory.weights + memory.reserve
     contents = f"{fixed / GIB:.1f} GiB of weights" + (", activations and CUDA graphs" if memory.reserve else "")
-    if rollout.kv_cache_bytes is not None and card is not None and fixed + rollout.kv_cache_bytes > card * share * GIB:
-        room = f"the card's {card:g} GiB" if share == 1 else f"the engine's {card * share:.1f} GiB of a card"
+    if rollout.kv_cache_bytes is not None and gpu_gib is not None and fixed + rollout.kv_cache_bytes > gpu_gib * share * GIB:
+        available = f"the GPU's {gpu_gib:g} GiB" if share == 1 else f"the engine's {gpu_gib * share:.1f} GiB of a GPU"
         return ClusterResources(
-            f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes / GIB:.1f} GiB and {contents} exceed {room}; "
+            f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes / GIB:.1f} GiB and {contents} exceed {available}; "
             + ("lower it" if index is None else "lower it, or train.gpus")
         )
     field, fix = ("rollout.gpu_memory", "raise it, or rollout.tp") if share == 1 else ("rollout.gpu_memory", "raise it, or rollout.gpus")
     if index is not None:
         field, fix = "rollout.on_trainer_gpus", "lower train.gpus, or set on_trainer_gpus: 0"
     if cache is not None and cache <= 0:
-        return ClusterResources(f"{field}: {(fixed + cache) / GIB:.1f} GiB of the card do not hold {contents}; {fix}")
+        return ClusterResources(f"{field}: {(fixed + cache) / GIB:.1f} GiB of the GPU are too small for {contents}; {fix}")
     tokens = replace(memory, states=memory.sequence_state).kv_tokens
-    if tokens is not None and tokens < _longest(recipe, shape):
+    if tokens is not None and tokens < max_sample_tokens(recipe, shape):
         source = f"{field}: {engine_memory_share(recipe, index):g} leaves a cache;"
         if rollout.kv_cache_bytes:
             source = "rollout.kv_cache_bytes:"
         return UserError(
             f"{source} {cache} bytes hold {tokens} tokens at {memory.kv_token} bytes each, less than one sample of "
-            f"{_longest(recipe, shape)}; give at least {_one_sample(recipe, shape, memory)}, or lower rollout.context"
+            f"{max_sample_tokens(recipe, shape)}; give at least {_sample_cache_bytes(recipe, shape, memory)}, or lower rollout.context"
         )
     return None
 
@@ -220,7 +222,7 @@ def _engine_error(recipe: Recipe, shape: ModelShape, index: int | None = None) -
 def _misfit(rank: Rank, error: MtpctlError, recipe: Recipe, shortfall: Shortfall, remedies: Sequence[Remedy]) -> Misfit:
     together: list[Remedy] = []
     if not any(remedy.fits for remedy in remedies):
-        together = _together(recipe, [r for r in remedies if not r.cards], shortfall) or _together(recipe, remedies, shortfall)
+        together = _together(recipe, [r for r in remedies if not r.more_gpus], shortfall) or _together(recipe, remedies, shortfall)
     return Misfit(rank, error, shortfall(recipe), tuple(remedies), tuple(together))
 
 
@@ -233,26 +235,27 @@ def _remedies(recipe: Recipe, shortfall: Shortfall, changes: Sequence[Change]) -
 def _remedy(recipe: Recipe, change: Change, shortfall: Shortfall) -> Remedy:
     after = changed(recipe, change)
     remaining = shortfall(after)
-    return Remedy(change, shortfall(recipe) - remaining, remaining <= 0, _cards(after) > _cards(recipe))
+    return Remedy(change, shortfall(recipe) - remaining, remaining <= 0, _gpus(after) > _gpus(recipe))
 
 
 def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) -> list[Remedy]:
     """Remedies that suffice in combination, selected greedily by their additional gain; empty if all together do not suffice."""
-    left, taken = list(remedies), []
-    while left and shortfall(recipe) > 0:
-        best = min(left, key=lambda remedy: shortfall(changed(recipe, remedy.change)))
+    candidates, selected = list(remedies), []
+    while candidates and shortfall(recipe) > 0:
+        best = min(candidates, key=lambda remedy: shortfall(changed(recipe, remedy.change)))
         recipe = changed(recipe, best.change)
-        taken.append(best)
-        left = [remedy for remedy in left if not remedy.change.keys() & best.change.keys()]
-    return taken if shortfall(recipe) <= 0 else []
+        selected.append(best)
+        candidates = [remedy for remedy in candidates if not remedy.change.keys() & best.change.keys()]
+    return selected if shortfall(recipe) <= 0 else []
 
 
-def _cards(recipe: Recipe) -> float:
-    cards = recipe.train.parallel.world_size * recipe.train.gpus
+def _gpus(recipe: Recipe) -> float:
+    """Number of GPUs that the recipe's actors need."""
+    gpus = recipe.train.parallel.world_size * recipe.train.gpus
     if recipe.train.generates:
-        cards += recipe.rollout.tp * sum(engine_share(recipe, index) for index in range(recipe.rollout.replica_range.min))
-        cards += recipe.logprob.replicas * recipe.logprob.parallel.world_size * recipe.logprob.gpus if recipe.logprob.standalone else 0
-    return cards
+        gpus += recipe.rollout.tp * sum(engine_share(recipe, index) for index in range(recipe.rollout.replica_range.min))
+        gpus += recipe.logprob.replicas * recipe.logprob.parallel.world_size * recipe.logprob.gpus if recipe.logprob.standalone else 0
+    return gpus
 
 
 def _trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
@@ -265,7 +268,7 @@ def _trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
         changes.append({**wider, "train.distributed_optimizer": True})
     else:
         changes.append({"train.parallel.dp": 2 * parallel.dp})
-    if train.tokens_per_microbatch // 2 >= _longest(recipe, shape):  # A sample over the limit would be a separate microbatch.
+    if train.tokens_per_microbatch // 2 >= max_sample_tokens(recipe, shape):  # A sample over the limit would be a separate microbatch.
         changes.append({"train.tokens_per_microbatch": train.tokens_per_microbatch // 2})
     if train.precision == "fp32":
         changes.append({"train.precision": "bf16"})
@@ -278,9 +281,9 @@ def _logprob_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
     server = recipe.logprob
     changes: list[Change] = [{"logprob.keep_previous": False}] if server.keep_previous else []
     if server.gpus < 1:
-        needed = logprob_memory(recipe, shape).total / _card(recipe)
+        needed = logprob_memory(recipe, shape).total / _gpu_bytes(recipe)
         changes += [{"logprob.gpus": math.ceil(100 * needed) / 100}] if needed <= 1 else []
-    if server.tokens_per_batch // 2 >= _longest(recipe, shape):
+    if server.tokens_per_batch // 2 >= max_sample_tokens(recipe, shape):
         changes.append({"logprob.tokens_per_batch": server.tokens_per_batch // 2})
     return [*changes, *_splits(server.parallel, shape, "logprob.parallel")]
 
@@ -307,29 +310,86 @@ def _engine_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
         changes.append({"rollout.dtype": "bf16"})
     memory = engine_memory(recipe, shape)
     if rollout.kv_cache_bytes is None:
-        share = math.ceil(100 * _engine_needs(recipe, shape) / _card(recipe)) / 100
+        share = math.ceil(100 * _engine_minimum(recipe, shape) / _gpu_bytes(recipe)) / 100
         changes += [{"rollout.gpu_memory": share}] if share <= HIGHEST_SHARE * engine_share(recipe) else []
-        room = int(_card(recipe) * engine_memory_share(recipe)) - memory.weights - memory.reserve
+        cache = int(_gpu_bytes(recipe) * engine_memory_share(recipe)) - memory.weights - memory.reserve
     else:
-        free = int(_card(recipe) * engine_share(recipe)) - memory.weights - memory.reserve
-        most = None if recipe.cluster.gpu_gib is None else free
-        needed = _one_sample(recipe, shape, memory)
-        if rollout.kv_cache_bytes < needed and (most is None or needed <= most):
+        cache = rollout.kv_cache_bytes
+        free = int(_gpu_bytes(recipe) * engine_share(recipe)) - memory.weights - memory.reserve
+        largest = None if recipe.cluster.gpu_gib is None else free
+        needed = _sample_cache_bytes(recipe, shape, memory)
+        if cache < needed and (largest is None or needed <= largest):
             changes.append({"rollout.kv_cache_bytes": needed})
-        elif most is not None and needed <= most:
-            changes.append({"rollout.kv_cache_bytes": most})
-        room = rollout.kv_cache_bytes
-    context = (room - memory.sequence_state) // memory.kv_token if memory.kv_token else 0
-    if 1 < context < _longest(recipe, shape):
+        elif largest is not None and needed <= largest:
+            changes.append({"rollout.kv_cache_bytes": largest})
+    context = (cache - memory.sequence_state) // memory.kv_token if memory.kv_token else 0
+    if 1 < context < max_sample_tokens(recipe, shape):
         changes.append({"rollout.context": context})
     return changes
 
 
 def _on_trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
-    """Changes that give an engine on the trainer's card more room: fewer engines there, or a smaller share that the trainer still fits."""
+    """Changes that give an engine on the trainer's GPU more memory: fewer engines there, or a smaller share that the trainer still fits."""
     number = recipe.rollout.on_trainer_gpus
     changes: list[Change] = [{"rollout.on_trainer_gpus": fewer} for fewer in sorted({0, number - 1})]
-    least = math.ceil(100 * trainer_memory(recipe, shape).total / _card(recipe)) / 100 if _card(recipe) else 1.0
-    if least < recipe.train.gpus:
-        changes.append({"train.gpus": least})
+    smallest = math.ceil(100 * trainer_memory(recipe, shape).total / _gpu_bytes(recipe)) / 100 if _gpu_bytes(recipe) else 1.0
+    if smallest < recipe.train.gpus:
+        changes.append({"train.gpus": smallest})
     return changes
+
+
+def sharing_cautions(recipe: Recipe, placement: Placement, hosts: Sequence[Host] | None = None) -> list[str]:
+    """Cautions about too few cores, and about GPUs whose processes take turns.
+
+    hosts: of the cluster that the run joins. None: this machine, if it has a GPU; otherwise the plan is for another one.
+    """
+    if hosts is None and gpu_memory_gib() is None:
+        return []
+    cores = {0: float(len(os.sched_getaffinity(0)))} if hosts is None else {i: host.cpus for i, host in enumerate(hosts)}
+    cautions = [shortage] if (shortage := core_shortage(recipe, placement, cores)) else []
+    processes = Counter((actor.host, gpu) for actor in placement.actors for gpu in actor.gpu_ids)
+    if processes and max(processes.values()) > 1 and hosts is None and mps_state() == "off":
+        cautions.append(
+            f"cluster: {max(processes.values())} processes share a GPU and take turns on it; with CUDA MPS their kernels run concurrently: "
+            "start nvidia-cuda-mps-control -d before the run"
+        )
+    return cautions
+
+
+def planned_bytes(recipe: Recipe, shape: ModelShape, actor: Actor) -> int:
+    """Planned memory of an actor on its GPU: a rank's estimate, or an engine's share. Requires `cluster.gpu_gib` for the latter."""
+    if actor.role == "trainer":
+        return trainer_memory(recipe, shape).total
+    if actor.role != "rollout":
+        return logprob_memory(recipe, shape).total
+    if recipe.rollout.kv_cache_bytes is not None:
+        memory = engine_memory(recipe, shape, actor.index)
+        return memory.weights + memory.reserve + recipe.rollout.kv_cache_bytes
+    return int((recipe.cluster.gpu_gib or 0.0) * GIB * engine_memory_share(recipe, actor.index))
+
+
+def shared_gpu_lines(recipe: Recipe, shape: ModelShape, placement: Placement, hosts: Sequence[str]) -> Iterator[str]:
+    """A line for each GPU that several actors share: the actors, and their planned memory. Empty if the size of the GPUs is unknown.
+
+    hosts: names of the hosts; empty if they are not known yet.
+    """
+    by_gpu: defaultdict[tuple[int, int], list[Actor]] = defaultdict(list)
+    for actor in placement.actors:
+        for gpu in actor.gpu_ids:
+            by_gpu[actor.host, gpu].append(actor)
+    gib, head = recipe.cluster.gpu_gib, "shared"
+    for (host, gpu), actors in by_gpu.items() if gib is not None else ():
+        if len(actors) > 1:
+            sizes = [planned_bytes(recipe, shape, actor) for actor in actors]
+            parts = ", ".join(f"{actor.name} {format_bytes(size)}" for actor, size in zip(actors, sizes, strict=True))
+            name = hosts[host] if hosts else host
+            yield f"{head:10} host {name}, GPU {gpu}: {parts}; {format_bytes(sum(sizes))} of {gib:.4g} GiB"
+            head = ""
+
+
+def format_bytes(value: int) -> str:
+    """A size with one decimal and a binary unit."""
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value} B"

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a training step, to compute a card's FLOP/s and utilization."""
+"""Counts the floating-point operations of a training step, to compute a GPU's FLOP/s and utilization."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _WITHOUT_SCORES: set[LayerKind] = {"linear_attention", "mamba", "none"}
 """Layers without softmax attention."""
 
 _PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry that matches whole words of the card's name is used."""
+"""Dense bf16 FLOP/s from NVIDIA's data sheets. The first entry that matches whole words of the GPU's name is used."""
 
 
-def card_peak(card: str) -> float | None:
-    """Dense bf16 FLOP/s of a card by its name (`NVIDIA H200`), or None for an unknown card."""
-    return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", card)), None)
+def peak_flops(gpu: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its name (`NVIDIA H200`), or None for an unknown GPU."""
+    return next((peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", gpu)), None)
 
 
 def attention_weights(shape: ModelShape, kind: LayerKind = "full_attention") -> int:
@@ -99,15 +99,13 @@ def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: S
     lengths: tokens of each packed sample. rows: number of tokens with a log-prob. mtp_rows: the same for each MTP depth. An isolated MTP
     head computes no gradient of the LM head's weight. Of the experts, only those that a token is routed to count.
     """
-    whole = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
-    tokens, weights = sum(lengths), trunk_weights(shape)
+    trained = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
     passes, drafter = _drafter(shape, len(mtp_rows))
     kinds = [*shape.layer_kinds, *[shape.mtp_kind] * passes]
-    weights += drafter
-    flops = whole * tokens * weights
+    flops = trained * sum(lengths) * (trunk_weights(shape) + drafter)
     flops += 3 * sum(kinds.count(kind) * attention_flops(shape, lengths, kind) for kind in set(kinds) - _WITHOUT_SCORES)
-    flops += whole * rows * shape.hidden * shape.vocab
-    draft = whole - _WEIGHT_GRADIENT if isolated else whole
+    flops += trained * rows * shape.hidden * shape.vocab
+    draft = trained - _WEIGHT_GRADIENT if isolated else trained
     return flops + sum(draft * n * shape.hidden * shape.vocab for n in mtp_rows)
 
 

@@ -1,7 +1,7 @@
 """Estimates the memory of a trainer rank, a rollout engine and a log-prob rank.
 
 The estimates include weights, gradients, optimizer state, activations, the log-prob workspace, the key-value cache and the recurrent state
-of linear attention. They do not include the CUDA context, NCCL's buffers and fragmentation: leave a tenth of the card for these.
+of linear attention. They do not include the CUDA context, NCCL's buffers and fragmentation: leave a tenth of the GPU for these.
 """
 
 from __future__ import annotations
@@ -11,10 +11,20 @@ from dataclasses import dataclass
 from mtpctl.families.quantization import FP8_BLOCK
 from mtpctl.families.shape import LayerKind, ModelShape
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.plan.activations import attention_width, drafter_width, ffn_width, layer_widths, peak_transient, peak_width
 from mtpctl.plan.buckets import adapted_weights
-from mtpctl.plan.placement import engine_memory_share, shares_card
-from mtpctl.plan.sharding import Stage, expert_tp, optimizer_ranks, stages
+from mtpctl.plan.placement import engine_memory_share, shares_gpu
+from mtpctl.plan.sharding import (
+    Stage,
+    attention_width,
+    drafter_width,
+    expert_tp,
+    ffn_width,
+    layer_widths,
+    optimizer_ranks,
+    peak_transient,
+    peak_width,
+    stages,
+)
 from mtpctl.recipe.numerics import BLOCK_BYTES
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.quantization import sent_in_fp8
@@ -76,8 +86,8 @@ class EngineMemory:
 
     kv_token: key-value cache of one token. kv_cache: the whole cache, None if unbounded. sequence_state: linear attention's state and the
     windows of one sequence, which do not depend on its length. states: the state of all sequences in flight, which is part of the cache.
-    reserve: memory of an engine that shares its card for everything else (`engine_reserve`); vLLM measures that of an engine that has the
-    card to itself.
+    reserve: memory of an engine that shares its GPU for everything else (`engine_reserve`); vLLM measures that of an engine that has the
+    GPU to itself.
     """
 
     weights: int
@@ -108,6 +118,11 @@ class LogprobMemory:
         return self.weights + self.base_weights + self.activations + self.workspace
 
 
+def max_sample_tokens(recipe: Recipe, shape: ModelShape) -> int:
+    """Maximum tokens of a prompt with its response."""
+    return min(recipe.rollout.context or shape.max_positions, shape.max_positions)
+
+
 def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
     """Memory of the recipe's fullest trainer rank, over all training stages."""
     pipeline = list(enumerate(_stages(recipe, shape, recipe.train.parallel)))
@@ -116,7 +131,7 @@ def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
 
 
 def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -> EngineMemory:
-    """Memory of one rank of a rollout engine. `kv_cache` is negative if the weights exceed the engine's share of the card.
+    """Memory of one rank of a rollout engine. `kv_cache` is negative if the weights exceed the engine's share of the GPU.
 
     index: number of the engine, as in `engine_share`.
     """
@@ -131,21 +146,20 @@ def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -
         weights -= int(values * (width - 1 - SCALE_BYTES))
     kv_width = KV_BYTES.get(str(rollout.engine_args.get("kv_cache_dtype")), width)
     per_token = kv_bytes_per_token(shape, rollout.tp, kv_width, drafting=drafting)
-    cache, card = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
+    cache, gpu_gib = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
     state = _sequence_state(recipe, shape, width) + _window_cache(shape, rollout.tp, kv_width, drafting=drafting)
     if cache is None and recipe.device == "cpu":
-        context = min(rollout.context or shape.max_positions, shape.max_positions)
-        cache = max(CPU_KV_CACHE_BYTES, context * per_token + state)
-    reserve = engine_reserve(recipe, shape) if shares_card(recipe, index) else 0
-    if cache is None and recipe.device == "cuda" and card is not None:
-        cache = int(card * GIB * engine_memory_share(recipe, index)) - weights - reserve
+        cache = max(CPU_KV_CACHE_BYTES, max_sample_tokens(recipe, shape) * per_token + state)
+    reserve = engine_reserve(recipe, shape) if shares_gpu(recipe, index) else 0
+    if cache is None and recipe.device == "cuda" and gpu_gib is not None:
+        cache = int(gpu_gib * GIB * engine_memory_share(recipe, index)) - weights - reserve
     return EngineMemory(weights, per_token, cache, state, state * rollout.max_in_flight, reserve)
 
 
 def engine_reserve(recipe: Recipe, shape: ModelShape) -> int:
-    """Memory of an engine on a shared card in addition to its weights and its cache: CUDA context, graphs, activations and sampling.
+    """Memory of an engine on a shared GPU in addition to its weights and its cache: CUDA context, graphs, activations and sampling.
 
-    vLLM's own profile cannot be used there: it counts what a neighbor allocates meanwhile. Activations are those of one layer, unfused.
+    vLLM's own profiling cannot be used: it counts what other processes on the GPU allocate meanwhile. Activations: of one unfused layer.
     """
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
@@ -239,31 +253,31 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
     train, parallel = recipe.train, recipe.train.parallel
     width = WEIGHT_BYTES[train.precision]
     weights = stage.parameters * width
-    moved, experts = stage.trunk, stage.trunk_experts
+    trained, experts = stage.trunk, stage.trunk_experts
     if train.stages == ["draft"]:
-        moved = experts = 0  # The trunk has neither gradients nor optimizer state.
+        trained = experts = 0  # The trunk has neither gradients nor optimizer state.
     elif train.lora:
-        moved, experts = _adapter(recipe, shape, stage)
-        weights += moved * width
-    buffered = recipe.mtp.trains
-    trains_mtp = buffered and (training != "rl" or train.rl.train_mtp)
-    gradients = (moved + (stage.mtp if buffered else 0)) * GRADIENT
+        trained, experts = _adapter(recipe, shape, stage)
+        weights += trained * width
+    has_mtp_gradients = recipe.mtp.trains
+    trains_mtp = has_mtp_gradients and (training != "rl" or train.rl.train_mtp)
+    gradients = (trained + (stage.mtp if has_mtp_gradients else 0)) * GRADIENT
     if training == "draft":
-        moved = experts = 0
-    if trains_mtp or (buffered and train.distributed_optimizer):
+        trained = experts = 0
+    if trains_mtp or (has_mtp_gradients and train.distributed_optimizer):
         # A distributed optimizer has state for all gradient buffers, including those of frozen MTP layers.
-        moved, experts = moved + stage.mtp, experts + stage.mtp_experts
+        trained, experts = trained + stage.mtp, experts + stage.mtp_experts
     shards, expert_shards = optimizer_ranks(parallel) if train.distributed_optimizer else (1, 1)
-    stepped = (moved - experts) // shards + experts // expert_shards
-    masters = stepped * (MASTER if train.precision == "bf16" else 0)
-    state, slice_ = stepped * MOMENTS + masters, min(OPTIMIZER_SLICE, stepped * MASTER)
+    sharded = (trained - experts) // shards + experts // expert_shards
+    masters = sharded * (MASTER if train.precision == "bf16" else 0)
+    state, slice_ = sharded * MOMENTS + masters, min(OPTIMIZER_SLICE, sharded * MASTER)
     # Adam's temporaries have the size of a slice. Offloaded moments are loaded by slices, masters for the whole step.
     step = slice_ + (slice_ * MOMENTS // MASTER + masters if train.offload.optimizer else 0)
     return TrainerMemory(
         weights=weights,
         gradients=gradients,
         optimizer=0 if train.offload.optimizer else state,
-        reference=moved * width if training == "rl" and train.rl.kl_coef else 0,
+        reference=trained * width if training == "rl" and train.rl.kl_coef else 0,
         activations=_activations(recipe, shape, index, stage, _drafter_passes(recipe, shape) if trains_mtp else 0, training),
         workspace=_workspace(recipe, shape, train.tokens_per_microbatch, parallel) if stage.has_head else 0,
         step=step,
@@ -294,8 +308,8 @@ def _exact_sums(recipe: Recipe, shape: ModelShape, tokens: int) -> int:
 
 
 def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: ParallelConfig) -> int:
-    every_logit = tokens // parallel.cp * shape.vocab // parallel.tp * 8  # fp32 logits and their gradient
-    return every_logit if recipe.kernels.linear_logprob == "reference" else min(recipe.kernels.workspace_bytes, every_logit)
+    all_logits = tokens // parallel.cp * shape.vocab // parallel.tp * 8  # fp32 logits and their gradient
+    return all_logits if recipe.kernels.linear_logprob == "reference" else min(recipe.kernels.workspace_bytes, all_logits)
 
 
 def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]:
@@ -369,6 +383,5 @@ def route_bytes(recipe: Recipe, shape: ModelShape) -> RouteBytes | None:
     replay, routes, rl = recipe.replay(shape), RouteShape.of(shape), recipe.train.rl
     if replay == "off" or routes is None:
         return None
-    context = min(recipe.rollout.context or shape.max_positions, shape.max_positions)
-    sample = context * routes.token_bytes
+    sample = max_sample_tokens(recipe, shape) * routes.token_bytes
     return RouteBytes(replay, routes.token_bytes, sample, rl.prompts_per_step * rl.group_size * sample)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_MAX_TOGETHER = 16
-"""Maximum k that `_least` tries. If a larger k would give a better bound, `partition` only needs more attempts."""
+_MAX_K = 16
+"""Maximum k that `_lower_bound` tries. If a larger k would give a better bound, `partition` only needs more attempts."""
 
 
 def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> list[list[list[int]]]:
@@ -22,30 +22,30 @@ def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> li
         raise ValueError("there is no sequence to pack")
     by_length = np.asarray(lengths)
     order = np.argsort(-by_length, kind="stable").tolist()
-    count = max(dp, -(-sum(lengths) // tokens_per_microbatch), _least(by_length, tokens_per_microbatch))
+    count = max(dp, -(-sum(lengths) // tokens_per_microbatch), _lower_bound(by_length, tokens_per_microbatch))
     bins = None
     while bins is None:
         count = -(-count // dp) * dp
-        bins = _dealt(lengths, order, tokens_per_microbatch, count)
+        bins = _assign(lengths, order, tokens_per_microbatch, count)
         count += dp
     return [[sorted(b) for b in bins[rank::dp]] for rank in range(dp)]
 
 
-def _least(lengths: np.ndarray, budget: int) -> int:
+def _lower_bound(lengths: np.ndarray, budget: int) -> int:
     """A lower bound on the number of microbatches: at most k sequences longer than budget / (k + 1) fit into one."""
-    return max(-(-int(np.count_nonzero(lengths * (k + 1) > budget)) // k) for k in range(1, _MAX_TOGETHER + 1))
+    return max(-(-int(np.count_nonzero(lengths * (k + 1) > budget)) // k) for k in range(1, _MAX_K + 1))
 
 
-def _dealt(lengths: Sequence[int], order: list[int], budget: int, count: int) -> list[list[int]] | None:
+def _assign(lengths: Sequence[int], order: list[int], budget: int, count: int) -> list[list[int]] | None:
     """Assign the sequences in this order, each to the least loaded of `count` microbatches. None if one overflows."""
     bins: list[list[int]] = [[] for _ in range(count)]
     # A heap of load * count + index, so that the first of equally loaded microbatches is the smallest. This range already is a heap.
     loads = list(range(count))
-    alone = count >= len(lengths)
+    one_per_bin = count >= len(lengths)
     for i in order:
         length = lengths[i]
         load, number = divmod(loads[0], count)
-        if load and load + length > budget and not alone:
+        if load and load + length > budget and not one_per_bin:
             return None
         bins[number].append(i)
         heapq.heapreplace(loads, loads[0] + length * count)

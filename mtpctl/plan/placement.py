@@ -1,7 +1,7 @@
 """Places the ranks of trainer, rollout engines, log-prob server and teacher on hosts with CPUs and GPUs.
 
 Ranks are placed in order, each group on the first host with capacity. A tensor-parallel group of the trainer stays on one host if a host is
-large enough. An engine never spans hosts, and a share of a card never spans cards. Engines on the trainer's cards are distributed evenly
+large enough. An engine never spans hosts, and a share of a GPU never spans GPUs. Engines on the trainer's GPUs are distributed evenly
 over its ranks.
 """
 
@@ -11,9 +11,10 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
-from mtpctl.cluster.hosts import Allocation, Capacity, Host, allocate, capacities
+from mtpctl.cluster.hosts import Capacity, Host, allocate, capacities
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import Recipe
 
@@ -21,18 +22,18 @@ Role = Literal["trainer", "rollout", "logprob", "teacher"]
 Device = Literal["cpu", "cuda"]
 
 ENGINE_MEMORY = 0.85
-"""Default of `rollout.gpu_memory`: CUDA graphs, the CUDA context and fragmentation take the rest of a card."""
+"""Default of `rollout.gpu_memory`: CUDA graphs, the CUDA context and fragmentation take the rest of a GPU."""
 MEMORY_OF_SHARE = 0.95
-"""Maximum of that default, as a part of the engine's share of the card."""
+"""Maximum of that default, as a part of the engine's share of the GPU."""
 ENGINE_CORES = 3
 """Cores that an engine on a GPU keeps busy at full load: engine core, actor with front end, and the separate process of a small model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One rank. index: number of its engine or server. rank: its rank therein. gpus: a fraction if it shares a card.
+    """One rank. index: number of its engine or server. rank: its rank therein. gpus: a fraction if it shares a GPU.
 
-    cards: indices of its cards among those that the plan uses on the host.
+    gpu_ids: indices of its GPUs among those that the plan uses on the host.
     """
 
     role: Role
@@ -41,7 +42,7 @@ class Actor:
     host: int
     cpus: float
     gpus: float
-    cards: tuple[int, ...] = ()
+    gpu_ids: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -52,7 +53,7 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """CPUs and GPUs to reserve together on one host: for ranks that share cards, or for all ranks of an engine."""
+    """CPUs and GPUs to reserve together on one host: for ranks that share GPUs, or for all ranks of an engine."""
 
     host: int
     actors: tuple[Actor, ...]
@@ -86,34 +87,34 @@ class Placement:
         return sum(actor.gpus for actor in self.actors)
 
     @property
-    def cards(self) -> int:
-        """Number of cards in use, in whole or in part."""
-        return len({(actor.host, card) for actor in self.actors for card in actor.cards})
+    def gpu_count(self) -> int:
+        """Number of GPUs in use, in whole or in part."""
+        return len({(actor.host, gpu) for actor in self.actors for gpu in actor.gpu_ids})
 
     def bundles(self) -> list[Bundle]:
-        """The bundles to reserve: one for all ranks that share cards, one for each engine, and one for each other rank."""
+        """The bundles to reserve: one for all ranks that share GPUs, one for each engine, and one for each other rank."""
         bundles: list[list[Actor]] = []
         for actor in self.actors:
-            bundles = _joined(bundles, actor)
+            bundles = _with_actor(bundles, actor)
         return [Bundle(bundle[0].host, tuple(bundle)) for bundle in bundles]
 
 
-def _joined(bundles: list[list[Actor]], actor: Actor) -> list[list[Actor]]:
-    """Add an actor to the bundles, and merge those with which it shares a card or an engine."""
+def _with_actor(bundles: list[list[Actor]], actor: Actor) -> list[list[Actor]]:
+    """Add an actor to the bundles, and merge those with which it shares a GPU or an engine."""
 
     def shares(other: Actor) -> bool:
         engine = actor.role == other.role == "rollout" and actor.index == other.index
-        return actor.host == other.host and (engine or bool({*actor.cards} & {*other.cards}))
+        return actor.host == other.host and (engine or bool({*actor.gpu_ids} & {*other.gpu_ids}))
 
     shared = [bundle for bundle in bundles if any(map(shares, bundle))]
-    return [bundle for bundle in bundles if bundle not in shared] + [[*(a for bundle in shared for a in bundle), actor]]
+    return [bundle for bundle in bundles if bundle not in shared] + [[*chain.from_iterable(shared), actor]]
 
 
 def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int | None = None) -> Placement:
     """Place a recipe's actors, with `engines` rollout engines (default: the minimum of the recipe).
 
-    hosts: the hosts of a running cluster. None assumes this machine for CPU. For CUDA it assumes one host of `cluster.num_gpus` cards if
-    set, else as many hosts of `cluster.gpus_per_node` cards as needed. Raises ClusterResources if the hosts are too small, and UserError if
+    hosts: the hosts of a running cluster. None assumes this machine for CPU. For CUDA it assumes one host of `cluster.num_gpus` GPUs if
+    set, else as many hosts of `cluster.gpus_per_node` GPUs as needed. Raises ClusterResources if the hosts are too small, and UserError if
     an engine fits no host, or if Ray cannot allocate the GPU counts.
     """
     device = recipe.device
@@ -126,28 +127,29 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
     for role, index, ranks, cpus, gpus in groups:
         if role == "rollout" and device == "cuda" and index < recipe.rollout.on_trainer_gpus:
             trainer = actors[index % recipe.train.parallel.world_size]
-            actors.append(_take_part(free, trainer, Actor(role, index, 0, trainer.host, cpus, gpus, trainer.cards)))
+            actors.append(_place_on_trainer_gpu(free, trainer, Actor(role, index, 0, trainer.host, cpus, gpus, trainer.gpu_ids)))
             continue
-        together = recipe.train.parallel.tp if role == "trainer" else ranks
-        for first in range(0, ranks, together):
-            taken = _take_group(free, together, cpus, gpus, apart=role == "trainer" and not _fits_one_host(hosts, together, cpus, gpus))
-            if taken is None:
+        group_size = recipe.train.parallel.tp if role == "trainer" else ranks
+        split = role == "trainer" and not _fits_one_host(hosts, group_size, cpus, gpus)
+        for first in range(0, ranks, group_size):
+            allocated = _allocate_group(free, group_size, cpus, gpus, split=split)
+            if allocated is None:
                 raise _capacity_error(recipe, device, groups, hosts)
-            actors += [Actor(role, index, first + i, host, cpus, gpus, cards) for i, (host, cards) in enumerate(taken)]
+            actors += [Actor(role, index, first + i, host, cpus, gpus, ids) for i, (host, ids) in enumerate(allocated)]
     return Placement(device, tuple(actors), len({actor.host for actor in actors}))
 
 
-def _take_part(free: list[Capacity], trainer: Actor, engine: Actor) -> Actor:
-    """Allocate an engine on a trainer rank's card, and return it. Raises ClusterResources if the host has too few CPUs."""
-    cpus, cards = free[trainer.host]
+def _place_on_trainer_gpu(free: list[Capacity], trainer: Actor, engine: Actor) -> Actor:
+    """Allocate an engine on a trainer rank's GPU, and return it. Raises ClusterResources if the host has too few CPUs."""
+    cpus, shares = free[trainer.host]
     if cpus + 1e-9 < engine.cpus:
         raise ClusterResources(
             f"rollout.on_trainer_gpus: {trainer.name}'s host has {cpus:g} CPUs left, {engine.name} needs {engine.cpus:g}; "
             "lower on_trainer_gpus or rollout.threads"
         )
-    left = list(cards)
-    left[trainer.cards[0]] -= engine.gpus
-    free[trainer.host] = (cpus - engine.cpus, left)
+    remaining = list(shares)
+    remaining[trainer.gpu_ids[0]] -= engine.gpus
+    free[trainer.host] = (cpus - engine.cpus, remaining)
     return engine
 
 
@@ -169,15 +171,15 @@ def _fits_one_host(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) 
     return any(allocate([capacity], ranks, cpus, gpus) is not None for capacity in capacities(hosts, ranks * math.ceil(gpus)))
 
 
-def _take_group(free: list[Capacity], ranks: int, cpus: float, gpus: float, *, apart: bool) -> list[tuple[int, tuple[int, ...]]] | None:
-    """Allocate a host and cards for each rank, all on one host unless `apart`. Returns None if there is no capacity."""
-    parts: list[Allocation | None] = [allocate(free, 1, cpus, gpus) for _ in range(ranks)] if apart else [allocate(free, ranks, cpus, gpus)]
-    taken: list[tuple[int, tuple[int, ...]]] = []
-    for part in parts:
-        if part is None:
+def _allocate_group(free: list[Capacity], ranks: int, cpus: float, gpus: float, *, split: bool) -> list[tuple[int, tuple[int, ...]]] | None:
+    """Allocate a host and GPUs for each rank, all on one host unless `split`. Returns None if there is no capacity."""
+    allocated: list[tuple[int, tuple[int, ...]]] = []
+    for count in [1] * ranks if split else [ranks]:
+        allocation = allocate(free, count, cpus, gpus)
+        if allocation is None:
             return None
-        taken += [(part[0], cards) for cards in part[1]]
-    return taken
+        allocated += [(allocation[0], ids) for ids in allocation[1]]
+    return allocated
 
 
 Group = tuple[Role, int, int, float, float]
@@ -202,14 +204,14 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
     for role, _, ranks, _, gpus in groups:
         field = fields.get(role, role)
         if role == "rollout" and ranks > 1 and 0 < gpus < 1:
-            raise UserError(f"rollout.gpus: {gpus:g} of a card for each of rollout.tp: {ranks} ranks, which need whole cards; set it to 1")
+            raise UserError(f"rollout.gpus: {gpus:g} of a GPU for each of rollout.tp: {ranks} ranks, which need one GPU each; set it to 1")
         if role != "rollout" and ranks > 1 and 0 < gpus <= 0.5:
             raise UserError(
-                f"{field}.gpus: {gpus:g} puts two of {field}.parallel's {ranks} ranks on one card, which NCCL does not support; "
+                f"{field}.gpus: {gpus:g} puts two of {field}.parallel's {ranks} ranks on one GPU, which NCCL does not support; "
                 "use more than 0.5, or one rank"
             )
         if gpus > 1 and gpus % 1:
-            raise UserError(f"{field}.gpus: {gpus:g} cards cannot be assigned to one rank; use a whole number, or less than 1")
+            raise UserError(f"{field}.gpus: {gpus:g} GPUs cannot be assigned to one rank; use a whole number, or less than 1")
         if role != "trainer" and ranks * gpus > per_node:
             split = f"{field}.{'tp' if role == 'rollout' else 'parallel'}"
             raise UserError(f"{split}: {ranks} ranks do not fit a host of cluster.gpus_per_node: {per_node}; lower it")
@@ -217,22 +219,22 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
 
 
 def engine_share(recipe: Recipe, index: int | None = None) -> float:
-    """Share of a card for each rank of a rollout engine: `rollout.gpus`, or the share that a log-prob rank leaves.
+    """Share of a GPU for each rank of a rollout engine: `rollout.gpus`, or the share that a log-prob rank leaves.
 
-    index: number of the engine. The first `rollout.on_trainer_gpus` engines get equal parts of what `train.gpus` leaves of a card. None: an
-    engine on other cards.
+    index: number of the engine. The first `rollout.on_trainer_gpus` engines get equal parts of what `train.gpus` leaves of a GPU. None: an
+    engine on other GPUs.
     """
     server, rollout = recipe.logprob, recipe.rollout
     if index is not None and index < rollout.on_trainer_gpus:
-        on_one_card = math.ceil(rollout.on_trainer_gpus / recipe.train.parallel.world_size)
-        return math.floor(1e4 * (1 - recipe.train.gpus) / on_one_card + 1e-6) / 1e4  # Ray's resolution
+        engines_per_gpu = math.ceil(rollout.on_trainer_gpus / recipe.train.parallel.world_size)
+        return math.floor(1e4 * (1 - recipe.train.gpus) / engines_per_gpu + 1e-6) / 1e4  # Ray's resolution
     return rollout.gpus or (1 - server.gpus if server.standalone and server.gpus < 1 else 1.0)
 
 
 def engine_memory_share(recipe: Recipe, index: int | None = None) -> float:
-    """Share of a card's memory that an engine may use: `rollout.gpu_memory`, or its default. index: as in `engine_share`.
+    """Share of a GPU's memory that an engine may use: `rollout.gpu_memory`, or its default. index: as in `engine_share`.
 
-    An engine on the trainer's cards never gets more than the default.
+    An engine on the trainer's GPUs never gets more than the default.
     """
     share = engine_share(recipe, index)
     default, configured = min(ENGINE_MEMORY, MEMORY_OF_SHARE * share), recipe.rollout.gpu_memory
@@ -241,8 +243,8 @@ def engine_memory_share(recipe: Recipe, index: int | None = None) -> float:
     return min(configured, default) if index is not None and index < recipe.rollout.on_trainer_gpus else configured
 
 
-def shares_card(recipe: Recipe, index: int | None = None) -> bool:
-    """Whether other processes may use the card of an engine. index: as in `engine_share`."""
+def shares_gpu(recipe: Recipe, index: int | None = None) -> bool:
+    """Whether other processes may use the GPU of an engine. index: as in `engine_share`."""
     return recipe.device == "cuda" and engine_share(recipe, index) < 1
 
 
@@ -254,10 +256,10 @@ def core_shortage(recipe: Recipe, placement: Placement, cores: Mapping[int, floa
     if placement.device == "cpu":
         return ""
     for host, available in cores.items():
-        here = [actor for actor in placement.actors if actor.host == host]
-        engines = len({actor.index for actor in here if actor.role == "rollout"})
-        ranks = sum(actor.role == "rollout" for actor in here)
-        others = sum(actor.cpus for actor in here if actor.role != "rollout")
+        actors = [actor for actor in placement.actors if actor.host == host]
+        engines = len({actor.index for actor in actors if actor.role == "rollout"})
+        ranks = sum(actor.role == "rollout" for actor in actors)
+        others = sum(actor.cpus for actor in actors if actor.role != "rollout")
         # Each rank of an engine with several ranks is a separate process; the controller runs on the first host.
         busy = engines * ENGINE_CORES + (ranks - engines) * max(1, recipe.rollout.threads) + others + (host == 0)
         if engines and busy > available:
@@ -285,7 +287,7 @@ def _capacity_error(recipe: Recipe, device: Device, groups: list[Group], hosts: 
     unit = "GPUs" if device == "cuda" else "CPUs"
     available = sum(host.gpus if device == "cuda" else host.cpus for host in hosts)
     if sum(needed.values()) <= available:
-        unit += ", each share on one card and each engine on one host,"
+        unit += ", each share on one GPU and each engine on one host,"
     parts = ", ".join(f"{role} {amount:g}" for role, amount in needed.items())
     fix = "lower replicas or threads, or set cluster.num_cpus"
     if (engines := sum(role == "rollout" for role, *_ in groups)) > recipe.rollout.replica_range.min:

@@ -84,18 +84,18 @@ class Transport:
     """Properties of a transport.
 
     pushes: sender and receivers take part at the same time; otherwise receivers read from the version store later.
-    cuda: both ends are GPUs. one_process_a_card: no two of its processes may share a GPU.
+    cuda: both ends are GPUs. one_process_per_gpu: no two of its processes may share a GPU.
     """
 
     pushes: bool
     cuda: bool
-    one_process_a_card: bool = False
+    one_process_per_gpu: bool = False
 
 
 TRANSPORTS = {
     "shm": Transport(pushes=False, cuda=False),
     "ipc": Transport(pushes=True, cuda=True),
-    "nccl": Transport(pushes=True, cuda=True, one_process_a_card=True),
+    "nccl": Transport(pushes=True, cuda=True, one_process_per_gpu=True),
     "storage": Transport(pushes=False, cuda=False),
 }
 """Transports by `sync.transport`. Each has a module of the same name in `mtpctl.sync.transports`."""
@@ -116,13 +116,13 @@ def check_transport(recipe: Recipe) -> Complaints:
     device, transport, rollout = recipe.cluster.device, recipe.sync.transport, recipe.rollout
     if device == "cpu" and TRANSPORTS[transport].cuda:
         yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu, or leave it out"
-    if TRANSPORTS[transport].one_process_a_card and "rl" in recipe.train.stages:
+    if TRANSPORTS[transport].one_process_per_gpu and "rl" in recipe.train.stages:
         scores = recipe.logprob.gpus if recipe.logprob.standalone else 1
         shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": rollout.gpus, "logprob.gpus": scores}
         for field in [field for field, share in shares.items() if share and share < 1][-1:]:
             yield f"sync.transport: {transport} supports one process per GPU, but with {field}: {shares[field]:g} two share one; set ipc"
     if recipe.sync.delta and transport == "ipc":
-        yield "sync.delta: ipc copies between cards of one host faster than changes are found; set it to false, or sync.transport: nccl"
+        yield "sync.delta: ipc copies between GPUs of one host faster than changes are found; set it to false, or sync.transport: nccl"
     if recipe.sync.release_kv:
         if not rollout.traits.release_kv:
             yield "sync.release_kv: works with rollout.engine: vllm; set it to false"

@@ -18,7 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Concatenate, Protocol
 
 from mtpctl.cluster.bundles import ActorLocation, current_location
-from mtpctl.cluster.process import freeze_heap, name_for_one, write_to_run
+from mtpctl.cluster.process import freeze_heap, log_name_variables, redirect_output
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpeculationState
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -72,7 +72,7 @@ class RolloutActor:
     _engine: Engine
 
     def __init__(self, settings: EngineSettings) -> None:
-        write_to_run()
+        redirect_output()
         self._settings = settings
         self._answers: list[Answer] = []
         self._answered = asyncio.Event()
@@ -290,7 +290,7 @@ async def start_replica(settings: EngineSettings, *, name: str, options: Mapping
     """
     import ray
 
-    environment: dict[str, object] = {"env_vars": settings.environment | name_for_one(name)}
+    environment: dict[str, object] = {"env_vars": settings.environment | log_name_variables(name)}
     if isinstance(settings, SglangSettings) and settings.python is not None:
         environment["py_executable"] = settings.python
     remote = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))

@@ -12,7 +12,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.plan.fitting import changed
 from mtpctl.plan.flops import trunk_weights
 from mtpctl.plan.memory import engine_memory
-from mtpctl.plan.placement import Placement, engine_memory_share, shares_card
+from mtpctl.plan.placement import Placement, engine_memory_share, shares_gpu
 from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
@@ -76,7 +76,7 @@ async def start_pool(
     def settings(index: int) -> EngineSettings:
         stream = (first + 1_000_003 * next(starts)) % (1 << 31)
         cache, outside = rollout.kv_cache_bytes, None
-        if cache is None and (placement.device == "cpu" or shares_card(recipe, index)):
+        if cache is None and (placement.device == "cpu" or shares_gpu(recipe, index)):
             memory = engine_memory(sizes, shape_of(hf_config(ModelConfig(path=model)) or {}), index)
             if placement.device == "cpu":
                 cache = memory.kv_cache

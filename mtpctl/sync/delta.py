@@ -1,7 +1,7 @@
 """Encodes the elements of a tensor that changed since the receiver's version, and decodes them on the receiver.
 
 Values replace the receiver's elements, they are never added to them, and elements are compared as integers. A decoded tensor therefore
-equals the sent one bit for bit, including NaN and -0.0. `mtpctl.plan.changes` describes the layouts of a blob. Layout and number of changed
+equals the sent one bit for bit, including NaN and -0.0. `mtpctl.plan.buckets` describes the layouts of a blob. Layout and number of changed
 elements are in the manifest, so that neither end has to read them from a GPU.
 """
 
@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mtpctl.plan.buckets import Bucket
-from mtpctl.plan.changes import BLOCK, Change, smallest
+from mtpctl.plan.buckets import BLOCK, Bucket, Change, smallest
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 28}
 """Elements that are compared at once. On a CPU they fit the cache. On a card torch finds at most 2^31 nonzero elements in one call."""

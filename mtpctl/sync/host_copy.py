@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtpctl.plan.buckets import Bucket, Entry
-from mtpctl.plan.changes import Change
+from mtpctl.plan.buckets import Bucket, Change, Entry
 from mtpctl.sync.delta import compare, encode
 from mtpctl.sync.protocol import PlanMismatch, Section
 from mtpctl.sync.transports.base import BucketWriter

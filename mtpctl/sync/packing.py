@@ -14,8 +14,7 @@ from typing import Required, TypedDict, Unpack
 import torch
 
 from mtpctl.kernels.block_fp8 import FiniteChecks, quantized_tensors
-from mtpctl.plan.buckets import ALIGNMENT, Bucket, Entry, TensorSpec, plan_buckets
-from mtpctl.plan.changes import MAX_SHARE
+from mtpctl.plan.buckets import ALIGNMENT, MAX_SHARE, Bucket, Entry, TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.host_copy import Changes, Comparison, HostCopy
 from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, SyncError

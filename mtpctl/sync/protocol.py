@@ -15,8 +15,7 @@ from math import prod
 from typing import Any, Literal, Protocol
 
 from mtpctl.errors import RuntimeFailure
-from mtpctl.plan.buckets import Bucket, Entry
-from mtpctl.plan.changes import Change
+from mtpctl.plan.buckets import Bucket, Change, Entry
 
 Section = Literal["target", "draft", "adapter"]
 """The policy, its MTP layers, or a LoRA adapter of the policy."""

@@ -23,8 +23,7 @@ from torch.distributed import TCPStore
 
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.cluster.rendezvous import host_store
-from mtpctl.plan.buckets import Bucket
-from mtpctl.plan.changes import MAX_SHARE
+from mtpctl.plan.buckets import MAX_SHARE, Bucket
 from mtpctl.sync.host_copy import Changes, HostCopy
 from mtpctl.sync.packing import Checksums, Export, Packer, PackingOptions, spec_of
 from mtpctl.sync.protocol import Manifest, SyncError

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import ActorLocation, current_location
-from mtpctl.cluster.process import freeze_heap, importing, write_to_run
+from mtpctl.cluster.process import freeze_heap, importing, redirect_output
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, Section
@@ -58,7 +58,7 @@ class TrainerRank(WeightExporter):
     engine: MegatronEngine
 
     def __init__(self, recipe_json: str, rank: int, world_size: int) -> None:
-        write_to_run()
+        redirect_output()
         super().__init__(Recipe.model_validate_json(recipe_json), rank)
         self.world_size = world_size
         self.reference: list[torch.Tensor] | None = None

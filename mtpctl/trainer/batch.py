@@ -18,7 +18,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.packing import Packing, blocks
 from mtpctl.model.parallel import summed
-from mtpctl.plan.flops import card_peak, step_flops
+from mtpctl.plan.flops import peak_flops, step_flops
 from mtpctl.routes import Routes, RouteShape
 
 _ALIGNMENT = 16
@@ -260,7 +260,7 @@ def utilisation(
 
     depths: MTP depths that are trained. Returns None for a device whose peak is unknown.
     """
-    peak = card_peak(card)
+    peak = peak_flops(card)
     if peak is None:
         return None
     return update_flops(shape, sequences, depths, isolated=isolated) / (seconds * cards * peak)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cluster.bundles import ActorBundle, ActorLocation, Bundles, Claim, current_location, draining, living, ray_hosts
+from mtpctl.cluster.bundles import ActorBundle, ActorLocation, Bundles, Claim, current_location, draining_nodes, live_nodes, ray_hosts
 from mtpctl.controller.starting import reserve_bundles
 from mtpctl.controller.status import Waits
 from mtpctl.errors import ClusterResources, RuntimeFailure
@@ -36,12 +36,12 @@ def recipe_of(*sets: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Any]:
-    """A head without cards, and two hosts of two cards each."""
+    """A head without GPUs, and two hosts of two GPUs each."""
     import ray
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        # Ray rejects a host with more cards than the variable names.
+        # Ray rejects a host with more GPUs than the variable names.
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         for _ in range(2):
@@ -70,8 +70,8 @@ def start_in(bundle: ActorBundle, **options: Any) -> Any:
     return ray.remote(Probe).options(**{**bundle.options(), **options}).remote()
 
 
-def test_actors_run_on_the_hosts_and_cards_of_the_plan(hosts: Any) -> None:
-    """Each tensor-parallel group is on one host, and each engine shares the card of a rank. A second run waits for capacity."""
+def test_actors_run_on_the_hosts_and_gpus_of_the_plan(hosts: Any) -> None:
+    """Each tensor-parallel group is on one host, and each engine shares the GPU of a rank. A second run waits for capacity."""
     import ray
     from ray.util.placement_group import remove_placement_group
 
@@ -86,8 +86,8 @@ def test_actors_run_on_the_hosts_and_cards_of_the_plan(hosts: Any) -> None:
         actors = {name: start_in(bundle) for name, bundle in bundles.by_actor.items()}
         for name, actor in actors.items():
             bundles.check(name, await actor.location.remote())
-        assert bundles.locations["rollout-0"] == bundles.locations["trainer-0"], "they share a card"
-        assert bundles.locations["trainer-0"].cards != bundles.locations["trainer-1"].cards
+        assert bundles.locations["rollout-0"] == bundles.locations["trainer-0"], "they share a GPU"
+        assert bundles.locations["trainer-0"].gpu_ids != bundles.locations["trainer-1"].gpu_ids
 
         # The cluster is full: a second run waits until capacity is released.
         waiting = asyncio.create_task(reserve(recipe_of("train.parallel.dp=1", "rollout.replicas=1"), lines))
@@ -150,7 +150,7 @@ def test_a_joined_host_offers_bundles_until_it_is_drained(hosts: Any) -> None:
         accepted, why = client.drain_node(large.node_id, DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "test", 0)
         assert accepted, why
         async with asyncio.timeout(30):
-            while large.node_id in living() - draining():
+            while large.node_id in live_nodes() - draining_nodes():
                 await asyncio.sleep(0.1)
         assert await bundles.add(claim) is None
         hosts.remove_node(large)
@@ -160,12 +160,12 @@ def test_a_joined_host_offers_bundles_until_it_is_drained(hosts: Any) -> None:
 
 def test_host_names_are_unique(hosts: Any) -> None:
     assert len({host.name for host in ray_hosts()}) == 3
-    assert [host.whole.gpus for host in ray_hosts()] == [0, 2, 2], "the head comes first"
+    assert [host.total.gpus for host in ray_hosts()] == [0, 2, 2], "the head comes first"
 
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Bundles:
-    """Two ranks and an engine on a host; the engine shares the second rank's card."""
+    """Two ranks and an engine on a host; the engine shares the second rank's GPU."""
     monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", lambda: [])
     first, second = object(), object()
     of = {"trainer-0": first, "trainer-1": second, "rollout-0": second}
@@ -177,18 +177,18 @@ def test_an_actor_on_another_host_than_planned_is_an_error(plan: Bundles) -> Non
         plan.check("trainer-0", ActorLocation("bbbbbbbb", ("0",)))
 
 
-def test_cards_shared_against_the_plan_are_an_error(plan: Bundles) -> None:
+def test_gpus_shared_against_the_plan_are_an_error(plan: Bundles) -> None:
     plan.check("trainer-0", ActorLocation("aaaaaaaa", ("3",)))
-    with pytest.raises(RuntimeFailure, match=r"trainer-1: has card 3 of host aaaaaa, which the plan assigns to trainer-0"):
+    with pytest.raises(RuntimeFailure, match=r"trainer-1: has GPU 3 of host aaaaaa, which the plan assigns to trainer-0"):
         plan.check("trainer-1", ActorLocation("aaaaaaaa", ("3",)))
     plan.locations.pop("trainer-1")
     plan.check("trainer-1", ActorLocation("aaaaaaaa", ("0",)))
-    with pytest.raises(RuntimeFailure, match=r"rollout-0: has card 2 of host aaaaaa, but the plan shares a card with trainer-1"):
+    with pytest.raises(RuntimeFailure, match=r"rollout-0: has GPU 2 of host aaaaaa, but the plan shares a GPU with trainer-1"):
         plan.check("rollout-0", ActorLocation("aaaaaaaa", ("2",)))
 
 
 def test_compact_moves_bundles_on_live_hosts_to_the_first_actors(plan: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.cluster.bundles.living", lambda: {"cc"})
+    monkeypatch.setattr("mtpctl.cluster.bundles.live_nodes", lambda: {"cc"})
     bundles = Bundles(
         {f"trainer-{i}": ActorBundle(Claim(f"trainer-{i}", 1), node, None) for i, node in enumerate(["bb", "bb", "cc", "cc"])}
     )
@@ -204,7 +204,7 @@ def test_compact_moves_bundles_on_live_hosts_to_the_first_actors(plan: Bundles, 
 
 def test_actors_are_listed_as_awaited_until_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ElasticRollout` leaves free capacity to the actors that wait."""
-    monkeypatch.setattr("mtpctl.cluster.bundles.living", set)
+    monkeypatch.setattr("mtpctl.cluster.bundles.live_nodes", set)
     monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", list)
     bundles = Bundles({"logprob-0-rank-0": ActorBundle(Claim("logprob-0-rank-0", 1), "bb", None)})
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from mtpctl.cluster.hosts import Host, allocate, allocate_cards, capacities
+from mtpctl.cluster.hosts import Host, allocate, allocate_gpus, capacities
 
 
-def test_a_share_is_taken_from_the_fullest_card_that_can_hold_it() -> None:
-    assert allocate_cards([1.0, 0.5, 0.75], 1, 0.5) == ([1.0, 0.0, 0.75], [(1,)])
-    assert allocate_cards([1.0, 0.25], 2, 0.5) == ([0.0, 0.25], [(0,), (0,)])
-    assert allocate_cards([0.5, 0.5], 1, 1.0) is None, "half a card twice is no card"
-    assert allocate_cards([1.0, 1.0, 1.0], 1, 2) == ([0.0, 0.0, 1.0], [(0, 1)])
+def test_a_share_is_taken_from_the_fullest_gpu_that_can_hold_it() -> None:
+    assert allocate_gpus([1.0, 0.5, 0.75], 1, 0.5) == ([1.0, 0.0, 0.75], [(1,)])
+    assert allocate_gpus([1.0, 0.25], 2, 0.5) == ([0.0, 0.25], [(0,), (0,)])
+    assert allocate_gpus([0.5, 0.5], 1, 1.0) is None, "half a GPU twice is no GPU"
+    assert allocate_gpus([1.0, 1.0, 1.0], 1, 2) == ([0.0, 0.0, 1.0], [(0, 1)])
 
 
-def test_the_free_fraction_of_a_card_is_offered_as_a_share() -> None:
+def test_the_free_fraction_of_a_gpu_is_offered_as_a_share() -> None:
     assert capacities([Host(4, 2.25)]) == [(4, [1.0, 1.0, 0.25])]
     assert capacities([Host(4, 2.9999999)]) == [(4, [1.0, 1.0, 1.0])], "as finely as Ray counts"
 

@@ -13,17 +13,20 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mtpctl.cli.app import main
 from mtpctl.cluster import leftovers
-from mtpctl.cluster.leftovers import MARK
+from mtpctl.cluster.leftovers import MARK, Watchdog, session_members
 from mtpctl.cluster.local import cluster
 from mtpctl.recipe.cluster import ClusterConfig
+from tests.environment import with_tree
+from tests.fakes.processes import runs
 
 MAKES = """
 import json, sys
@@ -93,7 +96,7 @@ def test_a_folder_without_a_readable_mark_is_listed_and_kept(mark: str | None, m
     if mark is not None:
         (folder / MARK).write_text(mark)
     assert leftovers.remove() == [] and folder.is_dir()
-    assert leftovers.unknown() == [folder] and leftovers.elsewhere() == []
+    assert leftovers.unmarked() == [folder] and leftovers.of_other_namespaces() == []
 
 
 def change_mark(folder: Path, **changed: object) -> None:
@@ -110,7 +113,7 @@ def test_a_folder_of_another_container_is_listed_and_kept(
     change_mark(folder, namespace="another")
     assert not leftovers.claim(folder) and not leftovers.vacate(folder)
     assert folder not in [left.path for left in leftovers.remove()] and (folder / "v00000001").is_dir()
-    assert leftovers.elsewhere() == [folder] and leftovers.unknown() == []
+    assert leftovers.of_other_namespaces() == [folder] and leftovers.unmarked() == []
     with pytest.raises(SystemExit):
         main(["clean"])
     assert f"skipped: {folder} was created elsewhere" in capsys.readouterr().out
@@ -122,7 +125,7 @@ def test_shared_memory_of_an_earlier_boot_is_removed(run: subprocess.Popen[str],
     for folder in (versions, session):
         change_mark(folder, boot="another")
     assert [left.path for left in leftovers.remove()] == [versions]
-    assert leftovers.elsewhere() == [session] and session.is_dir()
+    assert leftovers.of_other_namespaces() == [session] and session.is_dir()
 
 
 def test_an_interrupted_removal_is_continued_by_the_next(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +151,12 @@ def test_an_interrupted_removal_is_continued_by_the_next(run: subprocess.Popen[s
 
 def test_a_partly_removed_folder_without_a_mark_is_listed(memory: Path) -> None:
     (memory / ".mtpctl-going-7-mtpctl-run").mkdir()
-    assert leftovers.unknown() == [memory / ".mtpctl-going-7-mtpctl-run"]
+    assert leftovers.unmarked() == [memory / ".mtpctl-going-7-mtpctl-run"]
 
 
 def test_only_one_process_removes_at_a_time(run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kill(run)
-    with leftovers._alone(wait=True):
+    with leftovers._locked(wait=True):
         assert leftovers.remove() == []
         with pytest.raises(SystemExit):
             main(["clean"])
@@ -166,7 +169,7 @@ def test_a_claim_waits_for_a_removal(run: subprocess.Popen[str], memory: Path) -
     kill(run)
     claimed: list[bool] = []
     claiming = threading.Thread(target=lambda: claimed.append(leftovers.claim(folder)))
-    with leftovers._alone(wait=True):
+    with leftovers._locked(wait=True):
         claiming.start()
         claiming.join(0.3)
         assert claiming.is_alive() and (folder / "v00000001").is_dir()
@@ -188,7 +191,7 @@ def test_a_folder_that_was_claimed_again_is_not_removed(run: subprocess.Popen[st
 def test_a_folder_of_another_user_is_not_removed(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kill(run)
     monkeypatch.setattr(os, "getuid", lambda: 1 + memory.stat().st_uid)
-    assert leftovers.find() == leftovers.remove() == leftovers.unknown() == []
+    assert leftovers.find() == leftovers.remove() == leftovers.unmarked() == []
 
 
 def test_a_session_with_a_living_ray_process_is_not_removed(run: subprocess.Popen[str], memory: Path) -> None:
@@ -290,3 +293,95 @@ def test_clean_prints_the_removed_folders(run: subprocess.Popen[str], memory: Pa
             not ended.value.code and len(lines) == len(said) and all(line.startswith(text) for line, text in zip(lines, said, strict=True))
         )
         assert last.startswith(f"skipped: {memory / 'mtpctl-ipc-x'} does not name its owner")
+
+
+DEADLINE_S = 60.0
+
+COMMAND = """
+import os, subprocess, sys, time
+from pathlib import Path
+from mtpctl.cluster import leftovers
+from mtpctl.cluster.leftovers import Watchdog
+
+watchdog = Watchdog()
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = "import subprocess, sys; subprocess.Popen(sys.argv[1:]{}); subprocess.run(sys.argv[1:])"
+daemon = subprocess.Popen([sys.executable, "-c", child.format(""), *sleep], preexec_fn=watchdog.register, start_new_session=True)
+apart = [sys.executable, "-c", child.format(", start_new_session=True"), *sleep]
+other = subprocess.Popen(apart, preexec_fn=watchdog.register, start_new_session=True)
+bystander = subprocess.Popen(sleep, start_new_session=True)
+forked = os.fork()  # holds the pipe
+if not forked:
+    time.sleep(600)
+leftovers.make_marked(Path(os.environ["VERSIONS"]))  # a folder named on a command line counts as in use
+print(watchdog._process.pid, daemon.pid, other.pid, bystander.pid, forked, flush=True)
+end = input()
+if end == "close":
+    watchdog.close()
+    print("closed", flush=True)
+    input()
+"""
+
+
+def poll(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def versions() -> Path:
+    return leftovers.SHARED_MEMORY / f"{leftovers.PREFIX}watchdog-{os.getpid()}-{time.monotonic_ns()}"
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_the_watchdog_ends_only_daemons_and_their_descendants(versions: Path, end: str) -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=with_tree(VERSIONS=str(versions)),
+    )
+    assert command.stdin is not None and command.stdout is not None
+    watchdog, daemon, other, bystander, forked = (psutil.Process(int(pid)) for pid in command.stdout.readline().split())
+    try:
+        poll(lambda: len(daemon.children()) == len(other.children()) == 2)
+        ours = [each for leader in (daemon, other) for each in (leader, *leader.children(recursive=True))]
+        if end == "close":
+            command.stdin.write("close\n")
+            command.stdin.flush()
+            assert command.stdout.readline() == "closed\n"
+        else:
+            command.send_signal(signal.SIGKILL)
+        # The command is not waited for: a parent may leave it a zombie.
+        poll(lambda: not any(map(runs, (*ours, watchdog))))
+        assert runs(bystander) and runs(forked)
+        assert versions.exists() == (end == "close")
+    finally:
+        command.kill()
+        bystander.kill()
+        forked.kill()
+        command.wait()
+        leftovers.remove(wait=True)
+
+
+def test_a_session_with_another_leader_has_no_members() -> None:
+    """The id of a process that has ended may have been given to another one."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        try:
+            started = leftovers.start_time(process.pid)
+            poll(lambda: os.getsid(process.pid) == process.pid)
+            assert [each.pid for each in session_members({process.pid: started})] == [process.pid]
+            assert session_members({process.pid: started - 1}) == []
+        finally:
+            process.kill()
+
+
+def test_the_command_ends_despite_a_killed_watchdog() -> None:
+    watchdog = Watchdog()
+    watchdog._process.kill()
+    watchdog._process.wait()
+    watchdog.close()
+    watchdog.close()

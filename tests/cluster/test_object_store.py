@@ -54,12 +54,12 @@ def test_missing_bucket_is_a_user_error(server: S3Server) -> None:
 
 
 def test_unknown_scheme_is_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"train.checkpoint_copy: s4://bucket/run is of no scheme that fsspec knows; write s3://"):
+    with pytest.raises(UserError, match=r"train.checkpoint_copy: fsspec does not know the scheme of s4://bucket/run; use s3://"):
         ObjectStore("s4://bucket/run", FIELD)
 
 
 def test_unreachable_server_is_reported_at_once() -> None:
-    with pytest.raises(EnvironmentMissing, match=r"train.checkpoint_copy: ftp://127.0.0.1:9/x is not reached: .*refused"):
+    with pytest.raises(EnvironmentMissing, match=r"train.checkpoint_copy: ftp://127.0.0.1:9/x cannot be reached: .*refused"):
         ObjectStore("ftp://127.0.0.1:9/x", FIELD)
 
 
@@ -75,7 +75,7 @@ def test_missing_package_of_a_scheme_is_reported(monkeypatch: pytest.MonkeyPatch
 def test_rejected_credentials_are_an_environment_error() -> None:
     with serving() as server:
         server.refuse()
-        message = rf"train.checkpoint_copy: s3://{BUCKET}/run may not be written with the credentials here \(The AWS Access Key Id"
+        message = rf"train.checkpoint_copy: the credentials do not allow writing to s3://{BUCKET}/run \(The AWS Access Key Id"
         with pytest.raises(EnvironmentMissing, match=message):
             ObjectStore(f"s3://{BUCKET}/run", FIELD).check()
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from mtpctl.cluster import process
-from mtpctl.cluster.process import empty_if_large, folder_for_all, name_for_one, write_to_run
+from mtpctl.cluster.process import log_folder_variables, log_name_variables, redirect_output, rotate_if_large
 
 PROGRAM = """
 import os, subprocess, sys
-from mtpctl.cluster.process import write_to_run
+from mtpctl.cluster.process import redirect_output
 print("before")
-print(write_to_run())
+print(redirect_output())
 print("from python", file=sys.stderr)
 os.write(1, b"from native code\\n")
 subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
@@ -24,7 +24,7 @@ subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
 
 
 def run(folder: Path, name: str = "rollout replica 0") -> str:
-    environment = {**os.environ, **folder_for_all(folder), **name_for_one(name)}
+    environment = {**os.environ, **log_folder_variables(folder), **log_name_variables(name)}
     return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True).stdout
 
 
@@ -47,7 +47,7 @@ def test_output_is_not_redirected_without_the_folder(tmp_path: Path) -> None:
 
 def test_output_is_not_redirected_outside_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(process.FOLDER_VARIABLE, raising=False)
-    assert write_to_run() is None
+    assert redirect_output() is None
 
 
 def test_a_large_file_is_copied_and_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +55,10 @@ def test_a_large_file_is_copied_and_emptied(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "a.log"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, b"x" * 100)
-    empty_if_large(path, file)
+    rotate_if_large(path, file)
     assert path.stat().st_size == 100
     os.write(file, b"y")
-    empty_if_large(path, file)
+    rotate_if_large(path, file)
     os.write(file, b"new")
     os.close(file)
     assert path.read_text() == "new" and (tmp_path / "a.1.log").read_text() == "x" * 100 + "y"
@@ -70,17 +70,17 @@ def test_an_actor_writes_to_the_log_folder_of_its_run(tmp_path: Path) -> None:
 import ray
 from pathlib import Path
 from mtpctl.cluster.local import cluster
-from mtpctl.cluster.process import name_for_one, write_to_run
+from mtpctl.cluster.process import log_name_variables, redirect_output
 from mtpctl.recipe.cluster import ClusterConfig
 
 class Actor:
     def __init__(self):
-        write_to_run()
+        redirect_output()
     def say(self):
         print("said")
 
-with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0, tidy=False, logs=Path({str(tmp_path)!r})):
-    actor = ray.remote(Actor).options(runtime_env={{"env_vars": name_for_one("trainer rank 3")}}).remote()
+with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0, remove_leftovers=False, logs=Path({str(tmp_path)!r})):
+    actor = ray.remote(Actor).options(runtime_env={{"env_vars": log_name_variables("trainer rank 3")}}).remote()
     ray.get(actor.say.remote())
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)

@@ -290,7 +290,7 @@ def test_run_resumes_from_the_copy_on_another_machine(server: S3Server, tmp_path
     # What would stop it is told before anything starts.
     server.refuse()
     refused = trained(lone, server, 8, "--dry-run")
-    assert refused.returncode == 3 and "may not be written with the credentials here" in refused.stderr
+    assert refused.returncode == 3 and "the credentials do not allow writing to" in refused.stderr
     server.stop()
     away = trained(lone, server, 8)
     assert away.returncode == 3 and not lone.exists()

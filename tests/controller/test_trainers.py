@@ -87,7 +87,7 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: dict[str, float]) -> None:
         self.free = free
         self.bundles = Bundles({f"trainer-{i}": ActorBundle(Claim(f"trainer-{i}", 1), "bbcc"[i], None) for i in range(4)})
-        monkeypatch.setattr("mtpctl.cluster.bundles.living", lambda: set(self.free))
+        monkeypatch.setattr("mtpctl.cluster.bundles.live_nodes", lambda: set(self.free))
         monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", self._hosts)
         monkeypatch.setattr(Bundles, "reserve", lambda bundles, specs, *, planned: self._reserve(bundles, specs))
         monkeypatch.setattr(trainers, "ROOM_S", 0.1)

@@ -1,4 +1,4 @@
-"""A layer saves as many bytes for its backward pass as `mtpctl.plan.activations` assumes.
+"""A layer saves as many bytes for its backward pass as `mtpctl.plan.sharding` assumes.
 
 A CPU runs norms and attention in pieces that keep more than a card's kernels do; stand-ins here keep what those keep.
 """
@@ -15,7 +15,7 @@ import torch
 
 from mtpctl.kernels.qkv import split_heads_torch
 from mtpctl.model import attention, core_attention, layers
-from mtpctl.plan.activations import activation_width, layer_widths
+from mtpctl.plan.sharding import activation_width, layer_widths
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from tests.fakes.kept import Kept

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from mtpctl.cluster.hosts import Host
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.fitting import Misfit, card_needed, changed, misfits
-from mtpctl.plan.memory import GIB, trainer_memory
+from mtpctl.plan import fitting
+from mtpctl.plan.fitting import Misfit, changed, gpu_gib_needed, misfits, shared_gpu_lines, sharing_cautions
+from mtpctl.plan.memory import GIB, engine_memory, trainer_memory
+from mtpctl.plan.placement import place
 from mtpctl.recipe.checks import complaints_of
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
@@ -34,22 +40,22 @@ def test_the_gain_of_a_remedy_is_the_reduction_of_the_memory() -> None:
         assert remedy.fits == (needs - remedy.gain <= 139 * GIB)
 
 
-def test_the_error_names_a_sufficient_remedy_without_more_cards() -> None:
+def test_the_error_names_a_sufficient_remedy_without_more_gpus() -> None:
     misfit = only(recipe("cluster.gpu_gib=40", "rollout.gpu_memory=0.9"))
     gains = [remedy.gain for remedy in misfit.remedies]
     assert gains == sorted(gains, reverse=True) and len(gains) >= 6
-    assert misfit.remedies[0].cards, "tp=8 gains most, on twice as many cards"
-    enough = next(remedy for remedy in misfit.remedies if remedy.fits and not remedy.cards)
+    assert misfit.remedies[0].more_gpus, "tp=8 gains most, on twice as many GPUs"
+    enough = next(remedy for remedy in misfit.remedies if remedy.fits and not remedy.more_gpus)
     assert str(misfit.error).endswith(f"set {enough}, which gains {enough.gain / GIB:.1f} GiB")
 
 
-def test_remedies_pass_the_recipes_checks_and_report_further_cards() -> None:
+def test_remedies_pass_the_recipes_checks_and_report_further_gpus() -> None:
     sets = {str(remedy): remedy for remedy in only(recipe(ONE_CARD)).remedies}
     for text, remedy in sets.items():
         created = recipe(ONE_CARD, *text.split())
         assert not list(complaints_of(created)) and created == changed(recipe(ONE_CARD), remedy.change)
-    assert sets["train.parallel.tp=2 train.parallel.sequence_parallel=true"].cards
-    assert not sets["train.recompute=full"].cards and not sets["train.offload.optimizer=true"].cards
+    assert sets["train.parallel.tp=2 train.parallel.sequence_parallel=true"].more_gpus
+    assert not sets["train.recompute=full"].more_gpus and not sets["train.offload.optimizer=true"].more_gpus
 
 
 @pytest.mark.parametrize("card", [90, 60, 50])
@@ -77,7 +83,7 @@ def test_remedies_of_a_cache_in_bytes_are_sizes_that_fit() -> None:
         check_fits(changed(created, remedy.change), MIMO)
 
 
-def test_remedies_of_a_log_prob_rank_and_a_shared_card_are_shares() -> None:
+def test_remedies_of_a_log_prob_rank_and_a_shared_gpu_are_shares() -> None:
     shares = ["logprob.gpus=0.1", "rollout.gpu_memory=0.8"]
     remedy = next(remedy for remedy in only(recipe(*shares)).remedies if "logprob.gpus" in remedy.change)
     assert remedy.fits and remedy.change["logprob.gpus"] == 0.14
@@ -85,23 +91,79 @@ def test_remedies_of_a_log_prob_rank_and_a_shared_card_are_shares() -> None:
     assert (shared.rank, str(shared.remedies[0]), shared.remedies[0].fits) == ("shared_card", "rollout.gpu_memory=0.7", True)
 
 
-def test_card_needed_is_the_smallest_card_that_fits() -> None:
+def test_gpu_needed_is_the_smallest_card_that_fits() -> None:
     for sets in ([ONE_CARD], ["logprob.gpus=0.1"], ["rollout.gpu_memory=0.1"]):
         created = recipe(*sets, "cluster.gpu_gib=null")
-        needed = card_needed(created, MIMO)
+        needed = gpu_gib_needed(created, MIMO)
         assert not list(misfits(changed(created, {"cluster.gpu_gib": needed * 1.001}), MIMO))
         assert list(misfits(changed(created, {"cluster.gpu_gib": needed * 0.99}), MIMO))
 
 
-def test_an_engine_without_room_on_the_trainers_card_is_an_error_that_a_remedy_resolves() -> None:
-    """MiMo-7B's trainer on four ranks leaves a tenth of each card, which does not hold the engine's weights."""
+def test_an_engine_without_room_on_the_trainers_gpu_is_an_error_that_a_remedy_resolves() -> None:
+    """MiMo-7B's trainer on four ranks leaves a tenth of each GPU, which does not hold the engine's weights."""
     sets = ["train.gpus=0.9", "rollout.on_trainer_gpus=1", "logprob.standalone=false", "sync.transport=ipc"]
     misfit = only(recipe(*sets))
     assert misfit.rank == "rollout_rank_on_trainer_gpu"
-    assert str(misfit.error).startswith("rollout.on_trainer_gpus: 13.2 GiB of the card do not hold ")
+    assert str(misfit.error).startswith("rollout.on_trainer_gpus: 13.2 GiB of the GPU are too small for ")
     assert str(misfit.error).endswith("; lower train.gpus, or set on_trainer_gpus: 0")
     remedies = {str(remedy): remedy for remedy in misfit.remedies}
-    assert remedies["rollout.on_trainer_gpus=0"].fits and remedies["rollout.on_trainer_gpus=0"].cards
+    assert remedies["rollout.on_trainer_gpus=0"].fits and remedies["rollout.on_trainer_gpus=0"].more_gpus
     for text, remedy in remedies.items():
         if remedy.fits:
             check_fits(recipe(*sets, *text.split()), MIMO)
+
+
+THREE = ["cluster.device=cuda", "sync.transport=ipc", "rollout.kv_cache_bytes=null", "cluster.gpu_gib=80", "cluster.num_gpus=1"]
+THREE += ["train.gpus=0.1", "rollout.gpus=0.3", "rollout.replicas=3"]
+
+
+def tiny(*sets: str) -> Recipe:
+    return load_recipe("tiny_mtp", sets=[*THREE, *sets]).recipe
+
+
+def test_a_shared_gpu_is_listed_with_the_memory_of_each_process() -> None:
+    shared = tiny()
+    shape = shape_of(shared.model.config or {})
+    (line,) = shared_gpu_lines(shared, shape, place(shared), [])
+    assert "host 0, GPU 0: trainer-0" in line
+    # 0.95 of 0.3 of 80 GiB for each engine.
+    assert [f"rollout-{index} 22.8 GiB" in line for index in range(3)] == [True] * 3
+    total = trainer_memory(shared, shape).total / GIB + 3 * 22.8
+    assert line.endswith(f"; {total:.1f} GiB of 80 GiB")
+
+
+def test_a_given_cache_is_listed_with_weights_and_reserve() -> None:
+    shared = tiny(f"rollout.kv_cache_bytes={2 * GIB}")
+    shape = shape_of(shared.model.config or {})
+    memory = engine_memory(shared, shape)
+    assert memory.reserve > 0
+    (line,) = shared_gpu_lines(shared, shape, place(shared), ["10.0.0.1"])
+    assert f"host 10.0.0.1, GPU 0: trainer-0 184.1 MiB, rollout-0 {(memory.weights + memory.reserve + 2 * GIB) / GIB:.1f} GiB" in line
+
+
+def test_no_line_for_gpus_that_are_not_shared_or_of_unknown_size() -> None:
+    alone = tiny("rollout.replicas=1", "rollout.gpus=1", "train.gpus=1", "cluster.num_gpus=2")
+    shape = shape_of(alone.model.config or {})
+    assert not list(shared_gpu_lines(alone, shape, place(alone), []))
+    unknown = tiny("cluster.gpu_gib=null")
+    assert not list(shared_gpu_lines(unknown, shape, place(unknown), []))
+
+
+def test_cautions_name_missing_cores_and_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shared = tiny()
+    placement = place(shared)
+    assert sharing_cautions(shared, placement) == [], "without a GPU here, the plan is for another machine"
+    monkeypatch.setattr(fitting, "gpu_memory_gib", lambda: 80.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    tool = tmp_path / "nvidia-cuda-mps-control"
+    tool.write_text("")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "pipes"))
+    cores, mps = sharing_cautions(shared, placement)
+    assert "need 11 cores of host 0, which has 4" in cores
+    assert mps.startswith("cluster: 4 processes share a GPU and take turns on it; with CUDA MPS")
+    (tmp_path / "pipes").mkdir()
+    (tmp_path / "pipes" / "control").write_text("")
+    assert sharing_cautions(shared, placement) == [cores]
+    assert sharing_cautions(shared, placement, [Host(64, 8)]) == []

@@ -1,4 +1,4 @@
-"""Operations of a training step equal those that torch counts in the model of transformers; peaks of cards."""
+"""Operations of a training step equal those that torch counts in the model of transformers; peaks of GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.plan.flops import attention_flops, attention_weights, card_peak, step_flops, trunk_weights
+from mtpctl.plan.flops import attention_flops, attention_weights, peak_flops, step_flops, trunk_weights
 from tests.fakes.toys import LLAMA_DFLASH
 
 CONFIG = Qwen2Config(
@@ -77,8 +77,8 @@ def test_every_input_of_a_block_uses_all_matrices_of_a_block_drafter() -> None:
         ("cpu", None),
     ],
 )
-def test_card_peaks_are_found_by_name(card: str, peak: float | None) -> None:
-    assert card_peak(card) == peak
+def test_gpu_peaks_are_found_by_name(card: str, peak: float | None) -> None:
+    assert peak_flops(card) == peak
 
 
 def test_window_attention_counts_its_own_weights_and_pairs_within_the_window() -> None:

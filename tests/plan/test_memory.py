@@ -14,7 +14,6 @@ from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters, tensor_shapes
 from mtpctl.plan import memory as planning
-from mtpctl.plan.activations import activation_width, drafter_width, layer_widths, peak_width, transient_width
 from mtpctl.plan.buckets import section_buckets
 from mtpctl.plan.memory import (
     ENGINE_GRAPH_BYTES,
@@ -25,7 +24,7 @@ from mtpctl.plan.memory import (
     logprob_memory,
     trainer_memory,
 )
-from mtpctl.plan.sharding import stage_layers, stages
+from mtpctl.plan.sharding import activation_width, drafter_width, layer_widths, peak_width, stage_layers, stages, transient_width
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.quantization import sent_in_fp8
@@ -351,8 +350,8 @@ def test_a_cache_too_small_for_one_sample_is_an_error_with_the_minimum() -> None
     check_fits(recipe(f"rollout.kv_cache_bytes={needed}"), MIMO)
 
 
-def test_a_cache_that_exceeds_the_card_or_its_share_is_an_error() -> None:
-    with pytest.raises(ClusterResources, match=r"rollout.kv_cache_bytes: 128.0 GiB and 14.6 GiB of weights exceed the card's 139 GiB"):
+def test_a_cache_that_exceeds_the_gpu_or_its_share_is_an_error() -> None:
+    with pytest.raises(ClusterResources, match=r"rollout.kv_cache_bytes: 128.0 GiB and 14.6 GiB of weights exceed the GPU's 139 GiB"):
         check_fits(recipe(f"rollout.kv_cache_bytes={128 * GIB}"), MIMO)
     with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.11 leaves a cache; [0-9]+ bytes hold"):
         check_fits(recipe("rollout.gpu_memory=0.11"), MIMO)
@@ -450,16 +449,16 @@ def test_a_log_prob_rank_stores_base_weights_of_synced_adapters() -> None:
     ("sets", "message"),
     [
         (["train.parallel={tp: 1}"], "train.parallel: a trainer rank needs .* GiB, but has 139 GiB"),
-        (["rollout.gpu_memory=0.1"], "rollout.gpu_memory: 13.9 GiB of the card do not hold 14.6 GiB of weights"),
+        (["rollout.gpu_memory=0.1"], "rollout.gpu_memory: 13.9 GiB of the GPU are too small for 14.6 GiB of weights"),
         (["logprob.gpus=0.1", "rollout.gpu_memory=0.8"], "logprob.gpus: a rank needs .* GiB, but its share is 14 GiB"),
-        (["logprob.gpus=0.3", "rollout.gpu_memory=0.8"], "share a card and exceed it"),
+        (["logprob.gpus=0.3", "rollout.gpu_memory=0.8"], "share a GPU and exceed it"),
         (
             ["train.lora={rank: 16}", "sync.sections=[adapter, draft]", "logprob.gpus=0.2", "rollout.gpu_memory=0.5"],
             "logprob.gpus: a rank needs 3. GiB, but its share is 28 GiB",
         ),
     ],
 )
-def test_ranks_that_exceed_a_card_are_errors(sets: list[str], message: str) -> None:
+def test_ranks_that_exceed_a_gpu_are_errors(sets: list[str], message: str) -> None:
     with pytest.raises(ClusterResources, match=message):
         check_fits(recipe(*sets), MIMO)
 
@@ -469,25 +468,25 @@ def test_ranks_that_exceed_a_card_are_errors(sets: list[str], message: str) -> N
     [
         (
             ["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.7"],
-            "gpu_memory: 0.7 and train.gpus: 0.4 share a card and exceed it",
+            "gpu_memory: 0.7 and train.gpus: 0.4 share a GPU and exceed it",
         ),
         (
             ["train.gpus=0.4", "rollout.gpus=0.4", "rollout.gpu_memory=0.5", "logprob.standalone=true", "logprob.gpus=0.2"],
-            "gpu_memory: 0.5 and train.gpus: 0.4 and logprob.gpus: 0.2 share a card and exceed it",
+            "gpu_memory: 0.5 and train.gpus: 0.4 and logprob.gpus: 0.2 share a GPU and exceed it",
         ),
         (["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.6"], ""),
-        (["rollout.gpus=0.3", "rollout.gpu_memory=0.4", "rollout.replicas=3"], "gpu_memory: 0.4 of 3 engines share a card and exceed it"),
+        (["rollout.gpus=0.3", "rollout.gpu_memory=0.4", "rollout.replicas=3"], "gpu_memory: 0.4 of 3 engines share a GPU and exceed it"),
         (
             ["train.gpus=0.4", "rollout.gpus=0.3", "rollout.gpu_memory=0.35", "rollout.replicas=5"],
-            "gpu_memory: 0.35 of 2 engines and train.gpus: 0.4 share a card and exceed it",
+            "gpu_memory: 0.35 of 2 engines and train.gpus: 0.4 share a GPU and exceed it",
         ),
         (["train.gpus=0.4", "rollout.gpus=0.3", "rollout.replicas=5"], ""),
-        # On cards of their own, and where nothing is generated.
+        # On GPUs of their own, and where nothing is generated.
         (["train.gpus=0.4", "rollout.gpu_memory=0.9"], ""),
         (["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.9", "train.stages=[sft]", "train.sft.steps=1"], ""),
     ],
 )
-def test_ranks_on_a_shared_card_are_checked_together(sets: list[str], message: str) -> None:
+def test_ranks_on_a_shared_gpu_are_checked_together(sets: list[str], message: str) -> None:
     created = recipe("cluster.gpu_gib=80", *sets, name="tiny_mtp")
     if message:
         with pytest.raises(ClusterResources, match=message):
@@ -496,7 +495,7 @@ def test_ranks_on_a_shared_card_are_checked_together(sets: list[str], message: s
         check_fits(created, moe_shape())
 
 
-def test_the_default_memory_of_an_engine_follows_its_share_of_the_card() -> None:
+def test_the_default_memory_of_an_engine_follows_its_share_of_the_gpu() -> None:
     """The weights, everything that vLLM does not count as cache, and the cache add up to 0.95 of the share."""
     card = ["cluster.device=cuda", "sync.transport=ipc", "cluster.gpu_gib=80", "rollout.kv_cache_bytes=null"]
     sets = ["train.gpus=0.25", "rollout.gpus=0.3", "rollout.replicas=4", "rollout.on_trainer_gpus=1"]
@@ -525,7 +524,7 @@ def test_the_reserve_covers_logits_and_activations_of_the_largest_step() -> None
     assert longer.reserve - small.reserve >= 1000 * 2 * (MIMO.hidden + 3 * MIMO.ffn)
 
 
-def test_memory_is_not_checked_without_the_cards_size() -> None:
+def test_memory_is_not_checked_without_the_gpus_size() -> None:
     check_fits(recipe("train.parallel={tp: 1}", "cluster.gpu_gib="), MIMO)
 
 

@@ -1,4 +1,4 @@
-"""Ranks are placed with their CPUs and GPUs, engines are not split, and too few cards are an error."""
+"""Ranks are placed with their CPUs and GPUs, engines are not split, and too few GPUs are an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def placed(*sets: str, name: str = "mimo7b_mtp", hosts: list[Host] | None = None
     return place(load_recipe(name, sets=sets).recipe, hosts)
 
 
-def test_mimo_is_placed_on_one_host_of_eight_cards() -> None:
+def test_mimo_is_placed_on_one_host_of_eight_gpus() -> None:
     placement = placed()
     assert Counter(actor.role for actor in placement.actors) == {"trainer": 4, "rollout": 3, "logprob": 1}
     assert (placement.hosts, placement.gpus) == (1, 8)
@@ -32,36 +32,36 @@ def test_mimo_is_placed_on_one_host_of_eight_cards() -> None:
     assert [(actor.cpus, actor.gpus) for actor in placement.of("rollout")] == [(1, 1.0)] * 3
 
 
-def test_a_served_teacher_gets_its_own_cards() -> None:
+def test_a_served_teacher_gets_its_own_gpus() -> None:
     teacher = "train.rl.teacher={{path: {}, hint: x, replicas: 2, gpus: 0.75}}"
     placement = placed("train.parallel.tp=2", teacher.format("some/model"))
     assert [(actor.name, actor.gpus) for actor in placement.of("teacher")] == [("teacher-0", 0.75), ("teacher-1", 0.75)]
     assert not placed("train.parallel.tp=2", teacher.format("policy")).of("teacher")
-    with pytest.raises(UserError, match=r"train\.rl\.teacher\.gpus: 1\.5 cards cannot be assigned to one rank"):
+    with pytest.raises(UserError, match=r"train\.rl\.teacher\.gpus: 1\.5 GPUs cannot be assigned to one rank"):
         placed("train.rl.teacher={path: some/model, gpus: 1.5}")
 
 
 @pytest.mark.parametrize(("overlay", "gpus"), [("h200x2", 2), ("h200x3_lora", 3), ("h200x4", 4), ("h200x8", 8)])
-def test_overlays_use_all_their_cards(overlay: str, gpus: int) -> None:
+def test_overlays_use_all_their_gpus(overlay: str, gpus: int) -> None:
     assert place(load_recipe("mimo7b_mtp", overlays=[overlay]).recipe).gpus == gpus
 
 
-def test_a_fractional_log_prob_rank_shares_the_rollout_card() -> None:
+def test_a_fractional_log_prob_rank_shares_the_rollout_gpu() -> None:
     placement = placed("train.parallel.tp=1", "rollout.replicas=1", "logprob.gpus=0.25")
     assert [actor.gpus for actor in placement.actors] == [1.0, 0.75, 0.25]
 
 
-def test_a_run_fits_on_one_card() -> None:
+def test_a_run_fits_on_one_gpu() -> None:
     placement = placed("train.parallel.tp=1", "train.gpus=0.4", "rollout.replicas=1", "rollout.gpus=0.4", "logprob.gpus=0.2")
     assert [actor.gpus for actor in placement.actors] == [0.4, 0.4, 0.2]
     assert placement.gpus == pytest.approx(1)
 
 
-def test_a_share_does_not_span_cards() -> None:
-    """Two cards with two ranks of 0.6 cannot hold a third such rank or an engine of 0.8, although 0.8 is free in total."""
+def test_a_share_does_not_span_gpus() -> None:
+    """Two GPUs with two ranks of 0.6 cannot hold a third such rank or an engine of 0.8, although 0.8 is free in total."""
     alone = ["train.gpus=0.6", "logprob.standalone=false", "rollout.replicas=1"]
     for sets in (["train.parallel.tp=3", "rollout.gpus=0.2"], ["train.parallel.tp=2", "rollout.gpus=0.8"]):
-        with pytest.raises(ClusterResources, match="2 GPUs, each share on one card and each engine on one host, are needed"):
+        with pytest.raises(ClusterResources, match="2 GPUs, each share on one GPU and each engine on one host, are needed"):
             placed(*alone, *sets, hosts=[Host(64, 2)])
     assert placed(*alone, "train.parallel.tp=2", "rollout.gpus=0.4", hosts=[Host(64, 2)]).gpus == pytest.approx(1.6)
     assert placed(*alone, "train.parallel.tp=3", hosts=[Host(float("inf"), float("inf"))]).gpus == pytest.approx(2.8)
@@ -70,9 +70,9 @@ def test_a_share_does_not_span_cards() -> None:
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["rollout.gpus=0.5"], r"rollout\.gpus: 0\.5 of a card for each of rollout\.tp: 2 ranks, which need whole cards"),
-        (["logprob.gpus=0.25"], r"rollout\.gpus: 0\.75 of a card for each of rollout\.tp: 2 ranks, .* set it to 1"),
-        (["logprob.gpus=1.5"], r"logprob\.gpus: 1\.5 cards cannot be assigned to one rank"),
+        (["rollout.gpus=0.5"], r"rollout\.gpus: 0\.5 of a GPU for each of rollout\.tp: 2 ranks, which need one GPU each"),
+        (["logprob.gpus=0.25"], r"rollout\.gpus: 0\.75 of a GPU for each of rollout\.tp: 2 ranks, .* set it to 1"),
+        (["logprob.gpus=1.5"], r"logprob\.gpus: 1\.5 GPUs cannot be assigned to one rank"),
     ],
 )
 def test_gpu_counts_that_ray_cannot_allocate_are_errors(sets: list[str], message: str) -> None:
@@ -84,11 +84,11 @@ def test_gpu_counts_that_ray_cannot_allocate_are_errors(sets: list[str], message
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["train.gpus=0.4", "train.parallel.tp=2"], r"train\.gpus: 0\.4 puts two of train\.parallel's 2 ranks on one card"),
-        (["logprob.gpus=0.25", "logprob.parallel.tp=2"], r"logprob\.gpus: 0\.25 puts two of logprob\.parallel's 2 ranks on one card"),
+        (["train.gpus=0.4", "train.parallel.tp=2"], r"train\.gpus: 0\.4 puts two of train\.parallel's 2 ranks on one GPU"),
+        (["logprob.gpus=0.25", "logprob.parallel.tp=2"], r"logprob\.gpus: 0\.25 puts two of logprob\.parallel's 2 ranks on one GPU"),
     ],
 )
-def test_two_nccl_ranks_on_one_card_are_an_error(sets: list[str], message: str) -> None:
+def test_two_nccl_ranks_on_one_gpu_are_an_error(sets: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         placed(*sets)
     shares = [actor.gpus for actor in placed(*(text.replace("0.4", "0.6").replace("0.25", "0.75") for text in sets)).actors]
@@ -96,7 +96,7 @@ def test_two_nccl_ranks_on_one_card_are_an_error(sets: list[str], message: str) 
 
 
 @pytest.mark.parametrize(
-    ("sets", "cards"),
+    ("sets", "gpus"),
     [
         ([], 8),
         (["train.gpus=0.6", "rollout.gpus=0.4", "logprob.gpus=0.4", "sync.transport=ipc"], 4),
@@ -104,8 +104,8 @@ def test_two_nccl_ranks_on_one_card_are_an_error(sets: list[str], message: str) 
         (["train.parallel.tp=1", "rollout.replicas=1", "logprob.gpus=0.25"], 2),
     ],
 )
-def test_number_of_cards_in_use(sets: list[str], cards: int) -> None:
-    assert placed(*sets).cards == cards
+def test_number_of_gpus_in_use(sets: list[str], gpus: int) -> None:
+    assert placed(*sets).gpu_count == gpus
 
 
 def test_engines_do_not_span_hosts() -> None:
@@ -146,7 +146,7 @@ def test_cpu_ranks_reserve_their_threads() -> None:
         (["cluster.num_cpus=1"], "tiny_mtp", None, "2 CPUs are needed"),
     ],
 )
-def test_too_few_cards_or_cpus_are_an_error(sets: list[str], name: str, hosts: list[Host] | None, message: str) -> None:
+def test_too_few_gpus_or_cpus_are_an_error(sets: list[str], name: str, hosts: list[Host] | None, message: str) -> None:
     with pytest.raises(ClusterResources, match=message):
         placed(*sets, name=name, hosts=hosts)
 
@@ -161,7 +161,7 @@ def test_an_elastic_run_is_placed_with_the_minimum_of_engines() -> None:
 
 def test_most_engines_is_the_number_that_fits() -> None:
     recipe = load_recipe("mimo7b_mtp", sets=[ELASTIC, "logprob.standalone=false"]).recipe
-    assert [max_engines(recipe, [Host(64, cards)] * hosts) for cards, hosts in ((5, 1), (8, 1), (8, 2))] == [1, 4, 8]
+    assert [max_engines(recipe, [Host(64, gpus)] * hosts) for gpus, hosts in ((5, 1), (8, 1), (8, 2))] == [1, 4, 8]
     with pytest.raises(ClusterResources, match=r"5 GPUs are needed \(trainer 4, rollout 1\)"):
         max_engines(recipe, [Host(64, 4)])
 
@@ -180,11 +180,11 @@ def test_an_engine_larger_than_a_host_is_an_error() -> None:
 def test_a_tensor_parallel_group_that_fits_a_host_is_not_split() -> None:
     alone = ["train.parallel.tp=2", "train.stages=[sft]"]
     placement = placed(*alone, "train.parallel.dp=2", hosts=[Host(64, 3), Host(64, 2)])
-    assert [(actor.host, actor.cards) for actor in placement.actors] == [(0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))]
+    assert [(actor.host, actor.gpu_ids) for actor in placement.actors] == [(0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))]
     assert [actor.host for actor in placed(*alone, hosts=[Host(64, 1), Host(64, 1)]).actors] == [0, 1], "none could hold it"
 
 
-def test_bundles_join_ranks_of_a_card_and_ranks_of_an_engine() -> None:
+def test_bundles_join_ranks_of_a_gpu_and_ranks_of_an_engine() -> None:
     shares = ["train.gpus=0.6", "rollout.gpus=0.4", "logprob.gpus=0.4", "sync.transport=ipc", "train.parallel.tp=2"]
     bundles = placed(*shares, "rollout.replicas=1").bundles()
     assert [([actor.name for actor in bundle.actors], bundle.gpus) for bundle in bundles] == [
@@ -203,11 +203,11 @@ SMALL = ["logprob.standalone=false", "sync.transport=ipc"]
 
 
 def test_engines_on_the_trainers_gpus_get_the_share_that_it_leaves() -> None:
-    """Two trainer ranks on cards 0 and 1, three engines there, and a fourth with a card of its own."""
+    """Two trainer ranks on GPUs 0 and 1, three engines there, and a fourth with a GPU of its own."""
     sets = [*SMALL, "train.parallel.tp=2", "train.gpus=0.6", "rollout.replicas=4", "rollout.on_trainer_gpus=3"]
     placement = placed(*sets, hosts=[Host(64, 3)])
     engines = placement.of("rollout")
-    assert [engine.cards for engine in engines] == [(0,), (1,), (0,), (2,)]
+    assert [engine.gpu_ids for engine in engines] == [(0,), (1,), (0,), (2,)]
     assert [engine.gpus for engine in engines] == [0.2, 0.2, 0.2, 1.0]
     by_actors = {tuple(actor.name for actor in bundle.actors): bundle.gpus for bundle in placement.bundles()}
     assert by_actors == {("trainer-0", "rollout-0", "rollout-2"): 1.0, ("trainer-1", "rollout-1"): 0.8, ("rollout-3",): 1.0}
@@ -234,7 +234,7 @@ def test_busy_cores_of_engines_are_compared_with_those_of_the_host() -> None:
         "mimo7b_mtp", sets=[*SMALL, "train.parallel.tp=1", "train.gpus=0.1", "rollout.gpus=0.3", "rollout.replicas=3"]
     ).recipe
     placement = place(recipe)
-    assert placement.cards == 1
+    assert placement.gpu_count == 1
     assert core_shortage(recipe, placement, {0: 11}) == ""
     assert "3 engine(s) with 3 busy cores each and the other processes need 11 cores of host 0, which has 10" in core_shortage(
         recipe, placement, {0: 10}

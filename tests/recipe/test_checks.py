@@ -49,7 +49,7 @@ EAGLE3 = f"model.config={json.dumps(LLAMA_EAGLE3)}"
 DFLASH = (f"model.config={json.dumps(LLAMA_DFLASH)}", "mtp.repeat=3", "rollout.speculation.num_tokens=3")
 DRAFT = ["train.stages=[draft, rl]", "train.draft.steps=5"]
 
-# A recipe for one card, which the tests' recipes are not.
+# A recipe for one GPU, which the tests' recipes are not.
 BITWISE, CORRECTED = ["numerics=bitwise"], ["train.rl.correction.mode=truncate"]
 CARD = ["cluster.device=cuda", "sync.transport=nccl"]
 BITWISE_CARD = [*BITWISE, *CARD, "train.precision=bf16"]
@@ -250,7 +250,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         (["sync.transport=ipc"], "sync.transport: ipc needs CUDA; set shm"),
         (["sync.transport=storage"], "sync.url: the transport storage needs a folder; write s3://BUCKET/FOLDER"),
         (["sync.transport=storage", "sync.url=/mnt/weights"], "sync.url: /mnt/weights is not a URL; write s3://BUCKET/FOLDER"),
-        (["sync.transport=ipc", "sync.delta=true"], "sync.delta: ipc copies between cards of one host faster than changes are found"),
+        (["sync.transport=ipc", "sync.delta=true"], "sync.delta: ipc copies between GPUs of one host faster than changes are found"),
         (
             ["sync.transport=nccl", "cluster.device=cuda", "logprob={standalone: true, gpus: 0.25}"],
             "sync.transport: nccl supports one process per GPU, but with logprob.gpus: 0.25 two share one; set ipc",
@@ -641,7 +641,7 @@ def test_an_adapter_of_packed_experts_may_be_merged_or_left_out(folder: Path) ->
     assert with_folder(folder, *ALONE, "train.lora.targets=[linear_qkv]") == []
     with_experts(folder, "model.layers.0.mlp.experts.0.gate_proj.weight", index=True)
     (told,) = with_folder(folder, *ALONE)
-    assert told.startswith(ON_A_CPU), "a card's engine has adapters of experts"
+    assert told.startswith(ON_A_CPU), "a GPU's engine has adapters of experts"
 
 
 def test_adapter_of_weights_merged_into_attention_is_rejected() -> None:

@@ -10,8 +10,7 @@ import pytest
 from mtpctl.errors import UserError
 from mtpctl.families.quantization import fp8_names
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.buckets import wire_tensors
-from mtpctl.plan.quantization import plan_quantization
+from mtpctl.plan.buckets import plan_quantization, wire_tensors
 from mtpctl.recipe.checks import cautions_of, complaints_of, validate
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.model import hf_config, read_config

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from mtpctl.plan.buckets import plan_buckets
-from mtpctl.plan.changes import BLOCK, Change, smallest
+from mtpctl.plan.buckets import BLOCK, Change, plan_buckets, smallest
 from mtpctl.sync import delta
 from mtpctl.sync.delta import BlobReader, apply, compare, decode, encode
 from mtpctl.sync.packing import spec_of

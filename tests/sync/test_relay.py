@@ -63,7 +63,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         (folder / name).write_bytes(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy().tobytes())
     monkeypatch.setattr(remote, "ObjectStore", Gated)
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
-    monkeypatch.setattr(object_store, "PIECE", 100_000)
+    monkeypatch.setattr(object_store, "REQUEST_BYTES", 100_000)
     monkeypatch.setattr(Gated, "gets", [], raising=False)
     monkeypatch.setattr(Gated, "step", lambda name, start: None, raising=False)
     yield f"file://{tmp_path}/bucket"

@@ -139,7 +139,7 @@ def test_a_version_that_cannot_be_downloaded_leaves_the_previous_one(store: Vers
 
 def test_versions_in_s3_are_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if hosts are in a chain, which read pieces of files."""
-    monkeypatch.setattr(object_store, "PIECE", 700)
+    monkeypatch.setattr(object_store, "REQUEST_BYTES", 700)
     with serving():
         store = VersionStore(tmp_path / "store", ObjectStore(f"s3://{BUCKET}/run", FIELD))
         trainer, publish, engine = Trainer(), Publisher(store, bucket_bytes=3000, delta=True, digests=True), new_engine()

@@ -114,7 +114,7 @@ def test_unknown_gpu_has_no_utilisation() -> None:
 
 
 def test_update_reports_mfu_if_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.trainer.batch.card_peak", {"cpu": 1e12}.get)
+    monkeypatch.setattr("mtpctl.trainer.batch.peak_flops", {"cpu": 1e12}.get)
     folder, batch = mimo(tmp_path / "model"), sequences()
     with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated")) as created:
         created.set_optimizer(GENTLE)

@@ -22,8 +22,8 @@ from mtpctl.bench.train_step import create_config_folder, samples
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.packing import Packing
-from mtpctl.plan.activations import activation_width, transient_width
 from mtpctl.plan.memory import GIB
+from mtpctl.plan.sharding import activation_width, transient_width
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import OptimizerConfig

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from mtpctl.jobs.slurm import Allocation, NodeGroup, Request, allocation, script, seconds_of
+from mtpctl.jobs.launch import NodeGroup, SlurmAllocation, SlurmRequest, seconds_of, slurm_allocation, slurm_script
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.commands import mtpctl as mtpctl
@@ -79,18 +80,18 @@ def test_machine_without_slurm_is_exit_code_3(mtpctl: Any, monkeypatch: pytest.M
 
 def test_recipe_gets_as_few_nodes_as_it_fits() -> None:
     groups = [NodeGroup("main", True, 6, 3, 0, 3600.0)]
-    assert allocation(tiny(), Request(), groups).nodes == 1
-    assert allocation(tiny("rollout.replicas=5"), Request(), groups).nodes == 2
+    assert slurm_allocation(tiny(), SlurmRequest(), groups).nodes == 1
+    assert slurm_allocation(tiny("rollout.replicas=5"), SlurmRequest(), groups).nodes == 2
     # On one node no other can join, so it needs room for the maximum.
-    assert allocation(tiny("rollout.replicas={min: 1, max: 4}"), Request(), groups).nodes == 2
+    assert slurm_allocation(tiny("rollout.replicas={min: 1, max: 4}"), SlurmRequest(), groups).nodes == 2
 
 
 def test_cards_are_whole_nodes_with_gpus() -> None:
     groups = [NodeGroup("main", True, 4, 64, 0, 3600.0), NodeGroup("main", True, 4, 64, 8, 3600.0)]
     recipe = load_recipe("mimo7b_mtp").recipe
-    assert allocation(recipe, Request(), groups) == Allocation(1, 64, 8, 3600.0)
-    assert allocation(recipe, Request(gpus=4), groups) == Allocation(2, 64, 4, 3600.0)
-    assert "#SBATCH --gres=gpu:4" in lines(script(recipe, Request(gpus=4), Allocation(2, 64, 4, 3600.0), ["mimo7b_mtp"]))
+    assert slurm_allocation(recipe, SlurmRequest(), groups) == SlurmAllocation(1, 64, 8, 3600.0)
+    assert slurm_allocation(recipe, SlurmRequest(gpus=4), groups) == SlurmAllocation(2, 64, 4, 3600.0)
+    assert "#SBATCH --gres=gpu:4" in lines(slurm_script(recipe, SlurmRequest(gpus=4), SlurmAllocation(2, 64, 4, 3600.0), ["mimo7b_mtp"]))
 
 
 @pytest.mark.parametrize(
@@ -112,14 +113,16 @@ def test_script_has_the_options_and_the_arguments_of_train(slurm: Path, mtpctl: 
 
 
 def test_time_for_a_checkpoint_is_at_most_a_quarter_of_the_limit() -> None:
-    assert f"{LEAD}60" in lines(script(tiny(), Request(), Allocation(1, 4, 0, 240.0), ["tiny_mtp"]))
-    assert f"{LEAD}300" in lines(script(tiny(), Request(), Allocation(1, 4, 0, float("inf")), ["tiny_mtp"]))
+    assert f"{LEAD}60" in lines(slurm_script(tiny(), SlurmRequest(), SlurmAllocation(1, 4, 0, 240.0), ["tiny_mtp"]))
+    assert f"{LEAD}300" in lines(slurm_script(tiny(), SlurmRequest(), SlurmAllocation(1, 4, 0, float("inf")), ["tiny_mtp"]))
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.parametrize("request_", [Request(), Request(requeue=True, cpus=2), Request(seeds=(3, 4))], ids=["plain", "requeue", "seeds"])
-def test_script_is_valid_bash(nodes: int, request_: Request) -> None:
-    text = script(tiny("run_dir=/tmp/it's {name}"), request_, Allocation(nodes, 4, 0, 3600.0), ["a recipe.yaml"])
+@pytest.mark.parametrize(
+    "request_", [SlurmRequest(), SlurmRequest(requeue=True, cpus=2), SlurmRequest(seeds=(3, 4))], ids=["plain", "requeue", "seeds"]
+)
+def test_script_is_valid_bash(nodes: int, request_: SlurmRequest) -> None:
+    text = slurm_script(tiny("run_dir=/tmp/it's {name}"), request_, SlurmAllocation(nodes, 4, 0, 3600.0), ["a recipe.yaml"])
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("--requeue" in text and "scontrol requeue" in text) == request_.requeue
@@ -166,7 +169,7 @@ def _catches(pid: int, number: int) -> bool:
 @pytest.mark.parametrize(("state", "requeued"), [("RUNNING", True), ("COMPLETING", False)])
 def test_script_passes_one_stop_on_and_requeues_only_a_running_job(tmp_path: Path, state: str, requeued: bool) -> None:
     log = tmp_path / "log"
-    text = script(tiny(f"run_dir={tmp_path}/run"), Request(requeue=True), Allocation(1, 4, 0, 3600.0), ["tiny_mtp"])
+    text = slurm_script(tiny(f"run_dir={tmp_path}/run"), SlurmRequest(requeue=True), SlurmAllocation(1, 4, 0, 3600.0), ["tiny_mtp"])
     commands = {"mtpctl": TRAIN.format(log=log), "squeue": f"echo {state}", "scontrol": f'echo "$@" >> {log}'}
     stand_in(tmp_path / "bin", **commands)
     (tmp_path / "run" / "logs").mkdir(parents=True)
@@ -183,10 +186,72 @@ def test_script_passes_one_stop_on_and_requeues_only_a_running_job(tmp_path: Pat
 
 
 def test_script_ends_with_the_exit_code_of_train(tmp_path: Path) -> None:
-    text = script(tiny(f"run_dir={tmp_path}/run"), Request(requeue=True), Allocation(1, 4, 0, 3600.0), ["tiny_mtp"])
+    text = slurm_script(tiny(f"run_dir={tmp_path}/run"), SlurmRequest(requeue=True), SlurmAllocation(1, 4, 0, 3600.0), ["tiny_mtp"])
     stand_in(tmp_path / "bin", mtpctl="exit 2", scontrol=f"touch {tmp_path}/requeued")
     (tmp_path / "run" / "logs").mkdir(parents=True)
     text = re.sub(r"PATH=\S+:", f"PATH={tmp_path}/bin:", text)
     environment = os.environ | {"SLURM_JOB_ID": "17", "SLURM_CPUS_ON_NODE": "4"}
     assert subprocess.run(["bash", "-c", text], env=environment, timeout=60, check=False).returncode == 2
     assert not (tmp_path / "requeued").exists()
+
+
+NEEDED = ("--image", "registry.example/mtpctl:1", "--claim", "shared")
+
+
+def documents(mtpctl: Any, *arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    result = mtpctl("launch", "kuberay", *arguments, *NEEDED)
+    assert result.code == 0, result.err
+    config, job = yaml.safe_load_all(result.out)
+    return config, job
+
+
+def pods(job: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [(1, cluster["headGroupSpec"]), *((group["replicas"], group) for group in cluster.get("workerGroupSpecs", []))]
+    return [(count, group["template"]["spec"]) for count, group in groups]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        (["tiny_mtp"], [(1, "4", None)]),
+        (["mimo7b_mtp"], [(1, "10", "8")]),
+        (["mimo7b_mtp", "--set", "rollout.replicas=12"], [(1, "10", "8"), (2, "10", "8")]),
+        (["mimo7b_mtp", "--overlay", "h200x2"], [(1, "5", "2")]),
+    ],
+)
+def test_pods_have_the_size_of_the_placement(mtpctl: Any, arguments: list[str], sizes: list[tuple[int, str, str | None]]) -> None:
+    _, job = documents(mtpctl, *arguments)
+    limits = [(count, pod["containers"][0]["resources"]["limits"]) for count, pod in pods(job)]
+    assert [(count, limit["cpu"], limit.get("nvidia.com/gpu")) for count, limit in limits] == sizes
+
+
+def test_config_map_has_the_recipe_that_the_job_runs_on_the_shared_volume(mtpctl: Any) -> None:
+    config, job = documents(mtpctl, "tiny_mtp", "--set", "seed=7")
+    recipe = Recipe.model_validate(yaml.safe_load(config["data"]["recipe.yaml"]))
+    expected = load_recipe("tiny_mtp", sets=["seed=7", "run_dir=/runs/{name}", "cluster.address=auto"]).recipe
+    assert recipe == expected
+    assert job["spec"]["entrypoint"] == "mtpctl train /recipe/recipe.yaml --plain"
+    for _, pod in pods(job):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts["/recipe"]["configMap"]["name"] == config["metadata"]["name"]
+        assert mounts["/runs"]["persistentVolumeClaim"]["claimName"] == "shared"
+        assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+        assert pod["securityContext"]["runAsNonRoot"]
+
+
+def test_name_is_a_name_of_kubernetes(mtpctl: Any) -> None:
+    _, job = documents(mtpctl, "tiny_mtp", "--set", "name=My_Run.3_")
+    assert job["metadata"]["name"] == "my-run-3"
+
+
+def test_memory_is_requested_and_limited(mtpctl: Any) -> None:
+    _, job = documents(mtpctl, "tiny_mtp", "--memory", "512Gi")
+    (_, pod), *_ = pods(job)
+    assert {limit["memory"] for limit in pod["containers"][0]["resources"].values()} == {"512Gi"}
+
+
+def test_recipe_that_no_host_can_hold_is_one_line(mtpctl: Any) -> None:
+    result = mtpctl("launch", "kuberay", "mimo7b_mtp", "--set", "rollout.tp=16", *NEEDED)
+    assert (result.code, result.out) == (2, "") and result.err.startswith("error: rollout.tp: 16 ranks do not fit a host")

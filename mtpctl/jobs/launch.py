@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from mtpctl.cluster.hosts import Host
 from mtpctl.errors import ClusterResources, EnvironmentMissing, UserError
-from mtpctl.plan.placement import place
+from mtpctl.plan.placement import Placement, place
+from mtpctl.recipe import yaml12
+from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.run_directory import RunDirectory
 
-TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
-SCRIPT, JOB_ID = "slurm.sh", "slurm.id"
+SLURM_TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
+SLURM_SCRIPT, SLURM_ID = "slurm.sh", "slurm.id"
 SIGNAL_LEAD_S = 300
 """Seconds before the time limit at which Slurm signals the job: time for an update and a checkpoint. At most a quarter of the limit."""
 COMMAND_TIMEOUT_S = 30.0
@@ -38,7 +44,7 @@ class NodeGroup:
 
 
 @dataclass(frozen=True)
-class Request:
+class SlurmRequest:
     """The options of `mtpctl launch slurm`, with None for those that are not set."""
 
     nodes: int | None = None
@@ -52,7 +58,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Allocation:
+class SlurmAllocation:
     """Number of nodes of a job, CPUs and GPUs per node, and the time limit in seconds."""
 
     nodes: int
@@ -61,7 +67,7 @@ class Allocation:
     limit_s: float
 
 
-def slurm(command: str, *arguments: str) -> str:
+def run_slurm(command: str, *arguments: str) -> str:
     """The output of a Slurm command. Raises EnvironmentMissing without Slurm, and UserError with Slurm's message if the command fails."""
     if shutil.which(command) is None:
         raise EnvironmentMissing(f"{command}: is not on PATH; run this command where Slurm jobs are submitted")
@@ -74,7 +80,7 @@ def slurm(command: str, *arguments: str) -> str:
 def node_groups() -> list[NodeGroup]:
     """The partitions of this Slurm cluster."""
     groups = []
-    for line in slurm("sinfo", "--exact", "--noheader", "--format=%P|%D|%c|%G|%l").splitlines():
+    for line in run_slurm("sinfo", "--exact", "--noheader", "--format=%P|%D|%c|%G|%l").splitlines():
         name, nodes, cpus, gres, limit = line.strip().split("|")
         gpus = sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres)))
         seconds = float("inf") if limit in ("infinite", "UNLIMITED", "n/a") else seconds_of(limit)
@@ -95,7 +101,7 @@ def seconds_of(text: str) -> float:
     return int(days or 0) * 86400.0 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
-def allocation(recipe: Recipe, request: Request, groups: Sequence[NodeGroup]) -> Allocation:
+def slurm_allocation(recipe: Recipe, request: SlurmRequest, groups: Sequence[NodeGroup]) -> SlurmAllocation:
     """The nodes of the job: as requested, or the fewest on which the recipe's actors fit.
 
     Raises UserError for an unknown partition or a time beyond its limit, and ClusterResources if its nodes are too few or too small.
@@ -136,11 +142,11 @@ def allocation(recipe: Recipe, request: Request, groups: Sequence[NodeGroup]) ->
             if nodes in (request.nodes, count):
                 raise
         else:
-            return Allocation(nodes, cpus, gpus, limit_s)
+            return SlurmAllocation(nodes, cpus, gpus, limit_s)
     raise ClusterResources(f"--partition: {name} has no nodes; name another partition")
 
 
-def run_dir(recipe: Recipe, request: Request, seed: str) -> str:
+def run_dir(recipe: Recipe, request: SlurmRequest, seed: str) -> str:
     """The absolute run directory. `seed`: the seed of one run of a job array; ignored without `request.seeds`."""
     if not request.seeds:
         return str(recipe.run_path.absolute())
@@ -150,7 +156,7 @@ def run_dir(recipe: Recipe, request: Request, seed: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def script(recipe: Recipe, request: Request, nodes: Allocation, arguments: Sequence[str]) -> str:
+def slurm_script(recipe: Recipe, request: SlurmRequest, nodes: SlurmAllocation, arguments: Sequence[str]) -> str:
     """The script of a job that runs `mtpctl train ARGUMENTS` on these nodes."""
     import jinja2
 
@@ -181,26 +187,26 @@ def script(recipe: Recipe, request: Request, nodes: Allocation, arguments: Seque
         "seeds": request.seeds,
         "arguments": " ".join(words),
     }
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values)
+    return environment.from_string(SLURM_TEMPLATE.read_text(encoding="utf-8")).render(values)
 
 
-def submit(recipe: Recipe, request: Request, text: str) -> tuple[str, Path]:
+def submit_slurm(recipe: Recipe, request: SlurmRequest, text: str) -> tuple[str, Path]:
     """Write the script into the run directory and submit it. Returns the id of the job and the path of the script."""
     folders = [RunDirectory(run_dir(recipe, request, str(seed))) for seed in request.seeds or [recipe.seed]]
     for folder in folders:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.logs.mkdir(exist_ok=True)
-    path = folders[0].path / SCRIPT
+    path = folders[0].path / SLURM_SCRIPT
     path.write_text(text, encoding="utf-8")
-    job = slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    job = run_slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
     for folder, seed in zip(folders, request.seeds or [None], strict=True):
-        (folder.logs / JOB_ID).write_text(f"{job}{'' if seed is None else f'_{seed}'}\n", encoding="utf-8")
+        (folder.logs / SLURM_ID).write_text(f"{job}{'' if seed is None else f'_{seed}'}\n", encoding="utf-8")
     return job, path
 
 
 def job_line(run: Path) -> str | None:
     """The state of the Slurm job of a run, with Slurm's reason if it waits; None if there is none, or no Slurm on this machine."""
-    file = RunDirectory(run).logs / JOB_ID
+    file = RunDirectory(run).logs / SLURM_ID
     if not file.is_file() or shutil.which("squeue") is None:
         return None
     job = file.read_text(encoding="utf-8").strip()
@@ -215,3 +221,77 @@ def job_line(run: Path) -> str | None:
         return f"Slurm job {job}: ended"
     state, used, limit, where = done.stdout.splitlines()[0].split("|")
     return f"Slurm job {job}: {state}, {used} of {limit}, {where}"
+
+
+RUNS_MOUNT, RECIPE_MOUNT = "/runs", "/recipe"
+"""Mount paths in the containers: the shared volume with the run directories, and the ConfigMap with the recipe."""
+EXTRA_POD_CPUS = 2
+"""CPUs of each pod in addition to those of the actors: for the controller, reward workers and Ray."""
+STOP_S = 300
+"""Seconds between SIGTERM and SIGKILL: time for an update and a checkpoint."""
+
+
+def kuberay_manifest(recipe: Recipe, *, image: str, claim: str, memory: str | None) -> str:
+    """The manifest as YAML. Raises ClusterResources or UserError as `place` does."""
+    run_dir = recipe.run_dir if recipe.run_dir.startswith(f"{RUNS_MOUNT}/") else f"{RUNS_MOUNT}/{{name}}"
+    cluster = recipe.cluster.model_copy(update={"address": "auto"})
+    recipe = recipe.model_copy(update={"run_dir": run_dir, "cluster": cluster})
+    placement = place(recipe, None if recipe.device == "cuda" else [Host(math.inf)])
+    name = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-")[:40].rstrip("-")
+    pod = _pod(placement, f"{name}-recipe", image, claim, memory)
+    spec: dict[str, Any] = {
+        "rayVersion": version("ray"),
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {"rayStartParams": {}, "template": {"spec": _named(pod, "ray-head")}},
+    }
+    if placement.hosts > 1:
+        others = {"replicas": placement.hosts - 1, "minReplicas": placement.hosts - 1, "maxReplicas": placement.hosts - 1}
+        worker = {"template": {"spec": _named(pod, "ray-worker")}}
+        spec["workerGroupSpecs"] = [{"groupName": "workers", **others, "rayStartParams": {}, **worker}]
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": name},
+        "spec": {
+            "entrypoint": f"mtpctl train {RECIPE_MOUNT}/recipe.yaml --plain",
+            # A retry starts a new cluster with the same run directory, so the run resumes.
+            "backoffLimit": 3,
+            "shutdownAfterJobFinishes": True,
+            "rayClusterSpec": spec,
+        },
+    }
+    return _config_map(f"{name}-recipe", dump_resolved(recipe)) + "---\n" + yaml12.dump(job)
+
+
+def _config_map(name: str, text: str) -> str:
+    head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}}
+    return f"{yaml12.dump(head)}data:\n  recipe.yaml: |\n{textwrap.indent(text, '    ')}"
+
+
+def _pod(placement: Placement, recipe: str, image: str, claim: str, memory: str | None) -> dict[str, Any]:
+    """The specification of a pod with the CPUs and GPUs of the fullest host."""
+    hosts = [[actor for actor in placement.actors if actor.host == host] for host in range(placement.hosts)]
+    cpus = max(math.ceil(sum(actor.cpus for actor in actors)) for actors in hosts) + EXTRA_POD_CPUS
+    gpus = max(len({gpu for actor in actors for gpu in actor.gpu_ids}) for actors in hosts)
+    resources = {"cpu": str(cpus)} | ({"memory": memory} if memory else {}) | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    mounts = {"runs": RUNS_MOUNT, "recipe": RECIPE_MOUNT, "shm": "/dev/shm"}
+    container = {
+        "image": image,
+        "resources": {"requests": resources, "limits": resources},
+        "env": [{"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(STOP_S)}],
+        "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts.items()],
+    }
+    return {
+        "terminationGracePeriodSeconds": STOP_S,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "recipe", "configMap": {"name": recipe}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+
+def _named(pod: dict[str, Any], name: str) -> dict[str, Any]:
+    return pod | {"containers": [{"name": name} | container for container in pod["containers"]]}
