@@ -28,7 +28,7 @@ from harness import parser, print_environment
 from mtpctl.bench.report import markdown, spread
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.sync import remote
-from mtpctl.sync.relay import ChainLink, RelayServer
+from mtpctl.sync.remote import ChainLink, RelayServer
 
 PIECE = 64 << 10
 VERSION = "v00000001-bench"

@@ -17,7 +17,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, PauseMode, Section
 from mtpctl.sync.sender import Sender
-from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.transports.base import TransferStats
 from mtpctl.sync.update import SyncReport
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) 
             sync = self.recipe.sync.model_copy(update={"transport": transport})
             super().__init__(self.recipe.model_copy(update={"sync": sync}), self.rank, self.engine)
 
-        def probe(self, number: int) -> Sent:
+        def probe(self, number: int) -> TransferStats:
             """Send buckets without packing, to measure the link."""
             return self._pusher.probe(number)
 
         def memory(self, reset: bool = False) -> dict[str, int]:
             """Read the memory of the trainer's card."""
-            from mtpctl.sync.receiver import card_memory
+            from mtpctl.sync.receiver import gpu_memory
 
-            return card_memory(reset=reset)
+            return gpu_memory(reset=reset)
 
     cpu_device.install()
     recipe = Recipe.model_validate_json(recipe_json)
@@ -107,8 +107,8 @@ class Trainer:
         manifest: Manifest | None = await self.call("plan_weights", version, store, members, checksums, sections)
         return manifest
 
-    async def transfer_weights(self) -> Sent | None:
-        sent: Sent | None = await self.call("transfer_weights")
+    async def transfer_weights(self) -> TransferStats | None:
+        sent: TransferStats | None = await self.call("transfer_weights")
         return sent
 
     async def persist_weights(self) -> None:

@@ -29,7 +29,7 @@ from mtpctl.plan.memory import GIB, WEIGHT_BYTES
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.protocol import Manifest
-from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.transports.base import TransferStats
 
 if TYPE_CHECKING:
     from mtpctl.rollout.vllm.engine import VllmEngine
@@ -79,7 +79,7 @@ def extra_gib(before: dict[str, int], after: dict[str, int], *, alone: bool) -> 
     NCCL's buffers and CUDA's kernels.
 
     Args:
-        before: a reading of `card_memory` with `reset=True`.
+        before: a reading of `gpu_memory` with `reset=True`.
         after: a later reading.
         alone: whether no other process uses the GPU.
     """
@@ -302,7 +302,7 @@ async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest
         sending = asyncio.create_task(trainer.call("probe", number))
         await asyncio.sleep(0)
         await engine._target.probe(manifest, number)
-        sent: Sent = await sending
+        sent: TransferStats = await sending
         rates.append(sent.nbytes / sent.wire_seconds / 1e9)
     await engine.resume()
     return max(rates)

@@ -156,7 +156,7 @@ def store_of(recipe: Recipe) -> ObjectStore | None:
 def check_sync_url(recipe: Recipe) -> None:
     """Check that weight versions can be written to `sync.url`. Raises UserError, EnvironmentMissing or StoreFailed."""
     if recipe.sync_url is not None and "rl" in recipe.train.stages:
-        ObjectStore(recipe.sync_url, remote.FIELD).check()
+        ObjectStore(recipe.sync_url, remote.URL_FIELD).check()
 
 
 def check_copies(recipe: Recipe) -> None:

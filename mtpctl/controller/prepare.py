@@ -30,7 +30,7 @@ from mtpctl.recipe.quantization import syncs_both_forms
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of
-from mtpctl.sync.remote import FIELD
+from mtpctl.sync.remote import URL_FIELD
 from mtpctl.sync.store import VersionStore, default_root, name_of
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     If replicas may join on hosts that the cluster does not have yet, the store is in `folder`, which those hosts share.
     """
     url = recipe.sync_url
-    remote = None if url is None else ObjectStore(url, FIELD)
+    remote = None if url is None else ObjectStore(url, URL_FIELD)
     if recipe.rollout.elastic and recipe.cluster.address is not None:
         return VersionStore(folder / "versions", remote)
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]

@@ -138,7 +138,7 @@ class Services:
 
     async def start_logprob(self, stack: AsyncExitStack) -> LogprobServer:
         """Start the log-prob server of the policy."""
-        published = self.store.of_logprob(self.recipe)
+        published = self.store.for_logprob(self.recipe)
         return await self._start_server(stack, self.recipe, self.prepared.model.path, "logprob", published=published)
 
     async def start_teacher(self, stack: AsyncExitStack, policy: LogprobServer | None) -> Teacher | None:

@@ -22,7 +22,7 @@ from mtpctl.plan.placement import Placement
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
 from mtpctl.sync.protocol import Manifest, Section
-from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.transports.base import TransferStats
 from mtpctl.telemetry.session import Telemetry
 from mtpctl.trainer.actor import Parameters, TrainerRank
 from mtpctl.trainer.share import deal
@@ -130,7 +130,7 @@ class TrainerGroup:
     ) -> Manifest | None:
         return await self._call(TrainerRank.plan_weights, version, store, members, checksums, sections)
 
-    async def transfer_weights(self) -> Sent | None:
+    async def transfer_weights(self) -> TransferStats | None:
         return await self._call(TrainerRank.transfer_weights)
 
     async def persist_weights(self) -> None:

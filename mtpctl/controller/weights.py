@@ -44,7 +44,7 @@ class WeightSync:
         self._scored = 0
         if server is not None and syncs_both_forms(recipe):
             self.parties = Parties(recipe, trainer, rollout, None, store)
-            self._scoring = Parties(recipe, trainer, _NoEngines(), server, VersionStore(store).of_logprob(recipe).root)
+            self._scoring = Parties(recipe, trainer, _NoEngines(), server, VersionStore(store).for_logprob(recipe).root)
         self.last: WeightUpdate | None = None
         self._metrics = metrics
         self._persisting: asyncio.Task[None] | None = None

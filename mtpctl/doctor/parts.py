@@ -191,12 +191,12 @@ def _send_through_files(fallback: Path, url: str | None) -> str:
     import torch
 
     from mtpctl.cluster.object_store import ObjectStore
-    from mtpctl.sync.remote import FIELD
+    from mtpctl.sync.remote import URL_FIELD
     from mtpctl.sync.sender import Publisher
     from mtpctl.sync.store import VersionStore, default_root
     from mtpctl.sync.transports.base import open_reader
 
-    remote = None if url is None else ObjectStore(url, FIELD)
+    remote = None if url is None else ObjectStore(url, URL_FIELD)
     store = VersionStore(default_root(f"doctor-{os.getpid()}", 1 << 20, fallback), remote)
     try:
         sent = torch.arange(1 << 16, dtype=torch.float32)

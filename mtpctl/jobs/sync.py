@@ -124,7 +124,7 @@ async def _pool(recipe: Recipe, model: HfFolder, placement: Placement, store: Ve
 async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
     if not recipe.logprob.standalone:
         return None
-    first, published = placement.of("logprob")[0], store.of_logprob(recipe)
+    first, published = placement.of("logprob")[0], store.for_logprob(recipe)
     starting = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, published=published)
     return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
 

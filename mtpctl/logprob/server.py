@@ -24,7 +24,7 @@ from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import END_S, Replica, start_replica
 from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.schema import Recipe
-from mtpctl.sync.protocol import Manifest, Published, TargetDirty
+from mtpctl.sync.protocol import Manifest, PublishedVersions, TargetDirty
 from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 
 Starter = Callable[[int], Awaitable[Replica]]
@@ -34,7 +34,7 @@ class LogprobServer:
     """Replicas behind one queue. Create with `await LogprobServer.start(…)`, and end with `await server.close()`."""
 
     def __init__(
-        self, replicas: list[Replica], start: Starter, published: Published | None, limits: ServerLimits, log: Log = no_log
+        self, replicas: list[Replica], start: Starter, published: PublishedVersions | None, limits: ServerLimits, log: Log = no_log
     ) -> None:
         self.bounds: Bounds = replicas[0].bounds
         self.version = max(replica.version for replica in replicas)
@@ -58,7 +58,7 @@ class LogprobServer:
 
     @classmethod
     async def start(
-        cls, start: Starter, count: int, limits: ServerLimits, *, published: Published | None = None, log: Log = no_log
+        cls, start: Starter, count: int, limits: ServerLimits, *, published: PublishedVersions | None = None, log: Log = no_log
     ) -> LogprobServer:
         """Start `count` replicas concurrently with `start(index)`.
 
@@ -233,7 +233,7 @@ async def start_server(
     cpus: float,
     gpus: float,
     bundles: Bundles | None = None,
-    published: Published | None = None,
+    published: PublishedVersions | None = None,
     checkpoint: Path | None = None,
     version: int = 0,
     role: Literal["logprob", "teacher"] = "logprob",

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mtpctl.sync.adapter import AdapterReceiver, rank_of
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.protocol import PlanMismatch, SectionPlan, TargetDirty, VersionConflict
+from mtpctl.sync.receiver import AdapterReceiver, rank_of
 
 
 class VersionedWeights:

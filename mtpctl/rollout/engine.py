@@ -30,8 +30,7 @@ from mtpctl.routes import Routes
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 from mtpctl.sync.engine_target import EngineClient, EngineTarget
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, TargetDirty, VersionConflict
-from mtpctl.sync.relay import serve
-from mtpctl.sync.remote import prefetch
+from mtpctl.sync.remote import prefetch, start_relay
 from mtpctl.sync.update import SyncReport, manifests_to, update_target
 
 CONTROL_DEADLINE_S = 120.0
@@ -77,7 +76,7 @@ class Engine(ABC):
         self._patience_s = CONTROL_DEADLINE_S
         self._failure = ""
         self._holds: Collection[Section] = holds
-        self._target = EngineTarget(client, version, within=self._within, paused=lambda: self._paused, holds=holds)
+        self._target = EngineTarget(client, version, with_deadline=self._with_deadline, paused=lambda: self._paused, holds=holds)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -274,7 +273,7 @@ class Engine(ABC):
 
     async def serve_relay(self, url: str) -> str:
         """Serve what this host downloads from the store at `url` to other hosts. Returns `host:port`."""
-        return await asyncio.to_thread(serve, url)
+        return await asyncio.to_thread(start_relay, url)
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
         """See `WeightTarget`. The engine must be paused."""
@@ -299,7 +298,7 @@ class Engine(ABC):
 
     # ------------------------------------------------------------------------------------------------- deadlines
 
-    async def _within[T](self, step: Awaitable[T], what: str) -> T:
+    async def _with_deadline[T](self, step: Awaitable[T], what: str) -> T:
         seconds = self._patience_s
         try:
             return await asyncio.wait_for(step, seconds)

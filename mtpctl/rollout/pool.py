@@ -19,9 +19,8 @@ from mtpctl.rollout.actor import Replica
 from mtpctl.rollout.protocol import ABORTED, EngineDead, EnvironmentSession, Health, SpeculationState, TurnRunner, as_completed
 from mtpctl.rollout.routing import Membership, Router
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.protocol import Manifest, PauseMode, Published, TargetDirty
-from mtpctl.sync.relay import upstream_of
-from mtpctl.sync.remote import split_address
+from mtpctl.sync.protocol import Manifest, PauseMode, PublishedVersions, TargetDirty
+from mtpctl.sync.remote import split_address, upstream_of
 from mtpctl.sync.update import SyncReport, cancel_on_error
 
 MAX_WAITING_FACTOR = 8
@@ -44,7 +43,7 @@ class ReplicaPool:
         self,
         replicas: list[Replica],
         start: Starter,
-        published: Published | None,
+        published: PublishedVersions | None,
         *,
         max_in_flight: int,
         max_restarts: int,
@@ -88,7 +87,7 @@ class ReplicaPool:
         count: int,
         *,
         max_in_flight: int,
-        published: Published | None = None,
+        published: PublishedVersions | None = None,
         max_restarts: int = 3,
         sync_deadline_s: float = 120.0,
         turns: TurnRunner | None = None,
@@ -100,7 +99,7 @@ class ReplicaPool:
         Args:
             published: the version that a restarted replica applies, within `sync_deadline_s`, before it serves.
             turns: plays the environment between the turns of a response; if None, a response is one turn.
-            relays: hosts download weights from object storage through each other (`mtpctl.sync.relay`).
+            relays: hosts download weights from object storage through each other (`mtpctl.sync.remote`).
             log: receives a line for each failure and each restart of a replica.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count, dead=(EngineDead,), max_restarts=max_restarts)

@@ -22,7 +22,7 @@ from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import TurnRunner
 from mtpctl.rollout.sglang.settings import sglang_engine_settings
 from mtpctl.rollout.vllm.settings import engine_settings
-from mtpctl.sync.protocol import Published
+from mtpctl.sync.protocol import PublishedVersions
 
 HOST_LIMITED = 4 << 30
 """Weights that a token uses up to which the host, not the GPU, is assumed to limit an engine's steps."""
@@ -37,7 +37,7 @@ async def start_pool(
     context: int,
     placement: Placement,
     bundles: Bundles | None = None,
-    published: Published | None = None,
+    published: PublishedVersions | None = None,
     seed: int | None = None,
     tokenizer: str | None = None,
     turns: TurnRunner | None = None,

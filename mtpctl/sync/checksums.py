@@ -38,11 +38,11 @@ def checksum(tensor: torch.Tensor) -> str:
     Raises ValueError for an element width that is not 1, 2, 4 or 8 bytes.
     """
     numel = tensor.numel()
-    return combined([summed(tensor.detach().reshape(1, -1), numel, numel, 0)])
+    return combine([partial_sums(tensor.detach().reshape(1, -1), numel, numel, 0)])
 
 
 @torch.no_grad()
-def summed(block: torch.Tensor, numel: int, columns: int, start: int) -> Part:
+def partial_sums(block: torch.Tensor, numel: int, columns: int, start: int) -> Part:
     """The sums of `block [rows, width]`, columns `[start, start + width)` of a matrix of `columns` columns and `numel` elements."""
     if block.element_size() not in _WIDTHS:
         raise ValueError(f"no checksum for dtype {block.dtype}")
@@ -76,7 +76,7 @@ def _cpu_ramp() -> torch.Tensor:
     return torch.arange(1, _CHUNK["cpu"] + 1)
 
 
-def combined(parts: Iterable[Part]) -> str:
+def combine(parts: Iterable[Part]) -> str:
     """The checksum of the tensor that consists of these parts. Replicated parts may be listed several times.
 
     If the parts are inconsistent or incomplete, the result is a text with the reason, which differs from every checksum.

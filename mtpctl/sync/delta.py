@@ -14,7 +14,7 @@ import torch
 from mtpctl.plan.buckets import BLOCK, Bucket, Change, smallest
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 28}
-"""Elements that are compared at once. On a CPU they fit the cache. On a card torch finds at most 2^31 nonzero elements in one call."""
+"""Elements per comparison. On a CPU they fit the cache. On a GPU, torch finds at most 2^31 nonzero elements in one call."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
 """Bytes that are compared as one integer. Most of them are equal, so that few are compared element by element."""
@@ -39,7 +39,7 @@ def compare(new: torch.Tensor, old: torch.Tensor) -> tuple[Change, torch.Tensor 
 
 
 def _chunk(tensor: torch.Tensor) -> int:
-    """Elements of `tensor` that are compared at once."""
+    """Elements of `tensor` per comparison."""
     return CHUNK.get(tensor.device.type, CHUNK["cpu"])
 
 
@@ -54,10 +54,10 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 def _positions(new: torch.Tensor, old: torch.Tensor, limit: int) -> torch.Tensor | None:
     """Positions of the elements that differ, ascending; None if there are more than `limit`."""
     per_word = _WORD // new.element_size()
-    whole, chunk = new.numel() // per_word * per_word, _chunk(new)
+    aligned, chunk = new.numel() // per_word * per_word, _chunk(new)
     positions, count = [], 0
-    for start in range(0, whole, chunk):
-        a, b = new[start : min(start + chunk, whole)], old[start : min(start + chunk, whole)]
+    for start in range(0, aligned, chunk):
+        a, b = new[start : min(start + chunk, aligned)], old[start : min(start + chunk, aligned)]
         words = (a.view(torch.int64) != b.view(torch.int64)).nonzero().view(-1)
         if len(words) > limit:
             return None
@@ -66,13 +66,13 @@ def _positions(new: torch.Tensor, old: torch.Tensor, limit: int) -> torch.Tensor
         count += len(elements)
         if count > limit:
             return None
-    tail = (new[whole:] != old[whole:]).nonzero().view(-1) + whole
+    tail = (new[aligned:] != old[aligned:]).nonzero().view(-1) + aligned
     return torch.cat([*positions, tail]) if count + len(tail) <= limit else None
 
 
 @torch.no_grad()
 def encode(new: torch.Tensor, old: torch.Tensor, change: Change, positions: torch.Tensor | None) -> torch.Tensor:
-    """The blob `[nbytes]` (uint8) of a change that `compare` has found, on the tensors' device."""
+    """The blob `[nbytes]` (uint8) of a change that `compare` returned, on the tensors' device."""
     new = _integers(new)
     if change.layout == "whole":
         return new.view(torch.uint8).clone()
@@ -93,14 +93,14 @@ def encode(new: torch.Tensor, old: torch.Tensor, change: Change, positions: torc
 
 def _write_bitmap(new: torch.Tensor, old: torch.Tensor, blob: torch.Tensor, values: torch.Tensor) -> None:
     weights = 1 << torch.arange(8, device=blob.device, dtype=torch.uint8)
-    chunk, bits, done = _chunk(new), 0, 0
+    chunk, bits, written = _chunk(new), 0, 0
     for a, b in zip(new.split(chunk), old.split(chunk), strict=True):
         mask = a != b
         packed = (torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
         blob[bits : bits + len(packed)] = packed
         selected = a[mask]
-        values[done : done + len(selected)] = selected
-        bits, done = bits + len(packed), done + len(selected)
+        values[written : written + len(selected)] = selected
+        bits, written = bits + len(packed), written + len(selected)
 
 
 def _offset_views(change: Change, blob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,10 +14,9 @@ from typing import Protocol, cast
 from mtpctl.errors import MtpctlError
 from mtpctl.plan.buckets import Bucket
 from mtpctl.recipe.sync import PUSHED
-from mtpctl.sync.adapter import adapter_root
-from mtpctl.sync.checksums import Part, combined
+from mtpctl.sync.checksums import Part, combine
 from mtpctl.sync.protocol import Manifest, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict
-from mtpctl.sync.receiver import RankSums, UpdateStep, begin_step
+from mtpctl.sync.receiver import RankSums, UpdateStep, adapter_root, begin_step
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import update_target
 
@@ -25,7 +24,7 @@ ADAPTER = "mtpctl"
 ADAPTER_ID = 1
 """One adapter is live at a time. Its id is constant, so that requests in flight continue with the new adapter."""
 ZERO_ADAPTER = Path("held")
-"""Stands for the adapter's folder while the zero-initialized adapter is loaded."""
+"""Placeholder for the adapter's folder while the zero-initialized adapter is loaded."""
 
 
 class EngineClient(Protocol):
@@ -52,7 +51,7 @@ class EngineClient(Protocol):
         ...
 
 
-class Within(Protocol):
+class WithDeadline(Protocol):
     """Awaits a call to the engine with a deadline; `what` names the call in the error."""
 
     async def __call__[T](self, step: Awaitable[T], what: str) -> T: ...
@@ -112,12 +111,12 @@ class EngineTarget:
         client: EngineClient,
         version: int,
         *,
-        within: Within,
+        with_deadline: WithDeadline,
         paused: Callable[[], bool],
         holds: Collection[Section] = ("target", "draft", "adapter"),
         adapters: Path | None = None,
     ) -> None:
-        self._client, self._within, self._paused, self._holds = client, within, paused, holds
+        self._client, self._with_deadline, self._paused, self._holds = client, with_deadline, paused, holds
         self._adapters = adapters
         self.state = EngineState(version)
 
@@ -150,9 +149,9 @@ class EngineTarget:
         if version < state.version or (version <= state.loaded.get(section, -1) and not repeated):
             raise VersionConflict(f"weight version {version} ({section}) is not newer than the live {state.version}")
         if plan.base is not None and not repeated and state.loaded.get(section) != plan.base:
-            have = f"version {state.loaded[section]}" if section in state.loaded else "none"
+            loaded = f"version {state.loaded[section]}" if section in state.loaded else "none"
             raise VersionConflict(
-                f"weight version {version} ({section}) contains only the changes since version {plan.base}, but this engine has {have}"
+                f"weight version {version} ({section}) contains only the changes since version {plan.base}, but this engine has {loaded}"
             )
         if section not in plan.sections:
             raise PlanMismatch(f"version {version} has no section {section}")
@@ -201,7 +200,7 @@ class EngineTarget:
         # A dropped section does not change the version of the live weights.
         version = plan.version if complete or not active.discards else state.version
         if not active.skipped:
-            await self._within(self._client.finish(version), "closing a weight session")
+            await self._with_deadline(self._client.finish(version), "closing a weight session")
             state.session_open = False
             if active.section == "adapter" and not active.discards:
                 await self._load_adapter(plan.version, plan.store)
@@ -239,9 +238,9 @@ class EngineTarget:
             raise TargetDirty(f"the update failed, and version {before.version} could not be restored: {error}") from error
 
     async def checksums(self) -> dict[str, str]:
-        ranks = cast(list[RankSums], await self._within(self._client.rpc("mtpctl_sums"), "taking checksums"))
+        ranks = cast(list[RankSums], await self._with_deadline(self._client.rpc("mtpctl_sums"), "taking checksums"))
         names = {name for rank in ranks for name in rank}
-        return {name: combined(Part(**part) for rank in ranks for part in rank.get(name, [])) for name in names}
+        return {name: combine(Part(**part) for rank in ranks for part in rank.get(name, [])) for name in names}
 
     def mark_dirty(self) -> None:
         self.state.dirty = True
@@ -249,12 +248,12 @@ class EngineTarget:
     async def probe(self, plan: Manifest, number: int) -> None:
         """Receive a `Sender.probe`: buckets are dropped, and no weight changes."""
         for section, part in plan.sections.items():
-            await self._within(self._client.start(draft=False), "opening a weight session")
+            await self._with_deadline(self._client.start(draft=False), "opening a weight session")
             step = begin_step(plan, section, version=-number, discard=True, known=set())
             await self._in_session(self._client.step(step), "a weight update")
             step = UpdateStep(action="buckets", section=section, first=0, count=len(part.wire_buckets))
             await self._in_session(self._client.step(step), "a weight update")
-            await self._within(self._client.finish(self.version), "closing a weight session")
+            await self._with_deadline(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()
 
     def close(self) -> None:
@@ -276,29 +275,29 @@ class EngineTarget:
         vLLM itself would reload it from the folder with which a request began, which may have been deleted.
         """
         if self.adapter == ZERO_ADAPTER:
-            await self._within(self._client.rpc("mtpctl_load_zero_adapter"), "loading a zero adapter")
+            await self._with_deadline(self._client.rpc("mtpctl_load_zero_adapter"), "loading a zero adapter")
         elif self.adapter is not None:
-            await self._within(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(self.adapter)), "reloading an adapter")
+            await self._with_deadline(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(self.adapter)), "reloading an adapter")
 
     async def _load_adapter(self, version: int, store: str) -> None:
         """Load the received adapter. If vLLM refuses it, the previous adapter and its version are restored."""
         if self._adapters is None:
             self._adapters = adapter_root(store, f"{os.getpid()}-{id(self):x}")
         folder = self._adapters / f"v{version:08d}"
-        await self._within(self._client.rpc("mtpctl_write_adapter", str(folder)), "writing an adapter")
+        await self._with_deadline(self._client.rpc("mtpctl_write_adapter", str(folder)), "writing an adapter")
         try:
-            await self._within(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(folder)), "loading an adapter")
+            await self._with_deadline(self._client.load_adapter(ADAPTER, ADAPTER_ID, str(folder)), "loading an adapter")
         except MtpctlError:
             raise
         except Exception as error:
             # The session was closed under the new version. Close another one under the previous version, so that tokens carry the latter.
-            await self._within(self._client.start(draft=False), "opening a weight session")
-            await self._within(self._client.finish(self.version), "closing a weight session")
+            await self._with_deadline(self._client.start(draft=False), "opening a weight session")
+            await self._with_deadline(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()
             raise SyncError(f"the engine refuses the adapter of version {version}: {error}") from error
         self.state.overwritten.add("adapter")
         self.state.adapter = folder
-        await self._within(self._client.rpc("mtpctl_drop_adapters", str(folder)), "removing the previous adapter")
+        await self._with_deadline(self._client.rpc("mtpctl_drop_adapters", str(folder)), "removing the previous adapter")
 
     async def _in_session(self, call: Awaitable[None], what: str) -> None:
         """Await a call that opens or continues the engine's session.
@@ -307,7 +306,7 @@ class EngineTarget:
         """
         self.state.session_open = True
         try:
-            await self._within(call, what)
+            await self._with_deadline(call, what)
         except asyncio.CancelledError:
             raise
         except BaseException:

@@ -1,24 +1,130 @@
-"""Plans the buckets of a sender, and packs exported tensors into them.
+"""Plans the buckets of a sender, and packs exported tensors, or their changes since the last version, into them.
 
 The plan is made once from names, shapes and dtypes. `pack` then streams every export into the buffers of a transport, so no export is in
-memory as a whole.
+memory as a whole. `HostCopy` stores the last version in the buckets of the complete version; a tensor that is larger than a bucket lies in
+several of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Required, TypedDict, Unpack
 
 import torch
 
 from mtpctl.kernels.block_fp8 import FiniteChecks, quantized_tensors
-from mtpctl.plan.buckets import ALIGNMENT, MAX_SHARE, Bucket, Entry, TensorSpec, plan_buckets
+from mtpctl.plan.buckets import ALIGNMENT, MAX_SHARE, Bucket, Change, Entry, TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum
-from mtpctl.sync.host_copy import Changes, Comparison, HostCopy
+from mtpctl.sync.delta import compare, encode
 from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, SyncError
 from mtpctl.sync.transports.base import BucketWriter
+
+
+class HostCopy(BucketWriter):
+    """Buckets in host memory, which is allocated once and reused for each version; pinned if the trainer has a GPU."""
+
+    stream_ordered = True
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.pinned = pinned
+        self.buckets: dict[tuple[str, int], torch.Tensor] = {}
+
+    def begin(self, version: int, section: str) -> None:
+        """Nothing to do."""
+
+    def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
+        key = section, bucket.index
+        if key not in self.buckets:
+            self.buckets[key] = torch.empty(bucket.nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+        return self.buckets[key]
+
+    def send(self, section: str, bucket: Bucket) -> None:
+        """Nothing to do: the bucket stays in its buffer."""
+
+    def wait(self) -> None:
+        """Wait for copies from the GPU."""
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+
+    def retain(self, sections: Collection[str]) -> None:
+        """Free the memory of other sections."""
+        self.buckets = {key: copy for key, copy in self.buckets.items() if key[0] in sections}
+
+    def has(self, sections: Collection[str]) -> bool:
+        return all((section, 0) in self.buckets for section in sections)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The changes of one version: a `Change` and its blob in host memory for each changed tensor, by section and name.
+
+    `base`: the version to which they apply. `fits`: whether the blobs are small enough to be sent; if not, blobs are missing.
+    """
+
+    base: int
+    changes: dict[Section, dict[str, Change]] = field(default_factory=dict)
+    blobs: dict[Section, dict[str, torch.Tensor]] = field(default_factory=dict)
+    fits: bool = True
+
+    def changed(self, section: Section) -> int:
+        """Changed elements of a section."""
+        return sum(change.changed for change in self.changes[section].values())
+
+
+class Comparison:
+    """Compares the tensors of an export with a copy of version `base`, one after another, in the order of the plan.
+
+    `limit`: maximum bytes of all blobs. `update`: write the new tensors into the copy.
+    """
+
+    def __init__(self, copy: HostCopy, base: int, plans: Mapping[Section, Sequence[Bucket]], *, limit: float, update: bool) -> None:
+        self.copy, self.base, self.limit, self.update = copy, base, limit, update
+        self._changes: dict[Section, dict[str, Change]] = {section: {} for section in plans}
+        self._blobs: dict[Section, dict[str, torch.Tensor]] = {section: {} for section in plans}
+        self._nbytes = 0
+        self._pending: dict[tuple[Section, str], list[tuple[Bucket, Entry]]] = {}
+        self._aliases: set[tuple[Section, str]] = set()
+        for section, buckets in plans.items():
+            for bucket in buckets:
+                for entry in bucket.entries:
+                    self._pending.setdefault((section, entry.name), []).append((bucket, entry))
+                    self._aliases.update((section, alias) for alias in entry.aliases)
+
+    @torch.no_grad()
+    def add(self, section: Section, name: str, tensor: torch.Tensor) -> None:
+        """Compare one tensor. Raises PlanMismatch if it is not in the plan, or was added already."""
+        if (section, name) in self._aliases:
+            return
+        entries = self._pending.pop((section, name), None)
+        spec = spec_of(name, tensor)
+        if entries is None or (entries[0][1].shape, entries[0][1].dtype) != (spec.shape, spec.dtype):
+            raise PlanMismatch(f"{name} {spec.shape} {spec.dtype}: the plan of section {section} has no such tensor")
+        new = tensor.detach().contiguous().reshape(-1)
+        parts = [self.copy.buckets[section, bucket.index][entry.offset : entry.offset + entry.nbytes] for bucket, entry in entries]
+        on_device = [part.to(new.device, non_blocking=True) for part in parts]
+        old = (torch.cat(on_device) if len(on_device) > 1 else on_device[0]).view(new.dtype)
+        change, positions = compare(new, old)
+        if not change.changed:
+            return
+        self._changes[section][name] = change
+        self._nbytes += change.nbytes(new.element_size())
+        if self._nbytes <= self.limit:
+            self._blobs[section][name] = encode(new, old, change, positions).cpu()
+        else:
+            # The version is sent in full.
+            self._blobs = {section: {} for section in self._blobs}
+        if self.update:
+            for (_, entry), part in zip(entries, parts, strict=True):
+                part.copy_(new[entry.part_start : entry.part_stop].view(torch.uint8))
+
+    def finish(self) -> Changes:
+        """The changes. Raises PlanMismatch if a tensor of the plan was not added."""
+        if self._pending:
+            raise PlanMismatch(f"the export ended without {', '.join(sorted(name for _, name in self._pending))}")
+        return Changes(self.base, self._changes, self._blobs, self._nbytes <= self.limit)
+
 
 Export = Iterable[tuple[str, torch.Tensor]]
 """Hugging Face names with full tensors."""
@@ -34,7 +140,6 @@ class PackingOptions(TypedDict, total=False):
         bucket_bytes: maximum size of a bucket.
         sections: all sections that are ever sent.
         section_of: maps a tensor's name to its section.
-        dtype: target of floating-point casts (None: no cast).
         quantized: matrices that are sent in FP8, each followed by its scales.
         config: sent with a section, see `SectionPlan`.
     """
@@ -42,7 +147,6 @@ class PackingOptions(TypedDict, total=False):
     bucket_bytes: Required[int]
     sections: Sequence[Section]
     section_of: Callable[[str], Section]
-    dtype: torch.dtype | None
     quantized: Collection[str]
     config: Mapping[Section, dict[str, object]]
 
@@ -63,7 +167,6 @@ class Packer:
         self.bucket_bytes = options["bucket_bytes"]
         self.sections = self.next_sections = tuple(options.get("sections", ("target", "draft")))
         self.section_of = cache(options.get("section_of", default_section))
-        self.dtype = options.get("dtype")
         self.quantized = frozenset(options.get("quantized", ()))
         self.config = dict(options.get("config") or {})
         self.plans: dict[Section, tuple[Bucket, ...]] = {}
@@ -85,7 +188,7 @@ class Packer:
         """Iterate over an export, and plan from it unless there is a plan. With `checksums`, compute and return them."""
         specs: list[TensorSpec] = []
         sums: Checksums = {section: {} for section in self.next_sections}
-        for name, tensor in self.cast(export):
+        for name, tensor in self.wire_tensors(export):
             specs.append(spec_of(name, tensor))
             if checksums:
                 sums[self.section_of(name)][name] = checksum(tensor)
@@ -94,8 +197,8 @@ class Packer:
             self.plan(specs, aliases)
         return sums
 
-    def cast(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the sections in `next_sections`, quantized or cast to the dtype in which they are sent.
+    def wire_tensors(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the sections in `next_sections`, quantized if they are sent in FP8.
 
         Quantized tensors must not be sent before `_finite.check`.
         """
@@ -106,8 +209,7 @@ class Packer:
             if name in self.quantized:
                 yield from quantized_tensors(name, tensor.detach(), self._finite)
             else:
-                cast = self.dtype is not None and tensor.is_floating_point()
-                yield name, tensor.to(self.dtype) if cast else tensor
+                yield name, tensor
 
     @property
     def next_plans(self) -> dict[Section, tuple[Bucket, ...]]:
@@ -140,7 +242,7 @@ class Packer:
         return plans
 
     def compare(self, export: Export, copy: HostCopy, base: int, *, update: bool, checksums: bool) -> tuple[Changes, Checksums]:
-        """The changes of a `cast` export since version `base`, which is in `copy`, and the checksums if requested.
+        """The changes of an export of `wire_tensors` since version `base`, which is in `copy`, and the checksums if requested.
 
         With `update`, the copy becomes the new version. Raises PlanMismatch if the export differs from the plan.
         """
@@ -169,27 +271,27 @@ class Packer:
     def pack(self, version: int, tensors: Export, writer: BucketWriter, *, checksums: bool = False) -> Checksums:
         """Fill the writer's buffers in the plan's order while the export streams.
 
-        Tensors of two sections may be interleaved, unless the writer requires `section_after_section`. Raises PlanMismatch if the export
+        Tensors of two sections may be interleaved, unless the writer requires `sequential_sections`. Raises PlanMismatch if the export
         differs from the plan, SyncError if the writer cannot send its sections in this order, and RuntimeFailure if a quantized matrix is
         not finite.
         """
-        filling = {section: _SectionPacker(section, buckets, self._finite.check) for section, buckets in self.next_plans.items()}
-        sums: Checksums = {section: {} for section in filling}
+        packers = {section: _SectionPacker(section, buckets, self._finite.check) for section, buckets in self.next_plans.items()}
+        sums: Checksums = {section: {} for section in packers}
         for name, tensor in tensors:
             section = self.section_of(name)
-            if section not in filling:
+            if section not in packers:
                 raise PlanMismatch(f"{name}: section {section} is not in the plan")
-            packer = filling[section]
+            packer = packers[section]
             if name not in packer.aliases:
                 if not packer.begun:
-                    due = next(other for other, packer in filling.items() if not packer.complete)
-                    if writer.section_after_section and section != due:
-                        raise SyncError(f"the export began section {section} before section {due} was complete")
+                    expected = next(other for other, packer in packers.items() if not packer.complete)
+                    if writer.sequential_sections and section != expected:
+                        raise SyncError(f"the export began section {section} before section {expected} was complete")
                     writer.begin(version, section)
                 packer.add(spec_of(name, tensor), tensor, writer)
             if checksums:
                 sums[section][name] = checksum(tensor)
-        for packer in filling.values():
+        for packer in packers.values():
             packer.check_complete()
         return sums
 
@@ -217,12 +319,12 @@ class _SectionPacker:
         """Copy one tensor, which may span several buckets. A bucket is sent once its last entry is copied."""
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         while True:
-            bucket, entry = self._due(spec)
+            bucket, entry = self._next_entry(spec)
             if self.buffer is None:
                 self.buffer = writer.buffer(self.section, bucket)
             start = entry.part_start * spec.itemsize
             piece = data[start : start + entry.nbytes]
-            self.buffer[entry.offset : entry.offset + entry.nbytes].copy_(piece, non_blocking=writer.follows_stream)
+            self.buffer[entry.offset : entry.offset + entry.nbytes].copy_(piece, non_blocking=writer.stream_ordered)
             self.next += 1
             if entry is bucket.entries[-1]:
                 self.check()
@@ -231,7 +333,7 @@ class _SectionPacker:
             if entry.last:
                 return
 
-    def _due(self, spec: TensorSpec) -> tuple[Bucket, Entry]:
+    def _next_entry(self, spec: TensorSpec) -> tuple[Bucket, Entry]:
         if self.complete:
             raise PlanMismatch(f"{spec.name}: not in the plan of section {self.section}, which is complete")
         bucket, entry = self.entries[self.next]

@@ -21,7 +21,7 @@ from torch import nn
 
 from mtpctl.families.quantization import FP8_BLOCK, SCALE
 from mtpctl.plan.buckets import Entry
-from mtpctl.sync.checksums import Part, summed
+from mtpctl.sync.checksums import Part, partial_sums
 from mtpctl.sync.protocol import PlanMismatch, SectionPlan
 
 Renamer = Callable[[str], str | None]
@@ -167,7 +167,7 @@ class Shard:
     def sums(self) -> list[Part]:
         """This rank's contribution to the tensor's checksum."""
         numel = prod(self.shape)
-        return [summed(block.to(self.dtype or block.dtype), numel, self.columns, column) for column, block in self.blocks()]
+        return [partial_sums(block.to(self.dtype or block.dtype), numel, self.columns, column) for column, block in self.blocks()]
 
 
 class ShapeMismatch(ValueError):
@@ -348,7 +348,7 @@ def match_shards(
     plan: SectionPlan,
     *,
     rename: Renamer | None = None,
-    elsewhere: nn.Module | None = None,
+    shared_with: nn.Module | None = None,
     tp: TpRank | None = None,
     dtype: torch.dtype | None = None,
     plain_weight: PlainWeight = parameter_weight,
@@ -358,7 +358,7 @@ def match_shards(
 
     Args:
         rename: the model's own rule from wire names to parameter names.
-        elsewhere: module whose parameters the plan may omit: the target, which shares embedding and LM head with a drafter.
+        shared_with: module whose parameters the plan may omit: the target, which shares embedding and LM head with a drafter.
         tp: this rank, for layers that have no attributes for it.
         dtype: the model's dtype. A tensor of this dtype may go to a wider parameter (the decays of a gated delta net are float32 in a
             bfloat16 model); otherwise both dtypes must be equal.
@@ -369,7 +369,7 @@ def match_shards(
         PlanMismatch: with all errors: unresolved names, shapes, dtypes, and parameters that the plan does not fill.
     """
     live = dict(model.named_parameters(remove_duplicate=False))
-    optional = {id(parameter) for parameter in elsewhere.parameters()} if elsewhere is not None else set()
+    optional = {id(parameter) for parameter in shared_with.parameters()} if shared_with is not None else set()
     shards: dict[str, Shard] = {}
     filled: dict[int, set[Portion]] = defaultdict(set)
     errors: list[str] = []

@@ -89,7 +89,7 @@ class Manifest:
     `store` is the folder of the version store that keeps the version for receivers that start later. `base`: the version from which the
     sections are deltas, None if they are complete. `digests`: of the files of the transport `storage`, by name, if hosts relay them.
     `relay`, `hops`: for one receiver, the host from which it downloads these files, and the number of hosts before it
-    (`mtpctl.sync.relay`).
+    (`mtpctl.sync.remote`).
     """
 
     version: int
@@ -171,7 +171,7 @@ class WeightsDiffer(RuntimeFailure):
     """The checksums after an update differ. The target stops serving; it is not restarted, because that would hide the cause."""
 
 
-class Published(Protocol):
+class PublishedVersions(Protocol):
     """The versions from which a replica that starts late is updated: a `VersionStore`."""
 
     def versions(self) -> list[int]:

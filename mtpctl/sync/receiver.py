@@ -2,24 +2,35 @@
 
 An `EngineTarget` sends `UpdateStep`s, small dicts that go through the engine's own call for weight updates. The transport
 delivers the bytes. Live parameters are written in place, so CUDA graphs and tied layers see the new weights.
+
+An engine loads a LoRA adapter as a whole. Its tensors are therefore collected from the buckets and then written in PEFT's format to a
+folder in shared memory, from which the engine loads it.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal, Required, TypedDict
 
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
-from mtpctl.plan.buckets import Bucket, Entry
-from mtpctl.sync.checksums import Part
-from mtpctl.sync.delta import BlobReader, decode
-from mtpctl.sync.parameters import Shard
-from mtpctl.sync.protocol import Delta, Manifest, Section, SectionPlan, SyncError, buckets_from, layout
+from mtpctl.cluster import leftovers
+from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
+from mtpctl.plan.buckets import ADAPTER_PREFIX, Bucket, Entry
+from mtpctl.sync.checksums import Part, partial_sums
+from mtpctl.sync.delta import BlobReader, apply, decode
+from mtpctl.sync.parameters import Renamer, ShapeMismatch, Shard, TpRank, find_shard, resolve
+from mtpctl.sync.protocol import Delta, Manifest, PlanMismatch, Section, SectionPlan, SyncError, VersionConflict, buckets_from, layout
 from mtpctl.sync.transports.base import BucketReader, Readers
 
 SCRATCH = 64 << 20
@@ -42,7 +53,7 @@ class BucketReceiver(ABC):
         """Use a bucket's bytes `data [nbytes]` (uint8), which are valid until this returns. Raises SyncError if it is out of order."""
         if self.complete or bucket.index != self.plan.wire_buckets[self.received].index:
             raise SyncError(f"expected bucket {self.received} of {len(self.plan.wire_buckets)}, received bucket {bucket.index}")
-        self._use(bucket, data)
+        self._consume(bucket, data)
         self.received += 1
 
     @property
@@ -55,7 +66,7 @@ class BucketReceiver(ABC):
             raise SyncError(f"only {self.received} of {len(self.plan.wire_buckets)} buckets were received")
 
     @abstractmethod
-    def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
+    def _consume(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Copy the needed parts of the bucket."""
 
     @abstractmethod
@@ -64,13 +75,13 @@ class BucketReceiver(ABC):
 
 
 class SectionReceiver(BucketReceiver):
-    """Writes a section, or its changed elements, into a live model, to the shards that `match_shards` has found."""
+    """Writes a section, or its changed elements, into the shards of a live model (see `match_shards`)."""
 
     def __init__(self, plan: SectionPlan, shards: dict[str, Shard]) -> None:
         super().__init__(plan)
         self.shards = shards
 
-    def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
+    def _consume(self, bucket: Bucket, data: torch.Tensor) -> None:
         if self.plan.delta is None:
             for entry, piece in pieces(bucket, data):
                 self.shards[entry.name].write(piece, entry.part_start, entry.part_stop)
@@ -94,7 +105,7 @@ class DiscardReceiver(BucketReceiver):
         super().__init__(plan)
         self._memory = torch.empty(min(SCRATCH, plan.largest), dtype=torch.uint8, device=device)
 
-    def _use(self, bucket: Bucket, data: torch.Tensor) -> None:
+    def _consume(self, bucket: Bucket, data: torch.Tensor) -> None:
         for piece in data[: bucket.nbytes].split(SCRATCH):
             self._memory[: len(piece)].copy_(piece)
 
@@ -215,7 +226,7 @@ class StepReceiver:
             active.receiver.receive(bucket, data)
 
     def finish(self) -> BucketReceiver | None:
-        """End the section. Returns its receiver, None if none was begun. Raises SyncError if buckets are missing."""
+        """End the section. Returns its receiver, None if none has begun. Raises SyncError if buckets are missing."""
         active = self._active
         if active is None:
             return None
@@ -239,11 +250,11 @@ class StepReceiver:
         return sums
 
 
-def card_memory(*, reset: bool = False) -> dict[str, int]:
-    """Bytes on this process's card; zeros without a card.
+def gpu_memory(*, reset: bool = False) -> dict[str, int]:
+    """Bytes on this process's GPU; zeros without a GPU.
 
     `allocated` by tensors, with its `peak` since the last `reset`; `reserved` by torch's allocator, with its `peak_reserved`; `used` by
-    all processes on the card, including CUDA and NCCL.
+    all processes on the GPU, including CUDA and NCCL.
     """
     if not torch.cuda.is_available():
         return dict.fromkeys(("allocated", "peak", "reserved", "peak_reserved", "used"), 0)
@@ -268,3 +279,126 @@ def copy_rate(nbytes: int) -> float:
         destination.copy_(source)
         best = min(best, time.perf_counter() - began)
     return nbytes / best / 1e9
+
+
+_MATRIX = re.compile(rf"^{re.escape(ADAPTER_PREFIX)}(?P<layer>.+)\.lora_(?P<which>[AB])\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Wire names of A `[rank, columns]` and B `[rows, rank]` of one layer, and the shape of the adapted weight."""
+
+    a: str
+    b: str
+    shape: tuple[int, int]
+
+
+def rank_of(plan: SectionPlan) -> int:
+    """The rank in an adapter's config, 0 if there is none."""
+    rank = plan.config.get("r")
+    return rank if isinstance(rank, int) else 0
+
+
+def layers_of(plan: SectionPlan) -> dict[str, Layer]:
+    """The layers of an adapter by the Hugging Face names of their weights.
+
+    Raises PlanMismatch with the reasons if the plan is not a LoRA adapter of its config's rank.
+    """
+    rank = rank_of(plan)
+    pairs: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    errors: list[str] = []
+    for name, entry in plan.tensors().items():
+        if match := _MATRIX.match(name):
+            pairs.setdefault(match["layer"], {})[match["which"]] = (name, entry.shape)
+        else:
+            errors.append(name)
+    layers = {}
+    for layer, pair in pairs.items():
+        if len(pair) < 2:
+            errors.append(f"{layer} has lora_{'A' if 'A' in pair else 'B'} alone")
+            continue
+        (a, down), (b, up) = pair["A"], pair["B"]
+        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or (rank and down[0] != rank):
+            errors.append(f"{layer} has A {down} and B {up}, which are not of rank {rank}")
+            continue
+        layers[f"{layer}.weight"] = Layer(a, b, (up[0], down[1]))
+    if not rank:
+        errors.append("its config names no rank r")
+    if errors:
+        raise PlanMismatch(f"this is not a LoRA adapter: {'; '.join(errors[:8])}")
+    return layers
+
+
+def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, tp: TpRank, max_rank: int | None) -> None:
+    """Check an adapter against a live model with adapters of up to rank `max_rank` (None: no adapters).
+
+    Raises PlanMismatch that lists the layers that are missing in the model, take no adapter, or have another shape.
+    """
+    if max_rank is None:
+        raise PlanMismatch("this engine was started without room for adapters (enable_lora, max_lora_rank)")
+    rank = rank_of(plan)
+    if rank > max_rank:
+        raise PlanMismatch(f"the adapter has rank {rank}, this engine was started with max_lora_rank {max_rank}")
+    live = dict(model.named_parameters(remove_duplicate=False))
+    errors = []
+    for name, layer in layers_of(plan).items():
+        slot = resolve(name, live, rename)
+        if slot is None:
+            errors.append(f"{name} resolves to nothing")
+        elif ".base_layer." not in slot.parameter:
+            errors.append(f"{name} lies in {slot.parameter}, which takes no adapter")
+        else:
+            try:
+                find_shard(model, live[slot.parameter], slot, layer.shape, tp)
+            except ShapeMismatch as error:
+                errors.append(f"the adapter of {name} {error}")
+    if errors:
+        raise PlanMismatch("the adapter does not fit the live model: " + "; ".join(errors[:8]))
+
+
+class AdapterReceiver(BucketReceiver):
+    """Receives section `adapter`, and stores its tensors on `device`. A delta changes a copy of the `previous` adapter's tensors.
+
+    Raises PlanMismatch if the plan is not an adapter, and VersionConflict if a delta has no previous adapter.
+    """
+
+    def __init__(self, plan: SectionPlan, device: torch.device | str = "cpu", *, previous: AdapterReceiver | None = None) -> None:
+        self.layers = layers_of(plan)
+        super().__init__(plan)
+        self.device = device
+        self.tensors: dict[str, torch.Tensor] = {}
+        if plan.delta is not None:
+            if previous is None:
+                raise VersionConflict("the changes of an adapter arrived before the adapter")
+            self.tensors = {name: tensor.clone() for name, tensor in previous.tensors.items()}
+
+    def _consume(self, bucket: Bucket, data: torch.Tensor) -> None:
+        if self.plan.delta is not None:
+            for name, blob in self.blobs.read(bucket, data):
+                apply(self.plan.delta.changes[name], blob, self.tensors[name])
+            return
+        for entry, piece in pieces(bucket, data):
+            tensor = self.tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype, device=self.device))
+            tensor.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
+
+    def sums(self) -> dict[str, list[Part]]:
+        return {name: [partial_sums(t.reshape(1, -1), t.numel(), t.numel(), 0)] for name, t in self.tensors.items()}
+
+    def write(self, folder: Path) -> None:
+        """Write the adapter in PEFT's format, atomically."""
+        root = folder.parent
+        root.mkdir(parents=True, exist_ok=True)
+        leftovers.mark(root)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root))
+        save_file(self.tensors, temporary / "adapter_model.safetensors")
+        (temporary / "adapter_config.json").write_text(json.dumps(self.plan.config))
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+
+
+def adapter_root(store: str, name: str) -> Path:
+    """The folder for the adapters of an engine: in `store`, or without a store in shared memory or the temporary folder."""
+    if store:
+        return Path(store) / "adapters" / name
+    return (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"{PREFIX}adapter-{name}"

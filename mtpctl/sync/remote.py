@@ -1,32 +1,218 @@
 """Uploads the files of weight versions to object storage, and downloads them once per host, for the transport `storage`.
 
 All receivers of a host share the folder of downloaded files, which is in shared memory if they fit.
+
+With relays, hosts form a chain and pass on the files while they download them, so that object storage sends each version once. The first
+host downloads from the store, every other one from the host before it. Hosts also serve files that are still growing, so each host of the
+chain adds a short delay and not a download. If the previous host fails, or sends nothing for some seconds, a host downloads the rest of the
+file, and the remaining files, from the store. The hosts after it allow `HOP_S` more, within which the file grows again, so they stay in the
+chain. A relayed file is compared with its digest in the manifest before it gets its final name; if it differs, it is downloaded from the
+store. A file is requested by its path, which contains the random token of the version. Files cannot be listed.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import http.client
 import logging
 import re
 import shutil
+import socket
 import tempfile
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event
+from typing import IO
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed, UrlField
 from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import Manifest, Section, SyncError, bucket_file
-from mtpctl.sync.relay import ChainLink, download, partial
 
-FIELD = UrlField("sync.url", "set another sync.transport")
+PIECE = 1 << 20
+POLL_S = 0.005
+CLOSE_S = 0.05
+"""Seconds within which a relay notices that it is closed."""
+STALL_S = 10.0
+"""Seconds without a byte after which the previous host counts as failed."""
+HOP_S = 3.0
+"""Added to `STALL_S` for each earlier host, so that only the host directly after a hanging one gives up on it."""
+_REQUEST = re.compile(r"/(?P<folder>v\d{8}-\w+(/\w+)?)/(?P<name>\w+-\d{5}\.bin)\?nbytes=(?P<nbytes>\d{1,15})&hops=(?P<hops>\d{1,5})")
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """The position of a host in the chain: the relay of the host before it, as `host:port`, and the number of hosts before it.
+
+    The first host has no relay, and downloads from the store. `digests`: of the version's files, by name.
+    """
+
+    relay: str
+    hops: int
+    digests: Mapping[str, str]
+
+
+class RelayFailed(Exception):
+    """The relay cannot be reached, does not have the file, or stopped sending it."""
+
+
+def stall_limit_s(hops: int) -> float:
+    """Seconds without a byte after which a host with `hops` hosts before it, and the relay that serves it, give up."""
+    return STALL_S + HOP_S * hops
+
+
+def partial_path(path: Path) -> Path:
+    """The path of a file until it is complete. It always has the first bytes of the file, because relays pass it on."""
+    return path.with_name(f".{path.name}")
+
+
+class RelayServer:
+    """Serves the files that this host has downloaded or is downloading, in threads of this process."""
+
+    def __init__(self, downloads: Callable[[], Path | None], host: str) -> None:
+        """`downloads`: returns the host's folder of downloaded versions, None if there is none yet. `host`: the address to listen at."""
+        relay = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = STALL_S
+
+            def do_GET(self) -> None:
+                relay._respond(self)
+
+            def log_message(self, *_: object) -> None:
+                """Logs nothing."""
+
+        self._downloads = downloads
+
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+        self._http = Server((host, 0), Handler)
+        self.address = f"{host}:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, args=(CLOSE_S,), name="relay", daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def read(self, file: IO[bytes]) -> bytes:
+        """The next bytes of a file to send; empty if it has not grown."""
+        return file.read(PIECE)
+
+    def _respond(self, handler: BaseHTTPRequestHandler) -> None:
+        request = _REQUEST.fullmatch(handler.path)
+        if request is None:
+            handler.send_error(404)
+            return
+        limit = stall_limit_s(int(request["hops"]))
+        file = self._open(Path(request["folder"], request["name"]), limit)
+        if file is None:
+            handler.send_error(404)
+            return
+        with file:
+            handler.send_response(200)
+            handler.send_header("Content-Length", request["nbytes"])
+            handler.end_headers()
+            left, last_growth = int(request["nbytes"]), time.monotonic()
+            while left:
+                if data := self.read(file):
+                    handler.wfile.write(data[:left])
+                    left, last_growth = left - len(data[:left]), time.monotonic()
+                elif time.monotonic() - last_growth > limit:
+                    handler.close_connection = True
+                    return
+                else:
+                    time.sleep(POLL_S)
+
+    def _open(self, name: Path, limit: float) -> IO[bytes] | None:
+        """A file, or the part of it that exists. Waits `limit` seconds for the download to begin; None if it does not."""
+        until = time.monotonic() + limit
+        while True:
+            if (folder := self._downloads()) is not None:
+                path = folder / name
+                for each in (path, partial_path(path), path):  # it may get its final name in between
+                    try:
+                        return each.open("rb", buffering=0)
+                    except FileNotFoundError:
+                        continue
+            if time.monotonic() > until:
+                return None
+            time.sleep(POLL_S)
+
+
+def download(link: ChainLink, name: str, nbytes: int, part: Path) -> bool:
+    """Download a file of `nbytes` into `part`. Returns whether it is complete; if not, `part` has its first bytes.
+
+    `name`: folder and name of the file. Raises OSError if `part` cannot be written.
+    """
+    try:
+        with part.open("wb") as file, closing(_receive(link, name, nbytes)) as pieces:
+            for data in pieces:
+                file.write(data)
+                file.flush()
+    except RelayFailed as error:
+        # Without the folder, whose name is a secret.
+        _LOG.warning("%s from the relay %s: %s; downloading from the store", part.name[1:], link.relay, error)
+        return False
+    return True
+
+
+def _receive(link: ChainLink, name: str, nbytes: int) -> Generator[bytes]:
+    """The bytes of a file, as they arrive. Raises RelayFailed."""
+    host, _, port = link.relay.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=stall_limit_s(link.hops))
+    try:
+        connection.request("GET", f"/{name}?nbytes={nbytes}&hops={link.hops}")
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RelayFailed(f"status {response.status}")
+        left = nbytes
+        while left > 0:
+            data = response.read1(PIECE)  # what has arrived, not a whole piece
+            if not data:
+                raise RelayFailed(f"{nbytes - left:,} of {nbytes:,} bytes")
+            yield data
+            left -= len(data)
+    except (OSError, http.client.HTTPException) as error:
+        raise RelayFailed(str(error)) from error
+    finally:
+        connection.close()
+
+
+@cache
+def start_relay(url: str) -> str:
+    """Start this process's relay for downloads from the store at `url`. Returns its `host:port`."""
+    from mtpctl.cluster.rendezvous import own_address
+
+    return RelayServer(lambda: find_cache(url), own_address()).address
+
+
+def upstream_of(addresses: Sequence[str]) -> list[tuple[str, int]]:
+    """For the relay addresses of receivers, the relay from which each one's host downloads, and the number of hosts before it.
+
+    The first host gets an empty address. Receivers of one host download once, and get the same relay.
+    """
+    hosts: dict[str, str] = {}
+    for address in addresses:
+        hosts.setdefault(address.rpartition(":")[0], address)
+    order, chain = list(hosts), ["", *hosts.values()]
+    positions = [order.index(address.rpartition(":")[0]) for address in addresses]
+    return [(chain[position], position) for position in positions]
+
+
+URL_FIELD = UrlField("sync.url", "set another sync.transport")
 CONNECTIONS = 8
 """Files that are transferred at once."""
 ATTEMPTS, PAUSE_S = 4, 1.0
@@ -35,7 +221,6 @@ _ADDRESS = re.compile(r"(?P<url>.+)/(?P<version>v\d{8}-\w+(/\w+)?)")
 """An address: the store's URL and the folder of a version. Its name has the sender's token, so that no file of another run is reused."""
 _CHAINED = "chained"
 """A file in a host's folder of downloads if the host is in a chain. Its relay may pass on every download."""
-_LOG = logging.getLogger(__name__)
 
 
 def with_retries[T](call: Callable[[], T]) -> T:
@@ -96,8 +281,8 @@ def find_cache(url: str) -> Path | None:
     return _find_host_folder(_cache_name(url))
 
 
-def forget(url: str) -> None:
-    """Delete what this host has downloaded from the store at `url`."""
+def delete_cache(url: str) -> None:
+    """Delete the files that this host has downloaded from the store at `url`."""
     if (cache := find_cache(url)) is not None:
         shutil.rmtree(cache, ignore_errors=True)
 
@@ -126,18 +311,18 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
         (cache / _CHAINED).touch()
     elif (cache / _CHAINED).exists():
         link = ChainLink("", 0, {})
-    store, relay_failed = ObjectStore(url, FIELD), Event()
+    store, relay_failed = ObjectStore(url, URL_FIELD), Event()
 
     # Files are renamed when they are complete, so that a killed download leaves none under its name.
-    def get(name: str) -> None:
-        whole = folder / f".{name}.whole"  # not `partial`: the store may write its end first
-        with_retries(lambda: store.get(f"{version}/{name}", whole))
-        if (size := whole.stat().st_size) != files[name]:
+    def download_from_store(name: str) -> None:
+        temporary = folder / f".{name}.whole"  # not `partial_path`: the store may write its end first
+        with_retries(lambda: store.get(f"{version}/{name}", temporary))
+        if (size := temporary.stat().st_size) != files[name]:
             raise StoreFailed(f"{name} has {size:,} of {files[name]:,} bytes")
-        whole.rename(folder / name)
+        temporary.rename(folder / name)
 
-    def get_in_chain(name: str, link: ChainLink) -> None:
-        part = partial(folder / name)
+    def download_in_chain(name: str, link: ChainLink) -> None:
+        part = partial_path(folder / name)
         part.unlink(missing_ok=True)
         relayed = bool(link.relay) and not relay_failed.is_set()
         if relayed and not download(link, f"{version}/{name}", files[name], part):
@@ -152,7 +337,7 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
 
     try:
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(lambda name: get(name) if link is None else get_in_chain(name, link), missing))
+            list(pool.map(lambda name: download_from_store(name) if link is None else download_in_chain(name, link), missing))
     except (StoreFailed, OSError) as error:
         raise SyncError(f"{address}: the weights cannot be downloaded: {error}") from error
     return folder

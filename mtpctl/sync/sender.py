@@ -24,13 +24,11 @@ from torch.distributed import TCPStore
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.plan.buckets import MAX_SHARE, Bucket
-from mtpctl.sync.host_copy import Changes, HostCopy
-from mtpctl.sync.packing import Checksums, Export, Packer, PackingOptions, spec_of
+from mtpctl.sync.packing import Changes, Checksums, Export, HostCopy, Packer, PackingOptions, spec_of
 from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.remote import digests_of, make_host_folder, upload
 from mtpctl.sync.store import COMPLETE, VersionStore
-from mtpctl.sync.transports.base import PushWriter, Sent, open_writer
-from mtpctl.sync.transports.control import Address, Control
+from mtpctl.sync.transports.base import Address, Control, PushWriter, TransferStats, open_writer
 from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer
 from mtpctl.sync.transports.storage import NAME as STORAGE
@@ -73,7 +71,7 @@ class Publisher(Packer):
         Raises VersionConflict unless `version` is newer, PlanMismatch if the export differs from the plan, and EnvironmentMissing if the
         store is full. A failed version is deleted.
         """
-        tensors = self.cast(export)
+        tensors = self.wire_tensors(export)
         if not self.plans:
             exported = list(tensors)
             self.plan((spec_of(name, tensor) for name, tensor in exported), _tied(exported))
@@ -219,7 +217,7 @@ class Sender(Packer):
         copy, base = self._store_worker.copy, self._delivered
         if not self._delta or base is None or base != self._copied or not copy.has(self.next_plans):
             return super().plan_from(export, aliases, checksums=checksums)
-        self._changes, sums = self.compare(self.cast(export), copy, base, update=False, checksums=checksums)
+        self._changes, sums = self.compare(self.wire_tensors(export), copy, base, update=False, checksums=checksums)
         return sums
 
     def announce(self, version: int, members: list[str], checksums: Checksums | None = None) -> Manifest:
@@ -239,7 +237,7 @@ class Sender(Packer):
         self._delivered = None
         return self._announced
 
-    def send(self, export: Export) -> Sent:
+    def send(self, export: Export) -> TransferStats:
         """Pack and send the announced version. `export` yields section after section, in the order of the plan; a delta does not use it.
 
         Raises SyncError if a receiver fails, and PlanMismatch if the export differs from the plan. Either ends the group.
@@ -247,7 +245,7 @@ class Sender(Packer):
         writer, announced = self._current()
         try:
             if announced.base is None:
-                self.pack(announced.version, self.cast(export), writer)
+                self.pack(announced.version, self.wire_tensors(export), writer)
             else:
                 assert self._changes is not None
                 self.pack_blobs(announced.version, self._changes, announced.sections, writer)
@@ -271,7 +269,7 @@ class Sender(Packer):
         self._copied = None
         # Sections that are sent only once (the base weights of an adapter) no longer need a copy.
         self._store_worker.copy.retain(self.next_sections)
-        self.pack(announced.version, self.cast(export), self._store_worker.copy)
+        self.pack(announced.version, self.wire_tensors(export), self._store_worker.copy)
         self._store_worker.copy.wait()
         self._copied = announced.version
         self._store_worker.start(announced.complete())
@@ -280,7 +278,7 @@ class Sender(Packer):
         """Wait until the last persisted version is in the store. Raises the error of writing it."""
         self._store_worker.flush()
 
-    def probe(self, number: int) -> Sent:
+    def probe(self, number: int) -> TransferStats:
         """Send the buckets of the announced plan without packing, to measure the link. Receivers call `EngineTarget.probe`.
 
         `number` distinguishes probes.

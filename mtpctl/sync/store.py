@@ -5,7 +5,7 @@ one was never published. Folders are in shared memory if there is room; receiver
 on disk. A reader that has mapped a bucket keeps it, even if the version is deleted meanwhile.
 
 A version may have only the changes since a base, the version before it. Some of these also have all buckets, in the folder `complete`, from
-which a receiver without the base begins. What is needed to read a stored version is stored too.
+which a receiver without the base begins. The versions needed to read a stored version are stored too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.quantization import syncs_both_forms
 from mtpctl.sync.protocol import Manifest, VersionConflict
-from mtpctl.sync.remote import forget, with_retries
+from mtpctl.sync.remote import delete_cache, with_retries
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -42,7 +42,7 @@ COMPLETE = "complete"
 
 
 def is_unquantized(root: Path | str) -> bool:
-    """Whether the folder of a store is that of unquantized versions."""
+    """Whether this is the folder of a store of unquantized versions."""
     return Path(root).name == _UNQUANTIZED
 
 
@@ -83,7 +83,7 @@ class VersionStore:
         """The store of unquantized versions, if the versions in this one are quantized."""
         return VersionStore(self.root / _UNQUANTIZED)
 
-    def of_logprob(self, recipe: Recipe) -> VersionStore:
+    def for_logprob(self, recipe: Recipe) -> VersionStore:
         """The store of the versions that the log-prob server loads: this one, or that of unquantized versions."""
         return self.unquantized if syncs_both_forms(recipe) else self
 
@@ -144,12 +144,12 @@ class VersionStore:
         Raises EnvironmentMissing if the file system is full.
         """
         folder = self.folder(manifest.version)
-        draft = folder / f"{_MANIFEST}.{os.getpid()}"
+        temporary = folder / f"{_MANIFEST}.{os.getpid()}"
         try:
             if manifest.base is not None:
                 (folder / _BASE).write_text(str(manifest.base))
-            draft.write_text(json.dumps(manifest.to_dict()))
-            draft.replace(folder / _MANIFEST)
+            temporary.write_text(json.dumps(manifest.to_dict()))
+            temporary.replace(folder / _MANIFEST)
         except OSError as error:
             raise _unusable(folder, error) from error
         keep = {number for version in self.versions()[-VERSIONS_KEPT:] for number in self._bases(version)}
@@ -193,4 +193,4 @@ class VersionStore:
             leftovers.delete(self.root)
             self._remove_remote(r"v\d{8}-\w+")
             if self.remote is not None:
-                forget(self.remote.url)
+                delete_cache(self.remote.url)

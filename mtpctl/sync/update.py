@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Protocol
 from mtpctl.recipe.sync import PUSHED
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, SyncError, TargetDirty, WeightsDiffer, WeightTarget
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports.base import Sent, cancel
+from mtpctl.sync.transports.base import TransferStats, cancel
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -88,7 +88,7 @@ async def cancel_on_error[T](manifest: Manifest, update: Awaitable[T]) -> T:
 
 
 def manifests_to(manifest: Manifest, live: int) -> list[Manifest]:
-    """The versions to apply to a target with version `live`: this one, or if it has changes since another one, those that lead there."""
+    """The versions to apply to a target with version `live`: this one, preceded by the base versions that it needs."""
     if manifest.base is None or live in (manifest.base, manifest.version) or manifest.transport in PUSHED:
         return [manifest]
     return VersionStore(manifest.store).chain(manifest.version, live)
@@ -118,8 +118,8 @@ async def update_target(
     if verify:
         _published_checksums(manifest, holds)
 
-    *before, manifest = manifests_to(manifest, target.version)
-    for earlier in before:
+    *earlier_versions, manifest = manifests_to(manifest, target.version)
+    for earlier in earlier_versions:
         await update_target(target, earlier, deadline_s=deadline_s, holds=holds)
 
     async def within[T](step: Awaitable[T]) -> T:
@@ -177,7 +177,7 @@ class Trainer(Protocol):
         self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]
     ) -> Manifest | None: ...
 
-    async def transfer_weights(self) -> Sent | None: ...
+    async def transfer_weights(self) -> TransferStats | None: ...
 
     async def persist_weights(self) -> None: ...
 
@@ -241,7 +241,7 @@ class WeightUpdate:
         # Without partial rollouts no response spans two versions: responses in flight end before the weights change.
         self.pause: PauseMode = self.options.pause if parties.recipe.async_.partial_rollout else "wait"
         self.state = State.PLAN
-        self.sent = Sent()
+        self.sent = TransferStats()
         self.reports: list[SyncReport] = []
         self.plan_seconds = 0.0
 
@@ -295,7 +295,7 @@ class WeightUpdate:
         sending = asyncio.create_task(self._send())
         try:
             self.reports = await self._commit()
-            self.sent = await sending or Sent(self.manifest.nbytes, time.perf_counter() - began)
+            self.sent = await sending or TransferStats(self.manifest.nbytes, time.perf_counter() - began)
         except SyncError as error:
             (failure,) = await asyncio.gather(sending, return_exceptions=True)
             if isinstance(failure, Exception) and not isinstance(failure, SyncError):
@@ -305,7 +305,7 @@ class WeightUpdate:
             await asyncio.gather(sending, return_exceptions=True)
         self.state = State.PERSIST if self.pushed else State.DONE
 
-    async def _send(self) -> Sent | None:
+    async def _send(self) -> TransferStats | None:
         """Let the trainer push the buckets. Returns None if they are in the store already."""
         sent = await self.parties.trainer.transfer_weights() if self.pushed else None
         self.state = State.COMMIT

@@ -11,7 +11,7 @@ from mtpctl.recipe.quantization import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import PUSHED, StorageConfig
 from mtpctl.sync.protocol import Manifest, Section
-from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.transports.base import TransferStats
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class WeightExporter:
         self._planned.add(store)
         return self._pusher.announce(version, members, sums) if self.rank == 0 else None
 
-    def transfer_weights(self) -> Sent | None:
+    def transfer_weights(self) -> TransferStats | None:
         """Send the planned buckets. Receivers must receive concurrently."""
         return self._on_rank_0(lambda export: self._pusher.send(export))
 
@@ -105,7 +105,7 @@ class WeightExporter:
         from mtpctl.families.tensors import section_of
         from mtpctl.plan.buckets import ADAPTER_PREFIX
         from mtpctl.sync.packing import PackingOptions
-        from mtpctl.sync.remote import FIELD
+        from mtpctl.sync.remote import URL_FIELD
         from mtpctl.sync.sender import Publisher, Sender
         from mtpctl.sync.store import VersionStore, is_unquantized
 
@@ -118,7 +118,7 @@ class WeightExporter:
         }
         if sync.transport not in PUSHED:
             url = self.recipe.sync_url
-            versions = VersionStore(store, None if url is None else ObjectStore(url, FIELD))
+            versions = VersionStore(store, None if url is None else ObjectStore(url, URL_FIELD))
             pinned, relay = self.engine.device.type == "cuda", isinstance(sync, StorageConfig) and sync.relay
             return Publisher(versions, delta=sync.delta, pinned=pinned, digests=relay, **options)
         device = self.engine.device

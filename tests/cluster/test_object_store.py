@@ -66,7 +66,7 @@ def test_unreachable_server_is_reported_at_once() -> None:
 def test_missing_package_of_a_scheme_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    for field, fix in ((FIELD, "remove the key"), (remote.FIELD, "set another sync.transport")):
+    for field, fix in ((FIELD, "remove the key"), (remote.URL_FIELD, "set another sync.transport")):
         message = f"^{field}: s3:// needs the package s3fs, which is not installed; install it, or {fix}$"
         with pytest.raises(EnvironmentMissing, match=message):
             ObjectStore("s3://bucket/run", field)

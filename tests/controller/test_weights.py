@@ -26,8 +26,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, Section, SyncError
-from mtpctl.sync.transports.base import Sent
-from mtpctl.sync.transports.control import Address
+from mtpctl.sync.transports.base import Address, TransferStats
 from mtpctl.sync.update import SyncReport
 from tests.fakes.logprob import Started, Store, manifest
 from tests.fakes.replica import FakeReplica
@@ -58,9 +57,9 @@ class Trainer:
         self.members.append(members)
         return replace(manifest(version), transport="ipc", address="tcp://127.0.0.1:1/group?receivers=1&deadline_s=1")
 
-    async def transfer_weights(self) -> Sent:
+    async def transfer_weights(self) -> TransferStats:
         self._called("transfer_weights")
-        return Sent()
+        return TransferStats()
 
     async def persist_weights(self) -> None:
         self._called("persist_weights")

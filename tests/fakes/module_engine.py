@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtpctl.sync.adapter import AdapterReceiver
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.parameters import match_shards
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, SyncError
-from mtpctl.sync.receiver import Inbox, StepReceiver, UpdateStep
+from mtpctl.sync.receiver import AdapterReceiver, Inbox, StepReceiver, UpdateStep
 
 Tensors = dict[str, torch.Tensor]
 
@@ -94,4 +93,4 @@ async def _at_once[T](step: Awaitable[T], what: str) -> T:
 
 def engine_target(engine: ModuleEngine) -> EngineTarget:
     """The engine as a target of updates, always paused."""
-    return EngineTarget(engine, 0, within=_at_once, paused=lambda: True)
+    return EngineTarget(engine, 0, with_deadline=_at_once, paused=lambda: True)

@@ -9,7 +9,7 @@ from mtpctl.recipe.sync import PUSHED
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, VersionConflict
-from mtpctl.sync.transports.control import Address, join
+from mtpctl.sync.transports.base import Address, join
 from mtpctl.sync.update import SyncReport
 
 VOCABULARY = 50

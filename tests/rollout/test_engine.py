@@ -57,12 +57,12 @@ class Made(Engine):
         self.core, self.paused = core, False
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._within(self.core._do("pause"), "pausing")
+        await self._with_deadline(self.core._do("pause"), "pausing")
         self._paused = self.paused = True
 
     async def resume(self) -> None:
         self._check_alive()
-        await self._within(self.core._do("resume"), "resuming")
+        await self._with_deadline(self.core._do("resume"), "resuming")
         self._paused = self.paused = False
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:

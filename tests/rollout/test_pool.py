@@ -21,7 +21,7 @@ from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
 from mtpctl.rollout.routing import AFFINITY_SLACK
 from mtpctl.samples import GenerationRequest, Sample, Unwanted
 from mtpctl.sync.protocol import Manifest, SyncError
-from mtpctl.sync.transports.control import Address
+from mtpctl.sync.transports.base import Address
 from mtpctl.sync.update import SyncReport
 from tests.fakes.chat import NO_CHAT
 from tests.fakes.engines import in_loop

@@ -15,7 +15,7 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.local import keep_token_private, make_private_sessions
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.errors import EnvironmentMissing
-from mtpctl.sync.relay import RelayServer
+from mtpctl.sync.remote import RelayServer
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 from tests.fakes.daemons import Command, started
 

@@ -18,10 +18,10 @@ from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import engine_settings
-from mtpctl.sync.adapter import check_fits, layers_of
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.parameters import TpRank
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, WeightsDiffer
+from mtpctl.sync.receiver import check_fits, layers_of
 from mtpctl.sync.update import update_target
 from tests.fakes import adapters
 from tests.fakes.adapters import BASE
@@ -48,7 +48,7 @@ class TestLayers:
         ],
     )
     def test_tensors_that_are_not_an_adapter_are_refused(self, tmp_path: Path, change: Any, message: str) -> None:
-        with pytest.raises(PlanMismatch, match=f"this is no LoRA adapter: .*{message}"):
+        with pytest.raises(PlanMismatch, match=f"this is not a LoRA adapter: .*{message}"):
             layers_of(plan_of(change(adapters.adapter(BASE, 0)), tmp_path))
 
     def test_an_adapter_without_a_rank_is_refused(self, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ class TestOneVersion:
         async def within(step: Awaitable[Any], what: str) -> Any:
             return await step
 
-        return EngineTarget(engine, 0, within=within, paused=lambda: True)
+        return EngineTarget(engine, 0, with_deadline=within, paused=lambda: True)
 
     def test_a_target_with_different_checksums_is_dirty(self, tmp_path: Path) -> None:
         """The fake engine returns no checksums."""

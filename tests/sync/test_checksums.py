@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpctl.sync.checksums import checksum, summed
+from mtpctl.sync.checksums import checksum, partial_sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
@@ -45,6 +45,6 @@ def test_sums_equal_their_formula(dtype: torch.dtype, rows: int, columns: int) -
     part, before = matrix[:, 2 : columns - 3], matrix.clone()
     words = part.contiguous().view({1: torch.int8, 4: torch.int32, 8: torch.int64}[part.element_size()]).numpy().astype("uint64")
     places = np.arange(matrix.numel(), dtype="uint64").reshape(rows, columns)[:, 2 : columns - 3] + np.uint64(1)
-    result = summed(part, matrix.numel(), columns, 2)
+    result = partial_sums(part, matrix.numel(), columns, 2)
     assert (result.plain, result.weighted) == (int(words.sum()), int((words * places).sum()))
     assert torch.equal(matrix, before)

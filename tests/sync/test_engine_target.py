@@ -84,7 +84,7 @@ def test_an_update_that_times_out_is_restored_before_the_next(tmp_path: Path, sl
 
     async def drive() -> Core:
         core = Core()
-        target = EngineTarget(core, 0, within=within, paused=lambda: True)
+        target = EngineTarget(core, 0, with_deadline=within, paused=lambda: True)
         await update_target(target, sends.publish(BASE.items(), 1))
         core.slow = slow
         with pytest.raises(SyncError, match=r"took longer than sync\.deadline_s"):
@@ -107,7 +107,7 @@ def test_a_dropped_section_does_not_change_the_version(tmp_path: Path, transport
 
     async def drive() -> None:
         core = Core()
-        target = EngineTarget(core, 0, within=within, paused=lambda: True, holds=("target",))
+        target = EngineTarget(core, 0, with_deadline=within, paused=lambda: True, holds=("target",))
         await update_target(target, replace(sends.publish(BASE.items(), 1), transport=transport))
         second = replace(sends.publish(BASE.items(), 2), transport=transport)
         core.refused = "target"

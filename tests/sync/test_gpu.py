@@ -29,7 +29,7 @@ from mtpctl.sync.packing import spec_of
 from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.transports.base import TransferStats
 from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 from tests.fakes import adapters
 from tests.fakes.engine_checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
@@ -174,7 +174,7 @@ def push(run: Loop, engine: VllmEngine, trainer: Trainer, sections: tuple[str, .
     manifest = trainer.announce(version, sections, [f"engine {rank}" for rank in range(ranks)])
     report: SyncReport = run(cancel_on_error(manifest, engine.update(manifest, verify=True, deadline_s=60)))
     sent = trainer.told()
-    assert isinstance(sent, Sent), sent
+    assert isinstance(sent, TransferStats), sent
     stored = [name for name in version_of(version) if adapters.section_of(name) in sections]
     assert (report.version, report.verified) == (version, len(stored))
     return report
@@ -192,7 +192,7 @@ def test_an_adapter_is_pushed_while_requests_are_in_flight(engine: VllmEngine, r
         return await asyncio.gather(*tasks)
 
     samples = run(during())
-    assert isinstance(trainer.told(), Sent)
+    assert isinstance(trainer.told(), TransferStats)
     assert {span.version for sample in samples for span in sample.version_spans} == {first, first + 1}
     assert_matches(samples, {first: policy(first), first + 1: policy(first + 1)})
     result = run(engine.generate(request(99)))
@@ -275,7 +275,7 @@ def test_weights_are_pushed_to_a_log_prob_replica(folder: Path, run: Loop, train
         for version, sections in ((1, FIRST), (2, LATER)):
             manifest = trainer.announce(version, sections, ["log-prob 0"])
             report = run(cancel_on_error(manifest, update_target(replica, manifest, verify=True, deadline_s=60)))
-            assert isinstance(trainer.told(), Sent)
+            assert isinstance(trainer.told(), TransferStats)
             assert report.verified == len([name for name in version_of(version) if adapters.section_of(name) in sections])
             wanted = reference_logprobs(CONFIG, policy(version), ids)
             off = (torch.tensor(run(scored(version)), dtype=torch.float64) - wanted[-len(ids) + 1 :]).abs()

@@ -19,10 +19,9 @@ import torch
 
 from mtpctl.cluster import object_store
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
-from mtpctl.sync import relay, remote
+from mtpctl.sync import remote
 from mtpctl.sync.protocol import Manifest
-from mtpctl.sync.relay import ChainLink, RelayServer, download, upstream_of
-from mtpctl.sync.remote import digests_of, fetch, prefetch
+from mtpctl.sync.remote import ChainLink, RelayServer, digests_of, download, fetch, prefetch, upstream_of
 
 VERSION = "v00000007-0123456789abcdef"
 FILES = {f"target-{number:05d}.bin": 300_000 + number for number in range(5)}
@@ -132,9 +131,9 @@ def test_relay_sends_nothing_of_a_file_whose_end_is_written_first(store: str, ho
     monkeypatch.setattr(Gated, "step", lambda name, start: requested.wait(30) if not start else None)
 
     class Asked(RelayServer):
-        def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+        def _respond(self, handler: BaseHTTPRequestHandler) -> None:
             requested.set()
-            super()._answer(handler)
+            super()._respond(handler)
 
     (hosts[0].folder / "first").mkdir()
     first = Asked(lambda: hosts[0].folder / "first", "127.0.0.1")
@@ -218,7 +217,7 @@ def test_without_relay_and_store_nothing_is_complete(store: str, hosts: list[Hos
 
 
 def test_only_the_host_after_a_hanging_one_downloads_from_the_store(store: str, hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "STALL_S", 0.1)
+    monkeypatch.setattr(remote, "STALL_S", 0.1)
     (hosts[0].folder / VERSION).mkdir()
     for name in FILES:
         begun = Path(store.removeprefix("file://"), VERSION, name).read_bytes()[:5]
@@ -235,7 +234,7 @@ def test_a_relay_that_failed_is_not_used_for_further_files(store: str, tmp_path:
     requests: list[str] = []
 
     class Refusing(RelayServer):
-        def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+        def _respond(self, handler: BaseHTTPRequestHandler) -> None:
             requests.append(handler.path)
             handler.send_error(404)
 
@@ -283,7 +282,7 @@ def status_of(host: Host, path: str) -> int:
 
 
 def test_only_files_of_a_version_are_served(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "STALL_S", 0.1)
+    monkeypatch.setattr(remote, "STALL_S", 0.1)
     folder, wanted = hosts[0].folder / VERSION, "?nbytes=5&hops=0"
     folder.mkdir()
     for path in (
@@ -311,7 +310,7 @@ def test_relay_of_a_host_without_downloads_creates_no_folder(tmp_path: Path, mon
 
 
 def test_a_shorter_file_is_not_taken(store: str, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "STALL_S", 0.1)
+    monkeypatch.setattr(remote, "STALL_S", 0.1)
     name = next(iter(FILES))
     (hosts[0].folder / VERSION).mkdir()
     (hosts[0].folder / VERSION / name).write_bytes(b"short")

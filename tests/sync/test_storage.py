@@ -13,7 +13,7 @@ from mtpctl.cluster.leftovers import SHARED_MEMORY
 from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed
 from mtpctl.sync import remote
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.remote import FIELD, digests_of, open_cache, prefetch
+from mtpctl.sync.remote import URL_FIELD, digests_of, open_cache, prefetch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.update import manifests_to
@@ -25,7 +25,7 @@ from tests.sync.test_delta_syncs import Trainer, engine_target, new_engine, same
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VersionStore]:
     """A store whose buckets are in another folder."""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
-    versions = VersionStore(tmp_path / "store", ObjectStore(f"file://{tmp_path}/bucket", FIELD))
+    versions = VersionStore(tmp_path / "store", ObjectStore(f"file://{tmp_path}/bucket", URL_FIELD))
     versions.claim()
     yield versions
     versions.close()
@@ -141,7 +141,7 @@ def test_versions_in_s3_are_bit_equal(tmp_path: Path, monkeypatch: pytest.Monkey
     """Also if hosts are in a chain, which read pieces of files."""
     monkeypatch.setattr(object_store, "REQUEST_BYTES", 700)
     with serving():
-        store = VersionStore(tmp_path / "store", ObjectStore(f"s3://{BUCKET}/run", FIELD))
+        store = VersionStore(tmp_path / "store", ObjectStore(f"s3://{BUCKET}/run", URL_FIELD))
         trainer, publish, engine = Trainer(), Publisher(store, bucket_bytes=3000, delta=True, digests=True), new_engine()
         target = engine_target(engine)
         for version in (1, 2, 3):

@@ -233,4 +233,4 @@ def test_a_manifest_on_a_full_disk_is_an_error_with_its_folder(tmp_path: Path) -
 @pytest.mark.parametrize(("quantization", "standalone", "folder"), [("fp8", True, "unquantized"), ("fp8", False, ""), ("none", True, "")])
 def test_the_logprob_server_loads_unquantized_versions(tmp_path: Path, quantization: str, standalone: bool, folder: str) -> None:
     recipe = Recipe.model_validate({"rollout": {"quantization": quantization}, "logprob": {"standalone": standalone}})
-    assert VersionStore(tmp_path).of_logprob(recipe).root == tmp_path / folder
+    assert VersionStore(tmp_path).for_logprob(recipe).root == tmp_path / folder

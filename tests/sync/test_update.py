@@ -14,7 +14,7 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.buckets import TensorSpec, plan_buckets
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, SectionPlan, SyncError, TargetDirty
-from mtpctl.sync.transports.base import Sent
+from mtpctl.sync.transports.base import TransferStats
 from mtpctl.sync.update import Parties, State, SyncReport, WeightUpdate, update_target
 
 
@@ -36,12 +36,12 @@ class World:
         assert (version, members, checksums, sections) == (1, ["engine 0"] if self.update.pushed else [], False, ("target", "draft"))
         return Manifest(1, self.update.options.transport, "", {})
 
-    async def transfer_weights(self) -> Sent:
+    async def transfer_weights(self) -> TransferStats:
         self.note("transfer_weights")
         await asyncio.sleep(0.01)
         if self.fails is not None:
             raise self.fails
-        return Sent(3, 1.0)
+        return TransferStats(3, 1.0)
 
     async def persist_weights(self) -> None:
         self.note("persist_weights")
@@ -68,7 +68,7 @@ class World:
 def test_a_pushed_version_is_planned_after_quiescing_and_persisted_after_resuming(tmp_path: Path) -> None:
     world = World("nccl", tmp_path)
     asyncio.run(world.update.run())
-    assert (world.update.state, world.update.sent) == (State.PERSIST, Sent(3, 1.0))
+    assert (world.update.state, world.update.sent) == (State.PERSIST, TransferStats(3, 1.0))
     asyncio.run(world.update.persist())
     assert world.update.state is State.DONE
     assert world.calls == [

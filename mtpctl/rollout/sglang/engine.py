@@ -203,19 +203,19 @@ class SglangEngine(Engine):
 
         self._open.clear()
         if mode == "abort":
-            await self._within(self._abort([name.removesuffix(".") for name in self._submitted]), "aborting responses")
+            await self._with_deadline(self._abort([name.removesuffix(".") for name in self._submitted]), "aborting responses")
         if mode != "keep":
             async with self._drained:
                 waiting = self._drained.wait_for(lambda: not self._submitted)
-                await (self._within(waiting, "aborting responses") if mode == "abort" else waiting)
-        await self._within(self._manager.pause_generation(PauseGenerationReqInput(mode="retract")), f"pausing ({mode})")
+                await (self._with_deadline(waiting, "aborting responses") if mode == "abort" else waiting)
+        await self._with_deadline(self._manager.pause_generation(PauseGenerationReqInput(mode="retract")), f"pausing ({mode})")
         self._paused = True
 
     async def resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         self._check_alive()
-        await self._within(self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False)), "resuming")
+        await self._with_deadline(self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False)), "resuming")
         self._paused = False
         self._open.set()
 

@@ -73,8 +73,8 @@ class ModelReceiver:
 
         rename = getattr(self._model, "map_model_name_to_mtp_param_name", None)
         tp = TpRank(get_parallel().tp_rank, get_parallel().tp_size)
-        elsewhere = _shared(cast(_Drafter, self._model)) if rename is not None else None
-        return match_shards(self._model, plan, rename=rename, elsewhere=elsewhere, tp=tp)
+        shared_with = _shared(cast(_Drafter, self._model)) if rename is not None else None
+        return match_shards(self._model, plan, rename=rename, shared_with=shared_with, tp=tp)
 
 
 class _Drafter(Protocol):

@@ -21,10 +21,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mtpctl.errors import UserError
-from mtpctl.sync.adapter import adapter_root
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.protocol import JsonObject, Manifest, PauseMode, Section, SyncError
-from mtpctl.sync.receiver import UpdateStep
+from mtpctl.sync.receiver import UpdateStep, adapter_root
 from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class ServedEngine:
         self.target = EngineTarget(
             client,
             version,
-            within=self._within,
+            with_deadline=self._with_deadline,
             paused=lambda: self._paused,
             holds=self._holds,
             adapters=adapter_root("", re.sub(r"[^A-Za-z0-9.]+", "-", client.url)),
@@ -175,7 +174,7 @@ class ServedEngine:
         known = int(version) if version.isdigit() else 0
         return cls(client, known, int(ranks["world_size"]), str(drafts[0]) == "True", release_kv=release_kv, keep_kv=keep_kv)
 
-    async def _within[T](self, step: Awaitable[T], what: str) -> T:
+    async def _with_deadline[T](self, step: Awaitable[T], what: str) -> T:
         try:
             return await asyncio.wait_for(step, _ANSWER_S)
         except TimeoutError as error:

@@ -93,11 +93,11 @@ class VllmEngine(Engine):
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=use)
         engine = cls(llm, settings, version)
         try:
-            await engine._within(llm.update_weight_version(str(version)), "setting the weight version")
+            await engine._with_deadline(llm.update_weight_version(str(version)), "setting the weight version")
             if settings.verifies_blocks:
-                check_verification(await engine._within(VllmClient(llm).rpc("mtpctl_verification"), "asking for the verification rule"))
+                check_verification(await engine._with_deadline(VllmClient(llm).rpc("mtpctl_verification"), "reading the verification rule"))
             if settings.args.get("load_format") == LOAD_FORMAT:
-                check_kernels(await engine._within(VllmClient(llm).rpc("mtpctl_packed_fp8"), "asking for the FP8 kernels"))
+                check_kernels(await engine._with_deadline(VllmClient(llm).rpc("mtpctl_packed_fp8"), "reading the FP8 kernels"))
             if settings.args.get("enable_lora"):
                 await engine._target.load_zero_adapter()
         except BaseException:
@@ -166,19 +166,19 @@ class VllmEngine(Engine):
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         if mode == "abort":
-            await self._within(self._abort(list(self._in_flight)), "aborting responses")
-        await self._within(pauses.pause(self._llm, mode, clear_cache=not self._settings.keep_kv), f"pausing ({mode})")
+            await self._with_deadline(self._abort(list(self._in_flight)), "aborting responses")
+        await self._with_deadline(pauses.pause(self._llm, mode, clear_cache=not self._settings.keep_kv), f"pausing ({mode})")
         self._paused = True
         if self._settings.release_kv and not self._released:
-            await self._within(self._llm.release_kv_cache_memory(), "freeing the KV cache")
+            await self._with_deadline(self._llm.release_kv_cache_memory(), "freeing the KV cache")
             self._released = True
 
     async def resume(self) -> None:
         self._check_alive()
         if self._released:
-            await self._within(self._llm.wake_up(["kv_cache"]), "allocating the KV cache")
+            await self._with_deadline(self._llm.wake_up(["kv_cache"]), "allocating the KV cache")
             self._released = False
-        await self._within(self._llm.resume_generation(), "resuming")
+        await self._with_deadline(self._llm.resume_generation(), "resuming")
         self._paused = False
 
     @property
@@ -188,14 +188,14 @@ class VllmEngine(Engine):
     async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
         if not self.auto_speculation:
             raise UserError("rollout.speculation.auto: is off, so the number of draft tokens is fixed at the start")
-        state: SpeculationState = await self._within(
+        state: SpeculationState = await self._with_deadline(
             self._llm.engine_core.call_utility_async("mtpctl_speculation", drafts, look_again), "asking the scheduler"
         )
         return state
 
     async def admit_at_once(self, at_once: bool) -> None:
         """False: hold requests back if that is faster (`mtpctl.rollout.bursts`)."""
-        await self._within(self._llm.engine_core.call_utility_async("mtpctl_admit_at_once", at_once), "setting the admission")
+        await self._with_deadline(self._llm.engine_core.call_utility_async("mtpctl_admit_at_once", at_once), "setting the admission")
 
     @property
     def _errored(self) -> bool:

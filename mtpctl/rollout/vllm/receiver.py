@@ -21,12 +21,11 @@ from mtpctl.rollout.vllm.capture import LayerCapture
 from mtpctl.rollout.vllm.client import adapter_request
 from mtpctl.rollout.vllm.patches import weights
 from mtpctl.rollout.vllm.patches.drafter import TIMES
-from mtpctl.sync.adapter import AdapterReceiver, check_fits
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, ZERO_ADAPTER
 from mtpctl.sync.parameters import Shard, TpRank, match_shards
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, SyncError
-from mtpctl.sync.receiver import Inbox, RankSums, SectionReceiver, StepReceiver, UpdateStep, card_memory
+from mtpctl.sync.receiver import AdapterReceiver, Inbox, RankSums, SectionReceiver, StepReceiver, UpdateStep, check_fits, gpu_memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,13 +88,13 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         weights.check_quantization(self.vllm_config.quant_config, self.model, {entry.dtype for entry in plan.tensors().values()})
         if self.parallel_config.pipeline_parallel_size > 1:
             raise PlanMismatch("weights of an engine with pipeline stages cannot be updated in place")
-        elsewhere = self._default_model if self.model is not self._default_model else None
+        shared_with = self._default_model if self.model is not self._default_model else None
         own = self.model_config.dtype if isinstance(self.model_config.dtype, torch.dtype) else None
         return match_shards(
             self.model,
             plan,
             rename=weights.renamer(self.model),
-            elsewhere=elsewhere,
+            shared_with=shared_with,
             tp=_tp_rank(),
             dtype=own,
             plain_weight=weights.plain_weight,
@@ -201,7 +200,7 @@ class WorkerExtension:
 
     def mtpctl_memory(self, reset: str = "") -> dict[str, int]:
         """Memory of this worker's GPU in bytes. `reset`: reset the peaks."""
-        return card_memory(reset=bool(reset))
+        return gpu_memory(reset=bool(reset))
 
     def mtpctl_capture(self, positions: str) -> None:
         """Record the layers' outputs of the next request (`mtpctl.rollout.vllm.capture`), which runs alone."""

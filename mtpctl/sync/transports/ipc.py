@@ -1,7 +1,7 @@
-"""Buckets in two buffers on the sender's card, which every receiver on the host maps and reads.
+"""Buckets in two buffers on the sender's GPU, which every receiver on the host maps and reads.
 
 The sender fills one buffer while receivers read the other, and reuses a buffer once all receivers have read it. The handles of the
-buffers are exchanged once. Receivers use the sender's card or another one with peer access to it. On a CPU the buffers are a file that both
+buffers are exchanged once. Receivers use the sender's GPU or another one with peer access to it. On a CPU the buffers are a file that both
 ends map.
 """
 
@@ -21,12 +21,11 @@ import torch
 
 from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.transports.base import BucketReader, PushWriter, Sent
-from mtpctl.sync.transports.control import Address, Control, join
+from mtpctl.sync.transports.base import Address, BucketReader, Control, PushWriter, TransferStats, join
 
 NAME = "ipc"
 _DEVICE_AT = 6
-"""Position of the device index in the arguments of `rebuild_cuda_tensor`. Each process has its own numbering of cards."""
+"""Position of the device index in the arguments of `rebuild_cuda_tensor`. Each process has its own numbering of GPUs."""
 
 
 class _Shared:
@@ -122,11 +121,11 @@ class Writer(PushWriter):
                 # All receivers have mapped the file. Unlink it, so that a killed sender does not leave it behind.
                 self._shared.unlink()
 
-    def finish(self) -> Sent:
+    def finish(self) -> TransferStats:
         for number in (self._filled - 2, self._filled - 1):
             self._read_by_all(number)
         seconds = time.monotonic() - self._began
-        sent = Sent(self._sent, seconds, seconds - self._waited, self._waited)
+        sent = TransferStats(self._sent, seconds, seconds - self._waited, self._waited)
         self._reset()
         return sent
 

@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 
 from mtpctl.plan.buckets import Bucket
-from mtpctl.sync.transports.base import BucketReader, PushWriter, Sent
-from mtpctl.sync.transports.control import Address, Control, join
+from mtpctl.sync.transports.base import Address, BucketReader, Control, PushWriter, TransferStats, join
 
 NAME = "nccl"
 _WATCHDOG_MARGIN_S = 3600.0
 """Seconds between our deadline and the timeout of NCCL's watchdog, which would end the process. Our deadline must expire first."""
 _CHANNELS = 16
-"""Maximum number of NCCL channels. Each needs buffers on every card, and this number saturates a link."""
+"""Maximum number of NCCL channels. Each needs buffers on every GPU, and this number saturates a link."""
 
 
 type Mark = float | torch.cuda.Event
@@ -133,7 +132,7 @@ class Writer(PushWriter):
         self._turn = 1 - self._turn
 
     def _mark(self) -> Mark:
-        """The current point in time, on the card's stream if there is one, else on the clock."""
+        """The current point in time, on the CUDA stream if there is one, else on the clock."""
         if self._side is None:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
@@ -141,7 +140,7 @@ class Writer(PushWriter):
         return event
 
     def _wait_sent(self, turn: int) -> None:
-        """Wait until a buffer may be overwritten, because its bucket was sent. On a card the stream waits, otherwise this thread."""
+        """Wait until a buffer may be overwritten, because its bucket was sent. On a GPU the stream waits, otherwise this thread."""
         if (sending := self._works[turn]) is None:
             return
         work, mark = sending
@@ -152,14 +151,14 @@ class Writer(PushWriter):
         else:
             work.wait()
 
-    def finish(self) -> Sent:
+    def finish(self) -> TransferStats:
         for turn in (self._turn, 1 - self._turn):
             self._wait_sent(turn)
         if self._side is not None:
             done = torch.cuda.Event()
             done.record(self._side)
             self.control.wait(done.query, "sending weights")
-        sent = Sent(self._sent, time.monotonic() - self._began, self._wire_seconds(), self._waited)
+        sent = TransferStats(self._sent, time.monotonic() - self._began, self._wire_seconds(), self._waited)
         self._reset()
         return sent
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mtpctl.rollout.sglang.receiver import take
-from mtpctl.sync.checksums import Part, combined
+from mtpctl.sync.checksums import Part, combine
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.update import check_checksums, update_target
@@ -86,7 +86,7 @@ def target_of(process: Process, holds: tuple[str, ...]) -> EngineTarget:
     async def within(step: Awaitable[Any], what: str) -> Any:
         return await asyncio.wait_for(step, 60)
 
-    return EngineTarget(process, 0, within=within, paused=lambda: True, holds=holds)  # type: ignore[arg-type]
+    return EngineTarget(process, 0, with_deadline=within, paused=lambda: True, holds=holds)  # type: ignore[arg-type]
 
 
 def push(target: EngineTarget, root: Path, version: int) -> Manifest:
@@ -106,7 +106,7 @@ def _send(pipe: Any, root: Path, version: int, members: list[str], export: Any) 
 
 def sums(process: Process) -> dict[str, str]:
     result = asyncio.run(process.rpc("mtpctl_sums"))
-    return {name: combined(Part(**part) for part in parts) for model in result for name, parts in model.items()}
+    return {name: combine(Part(**part) for part in parts) for model in result for name, parts in model.items()}
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -274,5 +274,5 @@ def test_section_without_an_adapter_is_rejected(engine: VllmEngine, run: Loop, t
     options: dict[str, Any] = {"sections": ["adapter"], "section_of": lambda _: "adapter", "config": {"adapter": PEFT}}
     publisher = Publisher(VersionStore(tmp_path), bucket_bytes=1024, **options)
     manifest = publisher.publish([("model.norm.weight", torch.zeros(4))], engine.version + 1)
-    with pytest.raises(PlanMismatch, match=r"this is no LoRA adapter: model\.norm\.weight"):
+    with pytest.raises(PlanMismatch, match=r"this is not a LoRA adapter: model\.norm\.weight"):
         run(engine.update(manifest))
