@@ -34,6 +34,8 @@ MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 """Config, draft tokens a step, precision."""
 SLOW = {name for name in MODELS if " with " in name} - {"llama with EAGLE-3 fp32", "qwen3-moe with EAGLE-3 bf16", "llama with DFlash fp32"}
+# The default suite has both precisions of one dense family and of one mixture of experts.
+SLOW |= {f"{family} fp32" for family, dtype in SERVED if dtype == "bf16" and family not in ("mimo", "deepseek-v3")}
 
 
 def models(engine: VllmEngine) -> dict[str, torch.nn.Module]:
