@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "your-own-task.md").read_text()
-PRETRAINED = GUIDE.partition("## 5. A model that can read")[2].partition("\n## ")[0]
+PRETRAINED = GUIDE.partition("## 5. A pretrained model")[2].partition("\n## ")[0]
 ENVIRONMENT = with_tree(NO_COLOR="1", COLUMNS="140")
 SMALL = (
     *("train.rl.steps=2", "train.rl.prompts_per_step=4", "train.rl.group_size=4", "train.rl.dynamic_sampling=false"),
