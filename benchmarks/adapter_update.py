@@ -23,8 +23,8 @@ from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica
 from mtpctl.plan.buckets import ADAPTER_PREFIX, adapter_tensors, wire_tensors
 from mtpctl.recipe.model import DTYPES, MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore

@@ -277,7 +277,7 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
 def _trainer(options: argparse.Namespace, numerics: str, **fields: Any) -> Any:
     from harness import parser  # noqa: F401  installs stand-ins for CUDA calls before Megatron is imported
     from mtpctl.convert.hf_folder import HfFolder
-    from mtpctl.recipe.parallel import ParallelConfig
+    from mtpctl.recipe.section import ParallelConfig
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine
 

@@ -27,8 +27,8 @@ from mtpctl.bench.train_step import create_config_folder, matmul_tflops, named_c
 from mtpctl.families.reading import EXPERT_COUNTS
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer.batch import update_flops
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine

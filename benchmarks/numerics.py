@@ -26,9 +26,9 @@ from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.model import hf_config
 from mtpctl.recipe.numerics import Numerics
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.samples import GenerationRequest, Sample, ids_of

@@ -29,8 +29,7 @@ from mtpctl.families.configs import hub_config, toy_config
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.memory import kv_bytes_per_token
 from mtpctl.plan.placement import Actor, Placement
-from mtpctl.recipe.cluster import ClusterConfig
-from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.schema import ClusterConfig, Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
 from mtpctl.samples import GenerationRequest, Sample

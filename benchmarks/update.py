@@ -21,9 +21,9 @@ from harness import parser, print_environment, print_spread
 from mtpctl.bench.train_step import create_config_folder, named_config, samples, synchronize
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import LoraConfig, OffloadConfig
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine

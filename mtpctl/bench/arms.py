@@ -22,7 +22,7 @@ from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import dump_resolved, flatten, load_recipe
-from mtpctl.recipe.model import path_in_full
+from mtpctl.recipe.model import absolute_path
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.metrics_file import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -247,7 +247,7 @@ def _check_recipe(recipe: Recipe, *derived: Path, irrelevant: Collection[tuple[s
 def _settings(recipe: Recipe) -> dict[tuple[str, ...], object]:
     """All values of a recipe by path, except the run directory."""
     values = flatten(recipe.model_dump(mode="json", by_alias=True))
-    return {key: value for key, value in values.items() if key != ("run_dir",)} | {("model", "path"): path_in_full(recipe.model.path)}
+    return {key: value for key, value in values.items() if key != ("run_dir",)} | {("model", "path"): absolute_path(recipe.model.path)}
 
 
 def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:

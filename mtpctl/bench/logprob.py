@@ -34,8 +34,8 @@ from mtpctl.model.build import TORCH_DTYPES
 from mtpctl.plan.buckets import TensorSpec
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore, default_root

@@ -26,9 +26,8 @@ from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.plan.memory import kv_bytes_per_token
-from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.model import ModelConfig, hf_config
-from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.schema import ClusterConfig, Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 

@@ -35,8 +35,8 @@ from mtpctl.model.packing import Packing
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import ModelConfig, MtpConfig, hf_config
-from mtpctl.recipe.parallel import ParallelConfig, check_parallel
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig, check_parallel
 from mtpctl.trainer.batch import Sequence, update_flops
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine

@@ -306,7 +306,7 @@ def logprob(
     import torch
 
     from mtpctl.bench.report import machine, render
-    from mtpctl.recipe.cluster import ClusterConfig
+    from mtpctl.recipe.schema import ClusterConfig
 
     cuda = torch.cuda.is_available()
     precision = precision or ("bf16" if cuda else "fp32")

@@ -22,7 +22,7 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import Watchdog
 from mtpctl.cluster.process import log_folder_variables
 from mtpctl.errors import ClusterResources, EnvironmentMissing
-from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.recipe.schema import ClusterConfig
 
 ANSWER_S = 5.0
 """Timeout of a connection to the address of a cluster, in seconds."""

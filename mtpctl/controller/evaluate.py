@@ -15,7 +15,7 @@ from mtpctl.controller.rollout_loop import RolloutLoop, request_of
 from mtpctl.controller.state import RunState
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED
-from mtpctl.recipe.evaluation import EvaluationSetConfig
+from mtpctl.recipe.data import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import mean_pass_at_k
 from mtpctl.rl.rewards.function import Reward

@@ -26,7 +26,7 @@ from mtpctl.plan.fitting import misfits
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.model import LONG_CONTEXT, hf_config
-from mtpctl.recipe.quantization import syncs_both_forms
+from mtpctl.recipe.numerics import sends_unquantized_too
 from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of
@@ -212,7 +212,7 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 
     config, folder = recipe.model, recipe.model.folder_in(run_dir.absolute())
-    if recipe.model.drawn:
+    if recipe.model.randomly_initialized:
         assert folder is not None
         if folder.exists():
             _verify_created(folder)
@@ -255,7 +255,7 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     if recipe.rollout.elastic and recipe.cluster.address is not None:
         return VersionStore(folder / "versions", remote)
     size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
-    if syncs_both_forms(recipe):
+    if sends_unquantized_too(recipe):
         # The store of unquantized versions is a subfolder.
         size += sum(bucket.nbytes for buckets in section_buckets(recipe, shape).values() for bucket in buckets)
     if recipe.sync.delta:
@@ -291,7 +291,7 @@ def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
     """The tokenizer that the recipe names, or the one in the model's folder."""
     named = recipe.model.tokenizer
     if named != "bytes":
-        path = named or (recipe.model.path if recipe.model.drawn else None) or model.path
+        path = named or (recipe.model.path if recipe.model.randomly_initialized else None) or model.path
         return load_tokenizer(path, ignore_tools=recipe.data.ignore_tools)
     # Written to the folder of a model that was created for this run, so that the folder can be served; else to the run directory.
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"

@@ -23,7 +23,7 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.fields import KeyPath
 from mtpctl.recipe.loading import dump_resolved, flatten
-from mtpctl.recipe.model import path_in_full
+from mtpctl.recipe.model import absolute_path
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.run_directory import BEGUN, RunDirectory
 from mtpctl.telemetry.session import print_ended_run
@@ -181,7 +181,7 @@ def _init_keys(tree: Mapping[str, object]) -> dict[KeyPath, object]:
     sections = ("model", "config"), ("model", "drafter")
     drawn = {key: value for key, value in values.items() if key == ("seed",) or key[:2] in sections}
     path = values.get(("model", "path"))
-    return {**drawn, ("model", "path"): path_in_full(None if path is None else str(path))}
+    return {**drawn, ("model", "path"): absolute_path(None if path is None else str(path))}
 
 
 def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:

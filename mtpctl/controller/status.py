@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from mtpctl.cluster.process import newest_line
-from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.telemetry.names import describe
 from mtpctl.telemetry.runs import LiveStatus, ReplicaCounts, render_status
 from mtpctl.web.guard import Guard, HttpBounds, http_error

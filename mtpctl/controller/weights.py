@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpctl.recipe.quantization import syncs_both_forms
+from mtpctl.recipe.numerics import sends_unquantized_too
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, SyncError
@@ -42,7 +42,7 @@ class WeightSync:
         # With quantized engines, the log-prob server gets the unquantized weights, in a separate update.
         self._scoring: Parties | None = None
         self._scored = 0
-        if server is not None and syncs_both_forms(recipe):
+        if server is not None and sends_unquantized_too(recipe):
             self.parties = Parties(recipe, trainer, rollout, None, store)
             self._scoring = Parties(recipe, trainer, _NoEngines(), server, VersionStore(store).for_logprob(recipe).root)
         self.last: WeightUpdate | None = None

@@ -25,7 +25,7 @@ from mtpctl.model.build import build_model, complete_config
 from mtpctl.model.lora import attach_adapters
 from mtpctl.model.parallel import ProcessGroups, Rank
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mtpctl.errors import EnvironmentMissing
-from mtpctl.recipe.data import DataConfig
-from mtpctl.recipe.evaluation import EvaluationConfig
+from mtpctl.recipe.data import DataConfig, EvaluationConfig
 
 if TYPE_CHECKING:
     from mtpctl.data.problems import Problem

@@ -12,8 +12,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.rows import dataset_rows, file_rows
 from mtpctl.data.tasks import generate
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.recipe.data import ColumnsConfig, DataConfig, is_dataset_id
-from mtpctl.recipe.evaluation import EvaluationConfig
+from mtpctl.recipe.data import ColumnsConfig, DataConfig, EvaluationConfig, is_dataset_id
 from mtpctl.recipe.rollout import RolloutBase
 
 UNNAMED = ""

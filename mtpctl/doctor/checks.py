@@ -25,8 +25,8 @@ from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed, User
 from mtpctl.families.configs import HUB_CONFIGS
 from mtpctl.families.drafters import Support, support_of
 from mtpctl.families.tensors import count_parameters
-from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.model import ModelConfig, hf_config, read_config
+from mtpctl.recipe.schema import ClusterConfig
 from mtpctl.sandbox.sandbox import Sandbox
 from mtpctl.sandbox.shared import layers
 from mtpctl.telemetry.run_directory import RunDirectory

@@ -169,7 +169,7 @@ async def _run(folder: Path) -> dict[str, Any]:
 
 def _request(recipe: Recipe, scratch: Path) -> Request:
     run = recipe.run_path.absolute()
-    home = run if recipe.model.drawn and (run / "model").is_dir() else scratch
+    home = run if recipe.model.randomly_initialized and (run / "model").is_dir() else scratch
     model = model_of(recipe, home)
     tokenizer = tokenizer_of(recipe, model, home)
     check_fits_model(tokenizer, model.shape.vocab)

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.routes import RouteShape
 from mtpctl.samples import GenerationRequest, Logprobs, Sample, ids_of
 

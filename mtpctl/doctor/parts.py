@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, get_args
 from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, ThresholdMissed, UserError
 from mtpctl.families.configs import toy_config
 from mtpctl.families.registry import FAMILIES
-from mtpctl.recipe.cluster import ClusterConfig
-from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.schema import ClusterConfig, KernelsConfig
 from mtpctl.recipe.sync import TRANSPORTS
 from mtpctl.samples import GenerationRequest, Logprobs, Sample, ids_of
 from mtpctl.telemetry.run_directory import write_atomically
@@ -298,7 +297,7 @@ def score(folder: Path) -> dict[str, object]:
     """Score the samples in `folder` with the Megatron engine. Returns an `Agreement` as a dict."""
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.recipe.model import MtpConfig
-    from mtpctl.recipe.parallel import ParallelConfig
+    from mtpctl.recipe.section import ParallelConfig
     from mtpctl.trainer.batch import Sequence
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine

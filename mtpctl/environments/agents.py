@@ -165,7 +165,7 @@ def gateway_socket(rollout: RolloutBase) -> socket.socket | None:
 
     Raises UserError for an address in use, and for a public one without a key.
     """
-    if not rollout.agents_play:
+    if not rollout.uses_agents:
         return None
     if rollout.gateway_host not in LOOPBACK and not os.environ.get(KEY):
         raise UserError(f"rollout.gateway_host: {rollout.gateway_host} is reachable from other hosts; set {KEY} to a key, or use 127.0.0.1")

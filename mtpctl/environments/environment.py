@@ -83,7 +83,7 @@ def environment_of(rollout: RolloutBase) -> EnvironmentClass | None:
 
     Raises UserError for a missing file, module or name, and for a class that cannot be instantiated or has no `reply`.
     """
-    if rollout.environment == "single" or rollout.agents_play:
+    if rollout.environment == "single" or rollout.uses_agents:
         return None
     reference = ENVIRONMENTS.get(rollout.environment, rollout.environment)
     environment = load(reference, FIELD)

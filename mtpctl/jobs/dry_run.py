@@ -399,7 +399,7 @@ def check_weights(recipe: Recipe) -> None:
     Models from the hub are not downloaded. Raises UserError with the file or tensor that a run could not load.
     """
     model, teacher = recipe.model, recipe.train.rl.teacher
-    if model.path is not None and not model.drawn and Path(model.path).is_dir():
+    if model.path is not None and not model.randomly_initialized and Path(model.path).is_dir():
         ModelWeights(Path(model.path), mtp=recipe.mtp.mode != "off")
     if "rl" in recipe.train.stages and teacher is not None and teacher.served and Path(teacher.path or "").is_dir():
         ModelWeights(Path(teacher.path or ""), mtp=False)

@@ -65,12 +65,12 @@ def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) 
         run, checkpoint, version = version_named(start, "a model's folder (config.json)", report=report)
     else:
         checkpoint, version = newest_version(run / "checkpoints", report)
-    if recipe.model.drawn and not (run / "model").is_dir():
+    if recipe.model.randomly_initialized and not (run / "model").is_dir():
         raise UserError(
             f"model.{'init' if recipe.model.config is None else 'config'}: this recipe makes its model when it trains, and "
             f"{run} holds no run of it yet; run mtpctl train first, set run_dir to that of a run, or name weights: --from FOLDER"
         )
-    home = run if recipe.model.drawn or checkpoint is not None else scratch
+    home = run if recipe.model.randomly_initialized or checkpoint is not None else scratch
     model_folder = model_of(recipe, home)
     tokenizer = tokenizer_of(recipe, model_folder, home)
     check_fits_model(tokenizer, model_folder.shape.vocab)
@@ -165,7 +165,7 @@ class CheckpointReader:
     def publish(self, recipe_json: str, folder: str, checkpoint: str, version: int, store: str) -> Manifest:
         """Publish the checkpoint's weights as `version`. Raises UserError for a checkpoint of another model."""
         from mtpctl.convert.hf_folder import HfFolder
-        from mtpctl.recipe.parallel import ParallelConfig
+        from mtpctl.recipe.section import ParallelConfig
         from mtpctl.trainer.config import EngineConfig
         from mtpctl.trainer.engine import MegatronEngine
         from mtpctl.trainer.sending import WeightExporter

@@ -22,8 +22,8 @@ from mtpctl.jobs import print_progress
 from mtpctl.jobs.targets import load_whole
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.server import LogprobServer, start_server
-from mtpctl.recipe.parallel import check_parallel
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.section import check_parallel
 from mtpctl.telemetry.run_directory import RECIPE
 from mtpctl.web.guard import HttpBounds
 from mtpctl.web.server import WebServer, address_of, allow_connections

@@ -164,7 +164,7 @@ def _other_ends(source: Source) -> list[int]:
 
 
 def _environment(rollout: RolloutBase) -> list[object]:
-    if rollout.agents_play and rollout.verifiers is None:  # `agent` is None if agents connect over the network
+    if rollout.uses_agents and rollout.verifiers is None:  # `agent` is None if agents connect over the network
         return [rollout.agent, rollout.max_turns, rollout.agent_args]
     if rollout.environment == "single":
         return []

@@ -15,8 +15,8 @@ from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.numerics import Numerics
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.routes import RouteShape
 from mtpctl.sync.protocol import Delta, JsonObject, Manifest, PlanMismatch, Section, SectionPlan, SyncError, VersionConflict, WeightsDiffer

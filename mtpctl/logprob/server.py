@@ -22,8 +22,7 @@ from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored
 from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import END_S, Replica, start_replica
-from mtpctl.recipe.cluster import ClusterConfig
-from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.schema import ClusterConfig, Recipe
 from mtpctl.sync.protocol import Manifest, PublishedVersions, TargetDirty
 from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 

@@ -50,7 +50,7 @@ from mtpctl.model.router import DecoderLayer, Router, number_moe_layers, use_sof
 from mtpctl.plan.sharding import expert_tp, stage_layers
 from mtpctl.recipe.model import DTYPES, MtpConfig
 from mtpctl.recipe.numerics import Numerics
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import MoeConfig
 from mtpctl.routes import RouteShape
 

@@ -18,7 +18,7 @@ from mtpctl.cluster.rendezvous import join_store
 from mtpctl.compat import cpu_device
 from mtpctl.errors import ClusterResources
 from mtpctl.plan.sharding import expert_tp
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mtpctl.families.quantization import SCALE, scale_shape, unquantized_modules
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES
-from mtpctl.recipe.quantization import sent_in_fp8, syncs_both_forms
+from mtpctl.recipe.numerics import sends_unquantized_too, sent_in_fp8
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import PUSHED, changes_every_element
 
@@ -376,5 +376,5 @@ def plan_quantization(recipe: Recipe, shape: ModelShape) -> QuantizationPlan | N
         bytes=quantized,
         bytes_before=sum(prod(sizes[name]) for name in names) * DTYPE_BYTES[dtype],
         unquantized=tuple(modules),
-        bytes_to_logprob=plain if syncs_both_forms(recipe) else 0,
+        bytes_to_logprob=plain if sends_unquantized_too(recipe) else 0,
     )

@@ -21,9 +21,9 @@ from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.plan.memory import GIB, EngineMemory, engine_memory, logprob_memory, max_sample_tokens, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, core_shortage, engine_memory_share, engine_share
-from mtpctl.recipe.parallel import ParallelConfig, check_parallel
 from mtpctl.recipe.rollout import check_tp
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.section import ParallelConfig, check_parallel
 from mtpctl.telemetry.versions import gpu_memory_gib, mps_state
 
 Rank = Literal["trainer_rank", "rollout_rank", "rollout_rank_on_trainer_gpu", "logprob_rank", "shared_card"]

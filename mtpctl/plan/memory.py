@@ -25,10 +25,9 @@ from mtpctl.plan.sharding import (
     peak_width,
     stages,
 )
-from mtpctl.recipe.numerics import BLOCK_BYTES
-from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.recipe.quantization import sent_in_fp8
+from mtpctl.recipe.numerics import BLOCK_BYTES, sent_in_fp8
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import Replay
 from mtpctl.routes import RouteShape
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mtpctl.errors import UserError
 from mtpctl.families.shape import MambaShape, ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 
 # Replicated over tensor-parallel ranks: norms, routers, small gates, and the down-projections of latent attention.
 _REPLICATED = re.compile(

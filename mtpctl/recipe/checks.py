@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from mtpctl.errors import UserError, first_of
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe import cluster, data, evaluation, model, numerics, parallel, quantization, reward, rl, rollout, schema, sync, train
+from mtpctl.recipe import data, model, numerics, reward, rl, rollout, schema, sync, train
+from mtpctl.recipe.fields import secrets_in
 from mtpctl.recipe.rl import PRESETS
 from mtpctl.recipe.schema import Recipe
-from mtpctl.recipe.secrets import secrets_in
-from mtpctl.recipe.section import Complaints
+from mtpctl.recipe.section import Complaints, check_parallel
 
 MAX_SEQUENCE_CLIP = 0.05
 """Largest useful clip of GSPO: a response's mean ratio rarely leaves a band this wide. The paper clips at 3e-4 and 4e-4."""
@@ -46,7 +46,7 @@ def complaints_of(recipe: Recipe) -> Complaints:
     yield from sync.check_kv(recipe)
     yield from sync.check_adapter_sync(recipe, shape)
     yield from sync.check_live_weights(recipe, config or {})
-    yield from quantization.check_fp8_rollout(recipe, shape, config or {})
+    yield from numerics.check_fp8_rollout(recipe, shape, config or {})
     yield from train.check_replay(recipe)
     yield from schema.check_kernels(recipe)
     yield from numerics.check_numerics(recipe, shape)
@@ -75,9 +75,9 @@ def _sections(recipe: Recipe) -> Complaints:
     yield from section.check_engine()
     yield from sync.check_sections(recipe.sync)
     yield from data.check_data(recipe.data, environment_has_tasks=section.verifiers is not None)
-    yield from evaluation.check_evaluation(recipe.evaluation, recipe.data, section)
+    yield from data.check_evaluation(recipe.evaluation, recipe.data, section)
     yield from reward.check_reward(recipe.reward, recipe.data.checker)
-    yield from cluster.check_address(recipe.cluster)
+    yield from schema.check_address(recipe.cluster)
     yield from schema.check_run_dir(recipe)
     yield from schema.check_urls(recipe)
 
@@ -86,9 +86,9 @@ def _sections_of_model(recipe: Recipe, shape: ModelShape) -> Complaints:
     """Mistakes of sections that do not fit the model's dimensions."""
     yield from rollout.check_lengths(recipe.rollout, shape)
     yield from rollout.check_tp(recipe.rollout.tp, shape)
-    yield from parallel.check_parallel(recipe.train.parallel, shape, "train.parallel")
+    yield from check_parallel(recipe.train.parallel, shape, "train.parallel")
     if recipe.logprob.standalone:
-        yield from parallel.check_parallel(recipe.logprob.parallel, shape, "logprob.parallel")
+        yield from check_parallel(recipe.logprob.parallel, shape, "logprob.parallel")
     yield from train.check_moe(recipe.train, shape)
     if recipe.train.lora is not None:
         yield from train.check_lora(recipe.train.lora, shape)
@@ -99,7 +99,7 @@ def cautions_of(recipe: Recipe) -> Iterator[str]:
     if "rl" not in recipe.train.stages:
         return
     yield from sync.sync_cautions(recipe)
-    yield from quantization.quantization_cautions(recipe)
+    yield from numerics.quantization_cautions(recipe)
     section, correction = recipe.rl, recipe.rl.correction
     uncorrected = correction.mode == "off" and section.loss != "decoupled"
     if recipe.off_policy and recipe.old_logprobs == "recompute" and not recipe.logprob.standalone and uncorrected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,6 @@ from pydantic_core import ErrorDetails
 
 from mtpctl.errors import MtpctlError, UserError, first_of
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
-from mtpctl.recipe.secrets import masked
 
 OTHER_NAMES: Mapping[str, str] = {
     "train.rl.optimizer.lr train.sft.optimizer.lr": "lr learning_rate actor_lr actor_learning_rate",
@@ -331,3 +331,60 @@ def _nearest(got: object, expected: str) -> str:
     choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
     close = difflib.get_close_matches(str(got), choices, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+_SECRET_KEY = re.compile(
+    r"(?:(?:^|hf_|hub_|auth_|access_|api_|bearer_|refresh_|session_)token|secret|password|passwd|passphrase|(?:api|private|access|secret)_?key"
+    r"|credentials?|authorization)$",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(
+    r"^(?:(?:Bearer|Basic)\s+\S+|(?:sk|pk|rk)-[A-Za-z0-9_-]{20,}|(?:hf|ghp|gho|ghs|github_pat|glpat|xox[abprs])[-_][A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16})$"
+)
+_URL_SECRET = re.compile(
+    r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=://)[^/\s:@]{20,}(?=@)"
+    r"|(?<=[?&])((?:api_?key|(?:access_|auth_)?token|key|secret|password|sig(?:nature)?)=)[^&#\s'\"]+",
+    re.IGNORECASE,
+)
+_ASSIGNMENT = re.compile(r"(?P<key>[\w.]+)(?P<sign>\s*\+?[=:]\s*)(?P<value>\S.*)", re.DOTALL)
+_FREE_MAPPING = re.compile(
+    r"(?P<read>(?:evaluation\.sets\.[^.]+\.)?reward\.args|rollout\.(?:agent|environment|environment_eval)_args)\.(?P<key>.+)"
+    r"|(?:rollout\.engine_args|model\.config)\.(?P<other>.+)"
+)
+"""Mappings with arbitrary keys; `read`: those in which `env:NAME` is replaced."""
+_SECRET_PROBLEM = "secrets do not belong in a recipe, which is written into the run directory"
+
+
+def secrets_in(tree: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The paths of secrets in a recipe, each with an error that does not contain the secret."""
+    for path, text in _text_values(tree, ()):
+        if text.startswith("env:"):
+            continue
+        free = _FREE_MAPPING.fullmatch(".".join(path))
+        below = (free["key"] or free["other"]).split(".") if free else []
+        secret = any(map(_SECRET_KEY.search, below)) or (free is not None and _SECRET_VALUE.match(text) is not None)
+        hint = "write env:NAME, and export NAME" if free and free["read"] else "use the environment"
+        if secret:
+            yield path, f"{'.'.join(path)}: {_SECRET_PROBLEM}; {hint}"
+        elif _URL_SECRET.search(text):
+            yield path, f"{'.'.join(path)}: contains a password or key; {_SECRET_PROBLEM}; {hint}"
+
+
+def masked(text: str) -> str:
+    """The text with masked passwords in URLs and masked values of secret keys (`KEY=VALUE`)."""
+    text = _URL_SECRET.sub(lambda match: f"{match[1] or ''}***", text)
+    match = _ASSIGNMENT.match(text)
+    if match is not None and _SECRET_KEY.search(match["key"].rpartition(".")[2]) and not match["value"].startswith("env:"):
+        return f"{match['key']}{match['sign']}***"
+    return text
+
+
+def _text_values(value: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _text_values(item, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _text_values(item, (*path, str(number)))

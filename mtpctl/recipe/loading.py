@@ -16,14 +16,13 @@ from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.fields import Key, KeyPath, Origins, Tree, children, element, find, origin_of, suggest, user_error
+from mtpctl.recipe.fields import Key, KeyPath, Origins, Tree, children, element, find, masked, origin_of, secrets_in, suggest, user_error
 from mtpctl.recipe.model import has_mtp_head, hf_config
 from mtpctl.recipe.rl import PRESETS
 from mtpctl.recipe.schema import Recipe
-from mtpctl.recipe.secrets import masked, secrets_in
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-RECIPES = packed if (packed := _PACKAGE / "recipes").is_dir() else _PACKAGE.parent / "recipes"
+RECIPES = in_wheel if (in_wheel := _PACKAGE / "recipes").is_dir() else _PACKAGE.parent / "recipes"
 """Folder of the recipes that ship with mtpctl: inside the package in a wheel, next to the package in a checkout."""
 
 FILES = ("data.path", "data.eval_path", "data.sft_path", "evaluation.sets.*.path")
@@ -150,16 +149,16 @@ def read_text(path: Path) -> str:
 def _reject_unknown(tree: Mapping[str, object], model: type[BaseModel], path: KeyPath, lines: Mapping[KeyPath, str]) -> None:
     keys = children(model, path)
     for name, value in tree.items():
-        here = (*path, name)
+        key_path = (*path, name)
         if name not in keys:
-            raise UserError(f"{lines[here]}: {'.'.join(here)} is not a key{suggest(here, tuple(keys))}")
+            raise UserError(f"{lines[key_path]}: {'.'.join(key_path)} is not a key{suggest(key_path, tuple(keys))}")
         if isinstance(value, Mapping) and keys[name].models:
             # The variant is only known after merging: keys of all variants are accepted here.
-            _reject_unknown_below(value, keys[name], here, lines)
-        elif isinstance(value, Mapping) and (below := element(keys[name])) is not None:
-            for own, inner in value.items():
-                if isinstance(inner, Mapping):
-                    _reject_unknown(inner, below, (*here, own), lines)
+            _reject_unknown_below(value, keys[name], key_path, lines)
+        elif isinstance(value, Mapping) and (section := element(keys[name])) is not None:
+            for item_name, item in value.items():
+                if isinstance(item, Mapping):
+                    _reject_unknown(item, section, (*key_path, item_name), lines)
 
 
 def _reject_unknown_below(tree: Mapping[str, object], key: Key, path: KeyPath, lines: Mapping[KeyPath, str]) -> None:
@@ -173,20 +172,20 @@ def _reject_unknown_below(tree: Mapping[str, object], key: Key, path: KeyPath, l
 
 def _merge(tree: Tree, overlay: Mapping[str, object], path: KeyPath, lines: Mapping[KeyPath, str], origins: Origins) -> None:
     for name, value in overlay.items():
-        here, below = (*path, name), tree.get(name)
-        if isinstance(value, Mapping) and isinstance(below, dict):
-            _merge(below, value, here, lines, origins)
+        key_path, current = (*path, name), tree.get(name)
+        if isinstance(value, Mapping) and isinstance(current, dict):
+            _merge(current, value, key_path, lines, origins)
         else:
-            _forget(origins, here)
+            _delete_origins(origins, key_path)
             tree[name] = deepcopy(value)
-            origins[here] = lines[here]
+            origins[key_path] = lines[key_path]
             leaves = flatten(value) if isinstance(value, Mapping) else {}
-            origins.update({(*here, *leaf): lines[(*here, *leaf)] for leaf in leaves})
+            origins.update({(*key_path, *leaf): lines[(*key_path, *leaf)] for leaf in leaves})
 
 
-def _forget(origins: Origins, path: KeyPath) -> None:
-    for known in [known for known in origins if known[: len(path)] == path]:
-        del origins[known]
+def _delete_origins(origins: Origins, path: KeyPath) -> None:
+    for key_path in [key_path for key_path in origins if key_path[: len(path)] == path]:
+        del origins[key_path]
 
 
 def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
@@ -208,14 +207,14 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
     elif isinstance(value, dict) and key.models:
         below = [(*path, *leaf[:depth]) for leaf in flatten(value) for depth in range(1, len(leaf) + 1)]
         _reject_unknown_below(value, key, path, dict.fromkeys(below, f"--set {text}"))
-    at = tree
+    section = tree
     for step in path[:-1]:
-        inner = at.get(step)
-        if not isinstance(inner, dict):
-            inner = at[step] = {}
-        at = inner
-    _forget(origins, path)
-    at[path[-1]] = value
+        child = section.get(step)
+        if not isinstance(child, dict):
+            child = section[step] = {}
+        section = child
+    _delete_origins(origins, path)
+    section[path[-1]] = value
     origins[path] = "--set"
     origins.update({(*path, *leaf): "--set" for leaf in flatten(value)} if isinstance(value, dict) else {})
 
@@ -235,8 +234,7 @@ def _resolve_files(tree: Tree, origins: Origins, set_folders: Sequence[Path]) ->
     """Make paths absolute, so that a run can be resumed from another working directory.
 
     A relative path is looked up in the working directory, then in the folder of the recipe file that contains it, or for `--set` in
-    `set_folders`: the folders of the recipe and its overlays. Other paths are not changed: they are modules or hub ids, or the recipe's
-    checks report them.
+    `set_folders`: the folders of the recipe and its overlays. Paths of missing files are not changed: they may be modules or hub ids.
     """
     for keys, value in flatten(tree).items():
         if not isinstance(value, str):
@@ -251,10 +249,10 @@ def _resolve_files(tree: Tree, origins: Origins, set_folders: Sequence[Path]) ->
         folders = [Path.cwd(), *(set_folders if origin == "--set" else [Path(origin.rpartition(":")[0]).absolute().parent])]
         relative = Path(source).expanduser()
         if (file := next((folder / relative for folder in folders if (folder / relative).exists()), None)) is not None:
-            at = tree
+            section = tree
             for step in keys[:-1]:
-                at = cast(Tree, at[step])
-            at[keys[-1]] = f"{file}{colon}{name}"
+                section = cast(Tree, section[step])
+            section[keys[-1]] = f"{file}{colon}{name}"
 
 
 def _matches(keys: KeyPath, patterns: Iterable[str]) -> bool:
@@ -262,7 +260,6 @@ def _matches(keys: KeyPath, patterns: Iterable[str]) -> bool:
 
 
 def _all_origins(recipe: Recipe, origins: Origins) -> dict[str, str]:
-    """The origin of every key of the recipe, defaults included."""
     all_origins = {}
     if recipe.data.checker is not None and ("reward", "function") not in origins:
         origins = {**origins, ("reward", "function"): origins["data", "checker"]}
@@ -271,13 +268,10 @@ def _all_origins(recipe: Recipe, origins: Origins) -> dict[str, str]:
     for path in flatten(recipe.model_dump(mode="json", by_alias=True)):
         origin = origin_of(path, origins)
         default = f"preset {preset}" if path in by_preset else "default"
-        all_origins[".".join(path)] = origin if origin and (path in origins or _inside_value(path, origins)) else default
+        key = find(path)
+        is_set = path in origins or (key is not None and key.free and key.path in origins)
+        all_origins[".".join(path)] = origin if origin and is_set else default
     return all_origins
-
-
-def _inside_value(path: KeyPath, origins: Origins) -> bool:
-    key = find(path)
-    return key is not None and key.free and key.path in origins
 
 
 def with_model_defaults(recipe: Recipe, is_set: Callable[[str], bool]) -> tuple[Recipe, list[str]]:
@@ -291,11 +285,11 @@ def with_model_defaults(recipe: Recipe, is_set: Callable[[str], bool]) -> tuple[
     except UserError:
         return recipe, []
     notes: list[str] = []
-    recipe = _without_head(recipe, shape, is_set, notes)
+    recipe = _with_mtp_defaults(recipe, shape, is_set, notes)
     return _with_precision(recipe, shape, is_set, notes), notes
 
 
-def _without_head(recipe: Recipe, shape: ModelShape | None, is_set: Callable[[str], bool], notes: list[str]) -> Recipe:
+def _with_mtp_defaults(recipe: Recipe, shape: ModelShape | None, is_set: Callable[[str], bool], notes: list[str]) -> Recipe:
     """Disable speculation and MTP training if there is no MTP head."""
     key = "rollout.speculation.num_tokens"
     headless = shape is not None and not has_mtp_head(recipe.model, shape)

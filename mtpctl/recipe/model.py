@@ -25,8 +25,6 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Names of the precisions in torch and in the engines."""
 BYTE_VOCAB_SIZE = 259
 """Vocabulary size of the tokenizer `bytes`: 256 bytes, padding, begin and end."""
-
-
 LONG_CONTEXT = "model_with_context"
 """Folder in the run directory with links to the model's weights, and a config with more positions."""
 
@@ -62,13 +60,13 @@ class ModelConfig(Section):
     tokenizer: HomePath | None = Field(None, description="Tokenizer folder, hub id, or `bytes`; default: the model's own tokenizer.")
 
     @property
-    def drawn(self) -> bool:
+    def randomly_initialized(self) -> bool:
         """Whether the run initializes its weights from the seed and writes them into its directory."""
         return self.config is not None or self.init == "random"
 
     def folder_in(self, run: Path) -> Path | None:
         """The model's folder in the run directory `run` if the run creates one (random weights, drafter, longer context)."""
-        if self.drawn:
+        if self.randomly_initialized:
             return run / "model"
         if self.drafter is not None:
             return run / "model_with_drafter"
@@ -204,8 +202,14 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:
     folder = Path(model.path)
     if folder.is_dir():
         return folder
+    if folder.is_file() and folder.suffix == ".gguf":
+        raise UserError(
+            f"{field}: {folder} is a GGUF file, but a Hugging Face folder is required; create one with transformers: "
+            f'AutoModelForCausalLM.from_pretrained("{folder.parent}", gguf_file="{folder.name}").save_pretrained(FOLDER), and the '
+            "tokenizer too"
+        )
     if folder.is_file():
-        raise UserError(f"{field}: {_file_hint(folder)}")
+        raise UserError(f"{field}: {folder} is a file; name its folder, which must have a config.json")
     if folder.suffix == ".gguf":
         raise UserError(f"{field}: there is no file {folder}, and GGUF files are not supported; name a Hugging Face folder or a hub id")
     if HUB_ID.fullmatch(model.path) and not folder.parent.is_dir():
@@ -213,19 +217,9 @@ def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:
     raise UserError(f"{field}: there is no folder {model.path}; name a Hugging Face folder, or a hub id such as XiaomiMiMo/MiMo-7B-RL")
 
 
-def _file_hint(file: Path) -> str:
-    """The error and fix for a file instead of a folder."""
-    if file.suffix != ".gguf":
-        return f"{file} is a file; name its folder, which must have a config.json"
-    return (
-        f"{file} is a GGUF file, but a Hugging Face folder is required; create one with transformers: "
-        f'AutoModelForCausalLM.from_pretrained("{file.parent}", gguf_file="{file.name}").save_pretrained(FOLDER), and the tokenizer too'
-    )
-
-
 def has_mtp_head(model: ModelConfig, shape: ModelShape) -> bool:
     """Whether the model has MTP layers, according to its config or to the weights in its folder."""
-    if shape.mtp_layers or model.drawn or model.path is None or not (folder := Path(model.path)).is_dir():
+    if shape.mtp_layers or model.randomly_initialized or model.path is None or not (folder := Path(model.path)).is_dir():
         return bool(shape.mtp_layers)
     family = next(family for family in FAMILIES if family.name == shape.family)
     if family.mtp is None:
@@ -248,25 +242,18 @@ def engine_method(folder: Path) -> Literal["mtp", "eagle3", "dflash"]:
     return "eagle3" if shape_of(read_config(folder)).dflash is None else "dflash"
 
 
-def path_in_full(path: str | None) -> str | None:
+def absolute_path(path: str | None) -> str | None:
     """The absolute path of a folder, for comparison; a hub id is returned unchanged."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
 def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.path") -> dict[str, object] | None:
-    """The config.json fields of the recipe's model: inline, from its folder, from `families.configs`, or from the hub.
+    """The config.json fields of the recipe's model, with the context and the drafter that the recipe adds.
 
-    They include the context and the drafter that the recipe adds.
-
-    Args:
-        fetch: if false, the hub is not contacted; returns None for a hub model that is not in `families.configs`.
-        field: the name of the path in errors.
-
-    Raises:
-        UserError: for a recipe without a model, or a folder without a usable config.json.
-        EnvironmentMissing: if the hub does not respond.
+    `fetch`: if false, the hub is not contacted, and the result is None for a hub model that is not in `families.configs`. `field`: name of
+    the path in errors. Raises UserError for a folder without a usable config.json, EnvironmentMissing if the hub does not respond.
     """
-    config = _plain_config(model, fetch=fetch, field=field)
+    config = _base_config(model, fetch=fetch, field=field)
     if config is not None and model.context is not None:
         config = with_context(config, model.context, model.rope_scaling)
     if model.drafter is None or config is None:
@@ -276,12 +263,12 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
 
 def context_note(model: ModelConfig) -> str | None:
     """Describe in one line how the model reaches `model.context`. None if it is not set, or if the config is not on this machine."""
-    if model.context is None or (config := _plain_config(model, fetch=False, field="model.path")) is None:
+    if model.context is None or (config := _base_config(model, fetch=False, field="model.path")) is None:
         return None
     return describe_context(shape_of(config), shape_of(with_context(config, model.context, model.rope_scaling)))
 
 
-def _plain_config(model: ModelConfig, *, fetch: bool, field: str) -> dict[str, object] | None:
+def _base_config(model: ModelConfig, *, fetch: bool, field: str) -> dict[str, object] | None:
     if (model.config is None) == (model.path is None):
         reason = "both are set" if model.path else "neither is set"
         raise UserError(f"model: {reason}; set model.path to a folder or hub id, or model.config to the fields of a new model")
@@ -330,7 +317,7 @@ def tensor_names(folder: Path) -> set[str]:
 def read_config(folder: Path, field: str = "model.path", name: str = "config.json") -> dict[str, object]:
     """The fields of a folder's config.json, with the config of the drafter in its subfolder under `drafter`.
 
-    field: name of the path in errors. name: name of the file. Raises UserError if the file is missing, or is not a JSON object.
+    Raises UserError if the file is missing, or is not a JSON object. `field`: name of the path in errors.
     """
     config = _read(folder / name, field)
     if (folder / DRAFTER / "config.json").is_file():

@@ -92,7 +92,7 @@ def check_function(reward: RewardConfig, section: str) -> Complaints:
 def check_answers(recipe: Recipe) -> Complaints:
     """Report rows without answers if the reward compares responses with answers: an empty response would be correct."""
     data, function, environment = recipe.data, recipe.reward.function, recipe.rollout.environment
-    if function == FROM_ENVIRONMENT and environment == "single" and not recipe.rollout.agents_play and "rl" in recipe.train.stages:
+    if function == FROM_ENVIRONMENT and environment == "single" and not recipe.rollout.uses_agents and "rl" in recipe.train.stages:
         yield "reward.function: environment needs an environment with reward(), but rollout.environment is single; name one"
     if recipe.rollout.verifiers is not None and data.path is None and data.task is None:
         if function in VERIFIERS and "rl" in recipe.train.stages:

@@ -11,8 +11,18 @@ from pydantic import AfterValidator, Field, model_validator
 
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.model import ModelConfig, hf_config
-from mtpctl.recipe.parallel import ParallelConfig, check_parallel
-from mtpctl.recipe.section import Complaints, Float, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mtpctl.recipe.section import (
+    Complaints,
+    Float,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ParallelConfig,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    check_parallel,
+)
 from mtpctl.user_code import is_reference
 
 if TYPE_CHECKING:
@@ -231,7 +241,7 @@ def check_teacher_in_run(recipe: Recipe) -> Complaints:
             yield from check_parallel(teacher.parallel, shape_of(config), "train.rl.teacher.parallel")
     if teacher.topk and recipe.train.parallel.cp > 1:
         yield "train.rl.teacher.topk: needs whole responses on each rank; set train.parallel.cp: 1, or topk: 0"
-    if teacher.hint is not None and recipe.rollout.agents_play:
+    if teacher.hint is not None and recipe.rollout.uses_agents:
         yield "train.rl.teacher.hint: an agent writes its own prompts, which have no hint; leave it out"
 
 
@@ -274,10 +284,6 @@ def check_loss(rl: RlConfig) -> Complaints:
         yield "train.rl.dynamic_sampling: replaces every group of group_size: 1, whose rewards cannot differ; set it to false"
 
 
-# Presets set the loss, advantage, aggregation, clips and sampling of published algorithms (papers and formulas: docs/objectives.md).
-# Sizes, steps and learning rates depend on the model and are not part of a preset.
-
-
 def _preset(
     loss: str, advantage: str, aggregate: str, *, clip: tuple[float, float] | None = (0.2, 0.2), **others: object
 ) -> dict[str, object]:
@@ -287,6 +293,8 @@ def _preset(
 
 _DAPO: dict[str, Any] = {"dynamic_sampling": True, "overlong": {"enabled": True}}
 
+# Presets set the loss, advantage, aggregation, clips and sampling of published algorithms (papers and formulas: docs/objectives.md).
+# Sizes, steps and learning rates depend on the model and are not part of a preset.
 PRESETS: dict[str, dict[str, object]] = {
     # DeepSeekMath (arXiv 2402.03300).
     "grpo": _preset("ppo", "grpo", "sequence", kl_coef=0.04, kl_estimator="k3"),

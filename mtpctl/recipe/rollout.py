@@ -14,8 +14,7 @@ from pydantic import Discriminator, Field, Tag
 from mtpctl.errors import UserError
 from mtpctl.families.reading import missing_fields, unsupported_by_vllm_cpu
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe.parallel import check_divides
-from mtpctl.recipe.section import Complaints, Float, Fraction, HomePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mtpctl.recipe.section import Complaints, Float, Fraction, HomePath, NonNegativeInt, PositiveFloat, PositiveInt, Section, check_divides
 from mtpctl.recipe.train import EXPERT_TARGETS
 from mtpctl.user_code import is_reference, missing_file
 
@@ -36,7 +35,7 @@ VERIFIERS_PREFIX = "verifiers:"
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What an engine supports. Code outside the engine's package asks these instead of its name."""
+    """What an engine supports. Code outside the engine's package checks these traits instead of its name."""
 
     title: str
     """Name in messages."""
@@ -211,7 +210,7 @@ class RolloutBase(Section):
         return self.agents_per_client if self.agents_per_client is not None else max(self.agents * 3 // 4, 1)
 
     @property
-    def agents_play(self) -> bool:
+    def uses_agents(self) -> bool:
         """Whether responses are trajectories of an agent."""
         return self.agent is not None or self.gateway or self.verifiers is not None
 

@@ -1,4 +1,4 @@
-"""The recipe, and its sections `async`, `logprob` and `kernels`. Every other section has a separate module.
+"""The recipe, and its sections `async`, `logprob`, `kernels`, `cluster` and `telemetry`.
 
 Each section is a pydantic model that rejects unknown keys. No module here imports torch. The descriptions appear in the JSON schema and in
 docs/recipe.md.
@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe.cluster import ClusterConfig
-from mtpctl.recipe.data import DataConfig
-from mtpctl.recipe.evaluation import EvaluationConfig
+from mtpctl.recipe.data import DataConfig, EvaluationConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
 from mtpctl.recipe.numerics import Numerics
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
-from mtpctl.recipe.section import Complaints, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from mtpctl.recipe.section import Complaints, NonNegativeFloat, NonNegativeInt, ParallelConfig, PositiveFloat, PositiveInt, Section
 from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, StorageConfig, SyncConfig
-from mtpctl.recipe.telemetry import TelemetryConfig
 from mtpctl.recipe.train import Replay, TrainConfig
 
 
@@ -73,6 +69,76 @@ class KernelsConfig(Section):
         "auto", description="Kernel that computes log-probs and losses from hidden states; reference makes a second pass for the loss."
     )
     workspace_bytes: PositiveInt = Field(1 << 30, description="Workspace of log-prob kernels in bytes, without inputs and outputs.")
+
+
+RAY_ADDRESS = re.compile(r"auto|local|(?:\w+://)?\S+:[0-9]+\S*")
+
+
+class ClusterConfig(Section):
+    """The section `cluster`: the Ray cluster of a run, its devices and deadlines."""
+
+    address: str | None = Field(None, description="Ray cluster to join; default: start one on this machine.")
+    num_cpus: PositiveInt | None = Field(None, description="CPUs of the local cluster; default: this machine's.")
+    num_gpus: NonNegativeInt | None = Field(None, description="GPUs of the local cluster; default: this machine's.")
+    gpus_per_node: PositiveInt = Field(8, description="GPUs per host, for the placement plan.")
+    gpu_gib: PositiveFloat | None = Field(None, description="GPU memory in GiB, for the memory plan; default: detected on this machine.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cpu with sync.transport: shm, else cuda.")
+    interface: str | None = Field(
+        None,
+        description="Network interface of NCCL and gloo, such as bond0; default: the loopback on one host; with cluster.address NCCL's "
+        "choice, and for gloo the interface of the host's address.",
+    )
+    actor_deadline_s: PositiveFloat = Field(300.0, description="Timeout for the start of an actor, in seconds.")
+    step_deadline_s: PositiveFloat = Field(
+        1800.0, description="Timeout in seconds for a call to the trainer, and for a batch that receives no response; the run then stops."
+    )
+
+
+LOOPBACK = "127.0.0.1"
+HTTP_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<host>[^\s:\[\]]*)):(?P<port>\d{1,5})")
+
+
+def _with_default_host(value: object) -> object:
+    """A port alone binds to the loopback address, which other machines cannot reach."""
+    return f"{LOOPBACK}:{value}" if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _http_address(text: str) -> str:
+    match = HTTP_ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(f"must be HOST:PORT, such as {LOOPBACK}:9090, got {text!r}")
+    return text if match["ipv6"] or match["host"] else f"{LOOPBACK}{text}"
+
+
+HttpAddress = Annotated[str, BeforeValidator(_with_default_host), AfterValidator(_http_address)]
+"""`HOST:PORT`; a port alone binds to the loopback address."""
+
+
+class TelemetryConfig(Section):
+    """The section `telemetry`: destinations of metrics in addition to the run directory."""
+
+    tensorboard: bool = Field(True, description="Write `tensorboard/` in the run directory.")
+    wandb: str | None = Field(None, description="Weights & Biases project; needs the package wandb.")
+    mlflow: str | None = Field(None, description="MLflow experiment; needs the package mlflow. MLFLOW_TRACKING_URI names the server.")
+    group: str | None = Field(None, description="Group of the run in Weights & Biases, and the tag `mtpctl.group` in MLflow.")
+    tags: list[str] = Field([], description="Tags of the run in Weights & Biases and MLflow.")
+    http: HttpAddress | None = Field(
+        None,
+        description="HOST:PORT of the status page, /status.json, and /metrics for Prometheus; a port alone binds to 127.0.0.1, and port 0 "
+        "to any free port.",
+    )
+    samples: NonNegativeInt = Field(
+        8, description="Responses stored as text in `samples/` at each update, and for each held-out set at each evaluation; 0: none."
+    )
+    profile: bool = Field(
+        False, description="Profile the third update of each stage; traces and tables go to `logs/` in the run directory."
+    )
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """Host and port of the status page; None if there is none."""
+        match = None if self.http is None else HTTP_ADDRESS.fullmatch(self.http)
+        return None if match is None else (match["ipv6"] or match["host"], int(match["port"]))
 
 
 NAMES = r"^[A-Za-z0-9._-]+$"
@@ -211,6 +277,13 @@ class Recipe(Section):
 
 DEFAULT_VARIANTS: dict[str, tuple[str, str]] = {"rollout": ("engine", "vllm"), "sync": ("transport", "nccl")}
 """Sections with variants: the key that selects one, and its default."""
+
+
+def check_address(cluster: ClusterConfig) -> Complaints:
+    """Report an address that Ray cannot parse."""
+    address = cluster.address
+    if address is not None and not RAY_ADDRESS.fullmatch(address):
+        yield f"cluster.address: {address} is not the address of a Ray cluster; write HOST:PORT, ray://HOST:PORT, or auto"
 
 
 def check_run_dir(recipe: Recipe) -> Complaints:

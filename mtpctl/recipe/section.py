@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from mtpctl.families.shape import ModelShape, tp_divides
+
 
 def _number(value: object) -> object:
     """Reject booleans, which Python accepts as 1 and 0."""
@@ -45,3 +47,71 @@ def divisors_text(count: int) -> str:
 def listed(numbers: list[int]) -> str:
     """Up to eight numbers, for a message."""
     return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+
+
+class ParallelConfig(Section):
+    tp: PositiveInt = Field(1, description="Tensor-parallel ranks.")
+    pp: PositiveInt = Field(1, description="Pipeline-parallel ranks.")
+    cp: PositiveInt = Field(1, description="Context-parallel ranks.")
+    ep: PositiveInt = Field(1, description="Expert-parallel ranks.")
+    dp: PositiveInt = Field(1, description="Data-parallel ranks.")
+    sequence_parallel: bool = Field(False, description="Split activations outside the matrix products over the tp ranks.")
+    pp_layout: list[NonNegativeInt] | None = Field(
+        None, description="Decoder layers per pipeline stage; default: even, with the MTP layers on the last stage."
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Total number of ranks. Expert parallelism reuses the data-parallel ranks."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def dp_rank(self, rank: int) -> int:
+        """The data-parallel rank of a rank, in Megatron's order: tp, cp, dp, pp."""
+        return rank // (self.tp * self.cp) % self.dp
+
+
+def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> Complaints:
+    """Report splits that Megatron does not support for this model. `field` is the section's name in messages.
+
+    A vocabulary that tp does not divide is padded. If there are fewer key-value heads than ranks, neighboring ranks share one.
+    """
+    counts = shape.tp_counts
+    counts |= {"ffn width": shape.ffn} if shape.ffn else {}
+    if shape.moe and parallel.ep == 1:  # with ep, experts are not split
+        counts |= {"expert ffn width": shape.moe.ffn}
+    yield from check_divides(parallel.tp, counts, f"{field}.tp")
+    if parallel.sequence_parallel and parallel.tp == 1:
+        yield f"{field}.sequence_parallel: splits over tensor-parallel ranks; set tp above 1, or false"
+    if parallel.pp_layout is not None:
+        if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != shape.layers:
+            yield f"{field}.pp_layout: must list {parallel.pp} stages with {shape.layers} layers in total, got {list(parallel.pp_layout)}"
+    elif parallel.pp > shape.layers:
+        yield f"{field}.pp: {parallel.pp} stages for {shape.layers} layers; set at most {shape.layers}"
+    if shape.delta is not None and not shape.delta.key_heads % parallel.tp:
+        # Context-parallel ranks split linear attention by its heads.
+        heads = {
+            "linear key heads per tensor-parallel rank": shape.delta.key_heads // parallel.tp,
+            "linear value heads": shape.delta.value_heads // parallel.tp,
+        }
+        yield from check_divides(parallel.cp, heads, f"{field}.cp")
+    if shape.mamba is not None and not shape.mamba.groups % parallel.tp:
+        # Context-parallel ranks split Mamba layers by their groups.
+        groups = {"Mamba groups per tensor-parallel rank": shape.mamba.groups // parallel.tp}
+        yield from check_divides(parallel.cp, groups, f"{field}.cp")
+    if parallel.ep > 1:
+        if shape.moe is None:
+            yield f"{field}.ep: the model has no experts; set it to 1"
+        else:
+            ranks = {"experts": shape.moe.experts, "data- and context-parallel ranks": parallel.dp * parallel.cp}
+            yield from check_divides(parallel.ep, ranks, f"{field}.ep")
+    if shape.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+        yield f"{field}.sequence_parallel: experts with tp: {parallel.tp} need it; set it to true"
+
+
+def check_divides(number: int, counts: dict[str, int], field: str) -> Complaints:
+    """Report a `number` that does not divide one of `counts`. The message lists the numbers that divide all of them."""
+    for what, count in counts.items():
+        if not tp_divides(number, what, count):
+            fitting = [n for n in range(1, max(counts.values()) + 1) if all(tp_divides(n, *each) for each in counts.items())]
+            yield f"{field}: {number} does not divide {count} {what}; {listed(fitting)} fit"
+            return

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from mtpctl.families.shape import ModelShape
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import DraftOptimizerConfig, RlConfig, SftOptimizerConfig
-from mtpctl.recipe.section import Complaints, Float, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, divisors_text
+from mtpctl.recipe.section import (
+    Complaints,
+    Float,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ParallelConfig,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    divisors_text,
+)
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -205,7 +214,6 @@ def check_moe(train: TrainConfig, shape: ModelShape) -> Complaints:
 
 def adapter_targets(shape: ModelShape) -> list[str]:
     """Valid `train.lora.targets`: Megatron's names of the linear layers in this model's decoder."""
-
     names = ["linear_proj"] if "full_attention" in shape.layer_kinds else []
     if shape.latent:
         query = ["linear_q_proj"] if shape.latent.q_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]

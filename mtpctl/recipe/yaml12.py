@@ -68,31 +68,24 @@ def parse(text: str, source: str) -> Document:
     Raises UserError with `source:line` for invalid YAML, duplicate keys, keys that are not text, tags, recursive anchors, several
     documents, excessive nesting and too many values.
     """
+    document = Document(None)
     try:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
         finally:
             loader.dispose()
+        if node is not None:
+            document.value = _build(node, (), document.lines, source, set(), itertools.count())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = " ".join(part for part in (error.problem, f"({error.context})" if error.context else None) if part)
-        raise UserError(f"{source}:{mark.line + 1 if mark else 1}: not valid YAML: {what}") from error
+        problem = " ".join(part for part in (error.problem, f"({error.context})" if error.context else None) if part)
+        raise UserError(f"{source}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
-        raise _too_deep(source) from None
-    document = Document(None)
-    if node is not None:
-        try:
-            document.value = _build(node, (), document.lines, source, set(), itertools.count())
-        except RecursionError:
-            raise _too_deep(source) from None
+        raise UserError(f"{source}: lists and mappings are nested too deeply; flatten them") from None
     return document
-
-
-def _too_deep(source: str) -> UserError:
-    return UserError(f"{source}: lists and mappings are nested too deeply; write it flatter")
 
 
 def parse_value(text: str) -> object:
@@ -106,28 +99,23 @@ def dump(value: object) -> str:
 
 
 def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nodes: set[int], count: Iterator[int]) -> object:
-    here = f"{source}:{node.start_mark.line + 1}"
+    location = f"{source}:{node.start_mark.line + 1}"
     if next(count) >= _MAX_VALUES:
-        raise UserError(f"{here}: the document has more than {_MAX_VALUES:,} values, counting each use of an anchor; remove aliases")
+        raise UserError(f"{location}: the document has more than {_MAX_VALUES:,} values, counting each use of an anchor; remove aliases")
     if id(node) in open_nodes:
-        raise UserError(f"{here}: an anchor contains itself")
+        raise UserError(f"{location}: an anchor contains itself")
     if isinstance(node, ScalarNode):
-        return _scalar(node, here)
+        return _scalar(node, location)
     open_nodes.add(id(node))
     try:
         if isinstance(node, SequenceNode) and node.tag == _PREFIX + "seq":
-            return [_build(item, at, lines, source, open_nodes, count) for at, item in _items(node, path, lines)]
+            lines.update({(*path, index): item.start_mark.line + 1 for index, item in enumerate(node.value)})
+            return [_build(item, (*path, index), lines, source, open_nodes, count) for index, item in enumerate(node.value)]
         if isinstance(node, MappingNode) and node.tag == _PREFIX + "map":
             return {key: _build(item, (*path, key), lines, source, open_nodes, count) for key, item in _pairs(node, path, lines, source)}
     finally:
         open_nodes.discard(id(node))
-    raise UserError(f"{here}: the tag {node.tag.removeprefix(_PREFIX)!r} is not allowed in recipes; write plain YAML")
-
-
-def _items(node: SequenceNode, path: Path, lines: dict[Path, int]) -> Iterator[tuple[Path, Node]]:
-    for index, item in enumerate(node.value):
-        lines[(*path, index)] = item.start_mark.line + 1
-        yield (*path, index), item
+    raise UserError(f"{location}: the tag {node.tag.removeprefix(_PREFIX)!r} is not allowed in recipes; write plain YAML")
 
 
 def _pairs(node: MappingNode, path: Path, lines: dict[Path, int], source: str) -> Iterator[tuple[str, Node]]:
@@ -144,7 +132,7 @@ def _pairs(node: MappingNode, path: Path, lines: dict[Path, int], source: str) -
         yield key, item
 
 
-def _scalar(node: ScalarNode, here: str) -> object:
+def _scalar(node: ScalarNode, location: str) -> object:
     text, kind = node.value, node.tag.removeprefix(_PREFIX)
     if kind == "str":
         return text
@@ -158,5 +146,5 @@ def _scalar(node: ScalarNode, here: str) -> object:
         if kind == "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError as error:
-        raise UserError(f"{here}: {text[:40]!r} is not a number") from error
-    raise UserError(f"{here}: the tag {kind!r} is not allowed in recipes; write plain YAML")
+        raise UserError(f"{location}: {text[:40]!r} is not a number") from error
+    raise UserError(f"{location}: the tag {kind!r} is not allowed in recipes; write plain YAML")

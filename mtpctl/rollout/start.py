@@ -69,7 +69,7 @@ async def start_pool(
         rank = ranks.get(index, next(iter(ranks.values())))
         return {"num_cpus": rank.cpus * rollout.tp, "num_gpus": rank.gpus * rollout.tp}
 
-    reads_text = bool(rollout.stop or turns is not None or rollout.agents_play)
+    reads_text = bool(rollout.stop or turns is not None or rollout.uses_agents)
     if reads_text:
         assert tokenizer is not None, "stop strings, which agents send too, and environments read and write text"
 

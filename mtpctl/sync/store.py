@@ -24,7 +24,7 @@ from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.cluster.local import on_one_host
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.errors import EnvironmentMissing
-from mtpctl.recipe.quantization import syncs_both_forms
+from mtpctl.recipe.numerics import sends_unquantized_too
 from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.remote import delete_cache, with_retries
 
@@ -85,7 +85,7 @@ class VersionStore:
 
     def for_logprob(self, recipe: Recipe) -> VersionStore:
         """The store of the versions that the log-prob server loads: this one, or that of unquantized versions."""
-        return self.unquantized if syncs_both_forms(recipe) else self
+        return self.unquantized if sends_unquantized_too(recipe) else self
 
     def folder(self, version: int) -> Path:
         """The folder of the buckets of `version`, which may not exist."""

@@ -14,7 +14,7 @@ from typing import TextIO
 from rich.console import Console
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
-from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.telemetry.metrics_file import DAMAGED, History, MetricsFile, Row, load_history, open_retrying
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory

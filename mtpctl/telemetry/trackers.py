@@ -18,7 +18,7 @@ from typing import Protocol
 
 from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.loading import flatten
-from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.run_directory import BEGUN
 from mtpctl.telemetry.sample_log import SampleRow, response_text

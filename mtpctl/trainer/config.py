@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.numerics import Numerics
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import LoraConfig, MoeConfig, OffloadConfig
 from mtpctl.routes import Routes
 from mtpctl.samples import Logprobs

@@ -28,8 +28,8 @@ from mtpctl.kernels.policy import TokenLoss, linear_draft_loss, linear_policy_lo
 from mtpctl.kernels.rows import distinct_rows
 from mtpctl.model.packing import Packing
 from mtpctl.recipe.numerics import Numerics
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer.batch import DraftRows
 from mtpctl.trainer.multistep import scaled_gradient
 from mtpctl.trainer.objective import Sums

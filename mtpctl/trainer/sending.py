@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from mtpctl.recipe.quantization import sent_in_fp8
+from mtpctl.recipe.numerics import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import PUSHED, StorageConfig
 from mtpctl.sync.protocol import Manifest, Section

@@ -13,7 +13,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from tests.fakes.tiny import MIMO
 from tests.fakes.trainer_cases import MODELS
 

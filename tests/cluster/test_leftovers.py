@@ -24,7 +24,7 @@ from mtpctl.cli.app import main
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import MARK, Watchdog, session_members
 from mtpctl.cluster.local import cluster
-from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.recipe.schema import ClusterConfig
 from tests.environment import with_tree
 from tests.fakes.processes import runs
 
@@ -252,7 +252,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from mtpctl.cluster.local import cluster
-from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.recipe.schema import ClusterConfig
 from mtpctl.sync.store import default_root
 with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0) as daemons:
     print(default_root(sys.argv[1], 1, Path("nowhere")), flush=True)

@@ -13,7 +13,7 @@ import pytest
 
 from mtpctl.cluster.local import _environment, check_capacity, cluster, on_one_host
 from mtpctl.errors import ClusterResources, EnvironmentMissing
-from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.recipe.schema import ClusterConfig
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ import ray
 from pathlib import Path
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import log_name_variables, redirect_output
-from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.recipe.schema import ClusterConfig
 
 class Actor:
     def __init__(self):

@@ -88,8 +88,8 @@ def first_rank(kind: str) -> Any:
         return TrainerRank(load_recipe("tiny_mtp").recipe.model_dump_json(by_alias=True), 0, 2)
     from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
     from mtpctl.recipe.model import MtpConfig
-    from mtpctl.recipe.parallel import ParallelConfig
     from mtpctl.recipe.schema import KernelsConfig
+    from mtpctl.recipe.section import ParallelConfig
 
     parallel = ParallelConfig(tp=2)
     return ScoreRank(ReplicaConfig("model", parallel, "fp32", MtpConfig(), KernelsConfig(), tokens_per_batch=64), 0)

@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 
 from mtpctl.compat import cpu_device
 from mtpctl.model.parallel import ProcessGroups, Rank
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is replaced")
 

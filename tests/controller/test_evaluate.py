@@ -15,7 +15,7 @@ from mtpctl.controller.starting import start_rewards
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.recipe.evaluation import EvaluationConfig
+from mtpctl.recipe.data import EvaluationConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.function import Outcome, Reward
 from mtpctl.samples import GenerationRequest, Sample

@@ -21,7 +21,7 @@ from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import TrainConfig
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.trackers import identity
+from mtpctl.telemetry.trackers import tracker_id
 from tests.fakes.checkpoint_folders import SHARD, flip, write_checkpoint
 from tests.fakes.commands import mtpctl as mtpctl
 from tests.fakes.runs import recipe as recipe_in
@@ -82,7 +82,7 @@ def test_start_over_keeps_all_files_of_the_earlier_run(recipe: Recipe) -> None:
     assert aside == run.with_name("run.1")
     assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == before
     assert [path.relative_to(run).as_posix() for path in sorted(run.rglob("*")) if path.is_file()] == [".begun", "start/model.safetensors"]
-    assert identity(run) != identity(aside), "trackers have a run of its own for it"
+    assert tracker_id(run) != tracker_id(aside), "trackers have a run of its own for it"
     assert start_over(recipe) is None, "there is no run now"
 
 

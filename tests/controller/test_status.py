@@ -20,7 +20,7 @@ from rich.console import Console
 from mtpctl.controller import status
 from mtpctl.controller.status import Waits, status_app, status_socket
 from mtpctl.errors import UserError
-from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import ReplicaCounts
 from mtpctl.telemetry.session import Resumed, Telemetry

@@ -18,8 +18,7 @@ from mtpctl.data.inspection import inspect_sets
 from mtpctl.data.rows import Layout, converted_layout, layout_of
 from mtpctl.data.sets import Rows
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.recipe.data import ColumnsConfig, DataConfig, is_dataset_id
-from mtpctl.recipe.evaluation import EvaluationConfig
+from mtpctl.recipe.data import ColumnsConfig, DataConfig, EvaluationConfig, is_dataset_id
 
 CARD = """---
 license: mit

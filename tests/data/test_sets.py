@@ -12,8 +12,7 @@ import pytest
 from mtpctl.data.problems import NO_ANSWER, Problem
 from mtpctl.data.sets import load_held_out, load_problem_sets, read_problems
 from mtpctl.errors import UserError
-from mtpctl.recipe.data import DataConfig, GeneratedTask
-from mtpctl.recipe.evaluation import EvaluationConfig
+from mtpctl.recipe.data import DataConfig, EvaluationConfig, GeneratedTask
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 

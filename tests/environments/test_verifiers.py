@@ -23,8 +23,7 @@ from mtpctl.environments.built_in import environment_reward
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.environments.trial import try_episodes
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
-from mtpctl.recipe.data import DataConfig
-from mtpctl.recipe.evaluation import EvaluationConfig
+from mtpctl.recipe.data import DataConfig, EvaluationConfig
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rl.rewards.function import Outcome
 from mtpctl.rollout.pool import ReplicaPool

@@ -26,8 +26,8 @@ from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 from mtpctl.families.reading import DRAFTER
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.numerics import Numerics
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.rollout.protocol import ABORTED
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.plugin import install

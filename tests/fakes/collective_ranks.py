@@ -15,7 +15,7 @@ import torch
 
 from mtpctl.cluster.rendezvous import join_store
 from mtpctl.model.parallel import Rank
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer.objective import NextToken
 from mtpctl.trainer.profile import CollectivePlan
 from tests.fakes.forked import run_ranks

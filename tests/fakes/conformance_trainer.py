@@ -13,7 +13,7 @@ from mtp_conformance import EPS, HIDDEN, VOCAB, Case, Convention, Result, Traine
 from mtpctl.convert.hf_folder import create_hf_folder
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.forked import run_ranks

@@ -16,7 +16,7 @@ from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from tests.fakes.forked import run_ranks
 
 DEADLINE_S = 240

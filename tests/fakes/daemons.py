@@ -18,7 +18,7 @@ COMMAND = """
 import os, signal, sys
 import ray
 from mtpctl.cluster.local import cluster
-from mtpctl.recipe.cluster import ClusterConfig
+from mtpctl.recipe.schema import ClusterConfig
 
 class Actor:
     def start(self):

@@ -28,7 +28,7 @@ def scored(folder: str | Path, samples: list[Sample]) -> dict[str, dict[str, Any
     torch.set_num_threads(1)
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.recipe.model import MtpConfig
-    from mtpctl.recipe.parallel import ParallelConfig
+    from mtpctl.recipe.section import ParallelConfig
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine
     from tests.fakes.sequences import sequences_of

@@ -15,8 +15,8 @@ from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import OptimizerConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.routes import Routes, RouteShape
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.config import EngineConfig

@@ -181,8 +181,7 @@ def test_check_reads_the_data_and_reports_mistakes(mtpctl: Any, tmp_path: Path) 
 
 def test_large_file_is_inspected_within_the_time_limit(tmp_path: Path) -> None:
     from mtpctl.data.inspection import inspect_sets
-    from mtpctl.recipe.data import DataConfig
-    from mtpctl.recipe.evaluation import EvaluationConfig
+    from mtpctl.recipe.data import DataConfig, EvaluationConfig
 
     row = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
     (tmp_path / "rows.jsonl").write_text(row * 200_000)

@@ -45,7 +45,7 @@ def test_checkpoint_generates_with_its_weights_and_version(run: Path, tmp_path: 
     """
     from mtpctl.checkpoint.finding import publish_checkpoint
     from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
-    from mtpctl.recipe.parallel import ParallelConfig
+    from mtpctl.recipe.section import ParallelConfig
     from mtpctl.trainer.batch import Sequence
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine

@@ -16,8 +16,8 @@ from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 
 T = TypeVar("T")
 

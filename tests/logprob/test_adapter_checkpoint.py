@@ -14,7 +14,7 @@ from mtpctl.logprob.rank import ScoreRank
 from mtpctl.logprob.replica import Replica
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.update import update_target

@@ -21,9 +21,9 @@ from mtpctl.logprob.dispatch import ServerLimits
 from mtpctl.logprob.protocol import Scored, ScoreRequest
 from mtpctl.logprob.replica import RayRanks, Replica, start_replica
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.recipe.cluster import ClusterConfig
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.schema import ClusterConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.fakes import adapters

@@ -17,7 +17,7 @@ from mtpctl.kernels.qkv import split_heads_torch
 from mtpctl.model import attention, core_attention, layers
 from mtpctl.plan.sharding import activation_width, layer_widths
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from tests.fakes.kept import Kept
 from tests.fakes.tiny import engine, mimo, sequences
 from tests.fakes.trainer_cases import MODELS

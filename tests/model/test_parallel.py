@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mtpctl.model.parallel import ProcessGroups, Rank
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 
 
 def test_closed_groups_are_freed() -> None:

@@ -26,9 +26,9 @@ from mtpctl.plan.memory import (
 )
 from mtpctl.plan.sharding import activation_width, drafter_width, layer_widths, peak_width, stage_layers, stages, transient_width
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.recipe.parallel import ParallelConfig
-from mtpctl.recipe.quantization import sent_in_fp8
+from mtpctl.recipe.numerics import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.section import ParallelConfig
 from tests.fakes.fits import check_fits
 from tests.fakes.toys import LLAMA_DFLASH
 

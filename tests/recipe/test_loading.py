@@ -12,8 +12,7 @@ from mtpctl.recipe import yaml12
 from mtpctl.recipe.fields import ALIASES, find
 from mtpctl.recipe.loading import RECIPES, available, dump_resolved, flatten, load_recipe
 from mtpctl.recipe.rollout import ReplicaRange
-from mtpctl.recipe.schema import Recipe
-from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.recipe.schema import Recipe, TelemetryConfig
 
 BASE = """\
 seed: 3

@@ -117,7 +117,7 @@ def test_precision_follows_the_device(tmp_path: Path, flags: Path) -> None:
 
 def test_machine_without_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtpctl.cluster.local import check_capacity
-    from mtpctl.recipe.cluster import ClusterConfig
+    from mtpctl.recipe.schema import ClusterConfig
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ClusterResources, match=r"cluster.device: this machine has no GPU; set cluster.device: cpu"):

@@ -18,9 +18,9 @@ from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from mtpctl.errors import EnvironmentMissing, RuntimeFailure
-from mtpctl.recipe.telemetry import TelemetryConfig
+from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.samples import Sample
 from mtpctl.telemetry.metrics_file import load_history
 from mtpctl.telemetry.run_directory import RunDirectory

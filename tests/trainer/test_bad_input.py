@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtpctl.errors import UserError
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences

@@ -25,9 +25,9 @@ from mtpctl.model.packing import Packing
 from mtpctl.plan.memory import GIB
 from mtpctl.plan.sharding import activation_width, transient_width
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
 from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.recipe.schema import KernelsConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from tests.convert.test_families import CASES, hf_model

@@ -14,7 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer import overlap
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.forked import in_gloo_group, run_ranks

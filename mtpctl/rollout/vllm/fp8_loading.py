@@ -15,7 +15,7 @@ from mtpctl.families.quantization import fp8_config, fp8_names
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.tensors import section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES, read_config, tensor_names
-from mtpctl.recipe.quantization import QUANTIZED_FOLDER, missing_matrix
+from mtpctl.recipe.numerics import QUANTIZED_FOLDER, missing_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpctl.recipe.parallel import ParallelConfig
+from mtpctl.recipe.section import ParallelConfig
 from tests.fakes.bitwise import FAMILIES, differences, folder_of, generate, versions
 from tests.fakes.engines import Loop
 from tests.fakes.interpreted import run_interpreted

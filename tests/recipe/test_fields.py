@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mtpctl.errors import UserError
+from mtpctl.recipe.fields import masked
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.recipe.secrets import masked
 from mtpctl.user_code import from_environment
 
 SECRET = "s3cr3t-of-mine"

@@ -14,7 +14,7 @@ from mtpctl.plan.buckets import plan_quantization, wire_tensors
 from mtpctl.recipe.checks import cautions_of, complaints_of, validate
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.model import hf_config, read_config
-from mtpctl.recipe.quantization import sent_in_fp8
+from mtpctl.recipe.numerics import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.vllm.fp8_loading import quantized_names
 from tests.fakes.convert_models import change_config, tensors, write
