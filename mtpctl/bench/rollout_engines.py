@@ -195,7 +195,7 @@ def parse_shape(text: str) -> Literal["mimo7b", "tiny"]:
 
 
 def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
-    """The `config.json` fields of a shape, with a `model_type` that vLLM supports without `mtpctl.compat.mimo_config`."""
+    """The `config.json` fields of a shape, with a `model_type` that vLLM supports without `mtpctl.compat.transformers.register_mimo`."""
     return TINY if shape == "tiny" else hub_config("XiaomiMiMo/MiMo-7B-RL") | {"model_type": "qwen2"}
 
 

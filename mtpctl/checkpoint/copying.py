@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import set_aside
+from mtpctl.checkpoint.finding import mark_damaged
 from mtpctl.checkpoint.listing import (
     LISTING,
     Damaged,
@@ -88,7 +88,7 @@ class CopyWriter:
         try:
             saved = read_listing(folder)
         except Damaged as damage:
-            raise Damaged(f"{name}/{damage.file}", damage.what) from damage
+            raise Damaged(f"{name}/{damage.file}", damage.damage) from damage
         current = Listing(max(number, saved.number if saved else 0), {relative: self._entry(file) for relative, file in files.items()})
         if saved is not None:
             _check_same(name, saved, current)
@@ -162,9 +162,9 @@ def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> s
                     _fetch_folder(store, other, listing, run_dir)
             except Damaged as damage:
                 raise UserError(f"{FIELD}: {store.url}/{other}/{damage}; restore the file, or name another URL") from damage
-        for text in _RUN_FILES:
-            if (contents := store.read(text)) is not None:
-                (run_dir / text).write_bytes(contents)
+        for file in _RUN_FILES:
+            if (contents := store.read(file)) is not None:
+                (run_dir / file).write_bytes(contents)
         write_latest(run_dir / CHECKPOINTS / name)
         return name
     if checkpoints:
@@ -175,9 +175,9 @@ def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> s
 def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path) -> None:
     """Fetch a folder into a temporary folder, then rename it. Raises Damaged if a file is missing or differs from the listing."""
     target = run_dir / name
-    aside = target.with_name(f"{target.name}.partial")
+    partial = target.with_name(f"{target.name}.partial")
     for file, entry in listing.files.items():
-        path = aside / file
+        path = partial / file
         if path.is_file() and entry_of(path) == entry:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,24 +187,25 @@ def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path
             raise Damaged(file, "is missing") from error
         if (fetched := entry_of(path)) != entry:
             path.unlink()
-            what = f"has {fetched.size:,} bytes with checksum {fetched.checksum}, and {entry.size:,} with {entry.checksum} were written"
-            raise Damaged(file, what)
+            raise Damaged(
+                file, f"has {fetched.size:,} bytes with checksum {fetched.checksum}, and {entry.size:,} with {entry.checksum} were written"
+            )
         flush(path)
     if name.partition("/")[0] in (CHECKPOINTS, "reference"):
-        save_listing(aside, listing)
+        save_listing(partial, listing)
     if name.startswith(f"{CHECKPOINTS}/") and target.exists():
-        set_aside(target)
+        mark_damaged(target)
     shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
+    partial.rename(target)
     flush(target.parent)
 
 
 def _check_same(folder: str, saved: Listing, current: Listing) -> None:
     """Raise Damaged if the files of a folder differ from its saved listing."""
     for name, entry in saved.files.items():
-        if (now := current.files.get(name)) is None:
+        if (current_entry := current.files.get(name)) is None:
             raise Damaged(f"{folder}/{name}", "is missing")
-        if now != entry:
+        if current_entry != entry:
             raise Damaged(f"{folder}/{name}", "has changed since it was saved")
 
 

@@ -22,7 +22,7 @@ ENGINE, RUN, BUFFER, FORMAT = "engine.json", "run.json", "buffer.jsonl", "metada
 """Files of a checkpoint: the engine's record, the run's state, groups of samples that are not trained yet, megatron-core's format."""
 PARTIAL, REPLACED, DAMAGED = ".partial", ".replaced", ".damaged"
 """Suffixes of checkpoints that are being written, being replaced, or damaged."""
-_SET_ASIDE = re.compile(rf"{re.escape(DAMAGED)}(-\d+)?$")
+_DAMAGED_NAME = re.compile(rf"{re.escape(DAMAGED)}(-\d+)?$")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Choice:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """All checkpoints under `root`, newest first; some may be damaged. Excludes those being written and those set aside."""
+    """All checkpoints under `root`, newest first; some may be damaged. Excludes those being written and those marked as damaged."""
     return sorted(_folders(root), key=number_of, reverse=True)
 
 
@@ -56,16 +56,16 @@ def choose(root: Path, *, contents: bool) -> Choice:
         try:
             check(path, contents=contents)
             return Choice(path, damaged)
-        except Damaged as damage:
+        except Damaged as error:
             if not path.exists():  # A running job has deleted it in the meantime.
                 return choose(root, contents=contents)
-            damaged.append((path, damage))
+            damaged.append((path, error))
     if damaged:
-        first, what = damaged[0]
-        others = f", nor {'is' if len(damaged) == 2 else 'are'} the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
+        first, damage = damaged[0]
+        others = f", and so {'is' if len(damaged) == 2 else 'are'} the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
         raise UserError(
-            f"{first}/{what}: it is not whole{others}; restore the file, or begin the run again with `mtpctl train {root.parent} "
-            "--start-over`, which keeps what is there"
+            f"{first}/{damage}: it is incomplete{others}; restore the file, or begin the run again with `mtpctl train {root.parent} "
+            "--start-over`, which keeps the existing files"
         )
     return Choice(None)
 
@@ -88,17 +88,17 @@ def check(path: Path, *, contents: bool) -> None:
         shard_sizes(path)  # Rejects unsafe pickles: a listing does not prove who wrote the file.
 
 
-def settle(root: Path) -> Choice:
+def select_checkpoint(root: Path) -> Choice:
     """Choose the checkpoint to resume from, and rename damaged ones so that they are not overwritten.
 
     The caller must hold the run's lock.
     """
     for path in root.glob(f"*{REPLACED}"):
-        if not (own := path.with_name(path.name.removesuffix(REPLACED))).exists():
-            path.rename(own)
+        if not (final := path.with_name(path.name.removesuffix(REPLACED))).exists():
+            path.rename(final)
     choice = choose(root, contents=True)
     for path, _ in choice.damaged:
-        set_aside(path)
+        mark_damaged(path)
     if choice.path is not None:
         write_latest(choice.path)
     return choice
@@ -107,19 +107,19 @@ def settle(root: Path) -> Choice:
 def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -> None:
     """Point `latest` to `path`, and delete old checkpoints: `path`, the `keep - 1` newest before it and those in `needed` remain.
 
-    Checkpoints that are newer than `path`, or were set aside as damaged, are never deleted.
+    Checkpoints that are newer than `path`, or were marked as damaged, are never deleted.
     """
     write_latest(path)
     flush(path.parent)
     others = [other for other in list_checkpoints(path.parent) if other != path and number_of(other) < number_of(path)]
     for old in [other for other in others[keep - 1 :] if other.name not in needed]:
         shutil.rmtree(old)
-    for aside in path.parent.glob(f"*{REPLACED}"):
-        if aside.with_name(aside.name.removesuffix(REPLACED)).exists():
-            shutil.rmtree(aside)
+    for replaced in path.parent.glob(f"*{REPLACED}"):
+        if replaced.with_name(replaced.name.removesuffix(REPLACED)).exists():
+            shutil.rmtree(replaced)
 
 
-def set_aside(path: Path) -> Path:
+def mark_damaged(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it is kept but never used. Returns its new path."""
     names = (f"{path.name}{DAMAGED}{'' if count == 1 else f'-{count}'}" for count in range(1, 1 << 16))
     target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
@@ -129,8 +129,8 @@ def set_aside(path: Path) -> Path:
 
 
 def damaged_in(root: Path) -> list[Path]:
-    """The checkpoints under `root` that were set aside."""
-    return sorted(path for path in root.glob(f"*{DAMAGED}*") if path.is_dir() and _SET_ASIDE.search(path.name))
+    """The checkpoints under `root` that were marked as damaged."""
+    return sorted(path for path in root.glob(f"*{DAMAGED}*") if path.is_dir() and _DAMAGED_NAME.search(path.name))
 
 
 def next_number(root: Path) -> int:
@@ -155,8 +155,8 @@ def _folders(root: Path) -> Iterator[Path]:
     if not root.is_dir():
         return
     for path in root.iterdir():
-        own = path.with_name(path.name.removesuffix(REPLACED))
-        if path.name.endswith(PARTIAL) or _SET_ASIDE.search(path.name) or (own != path and own.exists()):
+        final = path.with_name(path.name.removesuffix(REPLACED))
+        if path.name.endswith(PARTIAL) or _DAMAGED_NAME.search(path.name) or (final != path and final.exists()):
             continue
         if path.is_dir() and _is_checkpoint(path):
             yield path

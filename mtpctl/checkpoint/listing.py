@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import threading
 from collections.abc import Buffer, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -29,11 +28,11 @@ _THREADS = 8
 
 
 class Damaged(Exception):
-    """A file of a folder is missing or damaged. `file` is relative to the folder; `what` describes the damage."""
+    """A file of a folder is missing or damaged. `file` is relative to the folder."""
 
-    def __init__(self, file: str, what: str) -> None:
-        super().__init__(f"{file} {what}")
-        self.file, self.what = file, what
+    def __init__(self, file: str, damage: str) -> None:
+        super().__init__(f"{file} {damage}")
+        self.file, self.damage = file, damage
 
 
 class OtherVersion(UserError):
@@ -159,10 +158,10 @@ def write_listing(folder: Path, number: int, known: Mapping[str, Entry], *, with
 
 def save_listing(folder: Path, listing: Listing) -> None:
     """Write a listing into its folder atomically, and flush it to disk."""
-    aside = folder / f"{LISTING}.partial"
-    aside.write_bytes(listing.to_json())
-    flush(aside)
-    aside.replace(folder / LISTING)
+    partial = folder / f"{LISTING}.partial"
+    partial.write_bytes(listing.to_json())
+    flush(partial)
+    partial.replace(folder / LISTING)
 
 
 def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
@@ -172,46 +171,35 @@ def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
     checksums of all files.
     """
     for name, entry in listing.files.items():
-        damage = _size_damage(folder, name, entry)
-        if damage is None and entry.size <= _SMALL:
-            damage = _contents_damage(folder / name, name, entry)
-        if damage is not None:
-            raise damage
+        if (size := size_of(folder, name)) != entry.size:
+            raise Damaged(name, f"has {size:,} bytes, and {entry.size:,} were saved")
+        if entry.size <= _SMALL:
+            _check_contents(folder, name, entry)
     if not contents:
         return
-    stop = threading.Event()
-
-    def check(name: str) -> Damaged | None:
-        damage = None if stop.is_set() else _contents_damage(folder / name, name, listing.files[name])
-        if damage is not None:
-            stop.set()
-        return damage
-
+    large = [name for name, entry in listing.files.items() if entry.size > _SMALL]
+    large.sort(key=lambda name: listing.files[name].size, reverse=True)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        large = [name for name, entry in listing.files.items() if entry.size > _SMALL]
-        for damage in pool.map(check, sorted(large, key=lambda name: listing.files[name].size, reverse=True)):
-            if damage is not None:
-                raise damage
+        list(pool.map(lambda name: _check_contents(folder, name, listing.files[name]), large))
 
 
-def _size_damage(folder: Path, name: str, entry: Entry) -> Damaged | None:
+def size_of(folder: Path, name: str) -> int:
+    """The size of a file in bytes. Raises Damaged if it is missing or cannot be read."""
     try:
-        size = (folder / name).stat().st_size
-    except FileNotFoundError:
-        return Damaged(name, "is missing")
+        return (folder / name).stat().st_size
+    except FileNotFoundError as error:
+        raise Damaged(name, "is missing") from error
     except OSError as error:
-        return Damaged(name, f"cannot be read ({error.strerror})")
-    return None if size == entry.size else Damaged(name, f"has {size:,} bytes, and {entry.size:,} were saved")
+        raise Damaged(name, f"cannot be read ({error.strerror})") from error
 
 
-def _contents_damage(file: Path, name: str, entry: Entry) -> Damaged | None:
+def _check_contents(folder: Path, name: str, entry: Entry) -> None:
     try:
-        now = entry_of(file)
+        actual = entry_of(folder / name)
     except OSError as error:
-        return Damaged(name, f"cannot be read ({error.strerror})")
-    return (
-        None if now == entry else Damaged(name, f"has changed since it was saved (checksum {now.checksum}, and {entry.checksum} was saved)")
-    )
+        raise Damaged(name, f"cannot be read ({error.strerror})") from error
+    if actual != entry:
+        raise Damaged(name, f"has changed since it was saved (checksum {actual.checksum}, and {entry.checksum} was saved)")
 
 
 def pointer_of(root: Path) -> Path:
@@ -222,10 +210,10 @@ def pointer_of(root: Path) -> Path:
 def write_latest(path: Path) -> None:
     """Atomically write the name of `path` to `latest` in its folder. Errors are ignored."""
     pointer = pointer_of(path.parent)
-    aside = pointer.with_name(f"{pointer.name}.partial")
+    partial = pointer.with_name(f"{pointer.name}.partial")
     with contextlib.suppress(OSError):
-        aside.write_text(path.name)
-        os.replace(aside, pointer)
+        partial.write_text(path.name)
+        partial.replace(pointer)
 
 
 def flush(path: Path) -> None:

@@ -8,17 +8,22 @@ import torch.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING
 
-from mtpctl.checkpoint.listing import Damaged
+from mtpctl.checkpoint.listing import Damaged, size_of
+from mtpctl.compat import require_release
 from mtpctl.errors import MtpctlError, UserError
 
 if TYPE_CHECKING:
+    import io
+
     from megatron.core.dist_checkpointing import ShardedTensor
     from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.planner import ReadItem
 
 METADATA = ".metadata"
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
@@ -49,6 +54,7 @@ _TYPES = {
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 }
 """Allowed dtypes, which are attributes of `torch` in a pickle."""
+_TORCH = "2.13.0"
 
 
 class RestrictedUnpickler(pickle.Unpickler):
@@ -110,13 +116,7 @@ def check_shards(checkpoint: Path) -> None:
     Raises UserError like `shard_sizes`.
     """
     for name, expected in shard_sizes(checkpoint).items():
-        try:
-            size = (checkpoint / name).stat().st_size
-        except FileNotFoundError as error:
-            raise Damaged(name, "is missing") from error
-        except OSError as error:
-            raise Damaged(name, f"cannot be read ({error.strerror})") from error
-        if size < expected:
+        if (size := size_of(checkpoint, name)) < expected:
             raise Damaged(name, f"has {size:,} bytes, and {expected:,} were saved")
 
 
@@ -126,9 +126,7 @@ def reading(path: Path) -> Iterator[None]:
     import torch
     from torch.distributed.checkpoint import CheckpointException
 
-    from mtpctl.compat import torch_checkpoint
-
-    torch_checkpoint.install(RestrictedUnpickler)
+    _restrict_torch()
     try:
         yield
     except CheckpointException as error:
@@ -151,9 +149,7 @@ def reader_of(path: Path) -> FileSystemReader:
     """torch's reader for a checkpoint, with the restricted unpickler."""
     from torch.distributed.checkpoint import FileSystemReader
 
-    from mtpctl.compat import torch_checkpoint
-
-    torch_checkpoint.install(RestrictedUnpickler)
+    _restrict_torch()
     return FileSystemReader(path)
 
 
@@ -164,3 +160,37 @@ def tensors_in(path: Path) -> dict[str, ShardedTensor]:
     with reading(path):
         tensors: dict[str, ShardedTensor] = dist_checkpointing.load_tensors_metadata(str(path))
     return tensors
+
+
+def _restrict_torch() -> None:
+    """Make torch read checkpoints without running code from them. Idempotent. Raises RuntimeError for another release of torch.
+
+    torch reads `.metadata` with `pickle.load`, and non-tensor objects with `torch.load(weights_only=False)`. Both can run code from the
+    file, and a checkpoint may come from an untrusted source. With this patch, objects are read with torch's own allow-list.
+    """
+    require_release("torch", _TORCH, __name__)
+    import torch
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+    def read_metadata(self: FileSystemReader, *args: object, **kwargs: object) -> Metadata:
+        path = Path(self._get_metadata_path(kwargs.get("rank")))  # type: ignore[arg-type]
+        with path.open("rb") as file:
+            metadata = RestrictedUnpickler(file, path, lambda module, name: getattr(importlib.import_module(module), name)).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"{path} has no metadata")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+        name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
+    DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]

@@ -87,7 +87,7 @@ class Slot:
     end: int = 0
     group: dist.ProcessGroup | None = None
 
-    def whole(self, kind: str) -> Tensor:
+    def unsharded(self, kind: str) -> Tensor:
         """The unsharded tensor in the parameter's shape, fp32. Collective over `group`."""
         if self.group is None:
             return self.tensors[kind]
@@ -223,7 +223,7 @@ class Save:
         if dist.get_rank() == 0:
             try:
                 self._record["number"] = next_number(self.path.parent)
-                _write_record(self.folder, self._record)
+                (self.folder / ENGINE).write_text(json.dumps(self._record))
                 write_listing(self.folder, self._record["number"], {**written, **others})
                 flush(self.folder)
                 _replace(self.path, self.folder)
@@ -259,22 +259,18 @@ def _check_disk_space(folder: Path) -> None:
 
 def _replace(path: Path, complete: Path) -> None:
     """Rename `complete` to `path`. An existing folder is renamed first and deleted last, so that one always exists."""
-    aside = path.with_name(path.name + REPLACED)
-    shutil.rmtree(aside, ignore_errors=True)
+    replaced = path.with_name(path.name + REPLACED)
+    shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
-        path.rename(aside)
+        path.rename(replaced)
     complete.rename(path)
     flush(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_weights_only_record(folder: Path) -> None:
     """Write `engine.json` for a checkpoint that contains only weights."""
-    _write_record(folder, {"format": _FORMAT, "number": 1, "steps": 0, "optimizer": False, "adapter": None, "state": {}})
-
-
-def _write_record(folder: Path, record: EngineRecord) -> None:
-    """Write `engine.json`."""
+    record: EngineRecord = {"format": _FORMAT, "number": 1, "steps": 0, "optimizer": False, "adapter": None, "state": {}}
     (folder / ENGINE).write_text(json.dumps(record))
 
 
@@ -320,7 +316,7 @@ def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecor
         return
     if saved is None or wanted is None:
         contents, fix = ("all weights", "remove train.lora") if saved is None else ("an adapter", "set train.lora")
-        raise UserError(f"{path} holds {contents}, which this run does not train; {fix}, or start in another run_dir")
+        raise UserError(f"{path} has {contents}, which this run does not train; {fix}, or start in another run_dir")
     if saved["base"] != wanted["base"]:
         raise UserError(f"model.path: the adapter in {path} was trained on other weights ({saved['base']}) than these ({wanted['base']})")
     settings: tuple[Literal["rank", "alpha", "targets"], ...] = ("rank", "alpha", "targets")
@@ -359,7 +355,7 @@ def _data(slot: Slot, kind: str, reading: bool) -> Tensor:
     if slot.group is None:
         return slot.tensors[kind]
     # In host memory, because the unsharded state may not fit on the GPU.
-    return torch.empty(slot.parameter.shape) if reading else slot.whole(kind).cpu()
+    return torch.empty(slot.parameter.shape) if reading else slot.unsharded(kind).cpu()
 
 
 def _like(parameter: Sharded, key: str, data: Tensor) -> Sharded:

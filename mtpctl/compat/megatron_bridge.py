@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mtpctl.compat import require_release
-from mtpctl.compat.transformers_import import import_transformers
+from mtpctl.compat.transformers import import_transformers
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from mtpctl.checkpoint.copying import newest_copy
-from mtpctl.checkpoint.finding import check, choose, settle
+from mtpctl.checkpoint.finding import check, choose, select_checkpoint
 from mtpctl.checkpoint.listing import Damaged
 from mtpctl.controller.copies import start_copier, store_of
 from mtpctl.controller.state import SavedState, check_stages, resumed_from
@@ -59,7 +59,7 @@ def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start
     candidate = choose(directory.checkpoints, contents=False).path
     if candidate is not None and (nbytes := sum(file.stat().st_size for file in candidate.iterdir())) > _LONG:
         report(f"verifying {candidate.name}, {nbytes / (1 << 30):,.1f} GiB")
-    choice = settle(directory.checkpoints)
+    choice = select_checkpoint(directory.checkpoints)
     state = resumed_from(choice.path, recipe.train)
     check_stages(choice.path, state, recipe.train.stages)
     _check_reference(recipe, directory, state)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Protocol
 
-from mtpctl.checkpoint.finding import settle
+from mtpctl.checkpoint.finding import select_checkpoint
 from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import POLL_S, ActorLocation, Bundles, Options
 from mtpctl.cluster.deadlines import one_line, within
@@ -309,7 +309,7 @@ class Revival:
                 checkpoint is damaged and the samples are not redrawn.
         """
         self.state.updating, self.state.lost = False, True
-        choice = await asyncio.to_thread(settle, self.state.root)
+        choice = await asyncio.to_thread(select_checkpoint, self.state.root)
         for line in choice.lines:
             self.telemetry.event("checkpoint", line)
         if choice.damaged and not redraw:

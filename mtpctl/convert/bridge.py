@@ -19,8 +19,8 @@ import torch
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
 
-from mtpctl.compat import mimo_config
 from mtpctl.compat.megatron_bridge import import_auto_bridge
+from mtpctl.compat.transformers import register_mimo
 from mtpctl.convert import family_bridges, mappings
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.mappings import ConversionTask, LocalTask, ModelBridge, is_local, names_of
@@ -40,7 +40,7 @@ class WeightBridge:
     """Loads a Hugging Face folder into Megatron modules, and exports them under Hugging Face names."""
 
     def __init__(self, folder: HfFolder) -> None:
-        mimo_config.install()
+        register_mimo()
         self.folder = folder
         self._bridge = AutoBridge.from_hf_config(_hf_config(folder))
         self._tasks: tuple[tuple[int, ...], list[ConversionTask]] | None = None

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from mtpctl.compat.transformers_import import import_transformers
+from mtpctl.compat.transformers import import_transformers
 from mtpctl.data.messages import NotRendered, RenderCheck, for_template, without_nulls
 from mtpctl.data.problems import Message
 from mtpctl.errors import EnvironmentMissing, UserError

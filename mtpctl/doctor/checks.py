@@ -344,7 +344,7 @@ def _verify(path: Path) -> Check:
         assert listing is not None
     except Damaged as damage:
         error = ThresholdMissed(f"{path}/{damage}; restore it, or resume: the run uses its newest whole checkpoint, and keeps this one")
-        finding = Finding("failed", str(damage), {"file": damage.file, "damage": damage.what}, error)
+        finding = Finding("failed", str(damage), {"file": damage.file, "damage": damage.damage}, error)
     else:
         size = f"{listing.nbytes / (1 << 30):,.2f} GiB" if listing.nbytes >= 1 << 30 else f"{listing.nbytes / (1 << 20):,.1f} MiB"
         data = {"files": len(listing.files), "bytes": listing.nbytes}

@@ -48,6 +48,6 @@ _TOY: dict[str, object] = {
 def toy_config(**changes: object) -> dict[str, object]:
     """The config.json fields of a MiMo model with two layers and one MTP layer, updated with `changes`, such as vocabulary and context.
 
-    Its `model_type` is one that vLLM reads without `mtpctl.compat.mimo_config`.
+    Its `model_type` is one that vLLM reads without `mtpctl.compat.transformers.register_mimo`.
     """
     return {**_TOY, **changes}

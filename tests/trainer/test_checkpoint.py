@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import FileSystemReader
 
-from mtpctl.checkpoint.finding import list_checkpoints, newest, publish_checkpoint, settle
+from mtpctl.checkpoint.finding import list_checkpoints, newest, publish_checkpoint, select_checkpoint
 from mtpctl.checkpoint.listing import entry_of, entry_of_text, files_in, read_listing
 from mtpctl.errors import SaveFailed, UserError
 from mtpctl.recipe.model import MtpConfig
@@ -215,7 +215,7 @@ class TestNewest:
                 (root / "rl-0.partial").mkdir(exist_ok=True)
                 assert newest(root) == root / name
             flip(root / "rl-2" / "__0_0.distcp")
-            assert settle(root).path == root / "rl-1"
+            assert select_checkpoint(root).path == root / "rl-1"
             self.save(trainer, root, "rl-2", keep=1)
         assert sorted(p.name for p in root.iterdir()) == ["latest", "rl-0.partial", "rl-2", "rl-2.damaged"]
 

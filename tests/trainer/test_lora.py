@@ -101,7 +101,7 @@ class TestCheckpoint:
         [
             (LORA.model_copy(update={"alpha": 4.0}), "train.lora.alpha: 4.0, but the adapter in .* has 8.0"),
             (LORA.model_copy(update={"rank": 2}), "train.lora.rank: 2, but the adapter in .* has 4"),
-            (None, "holds an adapter, which this run does not train; set train.lora"),
+            (None, "has an adapter, which this run does not train; set train.lora"),
         ],
     )
     def test_of_other_adapters_is_rejected(self, tmp_path, lora, message):
@@ -115,7 +115,7 @@ class TestCheckpoint:
         folder = mimo(tmp_path / "model")
         with engine(folder) as trainer:
             trainer.save(tmp_path / "checkpoint")
-        with engine(folder, lora=LORA) as trainer, pytest.raises(UserError, match=r"holds all weights, .* remove train.lora"):
+        with engine(folder, lora=LORA) as trainer, pytest.raises(UserError, match=r"has all weights, .* remove train.lora"):
             trainer.restore(tmp_path / "checkpoint")
 
     def test_over_other_base_weights_is_rejected_without_changes(self, tmp_path):

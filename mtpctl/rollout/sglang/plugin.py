@@ -10,7 +10,7 @@ import inspect
 from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING
 
-from mtpctl.compat import mimo_config
+from mtpctl.compat.transformers import register_mimo
 from mtpctl.errors import EnvironmentMissing, UpstreamMoved
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def register() -> None:
     """
     if (release := version("sglang")) != PINNED:
         raise UpstreamMoved(f"{__name__} was written for SGLang {PINNED}, found {release}: look whether it is needed, then move its guard")
-    mimo_config.install()
+    register_mimo()
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.models.mimo import MiMoForCausalLM
 

@@ -2,7 +2,7 @@
 
 import setproctitle
 
-from mtpctl.compat.transformers_import import import_transformers
+from mtpctl.compat.transformers import import_transformers
 
 # setproctitle locates the command line through the original environment, so it is called before `cores._run` replaces the environment.
 setproctitle.setproctitle("mtpctl::EngineCores")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpctl.cluster.process import importing
-from mtpctl.compat.transformers_import import import_transformers
+from mtpctl.compat.transformers import import_transformers
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.numerics import check_gpu

@@ -81,7 +81,7 @@ def install() -> None:
     require_pinned(__name__)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from mtpctl.compat import mimo_config
+    from mtpctl.compat.transformers import register_mimo
     from mtpctl.rollout.vllm.fp8_loading import register_loader
     from mtpctl.rollout.vllm.patches import (
         admission,
@@ -105,7 +105,7 @@ def install() -> None:
         weights,
     )
 
-    mimo_config.install()
+    register_mimo()
     for patch in (
         sampling.install_sampler,
         sampling.install_seeds,

@@ -6,7 +6,7 @@ import importlib.metadata
 import subprocess
 import sys
 
-from mtpctl.compat import transformers_import
+from mtpctl.compat.transformers import packages_distributions
 
 PROGRAM = """
 import os, sys
@@ -15,14 +15,14 @@ def counted(path, *args, **options):
     tested.append(path)
     return stat(path, *args, **options)
 os.stat = counted
-from mtpctl.compat.transformers_import import import_transformers
+from mtpctl.compat.transformers import import_transformers
 import_transformers()
 print(len(tested), "transformers" in sys.modules)
 """
 
 
 def test_packages_and_distributions_are_those_of_python() -> None:
-    expected, ours = importlib.metadata.packages_distributions(), transformers_import.packages_distributions()
+    expected, ours = importlib.metadata.packages_distributions(), packages_distributions()
     assert {name: sorted(each) for name, each in expected.items()}.items() <= {name: sorted(each) for name, each in ours.items()}.items()
     assert ours["PIL"] == ["pillow"] and ours["torch"] == ["torch"] and ours["yaml"] == ["PyYAML"]
 
