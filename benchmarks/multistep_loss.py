@@ -28,8 +28,9 @@ from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.drafts import Draft
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.plan.memory import GIB
+from mtpctl.trainer.acceptance import Chains
 from mtpctl.trainer.batch import DraftRows
-from mtpctl.trainer.multistep import Chains, scaled_gradient
+from mtpctl.trainer.head import scaled_gradient
 
 MAX_RATIO, MAX_GIB, MAX_OF_TORCH = 1.15, 0.5, 1.5
 """Bounds of the depths' time relative to `tv`, of memory at the reference shape, and of errors relative to plain torch."""

@@ -20,8 +20,9 @@ from harness import parser, print_environment
 from mtpctl.bench.report import markdown
 from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.policy import linear_draft_loss
+from mtpctl.trainer.acceptance import Chains
 from mtpctl.trainer.batch import DraftRows
-from mtpctl.trainer.multistep import Chains, scaled_gradient
+from mtpctl.trainer.head import scaled_gradient
 
 VOCAB, WIDTH, NARROW, SHARPNESS = 96, 32, 16, 7.0
 BATCH, RATE, CONTEXTS = 192, 3e-3, 20_000

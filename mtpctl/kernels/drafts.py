@@ -7,7 +7,7 @@ p is the trunk's distribution of a token and q the draft's, both at the rollout'
 - kl:       Σ p (log p − log q): same gradient as soft_ce, but 0 if q = p
 - tv:       1 − Σ min(p, q), the total variation: the fraction of drafts from q that rejection sampling rejects (Leviathan et al., arXiv
   2211.17192, section 3.2: a draft from q is accepted with probability min(1, p / q))
-- e2e_tv:   tv + `SOFT_SHARE` soft_ce: a row of the multi-step loss for sampled drafts, before its weight (`mtpctl.trainer.multistep`)
+- e2e_tv:   tv + `SOFT_SHARE` soft_ce: a row of the multi-step loss for sampled drafts, before its weight (`mtpctl.trainer.acceptance`)
 - e2e_greedy: 1 − Σ p q + `SOFT_SHARE` soft_ce: the same for greedy drafts
 
 The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, q_j (Σ q [q < p] − [q_j < p_j]) for tv, and

@@ -30,8 +30,7 @@ from mtpctl.families.shape import LatentShape, LayerKind, MlpKind, ModelShape, t
 from mtpctl.model.attention import LatentAttention, SelfAttention, WindowAttention, WindowAttentionShape
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.delta_net import GatedDeltaNet
-from mtpctl.model.dflash import BlockAttention, BlockDrafter
-from mtpctl.model.eagle3 import BoundaryStates, Eagle3Layer, PairedColumnParallelLinear
+from mtpctl.model.drafters import BlockAttention, BlockDrafter, BoundaryStates, Eagle3Layer, PairedColumnParallelLinear
 from mtpctl.model.experts import Experts, MixtureOfExperts, SharedExperts
 from mtpctl.model.gpt import MtpLayer, MtpModel
 from mtpctl.model.layers import (
@@ -148,8 +147,8 @@ def complete_config(
 
 
 def _layout(stages: list[int], depths: int) -> list[list[str]]:
-    rows = [["decoder"] * count for count in stages]
-    return [["embedding", *rows[0]], *rows[1:-1], [*rows[-1], *["mtp"] * depths, "loss"]]
+    decoders = [["decoder"] * count for count in stages]
+    return [["embedding", *decoders[0]], *decoders[1:-1], [*decoders[-1], *["mtp"] * depths, "loss"]]
 
 
 def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
@@ -267,8 +266,8 @@ def _delta_net() -> ModuleSpec:
 def decoder_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline stage."""
     first = get_transformer_layer_offset(config)
-    here = range(first, first + get_num_layers_to_build(config))
-    specs = [layer_spec(config, shape, mlp=shape.mlp_of(layer), kind=shape.layer_kinds[layer], module=DecoderLayer) for layer in here]
+    layers = range(first, first + get_num_layers_to_build(config))
+    specs = [layer_spec(config, shape, mlp=shape.mlp_of(layer), kind=shape.layer_kinds[layer], module=DecoderLayer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 

@@ -6,7 +6,7 @@ In training, the query of depth d at token i, from which an engine would draft, 
 
     the keys of depth 1 at tokens 0 … i,  and the keys of depths 2 … d at token i only.
 
-The second part has a few keys per query. For a DFlash block (`mtpctl.model.dflash`), the first part is the context up to token i, and the
+The second part has a few keys per query. For a DFlash block (`mtpctl.model.drafters`), the first part is the context up to token i, and the
 second part has all inputs of the block that begins after token i.
 
 The parts are combined by their log-sum-exps. If a flash kernel's backward pass gets the combined output and log-sum-exp instead of the

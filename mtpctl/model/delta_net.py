@@ -118,7 +118,7 @@ def _run(heads: _Heads, row: Packing) -> Tensor:
 def _run_exact(heads: _Heads, row: Packing) -> Tensor:
     """`_run` by `exact_delta`, with the gradients of `_run`."""
 
-    def usual(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+    def inexact(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         return _run(replace(heads, mixed=mixed, taps=taps, alpha=alpha, beta=beta, decay=decay, bias=bias), row)
 
     def run(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _run_exact(heads: _Heads, row: Packing) -> Tensor:
         cache = DeltaCache.empty(weights, len(row.starts) - 1, mixed)
         return exact_delta.run(mixed, alpha, beta, weights, row.starts, cache)
 
-    return with_gradients_of(usual, run, heads.mixed, heads.taps, heads.alpha, heads.beta, heads.decay, heads.bias)
+    return with_gradients_of(inexact, run, heads.mixed, heads.taps, heads.alpha, heads.beta, heads.decay, heads.bias)
 
 
 def _run_fla(heads: _Heads, row: Packing) -> Tensor:

@@ -24,8 +24,7 @@ from mtpctl.model.packing import EarlierDepths, Packing
 from mtpctl.model.rope import Rope, Rotary
 
 if TYPE_CHECKING:
-    from mtpctl.model.dflash import BlockDrafter
-    from mtpctl.model.eagle3 import BoundaryStates
+    from mtpctl.model.drafters import BlockDrafter, BoundaryStates
 
 
 @dataclass
@@ -210,11 +209,11 @@ class MtpModel(GPTModel):
             if self.mtp_masks_first_embedding and (depth == 0 or not repeated):
                 first = self._sequence_part(position_ids == 0)
                 embedded = embedded.masked_fill(first[:, None, None], 0.0)
-            here = packing
+            depth_packing = packing
             if repeated:
                 positions = position_ids + depth
-                here = packing.at_depth(positions, self._rotary(positions), earlier, self._window_rotary(positions))
-            head_state, state = layers[min(depth, len(layers) - 1)](state, embedded, here, self._padding(packing))
+                depth_packing = packing.at_depth(positions, self._rotary(positions), earlier, self._window_rotary(positions))
+            head_state, state = layers[min(depth, len(layers) - 1)](state, embedded, depth_packing, self._padding(packing))
             states.append(head_state)
         return states
 

@@ -119,7 +119,7 @@ class Mamba2(MegatronModule):
     ) -> ShardedStateDict:
         """The state by tensor-parallel rank. Parts of fused tensors are stored separately, so that tp can change."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for module, path, split in (
             (self, "", ("A_log", "D", "dt_bias")),
             (self.conv1d, "conv1d.", ("weight", "bias")),
@@ -128,16 +128,16 @@ class Mamba2(MegatronModule):
             tensors: dict[str, Tensor] = {}
             module._save_to_state_dict(tensors, "", keep_vars=True)
             axes = dict.fromkeys(split, 0)
-            own |= make_sharded_tensors_for_checkpoint(
+            state |= make_sharded_tensors_for_checkpoint(
                 tensors, prefix + path, axes, sharded_offsets, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
             )
         for name in ("in_proj", "out_proj"):
-            own |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
+            state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
         sections = {"in_proj.weight": [self.inner, *self._widths, self.heads], "conv1d.weight": self._widths, "conv1d.bias": self._widths}
         for name, widths in sections.items():
             parts = ["z", "x", "B", "C", "dt"] if len(widths) > 3 else ["x", "B", "C"]
-            own[prefix + name] = _split_tensor_factory(own[prefix + name], widths, parts, 0)
-        return own
+            state[prefix + name] = _split_tensor_factory(state[prefix + name], widths, parts, 0)
+        return state
 
 
 class _Convolution(torch.nn.Module):

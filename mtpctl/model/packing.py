@@ -97,8 +97,8 @@ class Packing(PackedSeqParams):
         starts = [0, *accumulate(lengths)]
         size = total // count
         queries, keys, positions, visible = [], [], [], []
-        own = [cp_rank] if cp == 1 else [cp_rank, count - 1 - cp_rank]
-        for block in own:
+        own_blocks = [cp_rank] if cp == 1 else [cp_rank, count - 1 - cp_rank]
+        for block in own_blocks:
             low, high = block * size, (block + 1) * size
             parts = [(first, max(first, low), min(last, high)) for first, last in pairwise(starts) if last > low and first < high]
             queries += [stop - begin for _, begin, stop in parts]
@@ -115,7 +115,7 @@ class Packing(PackedSeqParams):
             max_seqlen_q=max(queries),
             max_seqlen_kv=max(keys),
             starts=torch.tensor(starts, device=device),
-            tokens=torch.cat([torch.arange(block * size, (block + 1) * size, device=device) for block in own]),
+            tokens=torch.cat([torch.arange(block * size, (block + 1) * size, device=device) for block in own_blocks]),
             visible_blocks=visible,
             position_ids=torch.cat(positions).to(device),
             lengths=(queries, keys),

@@ -82,7 +82,7 @@ def _join(rank: Rank) -> None:
     cuda = torch.cuda.is_available()
     if cuda and rank.local_rank >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise ClusterResources(f"train.parallel: rank {rank.rank} needs GPU {rank.local_rank} of a host with {count}; take fewer ranks")
+        raise ClusterResources(f"train.parallel: rank {rank.rank} needs GPU {rank.local_rank} of a host with {count}; use fewer ranks")
     if cuda:
         torch.cuda.set_device(rank.local_rank)
     store: dist.Store = dist.HashStore() if rank.world_size == 1 else join_store(rank.master, rank.deadline_s)

@@ -35,8 +35,7 @@ from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Objective, Sums
 from mtpctl.trainer.offload import HostMemory
 from mtpctl.trainer.optimizer import Optimizer
-from mtpctl.trainer.passes import MicroBatchLoss, Passes, micro_batches, passes_of, run_passes
-from mtpctl.trainer.scoring import Scorer, recorded_routes, recording
+from mtpctl.trainer.passes import MicroBatchLoss, Passes, Scorer, micro_batches, passes_of, recorded_routes, recording, run_passes
 from mtpctl.trainer.update_loss import UpdateLoss
 
 

@@ -31,7 +31,6 @@ from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer.batch import DraftRows
-from mtpctl.trainer.multistep import scaled_gradient
 from mtpctl.trainer.objective import Sums
 
 HITS = "hits"
@@ -335,3 +334,25 @@ def _target_states(packing: Packing, state: Tensor, targets: Tensor, depth: int,
     here = packing.local_index[targets]
     border = ((targets // size - 1) * ahead + targets % size).clamp(0, max(0, len(borders) - 1))
     return torch.where((here >= 0)[:, None], state[here.clamp(min=0)], borders[border])
+
+
+def scaled_gradient(x: Tensor, weights: Tensor | None, index: Tensor | None = None) -> Tensor:
+    """Return x [n, ·], and multiply its gradient by a weight for each row.
+
+    weights: read in the backward pass, so they may be written after this call; None: 1. index [n]: the index into `weights` of each row;
+    None: row i has weight i.
+    """
+    return x if weights is None else _ScaledGradient.apply(x, weights, index)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, index: Tensor | None) -> Tensor:
+        ctx.weights, ctx.index = weights, index  # not saved tensors, because the weights are written after the forward pass
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        weights = ctx.weights if ctx.index is None else ctx.weights[ctx.index]
+        # The product is computed in the weights' precision without a copy of the gradient in that precision.
+        return torch.mul(grads[0], weights.unsqueeze(1), out=torch.empty_like(grads[0])), None, None

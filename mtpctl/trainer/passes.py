@@ -1,12 +1,21 @@
-"""Forward and backward passes over packed microbatches, through megatron-core's pipeline schedule."""
+"""Forward and backward passes over packed microbatches, through megatron-core's pipeline schedule, and scoring in a forward pass.
+
+A score has the log-prob and entropy of each response token, the k most likely tokens, the drafts of the MTP depths, and expert routes.
+Options are per sequence, so that requests with different options can share a packed microbatch.
+
+Shape legend: R response tokens of a microbatch.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -14,11 +23,17 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from mtpctl.families.shape import ModelShape
+from mtpctl.kernels.inputs import IGNORE_INDEX
+from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.gpt import Hidden, MtpModel
 from mtpctl.model.parallel import largest, reduced
+from mtpctl.model.router import DecoderLayer, gather_recorded
 from mtpctl.plan.partition import partition
+from mtpctl.routes import Routes, RouteShape
+from mtpctl.samples import Logprobs
 from mtpctl.trainer.batch import MicroBatch, Sequence, check, dummy_batch, pack
-from mtpctl.trainer.config import EngineConfig
+from mtpctl.trainer.config import DraftScores, EngineConfig, ScoreOptions, TokenScores
+from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Sums
 
 MicroBatchLoss = Callable[[MicroBatch, Hidden], tuple[Tensor, Sums]]
@@ -101,3 +116,128 @@ def run_passes(
         for name, value in part.items():
             sums[name] = sums[name] + value if name in sums else value
     return reduced(sums)
+
+
+class Scorer:
+    """Scores microbatches and stores the scores by sequence. Called as the `MicroBatchLoss` of a forward-only pass.
+
+    options: one per sequence; tokens outside the mask then get zeros. None: every response token is scored at `temperature`.
+    """
+
+    def __init__(self, head: Head, temperature: float, options: list[ScoreOptions] | None) -> None:
+        self.head, self.temperature, self.options = head, temperature, options
+        self.scores: dict[int, TokenScores] = {}
+
+    def __call__(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
+        temperature: float | Tensor = self.temperature
+        labels, topk, options = micro.labels, 0, None
+        if self.options is not None:
+            options = [self.options[i] for i in micro.order]
+            temperature = torch.tensor([each.temperature for each in options], device=labels.device)[micro.seq_ids]
+            # Tokens outside the mask keep their rows, but their logits are not computed.
+            labels = labels.masked_fill(micro.mask == 0, IGNORE_INDEX)
+            topk = max(each.topk for each in options)
+        out = self.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=topk)
+        assert out.entropy is not None
+        logprobs, entropies = (_arrays(values, micro) for values in (out.logprob, out.entropy))
+        scores = [TokenScores(logprob, entropy) for logprob, entropy in zip(logprobs, entropies, strict=True)]
+        if options is not None:
+            _add_topk(scores, options, out, micro)
+            self._add_drafts(scores, options, micro, hidden, temperature)
+        self.scores.update(zip(micro.order, scores, strict=True))
+        return out.logprob.sum(), {}
+
+    def _add_drafts(
+        self, scores: list[TokenScores], options: list[ScoreOptions], micro: MicroBatch, hidden: Hidden, temperature: float | Tensor
+    ) -> None:
+        requested = torch.tensor([each.mtp for each in options], device=micro.seq_ids.device)[micro.seq_ids]
+        for state, draft in zip(hidden.mtp, micro.drafts, strict=True):
+            labels = draft.labels.masked_fill(~requested[draft.tokens], IGNORE_INDEX)
+            draft_temperature = temperature[draft.tokens] if isinstance(temperature, Tensor) else temperature
+            out = self.head.logprob(micro.packing, state, hidden.head, draft.rows, labels, draft_temperature, hit=True)
+            for score, each, draft_scores in zip(scores, options, _draft_scores(out, draft.tokens, micro), strict=True):
+                if each.mtp:
+                    score.drafts.append(draft_scores)
+
+    def gather(self, count: int, *, own: bool) -> list[TokenScores]:
+        """The scores of all `count` sequences, from all ranks or, with `own`, from this dp rank. Collective."""
+        scores = _gathered(self.scores, own=own)
+        return [scores[i] for i in range(count)]
+
+
+def _gathered[K, V](values: dict[K, V], *, own: bool) -> dict[K, V]:
+    """Merge the values of all ranks or, with `own`, of this dp rank's pipeline stages. Collective."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages == 1 and (own or parallel_state.get_data_parallel_world_size() == 1):
+        return values
+    group = parallel_state.get_pipeline_model_parallel_group() if own else None
+    parts: list[dict[K, V]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(parts, values, group=group)
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _add_topk(scores: list[TokenScores], options: list[ScoreOptions], out: LogProbOut, micro: MicroBatch) -> None:
+    if out.topk is None:
+        return
+    all_ids, all_logprobs = (_by_sequence(values, micro) for values in (out.topk.ids, out.topk.logprob))
+    for score, each, ids, logprobs in zip(scores, options, all_ids, all_logprobs, strict=True):
+        if each.topk:
+            score.topk_ids = [row[: each.topk] for row in ids]
+            score.topk_logprobs = [row[: each.topk] for row in logprobs]
+
+
+def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[DraftScores]:
+    """Scores by sequence: values for `tokens` (indices among the R response tokens), None for other tokens."""
+    assert out.hit is not None
+    drafted = torch.zeros(len(micro.labels), dtype=torch.bool, device=tokens.device)
+    drafted[tokens] = True
+    logprob = torch.zeros(len(micro.labels), device=tokens.device)
+    logprob[tokens] = out.logprob.float()
+    hit = torch.zeros_like(drafted)
+    hit[tokens] = out.hit.bool()
+
+    def drafted_only(values: list, mask: list[bool]) -> list:
+        return [value if is_drafted else None for is_drafted, value in zip(mask, values, strict=True)]
+
+    by_sequence = zip(*(_by_sequence(values, micro) for values in (drafted, logprob, hit)), strict=True)
+    return [DraftScores(drafted_only(logprobs, mask), drafted_only(hits, mask)) for mask, logprobs, hits in by_sequence]
+
+
+def _arrays(values: Tensor, micro: MicroBatch) -> list[Logprobs]:
+    """`values` [R] as arrays, one per sequence."""
+    return [array("f", part.numpy().tobytes()) for part in values.detach().float().cpu().split(micro.lengths)]
+
+
+def _by_sequence(values: Tensor, micro: MicroBatch) -> list[list]:
+    """`values` [R, …] as nested lists, one per sequence."""
+    return [part.tolist() for part in values.cpu().split(micro.lengths)]
+
+
+def recording(micros: list[MicroBatch]) -> list[MicroBatch]:
+    """The same microbatches, set to record routes."""
+    return [replace(micro, packing=replace(micro.packing, recorded={})) for micro in micros]
+
+
+@torch.no_grad()
+def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape, count: int, *, own: bool) -> list[Routes]:
+    """The routes of all `count` sequences after a pass over microbatches from `recording`. Collective.
+
+    own: the sequences are this dp rank's own.
+    """
+    local: dict[tuple[int, int], Routes] = {}
+    layers = [module for module in model.modules() if isinstance(module, DecoderLayer) and module.moe_index is not None]
+    for micro in micros:
+        for layer in layers:
+            assert layer.moe_index is not None
+            row = gather_recorded(micro.packing, layer).cpu().numpy().astype(shape.dtype)
+            start = 0
+            # Dummy microbatches reuse another sequence. Padding samples come last in a row.
+            for index, length in zip([] if micro.dummy else micro.order, micro.packing.sample_lengths, strict=False):
+                # Copied, so that the rest of the row is freed. The routes of the last token are not used.
+                local[index, layer.moe_index] = row[start : start + length - 1].copy()
+                start += length
+    # Ranks that share a row have the same routes, so only one of them sends if all ranks are gathered.
+    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    alone = own or parallel_state.get_data_parallel_world_size() == parallel_state.get_pipeline_model_parallel_world_size() == 1
+    routes = _gathered(local if first or alone else {}, own=own)
+    return [np.stack([routes[index, layer] for layer in range(len(shape.layers))], axis=1) for index in range(count)]

@@ -10,11 +10,10 @@ from torch import Tensor
 from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.drafts import Draft, DraftLossOut
 from mtpctl.model.gpt import Hidden
-from mtpctl.trainer.acceptance import DepthProbabilities, acceptance_metrics, acceptance_sums
+from mtpctl.trainer.acceptance import Chains, DepthProbabilities, acceptance_metrics, acceptance_sums
 from mtpctl.trainer.batch import DraftRows, MicroBatch, Totals
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import HITS, Head
-from mtpctl.trainer.multistep import Chains
 from mtpctl.trainer.objective import Objective, Sums
 
 MEASURED_TOKENS = 8192

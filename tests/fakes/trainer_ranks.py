@@ -31,7 +31,7 @@ from mtpctl.model.experts import Experts
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.partition import partition
 from mtpctl.routes import RouteShape
-from mtpctl.trainer import overlap
+from mtpctl.trainer import data_parallel
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import DraftsOnly, NextToken, PolicyObjective
@@ -222,7 +222,7 @@ def main(out: str, *names: str) -> None:
     torch.set_num_threads(1)
     cpu_device.install()
     # One bucket per layer, and rows of embeddings, although the models are small.
-    overlap.MIN_BUCKET_NUMEL, overlap.SPARSE_SHARE = 1, 100.0
+    data_parallel.MIN_BUCKET_NUMEL, data_parallel.SPARSE_SHARE = 1, 100.0
     import mtpctl.convert.bridge
     import mtpctl.trainer.engine  # noqa: F401
 

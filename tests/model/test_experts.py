@@ -1,9 +1,10 @@
-"""Grouped experts against sequential experts, and stacked weights without copies."""
+"""Grouped experts against sequential experts, stacked weights without copies, and the exchange of tokens between ranks."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.grouped import stacked
+from mtpctl.kernels.rows import expert_order
 from mtpctl.model import build
-from mtpctl.model.experts import MixtureOfExperts
+from mtpctl.model.experts import AsyncAllToAll, MixtureOfExperts, gather, probs_of_rows, sum_rows
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.kept import Kept
+from tests.fakes.kernel_routes import drawn_routes
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 from tests.fakes.toys import TOYS, toy_folder
 from tests.fakes.trainer_cases import MODELS
@@ -75,7 +78,7 @@ def test_running_in_parts_saves_only_inputs_and_gives_equal_gradients(tmp_path: 
         leaves = [] if frozen_input else [rows, probs]
         ends, upstream = torch.tensor([3, 3, 20, 21, 40, 55, 64, 64], dtype=torch.int32), torch.randn(count, hidden)
         actual: list[tuple[int, list[torch.Tensor]]] = []
-        for run in (experts.run, partial(experts.run_in_parts, most=24)):
+        for run in (experts.run, partial(experts.run_in_parts, max_rows=24)):
             trainer.gradients.clear(1)
             for leaf in leaves:
                 leaf.grad = None
@@ -91,3 +94,60 @@ def test_running_in_parts_saves_only_inputs_and_gives_equal_gradients(tmp_path: 
             torch.testing.assert_close(a, b)
         with torch.no_grad():
             torch.testing.assert_close(experts.run_in_parts(rows, ends, probs, 24), tensor[0])
+
+
+TOKENS, EXPERTS, K = 23, 6, 2
+
+
+def test_gather_and_sum_of_rows_match_dense_products_with_gradients() -> None:
+    routes = drawn_routes(TOKENS, EXPERTS, K)
+    order = expert_order(routes, K, 1)
+    tokens = torch.randn(TOKENS, 4, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(TOKENS, EXPERTS, dtype=torch.float64, requires_grad=True)
+    rows = gather(tokens, order) * probs_of_rows(probs, order)[:, None]
+    expected = tokens * (probs * routes).sum(1, keepdim=True)
+    torch.testing.assert_close(sum_rows(rows, order), expected)
+    upstream = torch.randn_like(expected)
+    grads = torch.autograd.grad(sum_rows(rows, order), [tokens, probs], upstream)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, [tokens, probs], upstream))
+
+
+class Probe(torch.autograd.Function):
+    """Logs its forward and backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, events: list[str]) -> torch.Tensor:
+        ctx.events = events
+        events.append("computed")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.events.append("gradient computed")
+        return grads[0] * 2, None
+
+
+def test_async_all_to_all_overlaps_with_computation_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Work:
+        def wait(self) -> None:
+            events.append("waited")
+
+    def all_to_all(out: torch.Tensor, rows: torch.Tensor, to: list[int], of: list[int], *, group: Any, async_op: bool) -> Work:
+        assert async_op and out.shape[0] == sum(to) and rows.shape[0] == sum(of)
+        out.zero_()[: len(rows)] = rows[: len(out)] + 1
+        events.append("sent")
+        return Work()
+
+    monkeypatch.setattr("torch.distributed.all_to_all_single", all_to_all)
+    rows, other = (torch.randn(5, 3, requires_grad=True) for _ in range(2))
+    exchange = AsyncAllToAll(rows, [2, 3], [1, 2], group=None)  # type: ignore[arg-type]
+    other_out = Probe.apply(other, events)
+    received = exchange.wait()
+    assert received.equal(rows[:3] + 1) and events == ["sent", "computed", "waited"]
+    events.clear()
+    upstream = torch.randn(3, 3)
+    rows_grad, other_grad = torch.autograd.grad((received * upstream).sum() + other_out.sum(), [rows, other])
+    assert events == ["sent", "gradient computed", "waited"]
+    assert rows_grad.equal(torch.cat([upstream + 1, torch.zeros(2, 3)])) and other_grad.equal(torch.full((5, 3), 2.0))

@@ -1,4 +1,4 @@
-"""The states of a DFlash drafter equal those of an engine that drafts a block, in every packing and with recomputation."""
+"""The states of EAGLE-3 and DFlash drafters equal those of an engine that drafts, in every packing and with recomputation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,52 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.trainer.objective import DraftsOnly
 from tests.fakes.dflash_reference import DFlashReference
 from tests.fakes.drafter_states import DEPTHS, assert_recomputation_changes_nothing, assert_states_equal, states
+from tests.fakes.eagle3_reference import Eagle3Reference
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, sequences
-from tests.fakes.toys import DFLASH, LLAMA_DFLASH, QWEN3_DFLASH, QWEN3_MOE_DFLASH, toy_folder
+from tests.fakes.toys import (
+    DFLASH,
+    EAGLE3,
+    LLAMA_DFLASH,
+    LLAMA_EAGLE3,
+    QWEN3_DFLASH,
+    QWEN3_EAGLE3,
+    QWEN3_MOE_DFLASH,
+    QWEN3_MOE_EAGLE3,
+    toy_folder,
+)
 
-MODELS = {
+EAGLE3_MODELS = {
+    "llama": LLAMA_EAGLE3,  # reads the states after the first, a middle and the last layer
+    "qwen3": QWEN3_EAGLE3,
+    "qwen3-moe": QWEN3_MOE_EAGLE3,
+    "one boundary": {**LLAMA_EAGLE3, "drafter": {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [3], "num_aux_hidden_states": 1}},
+}
+
+
+@pytest.mark.parametrize("model", EAGLE3_MODELS)
+def test_eagle3_states_equal_those_of_an_engine_that_drafts(tmp_path: Path, model: str) -> None:
+    folder = HfFolder.open(toy_folder(EAGLE3_MODELS[model], tmp_path / "model", 0, "fp32"))
+    assert_states_equal(folder, Eagle3Reference(dict(ModelWeights(folder.path)), folder.config).drafted)
+
+
+def test_reference_distinguishes_boundaries_and_positions(tmp_path: Path) -> None:
+    """The test above would detect other boundaries and an attention that loses the first keys: both change states by far more."""
+    folder = HfFolder.open(toy_folder(LLAMA_EAGLE3, tmp_path / "model", 0, "fp32"))
+    reference = Eagle3Reference(dict(ModelWeights(folder.path)), folder.config)
+    ids = sequences(1, vocab=256)[0].token_ids.tolist()
+    expected = reference.drafted(ids, 4, 2)[1]
+    assert (reference.drafted([ids[0] ^ 1, *ids[1:]], 4, 2)[1] - expected).abs().max() > 1e-3
+    reference.config = {**folder.config, "drafter": {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+    assert (reference.drafted(ids, 4, 2)[1] - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+def test_eagle3_recomputation_changes_neither_states_nor_gradients(tmp_path: Path, model: str) -> None:
+    folder = HfFolder.open(toy_folder(EAGLE3_MODELS[model], tmp_path / "model", 0, "fp32"))
+    assert_recomputation_changes_nothing(folder, ("selective", "full"))
+
+
+DFLASH_MODELS = {
     "llama": LLAMA_DFLASH,  # reads the states after the first, a middle and the last layer
     "qwen3": QWEN3_DFLASH,
     "qwen3-moe": QWEN3_MOE_DFLASH,
@@ -27,9 +69,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_states_equal_those_of_an_engine_that_drafts(tmp_path: Path, model: str) -> None:
-    folder = HfFolder.open(toy_folder(MODELS[model], tmp_path / "model", 0, "fp32"))
+@pytest.mark.parametrize("model", DFLASH_MODELS)
+def test_dflash_states_equal_those_of_an_engine_that_drafts(tmp_path: Path, model: str) -> None:
+    folder = HfFolder.open(toy_folder(DFLASH_MODELS[model], tmp_path / "model", 0, "fp32"))
     assert_states_equal(folder, DFlashReference(dict(ModelWeights(folder.path)), folder.config).block)
 
 
@@ -60,8 +102,8 @@ def test_draft_does_not_see_the_tokens_that_it_predicts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
-def test_recomputation_changes_neither_states_nor_gradients(tmp_path: Path, model: str) -> None:
-    folder = HfFolder.open(toy_folder(MODELS[model], tmp_path / "model", 0, "fp32"))
+def test_dflash_recomputation_changes_neither_states_nor_gradients(tmp_path: Path, model: str) -> None:
+    folder = HfFolder.open(toy_folder(DFLASH_MODELS[model], tmp_path / "model", 0, "fp32"))
     assert_recomputation_changes_nothing(folder, ("full",))
 
 

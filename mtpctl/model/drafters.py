@@ -1,0 +1,209 @@
+"""Drafters in the subfolder `drafter/` of a model's folder: the layers of EAGLE-3 and DFlash, and the trunk states that they read.
+
+An EAGLE-3 drafter (arXiv 2503.01840) drafts like a repeated MTP layer: the first depth reads the trunk, each later depth reads the previous
+one. It differs in three ways. The first depth reads the states at several boundaries between decoder layers, projected to one. Embedding
+and state are inputs of the attention side by side, and the state alone is the residual. Attention has neither biases nor norms of its
+heads.
+
+A DFlash drafter (arXiv 2602.06036) drafts a block of tokens in one pass. The trunk's states at several boundaries, projected to one state
+for each token, are the drafter's context: every layer computes keys and values from them. The block's inputs are the embeddings of the last
+sampled token and of one mask token for each draft. The inputs of a block attend to the context before the block and, in both directions, to
+one another. In training a block begins at every token, so a row of t tokens has t blocks, which do not see each other. Their inputs are
+computed offset by offset, as [t, 1, H] each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Any, cast
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig, TransformerLayer
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+from mtpctl.families.shape import DFlashShape, Eagle3Shape
+from mtpctl.model.attention import SelfAttention
+from mtpctl.model.core_attention import PackedAttention
+from mtpctl.model.gpt import MtpLayer
+from mtpctl.model.layers import ColumnParallelLinear, ReplicatedLinear, RMSNorm
+from mtpctl.model.packing import Packing
+from mtpctl.model.rope import Rotary
+
+
+def _layer_config(config: TransformerConfig, ffn: int, *, qk_norm: bool) -> TransformerConfig:
+    """The trunk's config with the drafter's kind of layer."""
+    layer_config = copy(config)
+    layer_config.add_qkv_bias = layer_config.attention_output_gate = False
+    layer_config.qk_layernorm = qk_norm
+    layer_config.num_moe_experts, layer_config.ffn_hidden_size = None, ffn
+    return layer_config
+
+
+class PairedColumnParallelLinear(ColumnParallelLinear):
+    """A column-parallel linear layer of twice the input width: [..., 2 · in] → [..., out / tp]."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
+        pair_config = copy(config)
+        pair_config.hidden_size = 2 * input_size  # Megatron-Bridge divides the weight into heads by it.
+        super().__init__(2 * input_size, output_size, config=pair_config, **kwargs)
+
+
+class Eagle3Layer(MtpLayer):
+    """`MtpLayer` with the structure of EAGLE-3. `project` maps the trunk's states to the first depth's input."""
+
+    passes_prenorm = True
+
+    def __init__(self, config: TransformerConfig, *args: object, eagle3: Eagle3Shape, **kwargs: Any) -> None:
+        super().__init__(_layer_config(config, eagle3.ffn, qk_norm=False), *args, **kwargs)
+        self.eh_proj = ReplicatedLinear(len(eagle3.boundaries) * config.hidden_size, config.hidden_size, config)
+
+    def project(self, states: Tensor) -> Tensor:
+        """The trunk's states, concatenated [T, 1, boundaries · H] → [T, 1, H]."""
+        projected: Tensor = self.eh_proj(states)[0]
+        return projected
+
+    def _proj_and_transformer_layer(
+        self,
+        hidden_states: Tensor,
+        decoder_input: Tensor,
+        attention_mask: None = None,
+        padding_mask: Tensor | None = None,
+        *_: None,
+        packed_seq_params: Packing | None = None,
+        **__: None,
+    ) -> tuple[Tensor, Tensor]:
+        assert packed_seq_params is not None
+        layer = self.mtp_model_layer
+        pair = torch.cat((self.enorm(decoder_input), self.hnorm(hidden_states)), -1)
+        attended, _bias = layer.self_attention(pair, attention_mask, packed_seq_params=packed_seq_params)
+        state = hidden_states + attended
+        down, _bias = layer.mlp(state)
+        state = state + down
+        return self.final_layernorm(state), state
+
+
+class BoundaryStates:
+    """Collects the states at some boundaries of a decoder during its forward pass; boundary i is the input of layer i.
+
+    The states are detached: a drafter's loss never updates the trunk. So they may also come from inside a recomputed region, which
+    discards its graph.
+    """
+
+    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, boundaries: tuple[int, ...]) -> None:
+        self.boundaries = boundaries
+        self._states: dict[int, Tensor] | None = None
+        for boundary in boundaries:
+            if boundary < len(layers):
+                layers[boundary].register_forward_pre_hook(self._of_layer(boundary), with_kwargs=True)
+        final_norm.register_forward_pre_hook(lambda _, args: self._save(len(layers), args[0]))
+
+    def begin(self) -> None:
+        """Collect the states of the next forward pass, but not those of its recomputation."""
+        self._states = {}
+
+    def take(self) -> Tensor:
+        """The states, concatenated: [T, 1, boundaries · H]."""
+        assert self._states is not None
+        states, self._states = self._states, None
+        return torch.cat([states[boundary] for boundary in self.boundaries], -1)
+
+    def _of_layer(self, boundary: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            self._save(boundary, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+        return hook
+
+    def _save(self, boundary: int, state: Tensor) -> None:
+        if self._states is not None and boundary in self.boundaries:
+            self._states[boundary] = state.detach()
+
+
+class BlockAttention(SelfAttention):
+    """Attention of the inputs of blocks to the context, and within each block."""
+
+    core_attention: PackedAttention
+
+    def forward(  # type: ignore[override]
+        self, context: Tensor, block: list[Tensor], rotary: list[Rotary | None], packing: Packing
+    ) -> list[Tensor]:
+        """context [t, 1, H], block and rotary by offset → by offset [t, 1, H]. Sequences are split over tp with sequence parallelism."""
+        context_heads = self._heads(context, packing)
+        keys, values = self.core_attention.visible(context_heads.keys, context_heads.values.contiguous(), packing)
+        heads = [self._heads(x, packing.with_rotary(angles)) for x, angles in zip(block, rotary, strict=True)]
+        block_keys_values = torch.stack([each.keys for each in heads]), torch.stack([each.values for each in heads])
+        return [self.linear_proj(self.core_attention.attend(each.queries, keys, values, packing, block_keys_values))[0] for each in heads]
+
+
+class BlockLayers(MegatronModule):
+    """The layers. Not a ModuleList: upstream's checkpoints would store one rank's shards of its parameters only."""
+
+    def __init__(self, config: TransformerConfig, layers: list[TransformerLayer]) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(layers):
+            self.add_module(f"layer_{index}", layer)
+
+    def __iter__(self) -> Iterator[TransformerLayer]:
+        return cast(Iterator[TransformerLayer], self.children())
+
+
+class BlockDrafter(MegatronModule):
+    """The whole drafter. Its parts are named as in `MtpLayer`; upstream reads `layer_number` and `mtp_model_layer`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        dflash: DFlashShape,
+        layer: ModuleSpec,
+        layer_number: int,
+        vp_stage: int | None,
+        pg_collection: ProcessGroupCollection,
+        **_: None,
+    ) -> None:
+        # Otherwise megatron-core sums the gradients of these norms itself.
+        sums_norms = not config.qk_layernorm and not config.sequence_parallel
+        config = _layer_config(config, dflash.ffn, qk_norm=True)
+        super().__init__(config)
+        self.mask_token, self.layer_number = dflash.mask_token, layer_number
+        self.eh_proj = ReplicatedLinear(len(dflash.boundaries) * config.hidden_size, config.hidden_size, config)
+        self.hnorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.final_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        options = {"config": config, "vp_stage": vp_stage, "is_mtp_layer": True, "pg_collection": pg_collection}
+        layers = [build_module(layer, layer_number=layer_number + index, **options) for index in range(dflash.layers)]
+        for built in layers:
+            for norm in (built.self_attention.q_layernorm, built.self_attention.k_layernorm):
+                norm.is_head_sharded = sums_norms
+        self.mtp_model_layer = BlockLayers(config, layers)
+
+    def forward(self, states: Tensor, block: list[Tensor], rotary: list[Rotary | None], packing: Packing) -> list[Tensor]:
+        """Draft a block at every token.
+
+        Args:
+            states: the trunk's states at the boundaries, concatenated [t, 1, boundaries · H].
+            block: by offset, the embeddings [t, 1, H] of the sampled token and of the masks.
+            rotary: by offset, the rotation at the positions of the inputs.
+            packing: the layout of the row.
+
+        Returns:
+            For each mask the states [t, 1, H] that the LM head reads.
+        """
+        context = self.hnorm(self.eh_proj(states)[0])
+        for layer in self.mtp_model_layer:
+            block = self._run(layer, context, block, rotary, packing)
+        return [self.final_layernorm(x) for x in block[1:]]
+
+    def _run(
+        self, layer: TransformerLayer, context: Tensor, block: list[Tensor], rotary: list[Rotary | None], packing: Packing
+    ) -> list[Tensor]:
+        def run(context: Tensor, *block: Tensor) -> tuple[Tensor, ...]:
+            attended = layer.self_attention(context, [layer.input_layernorm(x) for x in block], rotary, packing)
+            states = [x + change for x, change in zip(block, attended, strict=True)]
+            return tuple(state + layer.mlp(state)[0] for state in states)
+
+        if self.config.recompute_granularity == "full" and self.training:
+            return list(tensor_parallel.checkpoint(run, False, context, *block))
+        return list(run(context, *block))
