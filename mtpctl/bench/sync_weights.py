@@ -240,7 +240,7 @@ async def _measure_transport(
         await sync(version := version + 1, verify=True)
         assert sync.last is not None
         manifest, first = sync.last.manifest, sync.last.reports[0]
-        await sync.persisted()
+        await sync.wait_persisted()
         link = await _link(options, trainer, engine, manifest)
         buckets = sum(len(section.buckets) for section in manifest.sections.values())
         result = Result(transport, manifest.nbytes, buckets, link, first.verified)
@@ -251,7 +251,7 @@ async def _measure_transport(
             rate = load.last(3 * options.window_s)
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
-            await sync.persisted()
+            await sync.wait_persisted()
             persisted = time.perf_counter() - resumed
             load.check()
             report, sent = sync.last.reports[0], sync.last.sent

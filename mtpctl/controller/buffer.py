@@ -107,9 +107,9 @@ class SampleBuffer:
         group.samples.sort(key=lambda s: s.index)
         return group
 
-    def expire(self, least: int) -> int:
-        """Discard and requeue all groups that have, or may get, tokens of versions before `least`. Returns their number."""
-        old = [group for group in (*self._open.values(), *self._ready) if group.oldest < least]
+    def expire(self, min_version: int) -> int:
+        """Discard and requeue all groups that have, or may get, tokens of versions before `min_version`. Returns their number."""
+        old = [group for group in (*self._open.values(), *self._ready) if group.oldest < min_version]
         for group in old:
             group.unwanted.set()
             self._open.pop(group.group_id, None)
@@ -189,10 +189,7 @@ class SampleBuffer:
         return sorted([*self._open.values(), *self.requeued], key=lambda g: g.number)
 
     def saving(self, path: Path) -> Callable[[], Entry]:
-        """Return a function that writes a snapshot of the buffer. It may run in any thread, and returns the file's size and checksum.
-
-        The file has one line of JSON per group: ready groups with their samples, unfinished groups without. It is written atomically.
-        """
+        """Return a function that atomically writes a snapshot of the buffer, in any thread, and returns the file's size and checksum."""
         return partial(_write, path, [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()])
 
     def save(self, path: Path) -> None:
@@ -213,8 +210,9 @@ class SampleBuffer:
 
 
 def _write(path: Path, groups: list[tuple[Group, list[Sample]]]) -> Entry:
-    aside, checksum = path.with_suffix(".partial"), Checksum()
-    with aside.open("wb") as file:
+    """Write one line of JSON per group: ready groups with their samples, unfinished groups without."""
+    partial_file, checksum = path.with_suffix(".partial"), Checksum()
+    with partial_file.open("wb") as file:
         for group, complete in groups:
             samples = [s.to_dict(packed=True) for s in complete]
             problem = group.problem.to_json()
@@ -224,5 +222,5 @@ def _write(path: Path, groups: list[tuple[Group, list[Sample]]]) -> Entry:
             file.write(encoded)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    partial_file.replace(path)
     return checksum.entry

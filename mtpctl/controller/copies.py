@@ -50,7 +50,7 @@ class Copies:
         self._thread = threading.Thread(target=self._run, name="checkpoint copies", daemon=True)
         self._thread.start()
 
-    def take(self, checkpoint: Path) -> None:
+    def queue(self, checkpoint: Path) -> None:
         """Queue a complete checkpoint. It replaces one that is still queued. Does not block."""
         with self._changed:
             self._waiting = checkpoint
@@ -58,7 +58,7 @@ class Copies:
             self._changed.notify_all()
 
     @property
-    def needed(self) -> Sequence[str]:
+    def in_use(self) -> Sequence[str]:
         """Names of the checkpoints that must not be deleted: the one being copied, and the queued one."""
         with self._changed:
             return [path.name for path in (self._copying, self._waiting) if path is not None]
@@ -107,15 +107,15 @@ class Copies:
             try:
                 self._writer.copy(checkpoint)
             except (StoreFailed, OSError) as error:
-                self._note_failure(error)
-            except Damaged as damage:
-                self._give_up(f"{checkpoint.parent.parent}/{damage}; {checkpoint.name} is not copied", behind)
-                return
-            except OtherVersion as error:
-                self._give_up(f"{error}; {checkpoint.name} is not copied", behind)
-                return
+                self._record_failure(error)
+            except (Damaged, OtherVersion) as error:
+                path = f"{checkpoint.parent.parent}/" if isinstance(error, Damaged) else ""
+                self._record_end(behind)
+                return self._report(f"{path}{error}; {checkpoint.name} is not copied")
             else:
-                self._note_copied(checkpoint, time.monotonic() - began, behind)
+                failures = self._record_end(behind, time.monotonic() - began)
+                if failures:
+                    self._report(f"{checkpoint.name} is in {self.store.url}, after {failures} tries that failed")
                 return
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None, pause if self._ending is None else min(pause, FIRST_S))
@@ -123,7 +123,7 @@ class Copies:
                     return
             pause = min(2 * pause, MAX_S)
 
-    def _note_failure(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         with self._changed:
             self._failures += 1
             self._failures_since_report += 1
@@ -131,21 +131,16 @@ class Copies:
         if first:
             self._report(f"{error}; training goes on, and it is tried again")
 
-    def _give_up(self, message: str, behind: int) -> None:
-        """Report that a checkpoint is not copied because it is damaged."""
+    def _record_end(self, behind: int, seconds: float | None = None) -> int:
+        """Record that a checkpoint was copied in `seconds`, or that it is damaged. Returns the failed tries before a copy."""
         with self._changed:
             self._behind -= behind
             self._copying = None
-        self._report(message)
-
-    def _note_copied(self, checkpoint: Path, seconds: float, behind: int) -> None:
-        with self._changed:
-            tries, self._failures_since_report = self._failures_since_report, 0
-            self._behind -= behind
-            self._copying = None
+            if seconds is None:
+                return 0
+            failures, self._failures_since_report = self._failures_since_report, 0
             self._seconds = seconds
-        if tries:
-            self._report(f"{checkpoint.name} is in {self.store.url}, after {tries} tries that failed")
+        return failures
 
 
 def store_of(recipe: Recipe) -> ObjectStore | None:
@@ -176,14 +171,12 @@ def check_copies(recipe: Recipe) -> None:
     except StoreFailed as error:
         if _has_checkpoint(RunDirectory(recipe.run_path)):
             return  # The run starts, and reports that its checkpoints cannot be copied yet.
-        problem = f"{store.url} does not answer ({error.reason}), and may hold the checkpoint that this run goes on from"
+        problem = f"{store.url} does not answer ({error.reason}), and may have the checkpoint from which this run resumes"
         raise EnvironmentMissing(f"{FIELD}: {problem}; start again once it does, or remove the key") from error
     if text is not None:
         name = yaml12.parse(text.decode("utf-8", errors="replace"), f"{store.url}/{RECIPE}").value
         if isinstance(name, dict) and name.get("name") != recipe.name:
-            raise UserError(
-                f"{FIELD}: {store.url} holds the run {name.get('name')}, not {recipe.name}; write {{name}} into it, or name another"
-            )
+            raise UserError(f"{FIELD}: {store.url} has the run {name.get('name')}, not {recipe.name}; use {{name}} in it, or name another")
 
 
 def _has_checkpoint(directory: RunDirectory) -> bool:
@@ -192,7 +185,7 @@ def _has_checkpoint(directory: RunDirectory) -> bool:
         return newest(directory.checkpoints) is not None
     except OtherVersion:
         raise
-    except UserError:  # All checkpoints are damaged.
+    except UserError:  # all checkpoints are damaged
         return False
 
 
@@ -214,7 +207,7 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
             return f"{name} was fetched from {store.url} in {time.monotonic() - began:.0f} s" if name else ""
         except StoreFailed as error:
             if tries == FETCH_TRIES:
-                raise EnvironmentMissing(f"{FIELD}: {error}; start again once it answers, and what was fetched is kept") from error
+                raise EnvironmentMissing(f"{FIELD}: {error}; start again once it answers; fetched files are kept") from error
             report(f"{error}; trying again")
             time.sleep(FIRST_S * 2**tries)
     raise AssertionError("the last try returns or raises")
@@ -227,5 +220,5 @@ def start_copier(recipe: Recipe, directory: RunDirectory, checkpoint: Path | Non
         return None
     copies = Copies(store, directory.path, recipe.train.keep_checkpoints, report)
     if checkpoint is not None:
-        copies.take(checkpoint)
+        copies.queue(checkpoint)
     return copies

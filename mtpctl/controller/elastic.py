@@ -1,9 +1,8 @@
-"""Scales the rollout replicas of a run to the requested number, as far as hosts have room (`rollout.replicas: {min, max}`).
+"""Scales the rollout replicas of a run to the requested number, as far as hosts have capacity (`rollout.replicas: {min, max}`).
 
 Once a second, the controller answers requests of `mtpctl scale`, removes surplus replicas and those whose host is lost or draining, and
-adds missing replicas on hosts with room. The trainer and the log-prob server take precedence: while one of their actors waits for a host,
-no replica joins, and after `YIELD_S` a replica leaves to make room. Training continues meanwhile; only the number of concurrent responses
-changes.
+adds missing replicas on hosts with capacity. The trainer and the log-prob server take precedence: while one of their actors waits for a
+host, no replica joins, and after `YIELD_S` a replica leaves to free capacity. Training continues meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from mtpctl.telemetry.run_directory import (
 POLL_S = 1.0
 """Interval between checks of requests and hosts, in seconds."""
 YIELD_S = 10.0
-"""Seconds that another actor waits for a host to join before a replica above the minimum leaves to make room for it."""
+"""Seconds that another actor waits for a host to join before a replica above the minimum leaves to free capacity for it."""
 
 
 class ElasticRollout:
@@ -47,26 +46,27 @@ class ElasticRollout:
     def __init__(
         self, rollout: RolloutBase, directory: RunDirectory, bundles: Bundles, state: RunState, waits: Waits, report: Callable[[str], None]
     ) -> None:
-        self.rollout, self._before = rollout, last_requested_replicas(directory)
-        self.requested = rollout.replica_range.clipped(self._before) if self._before else rollout.replica_range.max
+        self.rollout, self._earlier_request = rollout, last_requested_replicas(directory)
+        bounds = rollout.replica_range
+        self.requested = bounds.clipped(self._earlier_request) if self._earlier_request else bounds.max
         self.on_wait: Callable[[], None] = lambda: None
         self._directory, self._bundles, self._state, self._waits, self._report = directory, bundles, state, waits, report
         self._membership: Membership | None = None
         self._claim = Claim("", 0.0)
-        self._looking_for_room: asyncio.Task[None] | None = None
+        self._join_task: asyncio.Task[None] | None = None
         self._joining = set[int]()
         self._leaving: dict[int, asyncio.Task[None]] = {}
-        self._waiting = contextlib.ExitStack()
-        self._waits_for_room = False
-        self._left_at = float("-inf")
+        self._shown_wait = contextlib.ExitStack()
+        self._waits_for_hosts = False
+        self._last_left_at = float("-inf")
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Check once a second while the block runs. An error of a check is raised when the block ends."""
         clear_requests(self._directory)
-        if self._before:
-            bounds = "" if self.requested == self._before else f", and rollout.replicas allows {self.requested}"
-            self._report(f"{self._before} replica(s) are asked for, since mtpctl scale did so before{bounds}")
+        if self._earlier_request:
+            limit = "" if self.requested == self._earlier_request else f", but rollout.replicas allows {self.requested}"
+            self._report(f"{self._earlier_request} replica(s) are requested, by an earlier mtpctl scale{limit}")
         task = asyncio.create_task(self._run(), name="elastic rollout")
         try:
             yield
@@ -83,7 +83,7 @@ class ElasticRollout:
             yield
         finally:
             self._membership = None
-            tasks = [*self._leaving.values()] + ([] if self._looking_for_room is None else [self._looking_for_room])
+            tasks = [*self._leaving.values()] + ([] if self._join_task is None else [self._join_task])
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -99,7 +99,7 @@ class ElasticRollout:
                         self._check(self._membership, alive, drained)
                 await asyncio.sleep(POLL_S)
         except Exception as error:
-            self._report(f"replicas neither join nor leave any more: {one_line(error)}")
+            self._report(f"replicas can no longer join or leave: {one_line(error)}")
             raise
 
     def _answer_requests(self) -> None:
@@ -119,7 +119,7 @@ class ElasticRollout:
             return Answer(str(refusal), refused=True)
         self.requested = replicas
         serving = 0 if self._membership is None else self._membership.serving
-        message = f"{self.requested} replica(s) are asked for, and {serving} serve"
+        message = f"{self.requested} replica(s) are requested, and {serving} serve"
         self._report(message)
         return Answer(message)
 
@@ -127,41 +127,41 @@ class ElasticRollout:
         for index in membership.taken:
             node = self._bundles.by_actor[_actor(index)].node
             if node not in alive or node in drained:
-                self._leave(membership, index, "its host is being drained" if node in alive else "its host is gone")
+                self._leave(membership, index, "its host is being drained" if node in alive else "its host is lost")
         for index in membership.taken[: -self.requested]:
-            self._leave(membership, index, f"{self.requested} are asked for")
-        if (actor := self._late_other()) and not self._leaving and len(membership.taken) > self.rollout.replica_range.min:
-            self._leave(membership, membership.taken[0], f"{actor} has no place on any other host")
+            self._leave(membership, index, f"{self.requested} are requested")
+        if (actor := self._starved_actor()) and not self._leaving and len(membership.taken) > self.rollout.replica_range.min:
+            self._leave(membership, membership.taken[0], f"no other host has capacity for {actor}")
         for index in [index for index in self._joining if membership.serves(index)]:
             self._report(f"replica {index} serves")
             self._joining.remove(index)
         # In a separate task, because Ray needs a while to reject a reservation if another job was faster.
-        if (looking := self._looking_for_room) is None or looking.done():
-            if looking is not None:
-                looking.result()
-            self._looking_for_room = asyncio.create_task(self._join(membership))
+        if (joining := self._join_task) is None or joining.done():
+            if joining is not None:
+                joining.result()
+            self._join_task = asyncio.create_task(self._join(membership))
         self._show_wait(len(membership.taken))
 
     def _leave(self, membership: Membership, index: int, why: str) -> None:
         if index not in self._leaving:
             self._report(f"replica {index} leaves: {why}")
             self._joining.discard(index)
-            self._leaving[index] = asyncio.create_task(self._left(membership, index))
+            self._leaving[index] = asyncio.create_task(self._end_replica(membership, index))
 
-    async def _left(self, membership: Membership, index: int) -> None:
+    async def _end_replica(self, membership: Membership, index: int) -> None:
         try:
             await membership.leave(index)
             self._report(f"replica {index} has left")
         except Exception as error:  # The replica has ended anyway, and its requests continue on others.
-            self._report(f"replica {index} left in disorder: {one_line(error)}")
+            self._report(f"replica {index} left with an error: {one_line(error)}")
         finally:
             del self._leaving[index]
             self._bundles.release(_actor(index))
-            self._left_at = time.monotonic()
+            self._last_left_at = time.monotonic()
 
     async def _join(self, membership: Membership) -> None:
-        """Add replicas until none is missing or no host has room."""
-        while len(membership.taken) < self.requested and not self._state.lost and not self._others_awaited():
+        """Add replicas until none is missing or no host has capacity."""
+        while len(membership.taken) < self.requested and not self._state.lost and not self._other_waits():
             index = next(i for i in range(self.requested + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
             actor = _actor(index)
             if await self._bundles.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
@@ -170,31 +170,28 @@ class ElasticRollout:
             membership.join(index)
             self._joining.add(index)
 
-    def _others_awaited(self) -> dict[str, float]:
-        """Actors of the trainer and the log-prob server that wait for a bundle, with the time since when."""
+    def _other_waits(self) -> dict[str, float]:
+        """Actors of the trainer and the log-prob server that wait for a bundle, with the start of the wait."""
         return {actor: since for actor, since in self._bundles.awaited.items() if not actor.startswith("rollout-")}
 
-    def _late_other(self) -> str:
-        """A trainer or log-prob actor that lost its host and has waited for `YIELD_S`; empty if there is none.
-
-        The wait is counted from the last departure of a replica if that was later.
-        """
-        late = time.monotonic() - YIELD_S
-        lost = self._bundles.lost([actor for actor, since in self._others_awaited().items() if max(since, self._left_at) <= late])
+    def _starved_actor(self) -> str:
+        """A trainer or log-prob actor that lost its host and has waited for `YIELD_S` since a replica left; empty if there is none."""
+        limit = time.monotonic() - YIELD_S
+        lost = self._bundles.lost([actor for actor, since in self._other_waits().items() if max(since, self._last_left_at) <= limit])
         return lost[0] if lost else ""
 
     def _show_wait(self, placed: int) -> None:
         """Show that the run waits for hosts while fewer than `rollout.replicas.min` replicas have one."""
-        least = self.rollout.replica_range.min
-        if placed < least:
+        minimum = self.rollout.replica_range.min
+        if placed < minimum:
             self.on_wait()
-        if (placed < least) != self._waits_for_room:
-            self._waits_for_room = placed < least
-            if self._waits_for_room:
-                message = f"rollout: {placed} of at least {least} replica(s) have a host (rollout.replicas.min), waiting for room"
-                self._waiting.enter_context(self._waits.on(message))
+        if (placed < minimum) != self._waits_for_hosts:
+            self._waits_for_hosts = placed < minimum
+            if self._waits_for_hosts:
+                message = f"rollout: {placed} of at least {minimum} replica(s) have a host (rollout.replicas.min), waiting for capacity"
+                self._shown_wait.enter_context(self._waits.on(message))
             else:
-                self._waiting.close()
+                self._shown_wait.close()
 
 
 def _actor(index: int) -> str:

@@ -147,7 +147,7 @@ async def evaluate(
 
 
 def cut_responses(recipe: Recipe, metrics: Mapping[str, float]) -> tuple[int, int]:
-    """Number of responses of an evaluation that `rollout.deadline_s` truncated, and number of all its responses."""
+    """The number of responses of an evaluation that `rollout.deadline_s` truncated, and the number of all its responses."""
     cut = total = 0
     for name, share in metrics.items():
         if name.endswith("/deadline_fraction"):
@@ -202,8 +202,7 @@ class Evaluations:
     async def start(self, *, background: bool = False) -> None:
         """Start an evaluation of the published weights, logged under the current step. Waits for the one in progress first.
 
-        If `background`, training continues meanwhile unless the recipe makes it wait. A sync during the evaluation changes the weights of
-        responses in flight, as in rollout.
+        If `background`, training continues meanwhile unless the recipe makes it wait.
         """
         await self.wait()
         if self.state.stopping.is_set():
@@ -232,7 +231,7 @@ class Evaluations:
         self._current = None
         if error is not None:
             reason = "the stage ended first" if isinstance(error, asyncio.CancelledError) else str(error)
-            self.telemetry.event("eval", f"the evaluation under way has no result: {reason}")
+            self.telemetry.event("eval", f"the evaluation in progress has no result: {reason}")
 
     async def _run(self, step: int, version: int) -> None:
         """Log the metrics of all held-out sets under `step`."""
@@ -254,6 +253,6 @@ class Evaluations:
         metrics["timing_s/evaluation"] = time.perf_counter() - began
         cut, responses = cut_responses(self.recipe, metrics)
         if cut:
-            message = f"{cut} of {responses} held-out responses were cut by rollout.deadline_s"
-            self.telemetry.event("eval", f"{message}: {self.recipe.rollout.deadline_s:g}, and count as they are; raise it")
+            message = f"{cut} of {responses} held-out responses were truncated by rollout.deadline_s"
+            self.telemetry.event("eval", f"{message}: {self.recipe.rollout.deadline_s:g}, and are rewarded as they are; raise it")
         self.telemetry.log(step, metrics, "rl")

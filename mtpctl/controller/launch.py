@@ -1,11 +1,17 @@
-"""Runs a recipe from start to end: checks it, starts the actors, runs the stages, and shuts everything down."""
+"""Runs a recipe from start to end: checks it, starts the actors, runs the stages, handles stops, and shuts everything down."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
+import signal
 import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +32,6 @@ from mtpctl.controller.sft import SAMPLES, DraftStage, SftStage
 from mtpctl.controller.starting import Services, engine_claim, reserve_bundles, start_rewards
 from mtpctl.controller.state import RunState, check_stages, resumed_from, saved_state
 from mtpctl.controller.status import Waits, status_app, status_socket
-from mtpctl.controller.stopping import Stops
 from mtpctl.controller.trainers import Revival, TrainerGroup, TrainerLost
 from mtpctl.controller.weights import WeightSync
 from mtpctl.environments.agents import gateway_socket, playing
@@ -39,7 +44,7 @@ from mtpctl.recipe.model import context_note
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.signals import exit_code, raise_on_stop
+from mtpctl.signals import StopRequested, exit_code, raise_on_stop, stop_signals
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import ReplicaCounts
 from mtpctl.telemetry.session import Resumed, Telemetry
@@ -56,10 +61,10 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     check_sync_url(recipe)
     report = partial(print, flush=True)
     fetched = fetch_if_lost(recipe, report)
-    earlier = RunDirectory(recipe.run_path)
-    checkpoint = choose(earlier.checkpoints, contents=False).path
+    earlier_run = RunDirectory(recipe.run_path)
+    checkpoint = choose(earlier_run.checkpoints, contents=False).path
     resumed = resumed_from(checkpoint, recipe.train)
-    if report_ended(recipe, earlier, checkpoint, resumed, report):
+    if report_ended(recipe, earlier_run, checkpoint, resumed, report):
         return 0
     if recipe.train.generates:
         check_engine(recipe)
@@ -69,13 +74,13 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     cpus = gpus = 0.0
     if recipe.cluster.address is None:
         # No host can join a cluster that the run starts itself, so it needs room for the maximum number of engines.
-        most = place(recipe, engines=recipe.rollout.replica_range.max)
-        cpus, gpus = most.cpus, most.gpus
+        largest = place(recipe, engines=recipe.rollout.replica_range.max)
+        cpus, gpus = largest.cpus, largest.gpus
     check_capacity(recipe.cluster, cpus=cpus, gpus=gpus)
-    fresh = not recipe.run_path.exists()
+    is_new = not recipe.run_path.exists()
     check_stages(checkpoint, resumed, recipe.train.stages)
-    check_random_init(recipe, earlier)
-    changed = changed_old_logprobs(recipe, earlier)
+    check_random_init(recipe, earlier_run)
+    changed = changed_old_logprobs(recipe, earlier_run)
     text = dump_resolved(recipe)
     # Actors get absolute paths: in a joined cluster they have another working directory.
     recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
@@ -87,7 +92,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             prepared = prepare(recipe, directory.path)
             start = find_start(recipe, directory, report)
         except MtpctlError:
-            if fresh:
+            if is_new:
                 shutil.rmtree(directory.path)
             raise
         # Recorded last, so that a rejected recipe is not recorded as one that ran.
@@ -147,7 +152,7 @@ class Run:
         self.start = start or Start(None, saved_state(None))
         self.waits = Waits(telemetry.waiting, directory.logs)
         self.state = RunState(directory.checkpoints, recipe.train, waiting=self.waits.on, report=partial(telemetry.event, "checkpoint"))
-        self.stops = Stops(self.state, partial(telemetry.event, "stop"), daemons)
+        self.stops = StopHandler(self.state, partial(telemetry.event, "stop"), daemons)
         self.store = store_in(directory.path, recipe, prepared.model.shape)
         self.reference = directory.path / REFERENCE
         self.trains_rl = "rl" in recipe.train.stages
@@ -171,16 +176,15 @@ class Run:
             if self.status is not None:
                 await stack.enter_async_context(serving(status_app(self.telemetry.live, self._replica_counts), self.status))
                 self.telemetry.event("start", f"status page: {address_of(self.status)}")
-            if (
-                copies := start_copier(self.recipe, self.directory, self.start.checkpoint, partial(self.telemetry.event, "copy"))
-            ) is not None:
+            report_copy = partial(self.telemetry.event, "copy")
+            if (copies := start_copier(self.recipe, self.directory, self.start.checkpoint, report_copy)) is not None:
                 self.state.copies = copies
                 stack.push_async_callback(self._finish_copies, copies)
             reserved = await reserve_bundles(self.recipe, self.waits, self.state.stopping)
             if reserved is None:
                 return self.stops.number
             self.placement, self.bundles = reserved
-            self.telemetry.event("start", f"places: {self.bundles.summary()}")
+            self.telemetry.event("start", f"placement: {self.bundles.summary()}")
             if self.recipe.train.generates and self.recipe.rollout.elastic:
                 report = partial(self.telemetry.event, "rollout")
                 self.elastic = ElasticRollout(self.recipe.rollout, self.directory, self.bundles, self.state, self.waits, report)
@@ -195,7 +199,7 @@ class Run:
             try:
                 await self._stages(trainer, starting)
             except MtpctlError:
-                await self._rescue(trainer)
+                await self._save_after_failure(trainer)
                 raise
             finally:
                 if starting is not None and not starting.done():
@@ -203,7 +207,7 @@ class Run:
                     await asyncio.gather(starting, return_exceptions=True)
             # A stage that has ended already has its checkpoint. A trainer outside a stage has no optimizer to save.
             if self.state.stopping.is_set() and self.state.within_stage:
-                path = await self.state.until_saved(lambda: self.state.checkpoint(trainer))
+                path = await self.state.retry_save(lambda: self.state.checkpoint(trainer))
                 saved = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {saved}")
                 return self.stops.number
@@ -213,12 +217,12 @@ class Run:
         with self.waits.on(f"checkpoints: copying to {copies.store.url}"):
             await copies.finish()
 
-    async def _rescue(self, trainer: TrainerGroup) -> None:
+    async def _save_after_failure(self, trainer: TrainerGroup) -> None:
         """Write a checkpoint of a stage that has failed, if the trainer still can."""
         try:
-            path = await self.state.rescue(trainer)
+            path = await self.state.save_after_failure(trainer)
         except (RuntimeFailure, OSError) as error:
-            self.telemetry.event("stop", f"no checkpoint could be taken at step {self.state.step}: {error}")
+            self.telemetry.event("stop", f"no checkpoint could be written at step {self.state.step}: {error}")
         else:
             if path is not None:
                 self.telemetry.event("stop", f"failed in {self.state.stage} at step {self.state.step}; checkpoint {path}")
@@ -261,22 +265,22 @@ class Run:
                 continue
             resumed = checkpoint if within_stage and stage == self.state.stage else None
             self.state.begin(stage)
-            begun = False
+            has_begun = False
             while True:
                 try:
-                    if not begun:
+                    if not has_begun:
                         await self._begin(stage, trainer, resumed)
-                    begun = True
+                    has_begun = True
                     await self._stage(stage, trainer, starting, resumed)
                     break
                 except TrainerLost as lost:
-                    resumed, begun = await self.revival(lost, redraw=True), True
+                    resumed, has_begun = await self.revival(lost, redraw=True), True
             if self.state.stopping.is_set():
                 return
 
     async def _begin(self, stage: str, trainer: TrainerGroup, resumed: Path | None) -> None:
         """Begin a stage in the trainer, or continue it from a checkpoint."""
-        await self.state.until_saved(lambda: trainer.begin_stage(stage, self.reference, resumed=resumed is not None))
+        await self.state.retry_save(lambda: trainer.begin_stage(stage, self.reference, resumed=resumed is not None))
         if resumed is not None:
             await self._restore(trainer, resumed)
             changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
@@ -285,8 +289,7 @@ class Run:
     async def _stage(self, stage: str, trainer: TrainerGroup, starting: StartingActors | None, resumed: Path | None) -> None:
         """Run a stage to its end, including its last checkpoint, or until a stop is requested.
 
-        `resumed`: the checkpoint within this stage to continue from. Raises TrainerLost if the trainer is lost outside an update. The
-        caller then runs the stage again from the newest checkpoint.
+        `resumed`: the checkpoint within this stage to continue from. Raises TrainerLost if the trainer is lost outside an update.
         """
         if stage == "sft":
             await SftStage(self.recipe, self.prepared, trainer, self.telemetry, self.state, background=starting, revive=self.revival).run()
@@ -297,8 +300,8 @@ class Run:
             if await finished_before(starting, self.state.stopping):
                 await self._rl(trainer, *starting.result(), resumed)
         if not self.state.stopping.is_set():
-            self.state.end(stage)
-            await self.state.until_saved(lambda: self.state.checkpoint(trainer))
+            self.state.ended.append(stage)
+            await self.state.retry_save(lambda: self.state.checkpoint(trainer))
 
     async def _draft(self, trainer: TrainerGroup, starting: StartingActors | None) -> None:
         generator = None
@@ -337,7 +340,7 @@ class Run:
 
         async def revive(lost: TrainerLost, *, redraw: bool = False) -> None:
             await self.revival(lost, redraw=redraw)
-            await sync.forget()
+            await sync.reset()
 
         async with contextlib.AsyncExitStack() as stack:
             rewards = await start_rewards(recipe, stack, report=partial(event, "reward"), log=self.directory.logs / "reward.log")
@@ -356,7 +359,9 @@ class Run:
             )
             teacher = await self.services.start_teacher(stack, server)
             freeze_heap()
-            stage = RlStage(recipe, prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive, teacher)
+            stage = RlStage(
+                recipe, prepared, trainer, generator, sync, rewards, self.telemetry, self.state, scoring, revive=revive, teacher=teacher
+            )
             if self.elastic is not None:
                 self.elastic.on_wait = stage.rollout.progressed
             if restored is not None and (restored / BUFFER).exists():
@@ -364,4 +369,102 @@ class Run:
             with self.waits.on("weights: the first sync"):
                 await stage.publish()
             await stage.run()
-        await sync.persisted()
+        await sync.wait_persisted()
+
+
+SIGNAL_EXIT_S = 8.0
+"""Time for a run to end after a second signal, in seconds. Then its process exits, and the watchdog kills the others."""
+LOSS_EXIT_S = 45.0
+"""Time for a run to end after its cluster was lost, in seconds. Ray kills processes that have missed the GCS server for 60 s."""
+POLL_S = 0.5
+SHOW_CURSOR = "\x1b[?25h"
+
+
+class StopHandler:
+    """Stops a run on a signal: the first requests a stop after the current update, the second cancels what is still running.
+
+    A run whose Ray cluster is lost stops as well. Its actors still answer for a while, so the trainer can write a checkpoint.
+
+    Attributes:
+        number: the signal that requested the stop.
+        daemons: the Ray daemons that the run started.
+    """
+
+    number: int | None = None
+
+    def __init__(self, state: RunState, report: Callable[[str], None], daemons: Daemons | None = None) -> None:
+        self.state, self.report, self.daemons = state, report, daemons
+        self._signals = stop_signals()
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the stop signals in the running event loop, and watch the cluster, while the block runs.
+
+        If the cluster is lost, raises RuntimeFailure instead of the errors that this causes.
+        """
+        for each in self._signals:
+            asyncio.get_running_loop().add_signal_handler(each, self._on_signal, each)
+        block_ended = threading.Event()
+        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(), block_ended), name="cluster", daemon=True).start()
+        try:
+            yield
+        except MtpctlError as error:
+            if (loss := self._cluster_loss()) is not None:
+                raise loss from error
+            raise
+        finally:
+            block_ended.set()
+        if (loss := self._cluster_loss()) is not None and self.number is None and self.state.stopping.is_set():
+            raise loss
+
+    def _on_signal(self, number: int) -> None:
+        if self.number is None:
+            self.number = number
+            self.state.stopping.set()
+            self.report("stopping after this step; another signal stops at once")
+            return
+        for each in self._signals:
+            asyncio.get_running_loop().remove_signal_handler(each)
+            signal.signal(each, lambda number, frame: _exit(exit_code(number), "interrupted"))
+        _exit_after(SIGNAL_EXIT_S, exit_code(number), "interrupted")
+        # Ends the event loop, which then cancels its tasks.
+        raise StopRequested(number)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, block_ended: threading.Event) -> None:
+        """Stop the run as on a signal once a daemon of its cluster has ended.
+
+        Runs in a thread, because a Ray call that needs the lost server blocks the event loop until Ray kills the process without a message.
+        """
+        while (loss := self._cluster_loss()) is None:
+            if block_ended.wait(POLL_S):
+                return
+        if block_ended.is_set():
+            return
+        _exit_after(LOSS_EXIT_S, loss.exit_code, f"error: {loss}")
+        with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
+            loop.call_soon_threadsafe(self._stop_after_loss, loss)
+
+    def _stop_after_loss(self, loss: RuntimeFailure) -> None:
+        self.state.stopping.set()
+        self.report(f"{loss}; stopping after this step")
+
+    def _cluster_loss(self) -> RuntimeFailure | None:
+        """The error if a daemon of the cluster has ended."""
+        ended = None if self.daemons is None else self.daemons.ended()
+        return None if ended is None else RuntimeFailure(f"Ray on this machine: {ended}; start the same command again to continue")
+
+
+def _exit_after(seconds: float, code: int, line: str) -> None:
+    def wait_and_exit() -> None:
+        time.sleep(seconds)
+        _exit(code, line)
+
+    threading.Thread(target=wait_and_exit, name="exit", daemon=True).start()
+
+
+def _exit(code: int, line: str) -> None:
+    """Exit at once. The watchdog ends the daemons of the process, as after SIGKILL."""
+    if sys.stdout.isatty():
+        os.write(1, SHOW_CURSOR.encode())
+    os.write(2, f"{line}\n".encode())
+    os._exit(code)

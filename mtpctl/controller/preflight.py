@@ -24,33 +24,29 @@ if TYPE_CHECKING:
 
 MAX_CHECKED = 500
 """Maximum number of a set's own solutions on which a verifier (a function that only compares answers) is checked."""
-TRIED = 3
+TRIAL_ROWS = 3
 """Number of rows on which other reward functions are tried. Few, because a function may call a model or run a program."""
-TRIED_HINTS = 8
+TRIAL_HINTS = 8
 """Number of rows for which a teacher's hint is rendered."""
 _OTHER_VERIFIER = {"exact": "math", "math": "exact"}
 
 
 @dataclass(frozen=True)
-class Tried:
+class CodeTrial:
     """The results of trying user-defined code. `environment`: None if the recipe has none."""
 
     environment: EnvironmentTrial | None = None
     warnings: tuple[str, ...] = ()
 
 
-def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
+def try_code(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool) -> CodeTrial:
     """Try the user-defined code that RL calls: loss and advantage on a small example, environment and rewards on problems.
 
-    Args:
-        compare: also check verifiers, on many problems.
-
-    Raises:
-        UserError: for the first failure, with its file and line.
-        EnvironmentMissing: if there is no sandbox for code that the model writes.
+    `check_verifiers`: also check built-in verifiers, on many problems. Raises UserError for the first failure, with its file and line, and
+    EnvironmentMissing if there is no sandbox for code that the model writes.
     """
     if "rl" not in recipe.train.stages:
-        return Tried()
+        return CodeTrial()
     check_sandbox(recipe)
     if is_reference(recipe.train.rl.loss) or is_reference(recipe.train.rl.advantage):
         from mtpctl.rl.user_objective import check_objective  # imports torch
@@ -67,10 +63,11 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> Tried:
     if (teacher := recipe.train.rl.teacher) is not None and teacher.hint is not None:
         from mtpctl.data.prompts import hinted
 
-        for problem in problems.train[:TRIED_HINTS]:
+        for problem in problems.train[:TRIAL_HINTS]:
             hinted(problem, teacher.hint)
     environment = _try_environment(recipe, problems)
-    return Tried(environment, tuple(filter(None, _try_rewards(recipe, problems, compare=compare))))
+    warning = _try_rewards(recipe, problems, check_verifiers=check_verifiers)
+    return CodeTrial(environment, (warning,) if warning else ())
 
 
 def preflight(recipe: Recipe) -> list[str]:
@@ -80,10 +77,11 @@ def preflight(recipe: Recipe) -> list[str]:
     hint = recipe.train.rl.teacher is not None and recipe.train.rl.teacher.hint is not None
     needed = hint or recipe.rollout.environment != "single" or any(reward.function not in VERIFIERS for reward in recipe.rewards.values())
     if not needed:
-        return list(try_code(recipe, ProblemSets([], [], []), compare=False).warnings)
-    first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIED, recipe.rollout)
+        return list(try_code(recipe, ProblemSets([], [], []), check_verifiers=False).warnings)
+    first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIAL_ROWS, recipe.rollout)
     named = {name: first[f"eval/{name}"] for name in recipe.evaluation.sets}
-    warnings = list(try_code(recipe, ProblemSets(first["train"], first.get("eval", []), [], named), compare=False).warnings)
+    problems = ProblemSets(first["train"], first.get("eval", []), [], named)
+    warnings = list(try_code(recipe, problems, check_verifiers=False).warnings)
     if not first["train"]:
         warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, and is tried on rows when the run starts")
     return warnings
@@ -114,22 +112,22 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
     return trial
 
 
-def _try_rewards(recipe: Recipe, problems: ProblemSets, *, compare: bool) -> list[str]:
+def _try_rewards(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool) -> str:
     built_in = {field: config for field, config in recipe.rewards.items() if config.function in VERIFIERS}
     if any(config.args for config in built_in.values()):
         from mtpctl.rl.rewards.function import Role, load_function
 
         for field, config in built_in.items():
             load_function(reference_of(config.function), config.args, Role.reward(field))
-    if len(built_in) == len(recipe.rewards) and not compare:
-        return []
+    if len(built_in) == len(recipe.rewards) and not check_verifiers:
+        return ""
     if "reward" not in built_in:
-        others = [rows[0] for name, rows in problems.held_out.items() if recipe.evaluation.of(name).reward is None]
-        warning = try_reward(recipe.reward, problems.train, also=others)
+        held_out = [rows[0] for name, rows in problems.held_out.items() if recipe.evaluation.of(name).reward is None]
+        warning = try_reward(recipe.reward, problems.train, held_out=held_out)
     else:
-        warning = compare_answers(recipe.reward, problems) if compare else ""
+        warning = check_verifier(recipe.reward, problems) if check_verifiers else ""
     try_set_rewards(recipe, problems.named)
-    return [warning]
+    return warning
 
 
 def check_sandbox(recipe: Recipe) -> None:
@@ -145,28 +143,16 @@ def check_sandbox(recipe: Recipe) -> None:
         require(field, args.get("isolation", "required"))
 
 
-def compare_answers(config: RewardConfig, problems: ProblemSets) -> str:
-    """Check that a verifier accepts the problems' own solutions. Returns a warning, or an empty string.
-
-    Raises UserError if it rejects every solution of a set, because then no response could be rewarded.
-    """
-    return asyncio.run(_compared(config, {"training": problems.train, "held-out": problems.evaluation}))
-
-
-def try_reward(config: RewardConfig, problems: list[Problem], field: str = "reward", *, also: Sequence[Problem] = ()) -> str:
+def try_reward(config: RewardConfig, problems: list[Problem], field: str = "reward", *, held_out: Sequence[Problem] = ()) -> str:
     """Call the reward function on the solutions of the first problems. Returns a warning if all rewards are 0, else an empty string.
 
-    Args:
-        field: the recipe section of the reward, for errors.
-        also: problems of other sets that the function rewards. They may lack a column that it needs.
-
-    Raises:
-        UserError: if the function cannot be loaded or called, or fails.
+    `field`: the recipe section of the reward, for errors. `held_out`: problems of other sets that the function rewards, which may lack a
+    column that it needs. Raises UserError if the function cannot be loaded or called, or fails.
     """
     if config.function == FROM_ENVIRONMENT:
         return ""  # no environment has run yet
     try:
-        return asyncio.run(_tried(config, problems[:TRIED], also))
+        return asyncio.run(_try(config, problems[:TRIAL_ROWS], held_out))
     except UserError as error:
         # The processes that load and call the function always report the section `reward`.
         raise UserError(f"{field}{str(error).removeprefix('reward')}") from error
@@ -179,10 +165,15 @@ def try_set_rewards(recipe: Recipe, named: Mapping[str, list[Problem]]) -> None:
             try_reward(held_out.reward, named.get(name, []), f"evaluation.sets.{name}.reward")
 
 
-async def _compared(config: RewardConfig, named: dict[str, list[Problem]]) -> str:
+def check_verifier(config: RewardConfig, problems: ProblemSets) -> str:
+    """Check that a verifier accepts the problems' own solutions. Returns a warning, or an empty string.
+
+    Raises UserError if it rejects every solution of a set, because then no response could be rewarded.
+    """
     warnings = []
-    checked = {name: rows[:: -(-len(rows) // MAX_CHECKED)] for name, rows in named.items() if rows}
-    all_outcomes = iter(await _rewarded(config, [row for rows in checked.values() for row in rows]))
+    sets = {"training": problems.train, "held-out": problems.evaluation}
+    checked = {name: rows[:: -(-len(rows) // MAX_CHECKED)] for name, rows in sets.items() if rows}
+    all_outcomes = iter(asyncio.run(_reward(config, [row for rows in checked.values() for row in rows])))
     for name, rows in checked.items():
         wrong = [row for row, outcome in zip(rows, all_outcomes, strict=False) if not outcome.reward]
         if not wrong:
@@ -190,17 +181,17 @@ async def _compared(config: RewardConfig, named: dict[str, list[Problem]]) -> st
         first, kind = wrong[0], config.function
         warning = (
             f"{first.prompt_id}: reward.function: {kind} gives 0 for the row's own {'answer' if first.solution is None else 'solution'} "
-            f"(answer {first.answer[-40:]!r}), as for {len(wrong)} of {len(rows)} {name} problems looked at"
+            f"(answer {first.answer[-40:]!r}), and for {len(wrong)} of {len(rows)} checked {name} problems"
         )
         if len(wrong) == len(rows):
-            raise UserError(f"{warning}: no response could be right; fix `answer`, or set reward.function: {_OTHER_VERIFIER[kind]}")
+            raise UserError(f"{warning}: no response could be correct; fix `answer`, or set reward.function: {_OTHER_VERIFIER[kind]}")
         warnings.append(warning)
     return "; ".join(warnings)
 
 
-async def _tried(config: RewardConfig, rows: list[Problem], also: Sequence[Problem]) -> str:
-    outcomes = await _rewarded(config, [*rows, *also])
-    for row, outcome in zip([*rows, *also], outcomes, strict=True):
+async def _try(config: RewardConfig, rows: list[Problem], held_out: Sequence[Problem]) -> str:
+    outcomes = await _reward(config, [*rows, *held_out])
+    for row, outcome in zip([*rows, *held_out], outcomes, strict=True):
         if outcome.error:
             if outcome.error.startswith("reward."):  # a built-in function reports its own key and fix
                 raise UserError(outcome.error)
@@ -212,7 +203,7 @@ async def _tried(config: RewardConfig, rows: list[Problem], also: Sequence[Probl
     return ""
 
 
-async def _rewarded(config: RewardConfig, rows: list[Problem]) -> list[Outcome]:
+async def _reward(config: RewardConfig, rows: list[Problem]) -> list[Outcome]:
     from mtpctl.rl.rewards.pool import Rewarder
 
     async with Rewarder(config) as rewarder:

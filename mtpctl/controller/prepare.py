@@ -36,50 +36,41 @@ from mtpctl.sync.store import VersionStore, default_root, name_of
 if TYPE_CHECKING:
     from mtpctl.convert.hf_folder import HfFolder
 
-KEPT_PROMPTS = 1 << 16
-
-
-DECODED_AT_ONCE = 16
+CACHED_PROMPTS = 1 << 16
+DECODE_BATCH = 16
 """Number of responses that one thread job decodes. Each job wakes the event loop once."""
 
 
 class Decoder:
-    """Decodes responses outside the event loop, in one thread at a time.
-
-    A long response takes milliseconds, and a step has thousands of responses.
-    """
+    """Decodes responses outside the event loop, in one thread at a time: a long response takes milliseconds, and a step has thousands."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Ids, asyncio.Future[str]]] = []
-        self._working: asyncio.Task[None] | None = None
+        self._queue: list[tuple[Ids, asyncio.Future[str]]] = []
+        self._task: asyncio.Task[None] | None = None
 
     async def text(self, tokenizer: Tokenizer, ids: Ids) -> str:
-        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting.append((ids, done))
-        if self._working is None:
-            self._working = asyncio.create_task(self._work(tokenizer))
-        return await done
+        decoded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._queue.append((ids, decoded))
+        if self._task is None:
+            self._task = asyncio.create_task(self._decode(tokenizer))
+        return await decoded
 
-    async def _work(self, tokenizer: Tokenizer) -> None:
+    async def _decode(self, tokenizer: Tokenizer) -> None:
         try:
-            while self._waiting:
-                taken, self._waiting = self._waiting[:DECODED_AT_ONCE], self._waiting[DECODED_AT_ONCE:]
+            while self._queue:
+                batch, self._queue = self._queue[:DECODE_BATCH], self._queue[DECODE_BATCH:]
                 try:
-                    texts = await asyncio.to_thread(_texts, tokenizer, [ids for ids, _ in taken])
+                    texts = await asyncio.to_thread(lambda responses: list(map(tokenizer.decode, responses)), [ids for ids, _ in batch])
                 except Exception as error:
-                    for _, done in taken:
-                        if not done.done():
-                            done.set_exception(error)
+                    for _, decoded in batch:
+                        if not decoded.done():
+                            decoded.set_exception(error)
                     continue
-                for (_, done), text in zip(taken, texts, strict=True):
-                    if not done.done():  # cancelled when the run ends
-                        done.set_result(text)
+                for (_, decoded), text in zip(batch, texts, strict=True):
+                    if not decoded.done():  # cancelled when the run ends
+                        decoded.set_result(text)
         finally:
-            self._working = None
-
-
-def _texts(tokenizer: Tokenizer, responses: list[Ids]) -> list[str]:
-    return [tokenizer.decode(ids) for ids in responses]
+            self._task = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,7 @@ class Prepared:
         if (ids := self._prompts.pop(problem, None)) is None:
             ids = ids_of(encode_prompt(self.tokenizer, problem, config, self.tools))
         self._prompts[problem] = ids  # most recently used last
-        if len(self._prompts) > KEPT_PROMPTS:
+        if len(self._prompts) > CACHED_PROMPTS:
             del self._prompts[next(iter(self._prompts))]
         return ids
 
@@ -134,7 +125,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
 
     # Fast checks first: they find the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages, rollout=recipe.rollout)
-    tried = try_code(recipe, problems, compare=True)
+    trial = try_code(recipe, problems, check_verifiers=True)
     model = model_of(recipe, run_dir)
     if recipe.train.generates and not recipe.rollout.traits.own_environment:
         check_importable(model.config)
@@ -155,21 +146,21 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     if mistake := next((misfit.error for misfit in misfits(recipe, model.shape) if isinstance(misfit.error, UserError)), None):
         raise mistake
     tools: Sequence[object] = ()
-    if tried.environment is not None:
-        tried.environment.check_text(tokenizer)
-        tools = tried.environment.tools
-    imitated = problems.supervised if recipe.train.imitates else []
-    if imitated is not problems.train:
+    if trial.environment is not None:
+        trial.environment.check_text(tokenizer)
+        tools = trial.environment.tools
+    supervised = problems.supervised if recipe.train.imitates else []
+    if supervised is not problems.train:
         fit_problems(tokenizer, problems.train, recipe.data, context=context, tools=tools)
-    fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True, tools=tools, ends=ends)
+    fit_problems(tokenizer, supervised, recipe.data, context=context, targets=True, tools=tools, ends=ends)
     for held_out in problems.held_out.values():
         fit_problems(tokenizer, held_out, recipe.data, context=context, tools=tools)
     teacher = None
     if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.served:
         teacher = _teacher_of(recipe.train.rl.teacher, tokenizer)
     leaked, count = problems.count_seen(), sum(map(len, problems.held_out.values()))
-    about_ends = [ends.disagreement, _other_ends(recipe, teacher, ends)]
-    warnings = [*tried.warnings, *filter(None, [leak_warning(leaked, count), *about_ends])]
+    end_warnings = [ends.disagreement, _teacher_end_warning(recipe, teacher, ends)]
+    warnings = [*trial.warnings, *filter(None, [leak_warning(leaked, count), *end_warnings])]
     return Prepared(model, tokenizer, problems, context, warnings, tools, teacher, ends)
 
 
@@ -187,20 +178,20 @@ def _teacher_of(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
     folder = HfFolder.open(local_folder(config.path, field), field=field)
     ModelWeights(folder.path, mtp=False)
     if folder.shape.vocab < (needed := tokenizer.vocab_size):
-        raise UserError(f"{field}: {folder.path} has {folder.shape.vocab} tokens and the policy's tokenizer {needed}; take another teacher")
+        raise UserError(f"{field}: {folder.path} has {folder.shape.vocab} tokens and the policy's tokenizer {needed}; use another teacher")
     return folder
 
 
-def _other_ends(recipe: Recipe, teacher: HfFolder | None, ends: EndTokens) -> str:
+def _teacher_end_warning(recipe: Recipe, teacher: HfFolder | None, ends: EndTokens) -> str:
     """A warning if the run has none of the end tokens of the teacher's model; empty otherwise."""
     if teacher is None:
         return ""
-    theirs = config_end_ids(recipe.model.model_copy(update={"path": str(teacher.path)}), teacher.config)
-    if not theirs or theirs.keys() & set(ends.ids):
+    teacher_ends = config_end_ids(recipe.model.model_copy(update={"path": str(teacher.path)}), teacher.config)
+    if not teacher_ends or teacher_ends.keys() & set(ends.ids):
         return ""
     return (
-        f"train.rl.teacher.path: {teacher.path} ends a response at {', '.join(map(str, theirs))}, and the run at "
-        f"{', '.join(map(str, ends.tokens))}: to the teacher every end is unlikely; set rollout.end_ids, or take another teacher"
+        f"train.rl.teacher.path: {teacher.path} ends a response at {', '.join(map(str, teacher_ends))}, and the run at "
+        f"{', '.join(map(str, ends.tokens))}: to the teacher every end is unlikely; set rollout.end_ids, or use another teacher"
     )
 
 
@@ -259,8 +250,7 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
         # The store of unquantized versions is a subfolder.
         size += sum(bucket.nbytes for buckets in section_buckets(recipe, shape).values() for bucket in buckets)
     if recipe.sync.delta:
-        # `default_root` multiplies the size by three versions, so this adds 3/4 of one for changes: those since the older complete version,
-        # which are less than half of one, and those of the complete versions themselves.
+        # `default_root` multiplies the size by three versions, so this adds 3/4 of a version for the changes.
         size += size // 4
     return VersionStore(default_root(name_of(folder), size, folder / "versions"), remote)
 
@@ -270,20 +260,18 @@ def local_folder(named: str, field: str) -> Path:
 
     Raises UserError if there is neither, EnvironmentMissing if the hub does not answer.
     """
-    return Path(named).absolute() if Path(named).is_dir() else _download(named, field)
-
-
-def _download(hub_id: str, field: str) -> Path:
+    if Path(named).is_dir():
+        return Path(named).absolute()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+        return Path(snapshot_download(named, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except RepositoryNotFoundError as error:
-        raise UserError(f"{field}: {hub_id} is neither a folder here nor a model of the hub") from error
+        raise UserError(f"{field}: {named} is neither a folder on this machine nor a model on the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise EnvironmentMissing(
-            f"{field}: the hub did not give {hub_id}, and it is not in the cache; download it, or name a folder"
+            f"{field}: {named} is not in the cache and could not be downloaded from the hub; download it, or name a folder"
         ) from error
 
 

@@ -31,7 +31,7 @@ from mtpctl.telemetry.session import print_ended_run
 Report = Callable[[str], None]
 REFERENCE = "reference"
 """Folder in a run directory with the reference policy (the initial policy of RL), if there is a KL penalty."""
-_LONG = 4 << 30
+_LARGE = 4 << 30
 """Checkpoint size in bytes above which verification is announced, because it takes more than a few seconds."""
 
 
@@ -57,7 +57,7 @@ def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start
     policy of RL is needed and damaged.
     """
     candidate = choose(directory.checkpoints, contents=False).path
-    if candidate is not None and (nbytes := sum(file.stat().st_size for file in candidate.iterdir())) > _LONG:
+    if candidate is not None and (nbytes := sum(file.stat().st_size for file in candidate.iterdir())) > _LARGE:
         report(f"verifying {candidate.name}, {nbytes / (1 << 30):,.1f} GiB")
     choice = select_checkpoint(directory.checkpoints)
     state = resumed_from(choice.path, recipe.train)
@@ -79,7 +79,7 @@ def describe_start(recipe: Recipe) -> list[str]:
     state = resumed_from(choice.path, recipe.train)
     check_stages(choice.path, state, recipe.train.stages)
     _check_reference(recipe, directory, state)
-    return [f"{choice.path.name}, {state['stage']} after step {state['step']}; whole by its checksums", *choice.lines]
+    return [f"{choice.path.name}, {state['stage']} after step {state['step']}; its checksums match", *choice.lines]
 
 
 def _check_reference(recipe: Recipe, directory: RunDirectory, state: SavedState) -> None:
@@ -101,22 +101,20 @@ def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | Non
     if checkpoint is None or not set(recipe.train.stages) <= set(state["ended"]):
         return False
     changed = changed_task(recipe, directory)
-    hint = _hint_for_another_task(changed) if changed else _hint_to_continue(recipe, state["stage"])
+    hint = _changed_task_hint(changed) if changed else _continue_hint(recipe, state["stage"])
     print_ended_run(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
     if (copies := start_copier(recipe, directory, checkpoint, report)) is not None:
         asyncio.run(copies.finish())
     return True
 
 
-def _hint_to_continue(recipe: Recipe, stage: str) -> str:
-    """Hint on how to continue training after a run whose last stage was `stage`."""
+def _continue_hint(recipe: Recipe, stage: str) -> str:
     if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended before its last step.
         return "name another run_dir to train from the beginning, or begin a run from its weights with --from"
     return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
 
 
-def _hint_for_another_task(keys: list[str]) -> str:
-    """Hint for a run that has ended and whose task differs from the recipe's in these keys."""
+def _changed_task_hint(keys: list[str]) -> str:
     shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
     return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one another `name` to train with it"
 
@@ -142,18 +140,18 @@ def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
     except EnvironmentMissing as error:
         raise EnvironmentMissing(f"--start-over: {error}") from error
     with RunDirectory.create(path, ""):
-        aside = next(free for count in range(1, 1 << 16) if not (free := path.with_name(f"{path.name}.{count}")).exists())
-        path.rename(aside)
+        renamed = next(free for count in range(1, 1 << 16) if not (free := path.with_name(f"{path.name}.{count}")).exists())
+        path.rename(renamed)
     path.mkdir(mode=0o700)
-    (path / BEGUN).write_text(aside.name)
+    (path / BEGUN).write_text(renamed.name)
     for name in shared:
-        if (aside / name).is_dir():
+        if (renamed / name).is_dir():
             # Weights do not change, so both runs can share the files.
-            shutil.copytree(aside / name, path / name, copy_function=_linked)
-    return aside
+            shutil.copytree(renamed / name, path / name, copy_function=_link_or_copy)
+    return renamed
 
 
-def _linked(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     """Hard-link a file, or copy it if the file system does not support links."""
     try:
         os.link(source, target)
@@ -170,18 +168,16 @@ def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
     current = _init_keys(recipe.model_dump(mode="json", by_alias=True))
     for key in [*current, *earlier]:
         if (before := earlier.get(key)) != (now := current.get(key)):
-            raise UserError(
-                f"{'.'.join(key)}: {now!r} is asked for, and {folder} was made with {before!r}; restore it, or name another run_dir"
-            )
+            raise UserError(f"{'.'.join(key)}: is {now!r}, but {folder} was created with {before!r}; restore it, or name another run_dir")
 
 
 def _init_keys(tree: Mapping[str, object]) -> dict[KeyPath, object]:
     """The values of a resolved recipe that determine its random weights, by key."""
     values = flatten(tree)
     sections = ("model", "config"), ("model", "drafter")
-    drawn = {key: value for key, value in values.items() if key == ("seed",) or key[:2] in sections}
+    init_keys = {key: value for key, value in values.items() if key == ("seed",) or key[:2] in sections}
     path = values.get(("model", "path"))
-    return {**drawn, ("model", "path"): absolute_path(None if path is None else str(path))}
+    return {**init_keys, ("model", "path"): absolute_path(None if path is None else str(path))}
 
 
 def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
@@ -199,7 +195,7 @@ def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
             return ""
     if before in (None, recipe.old_logprobs):
         return ""
-    return f"train.rl.old_logprobs comes to {recipe.old_logprobs} now, and came to {before} before; set it to {before} to keep that"
+    return f"train.rl.old_logprobs is {recipe.old_logprobs} now, and was {before} before; set it to {before} to restore that"
 
 
 def changed_task(recipe: Recipe, run: RunDirectory) -> list[str]:

@@ -31,8 +31,8 @@ from mtpctl.controller.evaluate import Evaluations
 from mtpctl.controller.hints import HintWatch, IdleTrainer, StabilityWatch
 from mtpctl.controller.metrics import BusyClock, SampleRecorder, of_trajectories
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.rollout_loop import RolloutLoop, Score, Teach
-from mtpctl.controller.sft import check_applied
+from mtpctl.controller.rollout_loop import RolloutLoop, Score, TeacherScore
+from mtpctl.controller.sft import count_skipped
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import Revive, TrainerGroup, TrainerLost, not_revived
 from mtpctl.data.sets import UNNAMED
@@ -43,7 +43,7 @@ from mtpctl.rollout.protocol import Generator
 from mtpctl.telemetry.session import Telemetry
 
 COLD_CACHE = (
-    "It holds whole blocks, which are hundreds of tokens long in models with linear attention; with drafts the last block that matches is "
+    "It stores complete blocks, which are hundreds of tokens long in models with linear attention; with drafts the last matching block is "
     "computed again (rollout/prefix_cache_hit_rate)"
 )
 Sync = Callable[[int], Awaitable[dict[str, float]]]
@@ -65,7 +65,7 @@ class RlStage:
         state: RunState,
         score: Score | None = None,
         revive: Revive = not_revived,
-        teach: Teach | None = None,
+        teacher: TeacherScore | None = None,
     ) -> None:
         self.recipe, self.trainer, self.generator, self.sync = recipe, trainer, generator, sync
         self.telemetry, self.state, self.revive = telemetry, state, revive
@@ -83,24 +83,25 @@ class RlStage:
             self.clock,
             score,
             recorder=self.recorder,
-            teach=teach,
+            teacher=teacher,
         )
         self.evaluations = Evaluations(recipe, prepared, generator, rewards, telemetry, state, self.rollout, self.recorder)
         self.stability = StabilityWatch(recipe)
         self.idle_trainer = IdleTrainer(recipe)
         self.hints = HintWatch(recipe)
         self._replaying = False  # the updates since the newest checkpoint are to be repeated
-        self._waited_for_evaluation = 0.0  # seconds since the last update
+        self._evaluation_wait_s = 0.0  # since the last update
         self._updated = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
         self._reported_choices = {""}  # the engines' messages about their number of draft tokens
-        self._deadline_cuts_reported = False
+        self._truncation_reported = False
         self._cold_cache_reported = False
 
     async def resume_buffer(self, complete: list[Group], unfinished: list[Group]) -> None:
         """Restore the groups of a checkpoint: complete ones wait for the trainer, the prompts of the others are sent out again."""
         # The teacher may have been changed or added since the checkpoint.
-        await asyncio.gather(*(self.rollout.taught(sample, group.problem) for group in complete for sample in group.samples))
+        scores = (self.rollout.score_by_teacher(sample, group.problem) for group in complete for sample in group.samples)
+        await asyncio.gather(*scores)
         for group in complete:
             await self.buffer.put(group)
         self.buffer.requeued = unfinished
@@ -144,9 +145,9 @@ class RlStage:
                 raise error
 
     async def _train(self) -> None:
-        """The training task. If the trainer is lost, rollout continues until it is back.
+        """The training task. If the trainer is lost, rollout continues, and the updates since its checkpoint are repeated afterwards.
 
-        The updates since its checkpoint are then repeated. Their groups were kept, so no prompt is lost or trained on twice.
+        Their groups were retained, so no prompt is lost or trained on twice.
         """
         while True:
             try:
@@ -182,7 +183,7 @@ class RlStage:
                 await self.evaluations.start(background=True)
                 if not self.evaluations.running:
                     # The evaluation's time does not count for the next update, but it does for the rate of tokens generated meanwhile.
-                    self._waited_for_evaluation += self.clock.read()["timing_s/step"]
+                    self._evaluation_wait_s += self.clock.read()["timing_s/step"]
             else:
                 await self.evaluations.raise_if_failed()
 
@@ -223,7 +224,7 @@ class RlStage:
         ready, wanted = self.buffer.ready, self.recipe.train.rl.prompts_per_step
         raise RuntimeFailure(
             f"rollout, batch of step {self.state.step + 1}: no response for {deadline:g} s, with {ready} of {wanted} groups ready; "
-            "look into logs/, or raise cluster.step_deadline_s"
+            "see logs/, or raise cluster.step_deadline_s"
         )
 
     # -------------------------------------------------------------------------------------------------------- update
@@ -236,7 +237,7 @@ class RlStage:
         self.state.updating = True
         metrics = await self.trainer.rl_step(samples, self.state.version)
         seconds = time.perf_counter() - began
-        self._skipped_in_a_row = check_applied(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
+        self._skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)
         metrics |= of_trajectories(trajectories, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
         self._warn_of_deadlines(metrics["response/deadline_fraction"], len(trajectories))
@@ -250,17 +251,17 @@ class RlStage:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
         times, counts = self.clock.read(), self.rollout.take_counts()
         self.idle_trainer.observe(times)
-        generating, self._waited_for_evaluation = times["timing_s/step"] + self._waited_for_evaluation, 0.0
-        means, counted = counts.reward_means(), counts.metrics(groups, generating)
-        steady, warning = self.stability.update(means, metrics)
+        seconds_generating, self._evaluation_wait_s = times["timing_s/step"] + self._evaluation_wait_s, 0.0
+        means, rollout_metrics = counts.reward_means(), counts.metrics(groups, seconds_generating)
+        stability, warning = self.stability.update(means, metrics)
         if warning is not None:
             self.telemetry.event("alarm", warning)
-        for hint in self.hints.update(means, metrics | counted):
+        for hint in self.hints.update(means, metrics | rollout_metrics):
             self.telemetry.event("hint", hint)
         return (
             times
-            | counted
-            | steady
+            | rollout_metrics
+            | stability
             | self.state.copy_metrics()
             | {
                 "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
@@ -274,11 +275,11 @@ class RlStage:
     async def publish(self) -> dict[str, float]:
         """Send the trainer's weights to every target under the next version, and admit more prompts.
 
-        A resumed run publishes its weights once before it begins. If they already had a version they keep it, so that groups of the
-        checkpoint do not count as staler than before.
+        A resumed run publishes its weights before it begins. Weights that already have a version keep it, so that the checkpoint's groups
+        do not become staler.
         """
-        version = max(self.state.version, self.state.tried) + (self.state.synced_at != self.state.step)
-        self.state.tried = version
+        version = max(self.state.version, self.state.sent_version) + (self.state.synced_at != self.state.step)
+        self.state.sent_version = version
         metrics = await self.sync(version)
         if self.recipe.rollout.speculation.auto:
             metrics |= await self._draft_counts()
@@ -304,9 +305,10 @@ class RlStage:
 
     def _warn_of_deadlines(self, share: float, responses: int) -> None:
         """Log an event for the first update with responses that the deadline truncated. Later updates only have the metric."""
-        if share and not self._deadline_cuts_reported:
-            self._deadline_cuts_reported = True
-            cut = f"{round(share * responses)} of {responses} responses were cut by rollout.deadline_s: {self.recipe.rollout.deadline_s:g}"
+        if share and not self._truncation_reported:
+            self._truncation_reported = True
+            deadline_s = self.recipe.rollout.deadline_s
+            cut = f"{round(share * responses)} of {responses} responses were truncated by rollout.deadline_s: {deadline_s:g}"
             self.telemetry.event("rollout", f"{cut}; raise it, or lower rollout.max_tokens or max_in_flight (response/deadline_fraction)")
 
     def _warn_of_cold_cache(self, metrics: Mapping[str, float]) -> None:
@@ -315,5 +317,5 @@ class RlStage:
         group = self.recipe.train.rl.group_size
         if not reported and group > 1 and metrics.get("rollout/prefix_cache_hit_rate") == 0:
             self.telemetry.event(
-                "rollout", f"the prefix cache held no prompt token: engines compute each prompt {group} times. {COLD_CACHE}"
+                "rollout", f"no prompt token was in the prefix cache: engines compute each prompt {group} times. {COLD_CACHE}"
             )

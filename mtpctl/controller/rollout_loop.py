@@ -36,7 +36,7 @@ from mtpctl.telemetry.session import Telemetry
 Score = Callable[[Sample], Awaitable[Sample]]
 """Fills in a sample's old log-probs while others are generated (by the log-prob server). The trainer computes missing ones."""
 
-Teach = Callable[[Sample, Problem], Awaitable[None]]
+TeacherScore = Callable[[Sample, Problem], Awaitable[None]]
 """Fills in a teacher's log-probs of a sample of this problem."""
 
 BATCHES_WITHOUT_SIGNAL = 20
@@ -46,10 +46,9 @@ BATCHES_WITHOUT_SIGNAL = 20
 class Admission:
     """Bounds how many groups are sent out between two syncs, so that samples are not too stale when they are trained on.
 
-    The bound works like `staleness_threshold` in verl's fully asynchronous trainer. Between two syncs the trainer consumes `sync_every *
-    groups_per_step` groups. With a threshold s, at most (1 + s) times as many are admitted, including those in flight or waiting at the
-    sync. With s = 0 nothing is generated ahead: every sample is generated under the latest published weights. This bounds the number of
-    stale samples; `mtpctl.controller.rl` describes the bound on the age of each.
+    As with `staleness_threshold` in verl's fully asynchronous trainer: between two syncs the trainer consumes `sync_every *
+    groups_per_step` groups, and with a threshold s at most (1 + s) times as many are admitted, including those in flight or waiting at the
+    sync. With s = 0 every sample is generated under the latest published weights. `mtpctl.controller.rl` describes the bound on their age.
     """
 
     def __init__(self, groups_per_step: int, sync_every: int, threshold: float) -> None:
@@ -71,10 +70,7 @@ class Admission:
         self._admitted -= 1
 
     def synced(self, pending: int, trained: int = 0) -> None:
-        """Begin the interval after a sync, with `pending` groups of older weights in flight or waiting for the trainer.
-
-        `trained`: groups of this interval that were trained on before, if a resumed run begins within it.
-        """
+        """Begin the interval after a sync, with `pending` groups of older weights. `trained`: groups of it that were trained on before."""
         self._admitted = pending + trained
 
 
@@ -154,11 +150,11 @@ class RolloutLoop:
         score: Score | None = None,
         *,
         recorder: SampleRecorder,
-        teach: Teach | None = None,
+        teacher: TeacherScore | None = None,
     ) -> None:
         self.recipe, self.prepared, self.generator, self.reward = recipe, prepared, generator, reward
         self.telemetry, self.state, self.buffer, self.clock, self.score = telemetry, state, buffer, clock, score
-        self.recorder, self.teach = recorder, teach
+        self.recorder, self.teacher = recorder, teacher
         self.admission = Admission(recipe.train.rl.prompts_per_step, recipe.async_.sync_every, recipe.async_.staleness)
         backoff = recipe.train.rl.signal_backoff
         self.cursor = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle, backoff=backoff)
@@ -184,10 +180,7 @@ class RolloutLoop:
         return counts
 
     def published(self, version: int, trained: int) -> None:
-        """Discard groups that are too old for `version`, which every engine has now, and admit more prompts.
-
-        `trained`: groups that were already trained on in the interval between two syncs that this version belongs to.
-        """
+        """Discard groups that are too old for `version`, which every engine has now, and admit more prompts. `trained`: see `synced`."""
         self.counts.expired += self.buffer.expire(version - self.recipe.async_.max_staleness)
         self.acceptance.synced(version)
         self.admission.synced(self.buffer.pending, trained)
@@ -260,28 +253,25 @@ class RolloutLoop:
             self._check_acceptance(part)
             # An environment's last reply may exceed the context. The model has not read it, and cannot be trained on it.
             part.cut(self.prepared.context - len(part.prompt_ids))
-        sample, outcome, _ = await asyncio.gather(self._scored(sample), self._rewarded(sample, problem), self.taught(sample, problem))
+        _, outcome, _ = await asyncio.gather(self._score(sample), self._reward(sample, problem), self.score_by_teacher(sample, problem))
         for part in sample.parts:
             part.reward, part.reward_parts = outcome.reward, outcome.parts
         group = self.buffer.add(sample)
         if group is not None:
             await self._complete(group, outcome)
 
-    async def _scored(self, sample: Sample) -> Sample:
-        if self.score is None:
-            return sample
-        parts = [part for part in sample.parts if part.response_ids]
-        await asyncio.gather(*(self.score(part) for part in parts))
-        self.progressed()
-        return sample
-
-    async def taught(self, sample: Sample, problem: Problem) -> None:
-        """Fill in the teacher's log-probs of all samples of the trajectory, if there is a teacher."""
-        if self.teach is not None:
-            await asyncio.gather(*(self.teach(part, problem) for part in sample.parts if part.response_ids))
+    async def _score(self, sample: Sample) -> None:
+        if self.score is not None:
+            await asyncio.gather(*(self.score(part) for part in sample.parts if part.response_ids))
             self.progressed()
 
-    async def _rewarded(self, sample: Sample, problem: Problem) -> Outcome:
+    async def score_by_teacher(self, sample: Sample, problem: Problem) -> None:
+        """Fill in the teacher's log-probs of all samples of the trajectory, if there is a teacher."""
+        if self.teacher is not None:
+            await asyncio.gather(*(self.teacher(part, problem) for part in sample.parts if part.response_ids))
+            self.progressed()
+
+    async def _reward(self, sample: Sample, problem: Problem) -> Outcome:
         self._rewarding += 1
         self.clock.set("reward", True)
         try:
@@ -294,7 +284,7 @@ class RolloutLoop:
         return outcome
 
     def _check_acceptance(self, sample: Sample) -> None:
-        if (collapse := self.acceptance.take(sample)) is not None:
+        if (collapse := self.acceptance.observe(sample)) is not None:
             if self.recipe.sync.on_collapse == "error":
                 raise RuntimeFailure(f"sync.on_collapse: {collapse}")
             self.telemetry.event("alarm", str(collapse))
@@ -305,14 +295,12 @@ class RolloutLoop:
         if len(rewards) < group.size:
             self.counts.unrewarded += 1
             self.recorder.record_dropped(self.state.step + 1, group, f"no reward: {last.error}")
-            await self._drop(
-                group, f"reward.on_error: {{}} groups in a row were left out (the last: {last.error}); fix the reward function"
-            )
+            await self._drop(group, f"reward.on_error: {{}} groups in a row were dropped (the last: {last.error}); fix the reward function")
             return
         self.counts.rewards.append(rewards)
         signal = has_signal(rewards)
         self.cursor.record_signal(group.problem, signal=signal)
-        if self.teach is not None or not self.recipe.train.rl.dynamic_sampling or signal:
+        if self.teacher is not None or not self.recipe.train.rl.dynamic_sampling or signal:
             self._without_signal = 0
             await self.buffer.put(group)
             return
@@ -321,7 +309,7 @@ class RolloutLoop:
         await self._drop(
             group,
             f"train.rl.dynamic_sampling: {{}} groups in a row had no signal (the last rewards were all {rewards[0]:g}); "
-            "read why with mtpctl samples RUN --worst; take easier or harder problems or a longer train.sft, or set it to false",
+            "see mtpctl samples RUN --worst; use easier or harder problems or a longer train.sft, or set it to false",
         )
 
     async def _drop(self, group: Group, message: str) -> None:

@@ -74,22 +74,22 @@ class Scoring:
 
     def metrics(self) -> dict[str, float]:
         """`logprob/*` since the last call; empty if the server had no requests."""
-        now = {name: float(getattr(self.server.counters, name)) for name in self._last}
-        passed = {name: now[name] - before for name, before in self._last.items()}
-        self._last = now
+        totals = {name: float(getattr(self.server.counters, name)) for name in self._last}
+        delta = {name: totals[name] - before for name, before in self._last.items()}
+        self._last = totals
         late, unscored = self._late, self._unscored
         self._late = self._unscored = 0
-        if not passed["requests"] and not late:
+        if not delta["requests"] and not late:
             return {}
         metrics = {
-            "timing_s/logprob_server": passed["busy_s"],
-            "logprob/tokens_per_s": passed["tokens"] / passed["busy_s"] if passed["busy_s"] else 0.0,
-            "logprob/stall_seconds": passed["stall_s"],
+            "timing_s/logprob_server": delta["busy_s"],
+            "logprob/tokens_per_s": delta["tokens"] / delta["busy_s"] if delta["busy_s"] else 0.0,
+            "logprob/stall_seconds": delta["stall_s"],
             "logprob/late": float(late),
             "logprob/left_to_trainer": float(unscored),
         }
-        if passed["requests"]:
-            metrics["logprob/wait_seconds"] = passed["wait_s"] / passed["requests"]
+        if delta["requests"]:
+            metrics["logprob/wait_seconds"] = delta["wait_s"] / delta["requests"]
         return metrics
 
 
@@ -172,7 +172,8 @@ class ServedAtUrl:
                 response = await self._client.get(f"{self.name}/version")
         except (httpx.HTTPError, TimeoutError) as error:
             await self._client.aclose()
-            raise UserError(f"{FIELD}.url: nothing answers at {self.name} ({_line(error)}); start mtpctl logprob-serve") from error
+            cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"{FIELD}.url: nothing answers at {self.name} ({cause}); start mtpctl logprob-serve") from error
         if (reason := _why_not_logprob_server(response)) is not None:
             await self._client.aclose()
             raise UserError(f"{FIELD}.url: {self.name} {reason}")
@@ -249,11 +250,11 @@ class Teacher:
             ids = tokenizer.encode(problem.prompt, special=True)
             if len(ids) < 2:
                 continue
-            theirs = await self._source.tokens_of(problem.prompt)
-            if theirs is not None and (not theirs or theirs != ids[len(ids) - len(theirs) :]):
+            teacher_ids = await self._source.tokens_of(problem.prompt)
+            if teacher_ids is not None and (not teacher_ids or teacher_ids != ids[len(ids) - len(teacher_ids) :]):
                 raise UserError(
-                    f"{FIELD}: {self._source.name} has another tokenizer: {problem.prompt[:40]!r} is {ids[:8]} here and {theirs[:8]} "
-                    "there; take a teacher of the same vocabulary"
+                    f"{FIELD}: {self._source.name} has another tokenizer: {problem.prompt[:40]!r} is {ids[:8]} for the policy and "
+                    f"{teacher_ids[:8]} for the teacher; use a teacher with the same vocabulary"
                 )
 
     async def __call__(self, sample: Sample, problem: Problem) -> None:
@@ -263,8 +264,8 @@ class Teacher:
             scores = await self._source.scored(sample, prompt, TeacherOptions(self._temperature, self._config.topk, timeout_s))
         except TimeoutError as error:
             raise RuntimeFailure(
-                f"{FIELD}: {self._source.name} gave no log-probs of {sample.name} within {timeout_s:g} s; "
-                f"give it more replicas, or raise {FIELD}.timeout_s"
+                f"{FIELD}: {self._source.name} returned no log-probs of {sample.name} within {timeout_s:g} s; "
+                f"add replicas, or raise {FIELD}.timeout_s"
             ) from error
         sample.teacher_logprobs = logprobs_of(scores.logprobs)
         if topk := self._config.topk:
@@ -272,7 +273,7 @@ class Teacher:
             sample.candidates = ids_of(chain.from_iterable(row or [0] * topk for row in scores.ids))
             sample.candidate_logprobs = logprobs_of(chain.from_iterable(row or [0.0] * topk for row in scores.candidates))
             if len(sample.candidates) != topk * len(sample.response_ids):
-                raise RuntimeFailure(f"{FIELD}.topk: {self._source.name} named other than {topk} candidates a token of {sample.name}")
+                raise RuntimeFailure(f"{FIELD}.topk: {self._source.name} did not return {topk} candidates per token of {sample.name}")
 
 
 def _data(response: httpx.Response) -> dict[str, Any]:
@@ -296,7 +297,3 @@ def _why_not_logprob_server(response: httpx.Response) -> str | None:
         "is an inference engine such as vLLM, not a log-prob server: its prompt log-probs are wrong for some requests if it speculates; "
         "serve the model with mtpctl logprob-serve"
     )
-
-
-def _line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

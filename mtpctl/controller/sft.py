@@ -1,8 +1,7 @@
 """The supervised stages.
 
 `sft`: next-token loss and MTP loss on worked solutions, or on the assistant's turns of conversations.
-`draft`: trains only the drafter, on samples that the model itself generates:
-training prompts ──► rollout engines ──► samples (a file in the run directory) ──► updates of the drafter
+`draft`: trains only the drafter, on samples that the rollout engines generate, and that are stored in a file in the run directory.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class SftStage:
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.telemetry, self.state = recipe, prepared, trainer, telemetry, state
         self.background, self.revive = background, revive
-        self._draw()
+        self._reset_cursor()
 
-    def _draw(self) -> None:
-        """Position the cursor at the saved state."""
+    def _reset_cursor(self) -> None:
+        """Set the cursor to the saved position."""
         self.cursor = PromptCursor(self.prepared.problems.supervised, self.recipe.seed, shuffle=self.recipe.data.shuffle)
         if self.state.cursor is not None:
             self.cursor.load_state_dict(self.state.cursor)
@@ -68,17 +67,17 @@ class SftStage:
                 return await self._updates()
             except TrainerLost as lost:
                 await self.revive(lost, redraw=True)
-                self._draw()
+                self._reset_cursor()
 
     async def _updates(self) -> None:
         """Run updates and checkpoints until all are done, the loss reaches `until_loss`, or a stop is requested."""
-        train, bad = self.recipe.train, 0
+        train, skipped = self.recipe.train, 0
         stage = train.draft if self.name == "draft" else train.sft
         update = self.trainer.draft_step if self.name == "draft" else self.trainer.sft_step
         while self.state.step < stage.steps and not self.state.stopping.is_set():
             losses = self.state.losses
             if len(losses) == WINDOW and sum(losses) / WINDOW <= train.sft.until_loss:
-                self.telemetry.event("sft", f"mean loss {sum(losses) / WINDOW:.3g} after {self.state.step} updates: far enough")
+                self.telemetry.event("sft", f"mean loss {sum(losses) / WINDOW:.3g} after {self.state.step} updates: the stage ends")
                 return
             if self.background is not None and self.background.done():
                 self.background.result()
@@ -87,7 +86,7 @@ class SftStage:
             self.state.updating = True
             metrics = await update(sequences)
             seconds = time.perf_counter() - began
-            bad = check_applied(metrics, bad, self.recipe.train.max_bad_steps)
+            skipped = count_skipped(metrics, skipped, train.max_bad_steps)
             if "sft/loss" in metrics and not metrics["skipped"]:
                 self.state.losses = [*losses, metrics["sft/loss"]][-WINDOW:]
             self.state.step += 1
@@ -102,25 +101,13 @@ class SftStage:
         return encode_sft(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools, self.prepared.ends)
 
 
-def check_applied(metrics: dict[str, float], bad: int, limit: int) -> int:
-    """Count consecutive updates that were skipped because the loss or gradient was not finite.
-
-    An update counts as skipped only if all its optimizer steps were skipped.
-
-    Args:
-        bad: the count before this update.
-
-    Returns:
-        The new count.
-
-    Raises:
-        RuntimeFailure: if the count reaches `limit`.
-    """
+def count_skipped(metrics: dict[str, float], count: int, limit: int) -> int:
+    """The number of consecutive updates without a finite loss or gradient in any optimizer step. Raises RuntimeFailure at `limit`."""
     if metrics["skipped"] < 1:
         return 0
-    if bad + 1 >= limit:
-        raise RuntimeFailure(f"trainer: {bad + 1} updates in a row had a loss or gradient that is not finite; lower the learning rate")
-    return bad + 1
+    if count + 1 >= limit:
+        raise RuntimeFailure(f"trainer: {count + 1} updates in a row had a loss or gradient that is not finite; lower the learning rate")
+    return count + 1
 
 
 SAMPLES = "draft_samples.jsonl"
@@ -145,8 +132,8 @@ class DraftStage(SftStage):
     async def run(self) -> None:
         """Generate the missing samples, and run the updates. Raises RuntimeFailure if no response has a token."""
         if self.generator is not None and self.state.step < self.recipe.train.draft.steps:
-            _drop_cut_line(self.file)
-            stored = dict(_stored(self.file))
+            _remove_partial_line(self.file)
+            stored = dict(_read_samples(self.file))
             await self._generate(self.generator, stored)
             # By number, because short responses finish first.
             self.samples = [stored[number] for number in sorted(stored) if stored[number].target]
@@ -188,14 +175,14 @@ class DraftStage(SftStage):
         self.telemetry.event("draft", f"{len(stored):,} samples, {sum(len(row.target) for row in stored.values()):,} tokens")
 
 
-def _drop_cut_line(file: Path) -> None:
+def _remove_partial_line(file: Path) -> None:
     """Remove an incomplete last line, which a killed run leaves. Otherwise the next sample would be appended to it."""
     if file.exists():
         with file.open("r+b") as stream:
             stream.truncate(stream.read().rfind(b"\n") + 1)
 
 
-def _stored(file: Path) -> Iterator[tuple[int, SftSample]]:
+def _read_samples(file: Path) -> Iterator[tuple[int, SftSample]]:
     """The numbered samples in a file. Damaged lines are skipped."""
     if file.exists():
         for line in file.read_text(errors="replace").splitlines():

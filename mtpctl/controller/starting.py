@@ -49,7 +49,7 @@ async def reserve_bundles(recipe: Recipe, waits: Waits, stopping: asyncio.Event)
     began = time.monotonic()
     if (reserved := await _try_reserve(recipe, began)) is not None:
         return reserved
-    with waits.on("cluster: no room for the run just now, waiting for it"):
+    with waits.on("cluster: waiting for capacity for the run"):
         while not stopping.is_set():
             await asyncio.sleep(POLL_S)
             if (reserved := await _try_reserve(recipe, began)) is not None:

@@ -30,11 +30,11 @@ Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
 """Returns a context manager that shows what the run waits for."""
 _UNSAVED = -1
 """Value of `RunState.saved` after a failed checkpoint."""
-AGAIN_S = 10.0
+RETRY_S = 10.0
 """Minimum time between attempts to write a checkpoint after a failure, in seconds."""
-TRIES, GIVE_UP_S = 3, 300.0
-"""The run fails after `TRIES` failures in a row that span at least `GIVE_UP_S` seconds."""
-RESCUE_S = 300.0
+MAX_FAILURES, FAILURE_PERIOD_S = 3, 300.0
+"""The run fails after `MAX_FAILURES` failures in a row that span at least `FAILURE_PERIOD_S` seconds."""
+LAST_SAVE_S = 300.0
 """Time limit of the checkpoint of a failed stage, in seconds. The trainer itself may have failed."""
 
 
@@ -56,37 +56,32 @@ def ended_stages(root: Path) -> list[str]:
 
 
 def newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
-    """The checkpoint that a run would resume from and its weight version, or (None, 0) without a checkpoint.
-
-    Its files are compared with their checksums; newer, damaged ones are reported. Raises UserError if all are damaged.
-    """
+    """The newest checkpoint whose checksums match, and its weight version; (None, 0) without a checkpoint. Reports newer, damaged ones."""
     choice = choose(root, contents=True)
     for line in choice.lines:
         report(line)
     return choice.path, int(saved_state(choice.path)["version"])
 
 
-def version_named(text: str, *others: str, report: Report) -> tuple[Path, Path, int]:
+def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Path, Path, int]:
     """Resolve `--from`, which names a checkpoint or a run. Returns the run directory, the checkpoint and its weight version.
 
     For a run, its newest checkpoint is used. Raises UserError for a run without a checkpoint, for a damaged checkpoint, and for any other
-    path. `others`: what else the caller accepts, for that message.
+    path. `other_kinds`: kinds of paths that the caller accepts as well, for that message.
     """
     path = Path(text).absolute()
     if (path / RUN).is_file():
         try:
             check(path, contents=True)
         except Damaged as damage:
-            raise UserError(
-                f"--from: {path}/{damage}; name another checkpoint, or the run, of which the newest whole one is taken"
-            ) from damage
+            raise UserError(f"--from: {path}/{damage}; name another checkpoint, or the run to use its newest undamaged one") from damage
         try:
             return path.parent.parent, path, int(saved_state(path)["version"])
         except (KeyError, TypeError) as error:
-            raise UserError(f"--from: {text} is not a whole checkpoint of a run; name another") from error
+            raise UserError(f"--from: {text} is an incomplete checkpoint; name another") from error
     recipe = RunDirectory(path).recipe
     if not recipe.is_file():
-        kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({RUN})", *others)
+        kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({RUN})", *other_kinds)
         raise UserError(f"--from: {text} is neither {' nor '.join(kinds)}")
     checkpoint, version = newest_version(RunDirectory(path).checkpoints, report)
     if checkpoint is None:
@@ -95,10 +90,7 @@ def version_named(text: str, *others: str, report: Report) -> tuple[Path, Path, 
 
 
 def resumed_from(checkpoint: Path | None, train: TrainConfig) -> SavedState:
-    """The state that a run with the section `train` resumes with, or that of a new run if there is no checkpoint. Reads no tensors.
-
-    If the stage that ended last has more updates in `train`, it counts as not ended.
-    """
+    """The state in a checkpoint, or that of a new run. If the stage that ended last has more updates in `train`, it has not ended."""
     state = saved_state(checkpoint)
     if checkpoint is not None and continues_last_stage(state["stage"], state["step"], state["ended"], train):
         state["ended"].remove(state["stage"])
@@ -116,8 +108,8 @@ def check_stages(checkpoint: Path | None, state: SavedState, stages: Sequence[st
     stage = state["stage"]
     if stage and stage not in (*state["ended"], *stages):
         raise UserError(
-            f"train.stages: {checkpoint} is within {stage}, which is not among them; add it, with train.{stage}.steps: {state['step']} to "
-            "end it there, or name another run_dir"
+            f"train.stages: {checkpoint} is within {stage}, which is missing; add it, with train.{stage}.steps: {state['step']} to end it "
+            "there, or name another run_dir"
         )
 
 
@@ -151,7 +143,7 @@ class RunState:
         updating: an update is in progress, so the weights may be ahead of `step`.
         lost: no trainer has the weights of `step`.
         saved: the step of the newest checkpoint of this stage, or the step at which the stage began; `_UNSAVED` after a failure.
-        tried: the version that was sent last, even if not every target received it. It is never reused for other weights.
+        sent_version: the version that was sent last, even if not every target received it. It is never reused for other weights.
         saved_at: when the newest checkpoint was written (`time.monotonic`).
         failed_at: when checkpoints since then failed (`time.monotonic`).
         stopping: set when a stop is requested. Stages return at their next step.
@@ -174,7 +166,7 @@ class RunState:
     updating: bool = False
     lost: bool = False
     saved: int = 0
-    tried: int = 0
+    sent_version: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     failed_at: list[float] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -196,20 +188,17 @@ class RunState:
             self.stage, self.step, self.synced_at, self.cursor, self.losses, self.buffer = stage, 0, -1, None, [], None
         self.updating, self.saved, self.saved_at = False, self.step, time.monotonic()
 
-    def end(self, stage: str) -> None:
-        self.ended.append(stage)
-
     def load(self, saved: SavedState) -> None:
         """Load the state of the checkpoint that the run resumes from."""
         for name, value in saved.items():
             if name in SavedState.__annotations__:
                 setattr(self, name, list(value) if isinstance(value, list) else value)
 
-    def go_back(self, checkpoint: Path | None, *, redraw: bool) -> bool:
+    def reset_to(self, checkpoint: Path | None, *, redraw: bool) -> bool:
         """Reset the state to `checkpoint`, because the trainer was lost. The weight version keeps increasing.
 
-        Returns whether the checkpoint is within this stage. Otherwise, or without a checkpoint, the stage begins again. `redraw`: the
-        samples are lost too, and the prompts since the checkpoint are drawn again.
+        Returns whether the checkpoint is within this stage; if it is not, the stage begins again. `redraw`: the samples are lost too, and
+        the prompts since the checkpoint are drawn again.
         """
         if self.saving is not None:
             shutil.rmtree(self.saving.with_name(f"{self.saving.name}.partial"), ignore_errors=True)
@@ -219,59 +208,57 @@ class RunState:
             self._buffer_written.add_done_callback(lambda written: written.exception())
             self._buffer_written = None
         saved = resumed_from(checkpoint, self.train)
-        within_it = saved["stage"] == self.stage and self.stage not in saved["ended"]
-        self.step, self.losses = (saved["step"], saved["losses"]) if within_it else (0, [])
+        within_stage = saved["stage"] == self.stage and self.stage not in saved["ended"]
+        self.step, self.losses = (saved["step"], saved["losses"]) if within_stage else (0, [])
         if redraw:
-            self.cursor = saved["cursor"] if within_it else None
+            self.cursor = saved["cursor"] if within_stage else None
         self.ended, self.synced_at, self.updating = saved["ended"], -1, False
         self.saved, self.saved_at = self.step, time.monotonic()
-        return within_it
+        return within_stage
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
         """Publish a checkpoint that has been written in the background, and begin the next one if it is due.
 
-        If it cannot be written, the run continues and a later call tries again. Raises RuntimeFailure after `TRIES` failures in a row that
-        span `GIVE_UP_S`.
+        If it cannot be written, the run continues and a later call tries again. Raises RuntimeFailure after too many failures.
         """
         try:
-            await self.settle(trainer, wait=False)
+            await self.publish_pending(trainer, wait=False)
             if self._due():
                 await self.checkpoint(trainer, wait=not self.train.async_save)
         except SaveFailed as failure:
-            self._not_saved(failure, "training goes on, and a checkpoint is tried again after a later update")
+            self._record_failure(failure, "training goes on, and a checkpoint is tried again after a later update")
 
     def _due(self) -> bool:
         now = time.monotonic()
         if self.failed_at:
-            return self.saving is None and now - self.failed_at[-1] >= AGAIN_S
+            return self.saving is None and now - self.failed_at[-1] >= RETRY_S
         by_step = self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0
         by_time = self.train.checkpoint_minutes and now - self.saved_at >= 60 * self.train.checkpoint_minutes
         return bool(by_step or by_time)
 
-    def _not_saved(self, failure: SaveFailed, then: str) -> None:
-        """Record that a checkpoint could not be written, and report what happens `then`. Raises RuntimeFailure after too many failures."""
+    def _record_failure(self, failure: SaveFailed, consequence: str) -> None:
+        """Record that a checkpoint could not be written, and report it. Raises RuntimeFailure after too many failures."""
         now = time.monotonic()
         self.saving, self.saved = None, _UNSAVED
         self.failed_at.append(now)
         count, seconds = len(self.failed_at), now - self.failed_at[0]
-        if count >= TRIES and seconds >= GIVE_UP_S:
+        if count >= MAX_FAILURES and seconds >= FAILURE_PERIOD_S:
             message = f"{failure}; {count} tries within {seconds / 60:.0f} minutes failed; free space and start the same command again"
             raise RuntimeFailure(message) from failure
-        self.report(f"{failure}; {then}")
+        self.report(f"{failure}; {consequence}")
 
     async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path | None:
         """Write model, optimizer, this state and the buffer as a checkpoint, and publish it as the newest one when it is complete.
 
-        If `wait` is false, a later `settle` publishes it. One checkpoint is written at a time. Returns its folder, or None if the recipe
-        keeps no checkpoints. Raises SaveFailed if it cannot be written. A failure of the previous checkpoint is reported, and this one
-        replaces it.
+        If `wait` is false, a later `publish_pending` publishes it. One checkpoint is written at a time. Returns its folder, or None if the
+        recipe keeps no checkpoints. Raises SaveFailed if it cannot be written; a failure of the previous checkpoint is only reported.
         """
         if not self.train.keep_checkpoints:
             return None
         try:
-            await self.settle(trainer)
+            await self.publish_pending(trainer)
         except SaveFailed as failure:
-            self._not_saved(failure, "the next one takes its place")
+            self._record_failure(failure, "the next one takes its place")
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
         with self.waiting(f"trainer: saving {path.name}"):
             folder = await trainer.begin_save(path)
@@ -284,32 +271,30 @@ class RunState:
             self._buffer_written = asyncio.ensure_future(asyncio.to_thread(self.buffer.saving(folder / BUFFER)))
         self.saving, self.saved = path, self.step
         if wait:
-            await self.settle(trainer)
+            await self.publish_pending(trainer)
         # The interval starts after the write: otherwise a large model, whose checkpoints take minutes, would only write checkpoints.
         self.saved_at = time.monotonic()
         return path
 
-    async def until_saved[T](self, save: Callable[[], Awaitable[T]]) -> T:
-        """Call `save`, which the run requires, and retry until the disk has room. Raises RuntimeFailure after `GIVE_UP_S`."""
+    async def retry_save[T](self, save: Callable[[], Awaitable[T]]) -> T:
+        """Call `save`, and retry while the disk is full. Raises RuntimeFailure after `FAILURE_PERIOD_S`."""
         began, tries = time.monotonic(), 0
         while True:
             try:
                 return await save()
             except SaveFailed as failure:
                 self.saving, self.saved, tries = None, _UNSAVED, tries + 1
-                if time.monotonic() - began + AGAIN_S > GIVE_UP_S:
-                    message = f"{failure}; {tries} tries within {GIVE_UP_S / 60:.0f} minutes failed"
-                    raise RuntimeFailure(f"{message}; free space and start the same command again") from failure
+                minutes = FAILURE_PERIOD_S / 60
+                if time.monotonic() - began + RETRY_S > FAILURE_PERIOD_S:
+                    message = f"{failure}; {tries} tries within {minutes:.0f} minutes failed; free space and start the same command again"
+                    raise RuntimeFailure(message) from failure
                 if tries == 1:
-                    self.report(f"{failure}; free space: it is retried every {AGAIN_S:.0f} seconds, for {GIVE_UP_S / 60:.0f} minutes")
-                await asyncio.sleep(AGAIN_S)
+                    self.report(f"{failure}; free space: it is retried every {RETRY_S:.0f} seconds, for {minutes:.0f} minutes")
+                await asyncio.sleep(RETRY_S)
 
     @contextlib.asynccontextmanager
     async def _written(self, trainer: TrainerGroup, path: Path) -> AsyncIterator[None]:
-        """Write the controller's part of a checkpoint in the block. If that fails, abandons the trainer's part and raises SaveFailed.
-
-        Without the controller's part, a resumed run would lose its groups.
-        """
+        """Write the controller's part of a checkpoint in the block. If that fails, abandons the trainer's part and raises SaveFailed."""
         try:
             yield
         except OSError as error:
@@ -321,20 +306,20 @@ class RunState:
         """Metrics of the copies of checkpoints since the last call; empty if none are made."""
         return {} if self.copies is None else self.copies.metrics()
 
-    async def rescue(self, trainer: TrainerGroup) -> Path | None:
-        """Take a checkpoint of a stage that has failed.
+    async def save_after_failure(self, trainer: TrainerGroup) -> Path | None:
+        """Write a checkpoint of a stage that has failed.
 
         Returns None if there was no update since the newest checkpoint, if the weights are in the middle of an update or lost, or if the
-        recipe keeps no checkpoints. Raises RuntimeFailure if the trainer does not write it within `RESCUE_S`.
+        recipe keeps no checkpoints. Raises RuntimeFailure if the trainer does not write it within `LAST_SAVE_S`.
         """
         if not self.within_stage or self.lost:
             return None
         if self.updating or self.step == self.saved:
-            await within(self.settle(trainer), RESCUE_S, "checkpoint")
+            await within(self.publish_pending(trainer), LAST_SAVE_S, "checkpoint")
             return None
-        return await within(self.checkpoint(trainer), RESCUE_S, "checkpoint")
+        return await within(self.checkpoint(trainer), LAST_SAVE_S, "checkpoint")
 
-    async def settle(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
+    async def publish_pending(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
         """Publish the checkpoint that is being written, if any, when it is complete; with `wait=False` only if it already is.
 
         Raises SaveFailed if it could not be written.
@@ -351,10 +336,10 @@ class RunState:
             complete = await trainer.finish_save(wait=wait, entries=self._entries)
         if complete:
             path, step = self.saving, self.saved
-            needed = [] if self.copies is None else self.copies.needed
-            await trainer.publish_checkpoint(path, self.train.keep_checkpoints, needed)
+            in_use = [] if self.copies is None else self.copies.in_use
+            await trainer.publish_checkpoint(path, self.train.keep_checkpoints, in_use)
             if self.copies is not None:
-                self.copies.take(path)
+                self.copies.queue(path)
             self.saving, self.failed_at = None, []
             if self.buffer is not None:
                 self.buffer.saved(step)

@@ -65,10 +65,10 @@ def _series(live: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:
     if overview.steps is not None:
         yield Series("run_steps", "gauge", "Updates that the stage has.", overview.steps, labels)
     yield Series("run_age_seconds", "gauge", "Seconds since the newest row of metrics.", overview.age_s, run)
-    yield Series("run_waits", "gauge", "Things that the run waits for, such as a host.", len(live.waiting), run)
+    yield Series("run_waits", "gauge", "Number of waits in progress, such as for a host.", len(live.waiting), run)
     if counts is not None:
         yield Series("run_replicas_serving", "gauge", "Rollout replicas that serve.", counts.serving, run)
-        yield Series("run_replicas_asked", "gauge", "Rollout replicas that are asked for.", counts.asked, run)
+        yield Series("run_replicas_asked", "gauge", "Rollout replicas that are requested.", counts.asked, run)
         yield Series("run_replica_restarts_total", "counter", "Rollout replicas that replaced a failed one.", counts.restarts, run)
     # Names that differ only in characters such as `/` collide. Prometheus rejects a series with two values, so one of them is dropped.
     named = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live.metrics.items())}
@@ -87,18 +87,15 @@ class Wait:
     reason: str
     actors: Sequence[str] = ()
     begun: float = field(default_factory=time.time)
-    _mark: float = field(default_factory=time.monotonic)
+    _began: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
         """Its duration so far."""
-        return time.monotonic() - self._mark
+        return time.monotonic() - self._began
 
     def line(self, logs: Path) -> str:
-        """The wait as text, such as `trainer: loading, 12 s`.
-
-        Ends with the newest line that one of the actors has logged since, such as the progress of loading.
-        """
+        """The wait as text, such as `trainer: loading, 12 s`, with the newest line that one of the actors has logged since."""
         lines = [line for actor in self.actors if (line := newest_line(logs, actor, since=self.begun))]
         newest = f" · {lines[-1]}" if lines else ""
         return f"{self.reason}, {self.seconds:.0f} s{newest}"

@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 
 ALIVE_S = 15.0
 """Time limit for an idle rank to answer before it counts as lost, in seconds. It includes the time that Ray needs to detect a lost host."""
-ROOM_S = 30.0
-"""Seconds to look for room for all ranks before fewer are started.
-
-Until then Ray may not know which hosts are free or lost.
-"""
+CAPACITY_WAIT_S = 30.0
+"""Seconds to wait for capacity for all ranks before fewer are started. Until then Ray may not know which hosts are free or lost."""
 
 
 class TrainerLost(RuntimeFailure):
@@ -45,10 +42,7 @@ class TrainerLost(RuntimeFailure):
 
 
 class HostLost(TrainerLost):
-    """A host was found to be lost while ranks were starting on it. It does not count as a new loss of the trainer.
-
-    It is part of the previous loss, because Ray detects lost hosts late.
-    """
+    """A host was lost while ranks were starting on it. It belongs to the previous loss, because Ray detects lost hosts late."""
 
 
 class Revive(Protocol):
@@ -79,9 +73,9 @@ class TrainerGroup:
         self._run_recipe = recipe
         self.ranks: list[ActorHandle] = []
         first = placement.of("trainer")[0]
-        taken = None if bundles is None else [bundles.by_actor[name] for name in self.names]
-        anywhere: Options = {"num_cpus": first.cpus, "num_gpus": first.gpus}
-        self._start([bundle.options() for bundle in taken] if taken else [anywhere] * len(self.names))
+        options: Options = {"num_cpus": first.cpus, "num_gpus": first.gpus}
+        names = self.names
+        self._start([options] * len(names) if bundles is None else [bundles.by_actor[name].options() for name in names])
 
     @property
     def names(self) -> list[str]:
@@ -159,13 +153,13 @@ class TrainerGroup:
         try:
             return (await asyncio.gather(*waits))[0]
         except RuntimeFailure as error:
-            await self._examine(error)
+            await self._raise_if_lost(error)
             raise
         finally:
             for wait in waits:
                 wait.cancel()
 
-    async def _examine(self, error: RuntimeFailure) -> None:
+    async def _raise_if_lost(self, error: RuntimeFailure) -> None:
         """Raise TrainerLost if a rank is dead or does not answer, because that explains the errors of the other ranks."""
         import ray
 
@@ -183,17 +177,14 @@ class TrainerGroup:
                 raise TrainerLost(f"{answer} ({one_line(error)})") from error
 
     async def rl_step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
-        """One policy update: each rank gets its share of the samples, which are ordered by group.
-
-        A share is written into Ray's object store once, and read by all ranks that compute on it.
-        """
+        """One policy update: each rank gets its share of the samples, which are ordered by group."""
         table, shares = await asyncio.to_thread(self._put, samples)
         parallel = self.recipe.train.parallel
         deadline_s = self.recipe.cluster.step_deadline_s
         return await self._call_each(TrainerRank.rl_step, lambda rank: (table, shares[parallel.dp_rank(rank)], version), deadline_s)
 
     def _put(self, samples: Sequence[Sample]) -> tuple[ObjectRef, list[ObjectRef]]:
-        """References to the table of the samples and to the share of each data-parallel rank."""
+        """Write the table of the samples and the share of each data-parallel rank into Ray's object store, each once."""
         import ray
 
         train = self.recipe.train
@@ -222,7 +213,7 @@ class TrainerGroup:
         try:
             while (await asyncio.wait(waits, timeout=POLL_S))[1]:
                 if lost := self.bundles.lost(self.names):
-                    raise HostLost(f"{lost[0]}: its host is gone")
+                    raise HostLost(f"{lost[0]}: its host is lost")
             for name, wait in zip(self.names, waits, strict=True):
                 try:
                     location: ActorLocation = wait.result()
@@ -244,38 +235,33 @@ class TrainerGroup:
     async def restart(self, report: Callable[[str], None], stopping: asyncio.Event) -> None:
         """Replace all ranks by new ones, on other hosts if theirs are lost. The caller calls `build` next.
 
-        If there is no room for all data-parallel ranks, starts as many as fit, at least `train.min_dp`. If not even those fit, reports that
-        once and waits. Raises TrainerLost if a stop is requested meanwhile.
+        If there is no capacity for all data-parallel ranks, starts as many as fit, at least `train.min_dp`. If not even those fit, reports
+        that once and waits. Raises TrainerLost if a stop is requested meanwhile.
         """
         assert self.bundles is not None, "ranks without bundles cannot be restarted"
         self.end()
-        parallel, least = self._run_recipe.train.parallel, self._run_recipe.train.min_dp
+        train = self._run_recipe.train
+        parallel = train.parallel
+        # Megatron must be able to divide the experts among the ranks.
+        smaller = [dp for dp in range(parallel.dp - 1, (train.min_dp or parallel.dp) - 1, -1) if dp * parallel.cp % parallel.ep == 0]
         began, reported = time.monotonic(), False
-        before = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
-        self.bundles.compact(before)
-        with self.bundles.awaiting(before):
+        names = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
+        self.bundles.compact(names)
+        with self.bundles.awaiting(names):
             while True:
-                late = time.monotonic() - began > ROOM_S
-                for dp in [d for d in range(parallel.dp, (least or parallel.dp) - 1, -1) if d == parallel.dp or (late and self._splits(d))]:
-                    self.recipe = self._with_dp(dp)
+                waited_long = time.monotonic() - began > CAPACITY_WAIT_S
+                for dp in [parallel.dp, *smaller] if waited_long else [parallel.dp]:
+                    layout = train.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
+                    self.recipe = self._run_recipe.model_copy(update={"train": layout})
                     bundles = await self.bundles.try_take(self.names, together=parallel.tp)
                     if bundles is not None:
                         return self._start([bundle.options() for bundle in bundles])
-                if late and not reported:
+                if waited_long and not reported:
                     reported = True
-                    report("no room for the trainer's ranks; waiting for a host that joins, or is free again")
+                    report("no host has capacity for the trainer's ranks; waiting for a host that joins or becomes free")
                 if stopping.is_set():
-                    raise TrainerLost("trainer: a stop was requested before there was room for its ranks")
+                    raise TrainerLost("trainer: a stop was requested before there was capacity for its ranks")
                 await asyncio.sleep(POLL_S)
-
-    def _with_dp(self, dp: int) -> Recipe:
-        parallel = self._run_recipe.train.parallel.model_copy(update={"dp": dp})
-        return self._run_recipe.model_copy(update={"train": self._run_recipe.train.model_copy(update={"parallel": parallel})})
-
-    def _splits(self, dp: int) -> bool:
-        """Whether Megatron can divide the experts among this many data-parallel ranks."""
-        parallel = self._run_recipe.train.parallel
-        return dp * parallel.cp % parallel.ep == 0
 
 
 class Revival:
@@ -295,18 +281,10 @@ class Revival:
         self._counts: Parameters
 
     async def __call__(self, lost: TrainerLost, *, redraw: bool = False) -> Path | None:
-        """Restart the ranks, and reset the run's state to the newest checkpoint.
+        """Restart the ranks, and reset the run's state to the newest checkpoint. `redraw`: see `Revive`.
 
-        Args:
-            redraw: samples since the checkpoint are lost as well, and their prompts are drawn again.
-
-        Returns:
-            The checkpoint, or None if it is not within this stage, which then begins again.
-
-        Raises:
-            RuntimeFailure: if the trainer was lost more than `train.max_restarts` times within an hour.
-            TrainerLost: `lost` itself, if `train.max_restarts` is 0, the recipe takes no checkpoints before the end of a stage, or a
-                checkpoint is damaged and the samples are not redrawn.
+        Returns the checkpoint, or None if it is not within this stage, which then begins again. Raises RuntimeFailure after too many
+        restarts, and `lost` if the recipe permits none, or if a checkpoint is damaged and the samples are not redrawn.
         """
         self.state.updating, self.state.lost = False, True
         choice = await asyncio.to_thread(select_checkpoint, self.state.root)
@@ -315,38 +293,35 @@ class Revival:
         if choice.damaged and not redraw:
             # The groups of earlier updates are gone, so the stage has to continue with those of the previous checkpoint.
             raise lost
-        path, seconds = await self._restart(lost, lambda: self._restored(choice.path, redraw))
+        path, seconds = await self._restart(lost, lambda: self._restore(choice.path, redraw))
         self.state.lost = False
         source = "the beginning of the stage" if path is None else path.name
-        self._report_back(seconds, f": {self.state.stage} goes on after step {self.state.step}, from {source}")
+        self._report_restart(seconds, f": {self.state.stage} goes on after step {self.state.step}, from {source}")
         return path
 
     async def at_start(self, lost: TrainerLost) -> Parameters:
-        """Restart a trainer that was lost before the first stage, when there is no state to reset.
+        """Restart a trainer that was lost before the first stage. Returns the result of `TrainerGroup.build`."""
 
-        Returns the result of `TrainerGroup.build`.
-        """
+        async def restore_nothing() -> None: ...
 
-        async def nothing() -> None: ...
-
-        _, seconds = await self._restart(lost, nothing)
-        self._report_back(seconds, "")
+        _, seconds = await self._restart(lost, restore_nothing)
+        self._report_restart(seconds, "")
         return self._counts
 
-    def _report_back(self, seconds: float, details: str) -> None:
+    def _report_restart(self, seconds: float, details: str) -> None:
         ranks, configured = self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
         fewer = f" with {ranks} of {configured} ranks" if ranks < configured else ""
         self.telemetry.event("restart", f"trainer back{fewer} after {seconds:.0f} s{details}")
 
-    async def _restart[T](self, lost: TrainerLost, then: Callable[[], Awaitable[T]]) -> tuple[T, float]:
-        """Restart the ranks, build their models and call `then`; start over if the trainer is lost meanwhile.
+    async def _restart[T](self, lost: TrainerLost, restore: Callable[[], Awaitable[T]]) -> tuple[T, float]:
+        """Restart the ranks, build their models and call `restore`; start over if the trainer is lost meanwhile.
 
-        Returns the result of `then`, and the seconds that everything took.
+        Returns the result of `restore`, and the total seconds.
         """
         began, count = time.monotonic(), 0
         while True:
             if not count or not isinstance(lost, HostLost):
-                count = self._counted(lost)
+                count = self._count_loss(lost)
             self.telemetry.event(
                 "restart", f"{lost}; restarting the trainer, {count} of train.max_restarts: {self.recipe.train.max_restarts}"
             )
@@ -354,28 +329,26 @@ class Revival:
                 with self.waits.on("trainer: restarting", "trainer rank 0"):
                     await self.trainer.restart(lambda line: self.telemetry.event("restart", line), self.state.stopping)
                     self._counts = await self.trainer.build(self.folder)
-                    return await then(), time.monotonic() - began
+                    return await restore(), time.monotonic() - began
             except TrainerLost as again:
                 lost = again
 
-    def _counted(self, lost: TrainerLost) -> int:
-        """The number of losses within an hour, this one included. Raises RuntimeFailure, or `lost`, if there are too many."""
+    def _count_loss(self, lost: TrainerLost) -> int:
+        """The number of losses within an hour, including this one. Raises RuntimeFailure, or `lost`, if there are too many."""
         train, now = self.recipe.train, time.monotonic()
-        self._lost_at = [*(then for then in self._lost_at if now - then < FORGET_S), now]
-        if not train.revives:
+        self._lost_at = [*(lost_at for lost_at in self._lost_at if now - lost_at < FORGET_S), now]
+        if not train.revives or not train.max_restarts:
             raise lost
         if len(self._lost_at) > train.max_restarts:
-            if train.max_restarts:
-                raise RuntimeFailure(f"{lost}; train.max_restarts: {train.max_restarts} within an hour are used up") from lost
-            raise lost
+            raise RuntimeFailure(f"{lost}; train.max_restarts: {train.max_restarts} within an hour are used up") from lost
         return len(self._lost_at)
 
-    async def _restored(self, newest: Path | None, redraw: bool) -> Path | None:
+    async def _restore(self, newest: Path | None, redraw: bool) -> Path | None:
         stage = self.state.stage
-        within_it = self.state.go_back(newest, redraw=redraw)
-        if newest is not None and not within_it:
+        within_stage = self.state.reset_to(newest, redraw=redraw)
+        if newest is not None and not within_stage:
             await self.trainer.restore(newest)
-        await self.state.until_saved(lambda: self.trainer.begin_stage(stage, self.reference, resumed=within_it))
-        if newest is not None and within_it:
+        await self.state.retry_save(lambda: self.trainer.begin_stage(stage, self.reference, resumed=within_stage))
+        if newest is not None and within_stage:
             await self.trainer.restore(newest)
-        return newest if within_it else None
+        return newest if within_stage else None

@@ -19,9 +19,9 @@ from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import Generators, LogprobReplicas, Parties, SyncReport, Trainer, WeightUpdate
 
 WINDOW = 200
-REMEMBERED = 10
-SHARE = 0.5
-EXPECTED = 20
+MEAN_WINDOWS = 10
+COLLAPSE_SHARE = 0.5
+MIN_ACCEPTED = 20
 """A collapse is reported only if the running mean amounts to at least this number of accepted drafts per window."""
 
 
@@ -40,32 +40,31 @@ class WeightSync:
     ) -> None:
         self.parties = Parties(recipe, trainer, rollout, server, store)
         # With quantized engines, the log-prob server gets the unquantized weights, in a separate update.
-        self._scoring: Parties | None = None
-        self._scored = 0
+        self._logprob_parties: Parties | None = None
+        self._logprob_version = 0
         if server is not None and sends_unquantized_too(recipe):
             self.parties = Parties(recipe, trainer, rollout, None, store)
-            self._scoring = Parties(recipe, trainer, _NoEngines(), server, VersionStore(store).for_logprob(recipe).root)
+            self._logprob_parties = Parties(recipe, trainer, _NoEngines(), server, VersionStore(store).for_logprob(recipe).root)
         self.last: WeightUpdate | None = None
         self._metrics = metrics
         self._persisting: asyncio.Task[None] | None = None
 
     async def __call__(self, version: int, *, verify: bool | None = None) -> dict[str, float]:
-        """Update every target to `version`. Returns `sync/*`, and the result of `metrics`.
+        """Update every target to `version`. Returns `sync/*`, and the result of `metrics`. Raises the errors of `WeightUpdate.run`.
 
-        `verify`: compare the checksums of every tensor on both ends; default: `sync.verify`. Raises the errors of `WeightUpdate.run`. A
-        pushed version is tried twice.
+        `verify`: compare the checksums of every tensor on both ends; default: `sync.verify`. A pushed version is tried twice.
         """
         began = time.perf_counter()
         if verify is None:
             option = self.parties.recipe.sync.verify
             verify = option == "always" or (option == "first" and self.last is None)
-        await self.persisted()
-        nbytes = 0
-        if self._scoring is not None and self._scored != version:
+        await self.wait_persisted()
+        logprob_bytes = 0
+        if self._logprob_parties is not None and self._logprob_version != version:
             # Before the engines, so that no sample is scored with older weights than those that generated it.
-            scoring = await self._run(self._scoring, version, verify=verify)
-            await scoring.persist()
-            self._scored, nbytes = version, scoring.manifest.nbytes
+            logprob_update = await self._run(self._logprob_parties, version, verify=verify)
+            await logprob_update.persist()
+            self._logprob_version, logprob_bytes = version, logprob_update.manifest.nbytes
         update = await self._run(self.parties, version, verify=verify)
         self._persisting = asyncio.create_task(update.persist())
         self.last = update
@@ -77,14 +76,13 @@ class WeightSync:
                 "sync/seconds": seconds,
                 "sync/publish_seconds": update.plan_seconds,
                 "sync/stall_seconds": max((report.stall_seconds for report in update.reports), default=0.0),
-                "sync/gb_per_s": (nbytes + update.manifest.nbytes) / seconds / 1e9,
+                "sync/gb_per_s": (logprob_bytes + update.manifest.nbytes) / seconds / 1e9,
             }
             | _changed_shares(update.manifest)
             | self._metrics()
         )
 
     async def _run(self, parties: Parties, version: int, *, verify: bool) -> WeightUpdate:
-        """Update these parties' targets."""
         update = WeightUpdate(parties, version, self._sections(), verify=verify)
         try:
             await update.run()
@@ -107,14 +105,14 @@ class WeightSync:
         order: list[Section] = ["adapter", "target", "draft"]
         return tuple(name for name in order if name in sections or (name == "target" and self.last is None))
 
-    async def forget(self) -> None:
+    async def reset(self) -> None:
         """Reset after the loss of the trainer. The next version is the first of the new trainer, and contains every section."""
-        persisting, self._persisting, self.last, self._scored = self._persisting, None, None, 0
+        persisting, self._persisting, self.last, self._logprob_version = self._persisting, None, None, 0
         if persisting is not None:
             persisting.cancel()
             await asyncio.gather(persisting, return_exceptions=True)
 
-    async def persisted(self) -> None:
+    async def wait_persisted(self) -> None:
         """Wait until the trainer has copied the latest version to the store. Raises the error of the copy."""
         if self._persisting is not None:
             persisting, self._persisting = self._persisting, None
@@ -140,7 +138,7 @@ def _changed_shares(manifest: Manifest) -> dict[str, float]:
     if not counts:
         return {}
     changed, numel = (sum(column) for column in zip(*counts.values(), strict=True))
-    return {"sync/changed_share": changed / numel} | {f"sync/changed_share_{name}": one / of for name, (one, of) in counts.items()}
+    return {"sync/changed_share": changed / numel} | {f"sync/changed_share_{name}": part / total for name, (part, total) in counts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +157,13 @@ class Collapse:
 
 
 class AcceptanceWatch:
-    """Compares the first window of `WINDOW` drafts after each sync with the mean of the last `REMEMBERED` windows.
+    """Compares the first window of `WINDOW` drafts after each sync with the mean of the last `MEAN_WINDOWS` windows.
 
     Drafts of outdated or wrong weights are almost always rejected. A collapse is a first window below half of the mean.
     """
 
     def __init__(self) -> None:
-        self._windows: deque[float] = deque(maxlen=REMEMBERED)
+        self._windows: deque[float] = deque(maxlen=MEAN_WINDOWS)
         self._version = 0
         self._checked = True
         self._drafted = self._accepted = 0
@@ -180,7 +178,7 @@ class AcceptanceWatch:
         self._version, self._checked = version, False
         self._drafted = self._accepted = 0
 
-    def take(self, sample: Sample) -> Collapse | None:
+    def observe(self, sample: Sample) -> Collapse | None:
         """Count a sample if the live version drafted most of its tokens. Returns a collapse at the end of a version's first window."""
         new = sum(span.end - span.start for span in sample.version_spans if span.version >= self._version)
         if 2 * new <= len(sample.response_ids):
@@ -192,7 +190,7 @@ class AcceptanceWatch:
         acceptance, before = self._accepted / self._drafted, self.mean
         checked, self._checked = self._checked, True
         self._drafted = self._accepted = 0
-        if not checked and before * WINDOW >= EXPECTED and acceptance < SHARE * before:
+        if not checked and before * WINDOW >= MIN_ACCEPTED and acceptance < COLLAPSE_SHARE * before:
             return Collapse(self._version, acceptance, before)
         self._windows.append(acceptance)
         return None

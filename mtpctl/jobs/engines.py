@@ -13,7 +13,7 @@ from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.prepare import ends_of, model_of, store_in, tokenizer_of
-from mtpctl.controller.state import newest_version, version_named
+from mtpctl.controller.state import newest_version, resolve_checkpoint
 from mtpctl.data.end_tokens import EndTokens
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model
 from mtpctl.environments.turns import turns_for
@@ -62,7 +62,7 @@ def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) 
         model = recipe.model.model_copy(update={"path": str(Path(start).absolute()), "config": None, "init": "weights", "drafter": None})
         recipe = recipe.model_copy(update={"model": model})
     elif start is not None:
-        run, checkpoint, version = version_named(start, "a model's folder (config.json)", report=report)
+        run, checkpoint, version = resolve_checkpoint(start, "a model's folder (config.json)", report=report)
     else:
         checkpoint, version = newest_version(run / "checkpoints", report)
     if recipe.model.randomly_initialized and not (run / "model").is_dir():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.prepare import model_of, store_in
-from mtpctl.controller.state import version_named
+from mtpctl.controller.state import resolve_checkpoint
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.controller.weights import WeightSync
 from mtpctl.jobs import print_progress
@@ -42,7 +42,7 @@ class Source:
         """Parse `--from`: a run directory (its newest checkpoint), or a checkpoint. Raises UserError for anything else."""
         if text is None:
             return cls()
-        run, checkpoint, _ = version_named(text, report=print_progress)
+        run, checkpoint, _ = resolve_checkpoint(text, report=print_progress)
         return cls(run, checkpoint)
 
 
@@ -131,7 +131,7 @@ async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: 
 
 async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:
     metrics = await sync(version, verify=verify)
-    await sync.persisted()
+    await sync.wait_persisted()
     from mtpctl.sync.receiver import copy_rate
 
     update = sync.last

@@ -141,11 +141,11 @@ def start_weights(text: str) -> StartWeights:
     folder = Path(text).expanduser().absolute()
     if (folder / WEIGHTS).is_file():
         return StartWeights(text, str(folder))
-    from mtpctl.controller.state import version_named
+    from mtpctl.controller.state import resolve_checkpoint
     from mtpctl.jobs import print_progress
     from mtpctl.recipe.loading import load_recipe
 
-    run, checkpoint, _ = version_named(str(folder), f"a folder of weights ({WEIGHTS})", report=print_progress)
+    run, checkpoint, _ = resolve_checkpoint(str(folder), f"a folder of weights ({WEIGHTS})", report=print_progress)
     recipe = load_recipe(_recipe_of(run)).recipe
     model, adapter = recipe.model, recipe.train.lora is not None
     base = model.folder_in(run) or model.path

@@ -15,7 +15,7 @@ def sample(rate: float, versions: list[int], drafts: int = 50) -> Sample:
 
 
 def feed(watch: AcceptanceWatch, rate: float, version: int, samples: int = 8) -> list[Collapse]:
-    return [collapse for _ in range(samples) if (collapse := watch.take(sample(rate, [version])))]
+    return [collapse for _ in range(samples) if (collapse := watch.observe(sample(rate, [version])))]
 
 
 def test_a_collapse_is_reported_once_after_enough_drafts() -> None:
@@ -40,9 +40,9 @@ def test_responses_of_the_previous_version_do_not_count() -> None:
     watch = AcceptanceWatch()
     feed(watch, 0.8, 0)
     watch.synced(1)
-    assert not [c for _ in range(20) if (c := watch.take(sample(0.0, [0])))]
-    assert not [c for _ in range(20) if (c := watch.take(sample(0.0, [0, 1])))]
-    assert [c for _ in range(20) if (c := watch.take(sample(0.0, [0, 1, 1])))]
+    assert not [c for _ in range(20) if (c := watch.observe(sample(0.0, [0])))]
+    assert not [c for _ in range(20) if (c := watch.observe(sample(0.0, [0, 1])))]
+    assert [c for _ in range(20) if (c := watch.observe(sample(0.0, [0, 1, 1])))]
 
 
 def test_a_drafter_with_low_acceptance_cannot_collapse() -> None:

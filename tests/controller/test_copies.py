@@ -78,7 +78,7 @@ def test_checkpoints_are_copied_in_the_background_and_complete_at_the_end(run: P
     store = Store()
     copies, message = copies_in(store, run)
     for step in (2, 4):
-        copies.take(make_checkpoint(run, f"rl-{step:06d}"))
+        copies.queue(make_checkpoint(run, f"rl-{step:06d}"))
     asyncio.run(copies.finish())
     assert newest_copy(store) == "rl-000004" and message == []
     result = copies.metrics()
@@ -90,11 +90,11 @@ def test_checkpoints_are_copied_in_the_background_and_complete_at_the_end(run: P
 def test_temporary_store_failure_is_reported_counted_and_recovered_from(run: Path) -> None:
     store = Store()
     copies, message = copies_in(store, run)
-    copies.take(make_checkpoint(run, "rl-000002"))
+    copies.queue(make_checkpoint(run, "rl-000002"))
     wait_for(lambda: copies.metrics()["checkpoint/copy_behind"] == 0)
     store.down = True
     for step in (4, 6):
-        copies.take(make_checkpoint(run, f"rl-{step:06d}"))
+        copies.queue(make_checkpoint(run, f"rl-{step:06d}"))
     failures = 0.0
 
     def failed_again() -> bool:
@@ -117,7 +117,7 @@ def test_run_without_its_store_reports_it_and_ends(run: Path) -> None:
     store = Store()
     store.down = True
     copies, message = copies_in(store, run)
-    copies.take(make_checkpoint(run, "rl-000002"))
+    copies.queue(make_checkpoint(run, "rl-000002"))
     asyncio.run(asyncio.wait_for(copies.finish(), WAIT_S))
     assert message[-1] == f"the newest checkpoint was not copied to {store.url}; start the same command again once it answers"
 
@@ -128,7 +128,7 @@ def test_bug_is_raised_instead_of_retried(run: Path) -> None:
             raise ZeroDivisionError
 
     copies, _ = copies_in(Wrong(), run)
-    copies.take(make_checkpoint(run, "rl-000002"))
+    copies.queue(make_checkpoint(run, "rl-000002"))
     with pytest.raises(ZeroDivisionError):
         asyncio.run(asyncio.wait_for(copies.finish(), WAIT_S))
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_copied(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             state.step = step
             await state.checkpoint_if_due(trainer)
-            await asyncio.to_thread(wait_for, lambda: state.copies is not None and "sft-000001" in state.copies.needed)
+            await asyncio.to_thread(wait_for, lambda: state.copies is not None and "sft-000001" in state.copies.in_use)
         assert here() == ["sft-000001", "sft-000002", "sft-000003"], "the one that is copied, the one that waited, and the newest"
         store.slow = False
         await state.copies.finish()
@@ -177,7 +177,7 @@ def copied(run: Path, *names: str) -> str:
     store = Store()
     copies, _ = copies_in(store, run)
     for name in names:
-        copies.take(make_checkpoint(run, name))
+        copies.queue(make_checkpoint(run, name))
         wait_for(lambda: copies.metrics()["checkpoint/copy_behind"] == 0)
     return store.url
 
@@ -216,7 +216,7 @@ def test_copier_reports_a_copy_of_another_version(run: Path) -> None:
     copies, lines = copies_in(store, run)
     listing = json.loads(Listing(1, {}).to_json())
     store.write(f"checkpoints/rl-000002/{LISTING}", json.dumps(with_checksum(listing | {"format": 4})).encode())
-    copies.take(make_checkpoint(run, "rl-000004"))
+    copies.queue(make_checkpoint(run, "rl-000004"))
     wait_for(lambda: lines)
     assert "was saved by another version of mtpctl" in lines[0] and lines[0].endswith("rl-000004 is not copied")
 
@@ -230,7 +230,7 @@ def test_copy_of_another_run_is_rejected(run: Path, tmp_path: Path) -> None:
     url = copied(run, "rl-000002")
     check_copies(recipe_in(tmp_path / "elsewhere", url))
     other = recipe_in(tmp_path / "elsewhere", url).model_copy(update={"name": "other"})
-    message = f"train.checkpoint_copy: {url} holds the run run, not other; write {{name}} into it, or name another"
+    message = f"train.checkpoint_copy: {url} has the run run, not other; use {{name}} in it, or name another"
     with pytest.raises(UserError, match=message.replace("{", r"\{").replace("}", r"\}")):
         check_copies(other)
 
@@ -241,9 +241,7 @@ def test_unreachable_store_is_an_error_without_a_local_checkpoint(run: Path, mon
 
     monkeypatch.setattr(ObjectStore, "write", nobody)
     recipe = recipe_in(run, "memory://away/run")
-    message = (
-        r"train.checkpoint_copy: memory://away/run does not answer \(nobody answers\), and may hold the checkpoint that this run goes on"
-    )
+    message = r"train.checkpoint_copy: memory://away/run does not answer \(nobody answers\), and may have the checkpoint from which this"
     with pytest.raises(EnvironmentMissing, match=message):
         check_copies(recipe)
     make_checkpoint(run, "rl-000002")
@@ -294,7 +292,7 @@ def test_run_resumes_from_the_copy_on_another_machine(server: S3Server, tmp_path
     server.stop()
     away = trained(lone, server, 8)
     assert away.returncode == 3 and not lone.exists()
-    assert "does not answer" in away.stderr and "may hold the checkpoint that this run goes on from" in away.stderr
+    assert "does not answer" in away.stderr and "may have the checkpoint from which this run resumes" in away.stderr
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ async def test_replicas_join_and_leave_with_hosts_up_to_the_maximum(tmp_path: Pa
         assert_all_once(await task, 250, tokens=40)
         assert it.pool.membership.restarts == 0
         assert it.said[:3] == ["replica 1 joins, on host b", "replica 2 joins, on host b", "replica 1 serves"]
-        assert "replica 1 leaves: its host is being drained" in it.said and "replica 3 leaves: its host is gone" in it.said
+        assert "replica 1 leaves: its host is being drained" in it.said and "replica 3 leaves: its host is lost" in it.said
 
 
 @in_loop
@@ -170,7 +170,7 @@ async def test_requested_number_is_reached_and_answered(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}) as it:
         await it.settled(0, 1, 2, 3)
         answer = await asyncio.to_thread(request_replicas, it.run, 2)
-        assert (answer.message, answer.refused) == ("2 replica(s) are asked for, and 4 serve", False)
+        assert (answer.message, answer.refused) == ("2 replica(s) are requested, and 4 serve", False)
         await it.settled(0, 1)
         assert set(it.hosts.by_actor) == {"rollout-0", "rollout-1"}, "the places of the others are free"
         await asyncio.to_thread(request_replicas, it.run, 3)
@@ -187,12 +187,12 @@ async def test_requested_number_survives_a_resume(tmp_path: Path) -> None:
         await it.settled(0, 1)
     async with world(tmp_path, {"a": 8}) as it:
         await it.settled(0, 1)
-        assert it.said[0] == "2 replica(s) are asked for, since mtpctl scale did so before"
+        assert it.said[0] == "2 replica(s) are requested, by an earlier mtpctl scale"
         await asyncio.to_thread(request_replicas, it.run, 4)
         await it.settled(0, 1, 2, 3)
     async with world(tmp_path, {"a": 8}, most=3) as it:
         await it.settled(0, 1, 2)
-        assert it.said[0] == "4 replica(s) are asked for, since mtpctl scale did so before, and rollout.replicas allows 3"
+        assert it.said[0] == "4 replica(s) are requested, by an earlier mtpctl scale, but rollout.replicas allows 3"
     async with world(tmp_path, {"a": 8}, most=5) as it:
         await it.settled(0, 1, 2, 3)
 
@@ -221,7 +221,7 @@ async def test_request_takes_effect_even_if_its_answer_cannot_be_written(tmp_pat
         (it.run.requests / "1.answer").mkdir(parents=True)
         (it.run.requests / "1.json").write_text('{"replicas": 1}')
         await it.settled(0)
-        assert "mtpctl scale gets no answer (Is a directory): 1 replica(s) are asked for, and 2 serve" in it.said
+        assert "mtpctl scale gets no answer (Is a directory): 1 replica(s) are requested, and 2 serve" in it.said
 
 
 @in_loop
@@ -253,7 +253,7 @@ async def test_run_without_room_for_the_minimum_shows_its_wait(tmp_path: Path) -
         room.clear()
         task = asyncio.ensure_future(collect(it.pool, requests(20)))
         await it.until(lambda: bool(it.waits._waits) and waited > 2)
-        assert it.waits._waits[0].reason == "rollout: 0 of at least 2 replica(s) have a host (rollout.replicas.min), waiting for room"
+        assert it.waits._waits[0].reason == "rollout: 0 of at least 2 replica(s) have a host (rollout.replicas.min), waiting for capacity"
         assert not task.done()
         room["c"] = 2
         await it.settled(0, 1)
@@ -283,7 +283,7 @@ async def test_waiting_actor_gets_the_bundle_of_a_replica_above_the_minimum(tmp_
         assert not any("leaves" in line for line in it.said), "another host may join"
         it.hosts.awaited["logprob-0"] -= YIELD_S
         await it.until(lambda: "rollout-2" not in it.hosts.by_actor)
-        assert "replica 2 leaves: logprob-0 has no place on any other host" in it.said
+        assert "replica 2 leaves: no other host has capacity for logprob-0" in it.said
         it.hosts.by_actor["logprob-0"] = ActorBundle(Claim("logprob-0", 1.0), "c", None)
         del it.hosts.awaited["logprob-0"]
         await it.settled(0, 1)
@@ -316,6 +316,6 @@ async def test_leaving_replicas_end_with_the_run(tmp_path: Path) -> None:
         task = asyncio.ensure_future(collect(it.pool, requests(40, max_tokens=500)))
         await it.until(lambda: it.fleet.live[1].in_flight > 0)
         await asyncio.to_thread(request_replicas, it.run, 1)
-        await it.until(lambda: "replica 1 leaves: 1 are asked for" in it.said)
+        await it.until(lambda: "replica 1 leaves: 1 are requested" in it.said)
         task.cancel()
     assert all(replica.closed for replica in it.fleet.live)

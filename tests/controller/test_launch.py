@@ -130,9 +130,9 @@ def test_missing_resources_are_reported_before_the_run_directory_is_created(tmp_
 @pytest.mark.parametrize(
     ("now", "messages"),
     [
-        ("seed=1", "seed: 1 is asked for, and .*/model was made with 0; restore it"),
-        ("model.config.hidden_size=128", r"model\.config\.hidden_size: 128 is asked for, and .*/model was made with 64"),
-        ("model.config.extra=1", r"model\.config\.extra: 1 is asked for, and .*/model was made with None"),
+        ("seed=1", "seed: is 1, but .*/model was created with 0; restore it"),
+        ("model.config.hidden_size=128", r"model\.config\.hidden_size: is 128, but .*/model was created with 64"),
+        ("model.config.extra=1", r"model\.config\.extra: is 1, but .*/model was created with None"),
     ],
 )
 def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str, messages: str) -> None:
@@ -157,7 +157,7 @@ def test_drafter_of_another_recipe_is_rejected(tmp_path: Path) -> None:
     for key, now, before in (("seed", "1", "0"), ("model.drafter.layers", "2", "1")):
         with pytest.raises(UserError) as caught:
             check_random_init(recipe(begun.run_path, *sets, f"{key}={now}"), RunDirectory(begun.run_path))
-        assert str(caught.value).startswith(f"{key}: {now} is asked for, and {folder.path} was made with {before}; restore it")
+        assert str(caught.value).startswith(f"{key}: is {now}, but {folder.path} was created with {before}; restore it")
 
 
 @pytest.mark.parametrize("contents", [b"", b"name: x\n", b"name: \xff\n", b"seed: ["])
@@ -177,8 +177,8 @@ STALE = "async.staleness_threshold=0.5"
 @pytest.mark.parametrize(
     ("then", "now", "said"),
     [
-        (["train.rl.old_logprobs=recompute"], [], "comes to behaviour now, and came to recompute before; set it to recompute"),
-        (["async.staleness_threshold=0"], [], "comes to behaviour now, and came to recompute before"),
+        (["train.rl.old_logprobs=recompute"], [], "is behaviour now, and was recompute before; set it to recompute"),
+        (["async.staleness_threshold=0"], [], "is behaviour now, and was recompute before"),
         ([], [], ""),
         (["train.rl.old_logprobs=behaviour"], [], ""),
     ],

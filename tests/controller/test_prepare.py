@@ -133,7 +133,7 @@ def test_gsm8k_rows_are_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "checker", "message"),
     [
-        (WRONG, "exact", r"own solution \(answer '2'\), as for 1 of 1 training problems looked at: no .* reward\.function: math$"),
+        (WRONG, "exact", r"own solution \(answer '2'\), and for 1 of 1 checked training problems: no .* reward\.function: math$"),
         ({"prompt": "age?", "answer": "It is 7. No, 8."}, "math", r"own answer \(answer 'It is 7\. No, 8\.'\).* reward\.function: exact$"),
     ],
 )
@@ -147,7 +147,7 @@ def test_problems_without_any_correct_solution_are_rejected(row: dict[str, str],
 def test_single_wrong_solutions_are_a_warning(tmp_path: Path) -> None:
     created = prepare(from_rows(tmp_path, [GSM8K, WRONG]), tmp_path / "run")
     assert created.warnings[0].startswith("rows.jsonl:2: reward.function: exact gives 0 for the row's own solution")
-    assert created.warnings[0].endswith("as for 1 of 2 training problems looked at")
+    assert created.warnings[0].endswith("and for 1 of 2 checked training problems")
 
 
 def test_solutions_are_not_checked_without_a_verifier(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mtpctl.checkpoint.finding import damaged_in, list_checkpoints
 from mtpctl.checkpoint.listing import write_listing
 from mtpctl.controller import state as module
 from mtpctl.controller.resuming import describe_start, find_start, start_over
-from mtpctl.controller.state import AGAIN_S, GIVE_UP_S, RunState
+from mtpctl.controller.state import FAILURE_PERIOD_S, RETRY_S, RunState
 from mtpctl.doctor.checks import examine_run
 from mtpctl.errors import RuntimeFailure, SaveFailed, ThresholdMissed, UserError
 from mtpctl.recipe.loading import dump_resolved
@@ -49,7 +49,7 @@ def test_run_resumes_from_the_newest_complete_checkpoint_and_keeps_the_damaged_o
     assert (start(recipe).checkpoint, start(recipe).lines) == (root / "rl-000004", [])
     flip(root / "rl-000004" / SHARD)
     planned = describe_start(recipe)
-    assert planned[0] == "rl-000002, rl after step 2; whole by its checksums" and "rl-000004/__0_0.distcp has changed" in planned[1]
+    assert planned[0] == "rl-000002, rl after step 2; its checksums match" and "rl-000004/__0_0.distcp has changed" in planned[1]
     assert [path.name for path in list_checkpoints(root)] == ["rl-000004", "rl-000002"], "a plan changes nothing"
     result = start(recipe)
     assert (result.checkpoint, result.state["step"]) == (root / "rl-000002", 2)
@@ -145,8 +145,8 @@ class Disk:
 def test_required_save_is_retried_until_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message: list[str] = []
     state, disk = RunState(tmp_path, TrainConfig(), report=message.append), Disk(monkeypatch, 25)
-    assert asyncio.run(state.until_saved(disk.save)) == "saved"
-    assert disk.tries == 4 and disk.now == 3 * AGAIN_S
+    assert asyncio.run(state.retry_save(disk.save)) == "saved"
+    assert disk.tries == 4 and disk.now == 3 * RETRY_S
     assert message == [
         "checkpoint rl-000009-end was not written: No space left on device; free space: it is retried every 10 seconds, for 5 minutes"
     ]
@@ -155,8 +155,8 @@ def test_required_save_is_retried_until_the_disk_has_room(tmp_path: Path, monkey
 def test_required_save_fails_after_minutes_of_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, disk = RunState(tmp_path, TrainConfig()), Disk(monkeypatch, 1e9)
     with pytest.raises(RuntimeFailure, match="31 tries within 5 minutes failed; free space and start the same command again"):
-        asyncio.run(state.until_saved(disk.save))
-    assert disk.now == GIVE_UP_S
+        asyncio.run(state.retry_save(disk.save))
+    assert disk.now == FAILURE_PERIOD_S
 
 
 def test_checkpoint_of_an_edited_file_can_be_listed_again(recipe: Recipe) -> None:
@@ -166,4 +166,4 @@ def test_checkpoint_of_an_edited_file_can_be_listed_again(recipe: Recipe) -> Non
     (path / "run.json").write_text(json.dumps(state | {"version": 9}))
     assert describe_start(recipe)[0].startswith("rl-000002")
     write_listing(path, 2, {})
-    assert describe_start(recipe) == ["rl-000004, rl after step 4; whole by its checksums"]
+    assert describe_start(recipe) == ["rl-000004, rl after step 4; its checksums match"]

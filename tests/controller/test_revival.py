@@ -157,7 +157,7 @@ def rl(
         revive = Revival(recipe, group, state, rows, Waits(lambda _: None, tmp_path), folder=tmp_path, reference=tmp_path / "reference")
         state.begin("rl")
         generator = cast(Any, FakeGenerator(world, text))
-        stage = RlStage(recipe, prepared, group, generator, sync, {UNNAMED: right_or_wrong}, rows, state, None, revive)
+        stage = RlStage(recipe, prepared, group, generator, sync, {UNNAMED: right_or_wrong}, rows, state, None, revive=revive)
         trainer.meanwhile = lambda: stage.buffer.ready >= meanwhile
         await stage.publish()
         await asyncio.wait_for(stage.run(), 30)
@@ -240,7 +240,7 @@ def test_trainer_lost_before_its_first_stage_is_restarted(tmp_path: Path) -> Non
 
 def test_host_lost_during_a_restart_is_part_of_the_same_loss(tmp_path: Path) -> None:
     recipe, world = recipe_with(restarts=1), World()
-    gone = iter([HostLost("trainer-1: its host is gone")])
+    gone = iter([HostLost("trainer-1: its host is lost")])
 
     class Late(Mortal):
         async def build(self, folder: Path) -> dict[str, int]:
@@ -253,7 +253,7 @@ def test_host_lost_during_a_restart_is_part_of_the_same_loss(tmp_path: Path) -> 
     revival = Revival(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
     asyncio.run(revival.at_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
     messages = [message for _, message in world.events]
-    assert messages[1] == "trainer-1: its host is gone; restarting the trainer, 1 of train.max_restarts: 1" and len(messages) == 3
+    assert messages[1] == "trainer-1: its host is lost; restarting the trainer, 1 of train.max_restarts: 1" and len(messages) == 3
 
 
 def test_supervised_stage_repeats_the_same_problems_after_a_loss(tmp_path: Path) -> None:

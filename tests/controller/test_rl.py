@@ -450,7 +450,7 @@ def test_group_with_a_missing_reward_is_replaced(tmp_path: Path) -> None:
 
 
 def test_reward_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeFailure, match=r"^reward\.on_error: 80 groups in a row were left out \(the last: judge\.py:3: ValueError\)"):
+    with pytest.raises(RuntimeFailure, match=r"^reward\.on_error: 80 groups in a row were dropped \(the last: judge\.py:3: ValueError\)"):
         run_with_failures(recipe_of(), tmp_path, Outcome(None, error="judge.py:3: ValueError"), lambda s: True)
 
 
@@ -564,9 +564,9 @@ def test_responses_cut_by_the_deadline_are_counted_and_reported(tmp_path: Path) 
     assert [metrics["eval/deadline_fraction"] for metrics in evaluated] == [1.0, 1.0]
     assert [metrics["response/deadline_fraction"] for metrics in trained] == [0.5, 0.5]
     assert [(kind, message[:32]) for kind, message in world.events if kind != "data"] == [
-        ("eval", "1 of 1 held-out responses were c"),
-        ("rollout", "4 of 8 responses were cut by rol"),
-        ("eval", "1 of 1 held-out responses were c"),
+        ("eval", "1 of 1 held-out responses were t"),
+        ("rollout", "4 of 8 responses were truncated "),
+        ("eval", "1 of 1 held-out responses were t"),
     ]
 
 
@@ -663,7 +663,7 @@ def test_stop_does_not_wait_for_an_evaluation(tmp_path: Path, hangs_at: int) -> 
 
     asyncio.run(scenario())
     assert [step for step, metrics in world.rows if "eval/accuracy" in metrics] == list(range(0, hangs_at, 2))
-    assert ("eval", "the evaluation under way has no result: the stage ended first") in world.events
+    assert ("eval", "the evaluation in progress has no result: the stage ended first") in world.events
 
 
 @pytest.mark.parametrize("wait", [False, True])

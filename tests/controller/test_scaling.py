@@ -88,10 +88,10 @@ def test_scaled_run_trains_every_prompt_once(tmp_path: Path) -> None:
     with scaled(tmp_path / "run", "rollout.replicas={min: 1, max: 2}", "cluster.num_cpus=3") as run:
         run.wait_for(lambda: run.told("replica 1 serves") == 1)
         run.trains_on(2)
-        assert run.scale(1) == "1 replica(s) are asked for, and 2 serve\n"
+        assert run.scale(1) == "1 replica(s) are requested, and 2 serve\n"
         run.wait_for(lambda: run.told("replica 1 has left") == 1, 60)
         run.trains_on(1)
-        assert run.scale(2) == "2 replica(s) are asked for, and 1 serve\n"
+        assert run.scale(2) == "2 replica(s) are requested, and 1 serve\n"
         run.wait_for(lambda: run.told("replica 1 serves") == 2)
         run.trains_on(2)
         run.stopped()
@@ -148,7 +148,7 @@ def test_trainer_without_a_host_gets_the_bundle_of_a_replica_above_the_minimum(t
             (host,) = [place.partition(":")[0] for place in line.removeprefix("placement: ").split("; ") if "trainer-1" in place]
             (gone,) = [node for node in others if node.node_id.startswith(host.partition("/")[2])]
             gone.kill_raylet()
-            run.wait_for(lambda: run.told("replica 1 leaves: trainer-1 has no place on any other host") == 1, 120)
+            run.wait_for(lambda: run.told("replica 1 leaves: no other host has capacity for trainer-1") == 1, 120)
             run.wait_for(lambda: run.told("trainer back after") == 1, 120)
             run.trains_on(1)
             run.stopped()

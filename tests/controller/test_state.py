@@ -15,8 +15,8 @@ import pytest
 
 from mtpctl.checkpoint.listing import entry_of_text
 from mtpctl.controller.buffer import SampleBuffer
-from mtpctl.controller.sft import check_applied
-from mtpctl.controller.state import AGAIN_S, GIVE_UP_S, RunState, ended_stages, newest_version, resumed_from, version_named
+from mtpctl.controller.sft import count_skipped
+from mtpctl.controller.state import FAILURE_PERIOD_S, RETRY_S, RunState, ended_stages, newest_version, resolve_checkpoint, resumed_from
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
@@ -97,15 +97,15 @@ def test_without_minutes_only_updates_count(tmp_path: Path, monkeypatch: pytest.
 def test_failed_stage_saves_updates_since_the_newest_checkpoint(tmp_path: Path) -> None:
     async def main() -> None:
         state, trainer, group = run(tmp_path)
-        assert await state.rescue(group) is None, "nothing was trained"
+        assert await state.save_after_failure(group) is None, "nothing was trained"
         for _ in range(3):
             await step(state, group)
-        assert await state.rescue(group) == tmp_path / "sft-000003"
-        assert await state.rescue(group) is None, "it is there"
+        assert await state.save_after_failure(group) == tmp_path / "sft-000003"
+        assert await state.save_after_failure(group) is None, "it is there"
         await step(state, group)
         await step(state, group)
         state.updating = True
-        assert await state.rescue(group) is None, "the weights are no step's"
+        assert await state.save_after_failure(group) is None, "the weights are no step's"
         assert trainer.published == ["sft-000002", "sft-000003", "sft-000004"]
 
     asyncio.run(main())
@@ -116,7 +116,7 @@ def test_failed_stage_waits_for_the_checkpoint_in_progress(tmp_path: Path) -> No
         state, trainer, group = run(tmp_path, async_save=True)
         await step(state, group)
         await step(state, group)
-        assert await state.rescue(group) is None and trainer.published == ["sft-000002"]
+        assert await state.save_after_failure(group) is None and trainer.published == ["sft-000002"]
 
     asyncio.run(main())
 
@@ -127,7 +127,7 @@ def test_no_checkpoint_is_written_with_keep_checkpoints_0(tmp_path: Path) -> Non
         await step(state, group)
         await step(state, group)
         assert await state.checkpoint(group) is None
-        assert await state.rescue(group) is None
+        assert await state.save_after_failure(group) is None
         assert trainer.published == [] and list(tmp_path.iterdir()) == []
 
     asyncio.run(main())
@@ -175,7 +175,7 @@ def test_failed_checkpoint_is_retried_after_a_later_update(tmp_path: Path, monke
         assert message == [f"{failed}; training goes on, and a checkpoint is tried again after a later update"]
         await step(state, group)
         assert trainer.published == [] and not list(tmp_path.iterdir()), "not at once"
-        now[0] += AGAIN_S
+        now[0] += RETRY_S
         for _ in range(1 + beside):
             await step(state, group)
         assert trainer.published == ["sft-000005" if beside else "sft-000004"] and len(message) == 1
@@ -194,10 +194,10 @@ def test_run_fails_after_minutes_without_a_checkpoint(tmp_path: Path, monkeypatc
         trainer.failing_saves = 3
         for _ in range(2):
             await step(state, group)
-        now[0] += GIVE_UP_S
+        now[0] += FAILURE_PERIOD_S
         await step(state, group)  # an update that takes so long has a try after it
         assert len(state.failed_at) == 2
-        now[0] += AGAIN_S
+        now[0] += RETRY_S
         message = "sft-000004 was not written: disk full; 3 tries within 5 minutes failed; free space and start the same command again"
         with pytest.raises(RuntimeFailure, match=message):
             await step(state, group)
@@ -211,7 +211,7 @@ def test_final_checkpoint_replaces_a_failed_one(tmp_path: Path) -> None:
         for _ in range(2):
             await step(state, group)
         trainer.failing_saves = 1
-        state.end("sft")
+        state.ended.append("sft")
         assert await state.checkpoint(group) == tmp_path / "sft-000002-end"
         assert trainer.published == ["sft-000002-end"]
         trainer.failing_saves = 1
@@ -249,7 +249,7 @@ def test_checkpoint_without_the_controllers_part_is_abandoned(tmp_path: Path, mo
         assert "sft-000002 was not written: No space left on device; training goes on" in message[0]
         assert trainer.published == [] and not trainer.folder.exists()
         full = False
-        assert await state.rescue(group) == tmp_path / "sft-000002"
+        assert await state.save_after_failure(group) == tmp_path / "sft-000002"
         assert trainer.published == ["sft-000002"]
         assert {"buffer.jsonl", "run.json"} < {file.name for file in (tmp_path / "sft-000002").iterdir()}
 
@@ -278,9 +278,9 @@ def test_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
 def test_skipped_updates_in_a_row_end_the_run_unless_one_is_partly_applied(applied: float) -> None:
     bad = 0
     for skipped in (1.0, 1.0, applied, 1.0, 1.0):
-        bad = check_applied({"skipped": skipped}, bad, 3)
+        bad = count_skipped({"skipped": skipped}, bad, 3)
     with pytest.raises(RuntimeFailure, match="3 updates in a row had a loss or gradient that is not finite"):
-        check_applied({"skipped": 1.0}, bad, 3)
+        count_skipped({"skipped": 1.0}, bad, 3)
 
 
 def test_buffer_is_in_the_final_checkpoint_of_its_stage_only(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_buffer_is_in_the_final_checkpoint_of_its_stage_only(tmp_path: Path) -> 
         state, _, group = run(tmp_path)
         state.begin("rl")
         state.buffer = SampleBuffer()
-        state.end("rl")
+        state.ended.append("rl")
         assert (await state.checkpoint(group) or Path()).name == "rl-000000-end"
         assert (tmp_path / "rl-000000-end" / "buffer.jsonl").exists()
         state.begin("sft")
@@ -330,4 +330,4 @@ def test_ended_stage_continues_if_more_updates_are_configured(
 def test_folder_with_a_foreign_state_is_not_a_checkpoint(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(UserError, match=r"^--from: .*files\.json is missing; name another"):
-        version_named(str(tmp_path), report=print)
+        resolve_checkpoint(str(tmp_path), report=print)

@@ -135,8 +135,8 @@ def test_samples_without_a_teacher_have_no_kl() -> None:
     "answers, told",
     [
         (lambda body, number: (400, {"error": {"message": "token 300 is beyond the vocabulary"}}), "refused p/0: .*beyond the vocabulary"),
-        (lambda body, number: (200, {"data": [{"logprobs": [-1.0], "top_logprobs": [[]] * 2}]}), "named other than 3 candidates a token"),
-        (lambda body, number: (503, {}), r"gave no log-probs of p/0 within 0\.5 s"),
+        (lambda body, number: (200, {"data": [{"logprobs": [-1.0], "top_logprobs": [[]] * 2}]}), "did not return 3 candidates per token"),
+        (lambda body, number: (503, {}), r"returned no log-probs of p/0 within 0\.5 s"),
     ],
 )
 def test_teacher_without_an_answer_ends_the_run(answers: Answers, told: str) -> None:
@@ -252,5 +252,5 @@ def test_hint_with_an_unknown_column_is_rejected() -> None:
 
 
 def test_late_answer_of_the_runs_server_is_reported() -> None:
-    with pytest.raises(RuntimeFailure, match="the policy gave no log-probs of p/0 within 300 s"):
+    with pytest.raises(RuntimeFailure, match="the policy returned no log-probs of p/0 within 300 s"):
         in_run(Server(late=True), sample_of([-1.0], [1]), None)

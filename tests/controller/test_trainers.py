@@ -90,7 +90,7 @@ class Cluster:
         monkeypatch.setattr("mtpctl.cluster.bundles.live_nodes", lambda: set(self.free))
         monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", self._hosts)
         monkeypatch.setattr(Bundles, "reserve", lambda bundles, specs, *, planned: self._reserve(bundles, specs))
-        monkeypatch.setattr(trainers, "ROOM_S", 0.1)
+        monkeypatch.setattr(trainers, "CAPACITY_WAIT_S", 0.1)
         monkeypatch.setattr(trainers, "POLL_S", 0.02)
 
     def _hosts(self) -> list[Any]:
@@ -148,7 +148,7 @@ def test_restart_waits_for_a_host_without_min_dp(monkeypatch: pytest.MonkeyPatch
     hosts = Cluster(monkeypatch, {"a": 1, "c": 0})
     started, message, dp = hosts.restart(monkeypatch, then=lambda: hosts.free.setdefault("e", 2))
     assert (started, dp) == (["c", "c", "e", "e"], 2)
-    assert message == ["no room for the trainer's ranks; waiting for a host that joins, or is free again"]
+    assert message == ["no host has capacity for the trainer's ranks; waiting for a host that joins or becomes free"]
 
 
 def test_stop_ends_the_wait_for_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

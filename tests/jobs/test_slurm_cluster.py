@@ -153,7 +153,7 @@ def test_elastic_run_continues_on_the_nodes_that_are_left(slurm: SlurmCluster, t
     job._until(lambda: any(row.get("rollout/replicas", 0) >= 5 for row in job.rows), START_S)
     try:
         slurm.kill_node("n3", job.id)
-        job._until(lambda: any("its host is gone" in message for message in job.events("rollout")), 120)
+        job._until(lambda: any("its host is lost" in message for message in job.events("rollout")), 120)
         job.until_step(job.step + 30)
         assert slurm.state(job.id) == "RUNNING" and not job.events("resume")
         slurm.call("scancel", job.id)
