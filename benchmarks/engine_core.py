@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import alternate, parser, print_environment, print_spread
-from mtpctl.bench.cycle_model import TINY, write_cycle_model
+from mtpctl.bench.rollout_engines import TINY, write_cycle_model
 
 PROMPT = list(range(10, 138))
 

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from harness import parser
-from mtpctl.bench.cycle_model import write_cycle_model
-from mtpctl.bench.rollout_engines import config_of
+from mtpctl.bench.rollout_engines import config_of, write_cycle_model
 
 CYCLE_MODEL = "{out}/cycle7b"
 RL_7B = (

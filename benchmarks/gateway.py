@@ -26,13 +26,12 @@ from typing import Any, Literal
 import aiohttp
 
 from harness import finish, parser, print_environment
-from mtpctl.bench.cycle_model import answer
 from mtpctl.bench.report import spread
-from mtpctl.bench.rollout_engines import Bench, Options, parse_shape
+from mtpctl.bench.rollout import Bench, Options, parse_shape
+from mtpctl.bench.rollout_engines import expected_answer
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.data.tokenizers import load_byte_tokenizer, make_byte_tokenizer
-from mtpctl.environments.gateway.answers import AnswerReader
-from mtpctl.environments.gateway.server import Gateway
+from mtpctl.environments.gateway.server import AnswerReader, Gateway
 from mtpctl.environments.gateway.trajectory import Generate, Model
 from mtpctl.environments.turns import ChatReplies
 from mtpctl.samples import GenerationRequest, Sample
@@ -155,7 +154,7 @@ class Measurement:
                 continue
             ids, begin = sample.token_ids.tolist(), len(sample.prompt_ids)
             for turn in range(talk.turns):
-                expected = answer(ids[begin - 1], talk.tokens, self.vocab)
+                expected = expected_answer(ids[begin - 1], talk.tokens, self.vocab)
                 assert ids[begin : begin + talk.tokens] == expected, f"turn {turn} has tokens that the model does not sample"
                 begin += talk.tokens
                 begin += next((n for n, trained in enumerate(sample.loss_mask[begin - len(sample.prompt_ids) :]) if trained), 0)
@@ -212,7 +211,7 @@ def main() -> None:
             prompt = options.turns * options.question + (options.turns - 1) * options.tokens
             folder = options.model or Path(scratch) / "model"
             settings = Options(parse_shape(options.shape), folder, batches, prompt, options.tokens, 1, 1.0, options.rounds, device)
-            bench = Bench(settings, print, at_once=1)
+            bench = Bench(settings, print, num_engines=1)
         pipe, remote = multiprocessing.Pipe()
         multiprocessing.get_context("spawn").Process(target=run_clients, args=(remote,), daemon=True).start()
         print_environment()

@@ -66,7 +66,7 @@ def learn(options: argparse.Namespace) -> None:
     experiment = Experiment(options.recipe, (), tuple(options.sets), options.out)
     arms = [arm for arm in ARMS if options.arm in (None, arm.name)]
     if options.measured_only:
-        outcomes = experiment.measured(arms, options.seeds, say=print)
+        outcomes = experiment.load_outcomes(arms, options.seeds, say=print)
     else:
         outcomes = experiment.run(arms, options.seeds, say=print)
     rows = []

@@ -102,9 +102,9 @@ def main() -> None:
         experiment = Experiment(arguments.recipe, (), tuple(sets), arguments.out / f"{loss}-{drafts}")
         say = print
         if arguments.measured_only:
-            outcomes = experiment.measured([FROZEN, TRAINED], arguments.seeds, say=say)
+            outcomes = experiment.load_outcomes([FROZEN, TRAINED], arguments.seeds, say=say)
         else:
-            outcomes = experiment.run([FROZEN, TRAINED], arguments.seeds, together=True, say=say)
+            outcomes = experiment.run([FROZEN, TRAINED], arguments.seeds, concurrent=True, say=say)
         for arm in (FROZEN, TRAINED):
             if of_arm := [outcome for outcome in outcomes if outcome.arm == arm]:
                 rows.append(row(loss, drafts, arm, of_arm))

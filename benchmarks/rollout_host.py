@@ -99,7 +99,7 @@ def main() -> None:
 
 def toy_model(folder: Path) -> Path:
     """A tiny model with a byte tokenizer."""
-    from mtpctl.bench.cycle_model import TINY, write_cycle_model
+    from mtpctl.bench.rollout_engines import TINY, write_cycle_model
     from mtpctl.data.tokenizers import make_byte_tokenizer
 
     write_cycle_model(folder, TINY, acceptance=0.75, device="cpu")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtpctl.bench.cycle_model import write_cycle_model
+from mtpctl.bench.rollout_engines import write_cycle_model
 from mtpctl.cluster.local import cluster
 from mtpctl.families.configs import hub_config, toy_config
 from mtpctl.families.reading import shape_of

@@ -69,7 +69,7 @@ def main() -> None:
     options = arguments.parse_args()
     experiment = evaluated(Experiment(options.recipe, options.overlay, options.set, options.out))
     if options.measured_only:
-        rl, taught = experiment.measured([BY_REWARD, BY_TEACHER], [options.seed], say=print)
+        rl, taught = experiment.load_outcomes([BY_REWARD, BY_TEACHER], [options.seed], say=print)
     else:
         print_environment()
         settings = experiment.load("probe", options.seed).train.rl

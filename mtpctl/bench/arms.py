@@ -81,7 +81,7 @@ def select_arms(arms: Sequence[Arm], texts: Sequence[str] | None, *, custom: boo
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One arm's run with one seed. wanted: RL updates in its recipe; an unfinished run has completed fewer.
+    """One arm's run with one seed. requested_updates: RL updates in its recipe; an unfinished run has completed fewer.
 
     old_logprobs: `train.rl.old_logprobs` with `auto` resolved.
     """
@@ -90,14 +90,14 @@ class Outcome:
     seed: int
     history: History
     placement: Placement
-    wanted: int
+    requested_updates: int
     versions: Versions | None = None
     old_logprobs: Literal["recompute", "behaviour"] = "recompute"
     draft_method: Literal["greedy", "probabilistic"] = "greedy"
 
     @property
     def updates(self) -> int:
-        """Completed RL updates."""
+        """Number of completed RL updates."""
         return sum(row.phase == "rl" and "timing_s/step" in row.metrics for row in self.history.rows)
 
 
@@ -117,10 +117,10 @@ class Experiment:
         validate(recipe)
         return recipe
 
-    def run(self, arms: Sequence[Arm], seeds: Sequence[int], *, together: bool = False, say: Say) -> list[Outcome]:
+    def run(self, arms: Sequence[Arm], seeds: Sequence[int], *, concurrent: bool = False, say: Say) -> list[Outcome]:
         """Train every arm with every seed, except for runs that `out` already has. Returns the outcomes.
 
-        together: run the arms of a seed concurrently, if the measurements do not depend on time.
+        concurrent: run the arms of a seed concurrently, if the measurements do not depend on time.
 
         Raises:
             UserError: if the recipe does not support an arm, or if `out` has a finished run of another recipe.
@@ -137,14 +137,14 @@ class Experiment:
             for recipe in recipes:
                 if _has_ended(recipe):
                     _check_recipe(recipe)
-            for batch in [range(len(arms))] if together else [[i] for i in range(len(arms))]:
+            for batch in [range(len(arms))] if concurrent else [[i] for i in range(len(arms))]:
                 say(f"seed {seed}: " + ", ".join(arms[i].name for i in batch))
                 _train([recipes[i] for i in batch])
             for arm, recipe in zip(arms, recipes, strict=True):
                 outcomes.append(_outcome(arm, seed, recipe, recipe.run_path))
         return outcomes
 
-    def measured(self, arms: Sequence[Arm], seeds: Sequence[int] | None, *, say: Say) -> list[Outcome]:
+    def load_outcomes(self, arms: Sequence[Arm], seeds: Sequence[int] | None, *, say: Say) -> list[Outcome]:
         """The outcomes of the existing runs of these arms in `out`, finished or not. seeds: None for all seeds in `out`.
 
         Runs without an update are reported and skipped. Raises UserError if no run remains.
@@ -156,7 +156,10 @@ class Experiment:
                 if not run.recipe.exists():
                     continue
                 outcome = _outcome(arm, seed, load_recipe(str(run.recipe)).recipe, run.path)
-                say(f"{run.path.name}: {share_of(outcome.updates, outcome.wanted)} updates" + ("" if outcome.updates else ", skipped"))
+                say(
+                    f"{run.path.name}: {format_updates(outcome.updates, outcome.requested_updates)} updates"
+                    + ("" if outcome.updates else ", skipped")
+                )
                 outcomes += [outcome] if outcome.updates else []
         if not outcomes:
             names = ", ".join(arm.name for arm in arms)
@@ -175,20 +178,20 @@ class Experiment:
             return []
         folder = self.out / f"{run}.hf"
         train = recipe.train.model_copy(update={"stages": ["sft"], "keep_checkpoints": max(1, recipe.train.keep_checkpoints)})
-        alone = recipe.model_copy(update={"train": train})
-        if folder.exists() or _has_ended(alone):
-            _check_recipe(alone, folder, irrelevant=IRRELEVANT_TO_SFT)
+        sft_recipe = recipe.model_copy(update={"train": train})
+        if folder.exists() or _has_ended(sft_recipe):
+            _check_recipe(sft_recipe, folder, irrelevant=IRRELEVANT_TO_SFT)
         if not folder.exists():
             say(f"seed {seed}: supervised warm start")
-            _train([alone])
+            _train([sft_recipe])
             with recipe.run_path.with_suffix(".log").open("ab") as log:
                 _wait_for([(recipe.run_path, _start(["convert-hf", str(recipe.run_path), str(folder)], log))])
         return ["model.config=null", "model.init=weights", f"model.path={folder}", "train.stages=[rl]"]
 
 
-def share_of(updates: int, wanted: int) -> str:
+def format_updates(updates: int, requested: int) -> str:
     """Format the number of updates: `11 of 30`, or `30` if the run completed all of them."""
-    return str(updates) if updates >= wanted else f"{updates} of {wanted}"
+    return str(updates) if updates >= requested else f"{updates} of {requested}"
 
 
 def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
@@ -209,22 +212,22 @@ def _train(recipes: Sequence[Recipe]) -> None:
     """Run the recipes concurrently until all have ended. Skips those whose runs have already ended."""
     running = []
     for recipe in recipes:
-        home = recipe.run_path
+        path = recipe.run_path
         if _has_ended(recipe):
             continue
-        file = home.with_suffix(".yaml")
+        file = path.with_suffix(".yaml")
         file.write_text(dump_resolved(recipe))
-        with home.with_suffix(".log").open("ab") as log:
-            running.append((home, _start(["train", str(file), "--plain"], log)))
+        with path.with_suffix(".log").open("ab") as log:
+            running.append((path, _start(["train", str(file), "--plain"], log)))
     _wait_for(running)
 
 
 def _has_ended(recipe: Recipe) -> bool:
     """Whether the run has ended, according to its checkpoint or, if it writes none, to its number of RL updates."""
-    train, home = recipe.train, recipe.run_path
-    if train.keep_checkpoints or train.stages != ["rl"] or not RunDirectory(home).recipe.exists():
-        return set(train.stages) <= set(ended_stages(home / "checkpoints"))
-    return load_history(home).last_step("rl") >= train.rl.steps
+    train, path = recipe.train, recipe.run_path
+    if train.keep_checkpoints or train.stages != ["rl"] or not RunDirectory(path).recipe.exists():
+        return set(train.stages) <= set(ended_stages(path / "checkpoints"))
+    return load_history(path).last_step("rl") >= train.rl.steps
 
 
 def _check_recipe(recipe: Recipe, *derived: Path, irrelevant: Collection[tuple[str, ...]] = ()) -> None:
@@ -258,7 +261,7 @@ def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 def _wait_for(running: Sequence[tuple[Path, subprocess.Popen[bytes]]]) -> None:
     """Wait for all processes. Raises RuntimeFailure if one failed, with its last line of output."""
     try:
-        failed = [home for home, process in running if process.wait() != 0]
+        failed = [path for path, process in running if process.wait() != 0]
     finally:
         alive = [process for _, process in running if process.poll() is None]
         for process in alive:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from mtpctl.bench.arms import Arm, Experiment, Outcome, share_of
+from mtpctl.bench.arms import Arm, Experiment, Outcome, format_updates
 from mtpctl.bench.report import markdown
 from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.summary import LATE, Point, area, late_mean, measure, sustained_from
@@ -134,7 +134,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
-    """One arm over its seeds. held: number of seeds that held their level.
+    """One arm over its seeds. held: number of seeds that hold their level.
 
     spreads: the figures of `LEARNED`; `against`, the late mean minus that of the synchronous arm with the same seed; and `speedup`, see
     the function.
@@ -259,7 +259,7 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
         seed=outcome.seed,
         units=placement.gpu_count or placement.cpus,
         updates=outcome.updates,
-        updates_wanted=outcome.wanted,
+        updates_wanted=outcome.requested_updates,
         evaluations=max(0, len(evaluations) - 1),
         start=measures.start if measures else None,
         late_mean=measures.late_mean if measures else None,
@@ -362,7 +362,7 @@ def _cell(figure: float | Spread | None, form: Format, absent: str = "–") -> s
 
 
 def table(results: Sequence[Result], levels: dict[int, float], tolerance: float, *, level_given: bool = False) -> str:
-    """Three tables: arms over seeds, learning of each run, and time of each run. `level_given`: the user set the level."""
+    """Three tables: arms over seeds, learning of each run, and time of each run. `level_given`: the user sets the level."""
     base = _synchronous(results)
     ratio: Format = "{:.2f}x".format
     learned = [heading for heading, _ in LEARNED.values()]
@@ -379,7 +379,7 @@ def table(results: Sequence[Result], levels: dict[int, float], tolerance: float,
         with_evaluations = _cell(r.held_with_evaluations_s, "{:.1f}".format, never)
         faster = speedup(base.get(r.seed), r)
         per_unit = None if faster is None else faster * base[r.seed].units / r.units
-        updates = share_of(r.updates, r.updates_wanted)
+        updates = format_updates(r.updates, r.updates_wanted)
         runs.append([r.name, r.seed, updates, r.evaluations, *cells, with_evaluations, _cell(faster, ratio), _cell(per_unit, ratio)])
         shares = [f"{share:.0%}" for share in (r.overlap, r.trainer_idle, r.rollout_idle)]
         times.append([r.name, r.seed, f"{r.units:g}", f"{r.step_s:.2f}", f"{r.old_logprob_s:.2f}", *shares, f"{r.staleness:.2f}"])
@@ -390,7 +390,10 @@ def table(results: Sequence[Result], levels: dict[int, float], tolerance: float,
         markdown(("arm", "seed", "updates", "evaluations", *learned, "with evaluations", "speed-up", "per unit"), runs),
         markdown(("arm", "seed", "GPUs or cores", "s an update", "old log-probs, s", *busy), times),
     ]
-    sources = {"recompute": "the trainer's own recompute", "behaviour": "the engine's own log-probs, where the trainer recomputes nothing"}
+    sources = {
+        "recompute": "the trainer's own recompute",
+        "behaviour": "the engine's own log-probs, where the trainer recomputes nothing",
+    }
     for gain in server_gains(results):
         to_level = "" if gain.to_level is None else f", {gain.to_level:.2f}x to the held level"
         ratios = f"{gain.update:.2f}x an update, {gain.update_per_unit:.2f}x per unit{to_level}"

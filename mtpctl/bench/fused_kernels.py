@@ -1,8 +1,8 @@
 """`mtpctl bench fused-kernels`: time and memory of the LM head's log-probs and policy loss, relative to the matrix products alone.
 
-`TIMER` says what is timed, with CUDA events on a GPU and the wall clock on a CPU. Cases alternate for several rounds, so that drift of the
-GPU's clock affects all of them equally. The floor is torch's matrix products alone: one for forward, three for forward and backward. Memory
-is the peak beyond the inputs and the returned gradients. `benchmarks/kernel_errors.py` compares the same cases with float64.
+`TIMER` describes what is timed, with CUDA events on a GPU and the wall clock on a CPU. Cases alternate for several rounds, so that drift of
+the GPU's clock affects all of them equally. The floor is torch's matrix products alone: one for forward, three for forward and backward.
+Memory is the peak beyond the inputs and the returned gradients. `benchmarks/kernel_errors.py` compares the same cases with float64.
 
 Shape legend: N rows, H hidden size, V vocabulary.
 """
@@ -100,14 +100,14 @@ Run = Callable[[Inputs], Output]
 class Case:
     """One implementation of one kind of work.
 
-    most_ratio: bound on time relative to the floor. most_gib: bound on memory. peer: another package's implementation, without bounds.
+    max_ratio: bound on time relative to the floor. max_gib: bound on memory. peer: another package's implementation, without bounds.
     """
 
     work: Work
     name: str
     run: Run
-    most_ratio: float | None = None
-    most_gib: float | None = None
+    max_ratio: float | None = None
+    max_gib: float | None = None
     peer: bool = False
 
 
@@ -285,9 +285,9 @@ def time_in_turns[K: Hashable](runs: Mapping[K, Callable[[], object]], device: s
     times: dict[K, list[float]] = {key: [] for key in runs}
     for _ in range(ROUNDS):
         for key, run in runs.items():
-            spent = sum(time_runs(run, device, 1))
-            while device == "cuda" and spent < SETTLE_MS:
-                spent += sum(time_runs(run, device, 1))
+            elapsed_ms = sum(time_runs(run, device, 1))
+            while device == "cuda" and elapsed_ms < SETTLE_MS:
+                elapsed_ms += sum(time_runs(run, device, 1))
             times[key] += time_runs(run, device, SAMPLES)
     return times
 
@@ -321,9 +321,9 @@ def misses(case: Case, shape: Shape, ratio: float, peak: float | None) -> tuple[
     """The bounds that a case misses, each in a few words."""
     reference = Shape(REFERENCE_ROWS, REFERENCE_HIDDEN, REFERENCE_VOCAB)
     missed = []
-    if case.most_ratio is not None and ratio > (bound := case.most_ratio * (1.0 if shape == reference else SLACK_ELSEWHERE)):
+    if case.max_ratio is not None and ratio > (bound := case.max_ratio * (1.0 if shape == reference else SLACK_ELSEWHERE)):
         missed.append(f"{ratio:.2f}x, bound {bound:.2f}x")
-    if case.most_gib is not None and peak is not None and peak > (bound := case.most_gib * shape.scale):
+    if case.max_gib is not None and peak is not None and peak > (bound := case.max_gib * shape.scale):
         missed.append(f"{peak:.2f} GiB, bound {bound:.2f}")
     return tuple(missed)
 
@@ -338,11 +338,11 @@ def measure(shape: Shape, *, with_peers: bool, device: str | None = None) -> lis
     times = time_in_turns({case: (lambda case=case: case.run(x)) for case in (*floors, *cases)}, device)  # type: ignore[misc]
     forward, forward_backward = (statistics.median(times[c]) for c in floors)
     results = []
-    for case, taken in times.items():
-        ms = statistics.median(taken)
+    for case, case_ms in times.items():
+        ms = statistics.median(case_ms)
         ratio, peak = ms / (forward if case.work == "forward" else forward_backward), peaks.get(case)
         missed = () if case.peer else misses(case, shape, ratio, peak)
-        results.append(Result(str(shape), case.work, case.name, ms, min(taken), max(taken), ratio, peak, case.peer, missed))
+        results.append(Result(str(shape), case.work, case.name, ms, min(case_ms), max(case_ms), ratio, peak, case.peer, missed))
     return results
 
 
@@ -363,8 +363,8 @@ def verdict(results: list[Result]) -> list[str]:
     lines = [f"MISSED {r.shape} {r.what} {r.name}: {'; '.join(r.misses)}" for r in results if r.misses]
     for shape in dict.fromkeys(r.shape for r in results):
         for work in ("forward", "forward+backward"):
-            here = [r for r in results if r.shape == shape and r.what == work and r.name != "floor"]
-            own, peers = ([r for r in here if r.peer is peer] for peer in (False, True))
+            measured = [r for r in results if r.shape == shape and r.what == work and r.name != "floor"]
+            own, peers = ([r for r in measured if r.peer is peer] for peer in (False, True))
             if own and peers:
                 best, peer = min(own, key=lambda r: r.ms), min(peers, key=lambda r: r.ms)
                 lines.append(

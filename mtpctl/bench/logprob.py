@@ -281,8 +281,8 @@ class Bench:
                     for name, seconds in (("bare", bare), ("server", served), ("HTTP", over_http)):
                         times[name].append(1000 * seconds)
             connection.close()
-        self.report.times |= {f"{self.load.single} tokens, {name}": [t / 1000 for t in taken] for name, taken in times.items()}
-        median = {name: statistics.median(taken) for name, taken in times.items()}
+        self.report.times |= {f"{self.load.single} tokens, {name}": [ms / 1000 for ms in values] for name, values in times.items()}
+        median = {name: statistics.median(values) for name, values in times.items()}
         self._add(f"bare, {self.load.single} tokens", median["bare"], "ms")
         for name in ("server", "HTTP"):
             detail = f"{median[name]:.2f} ms in all; least {min(times[name]) - min(times['bare']):+.2f}"
@@ -352,7 +352,7 @@ async def _http(server: LogprobServer) -> AsyncIterator[int]:
 
 
 def _post(connection: http.client.HTTPConnection, body: bytes) -> float:
-    """Send one request. Returns the seconds."""
+    """Send one request. Returns its duration in seconds."""
     began = time.perf_counter()
     connection.request("POST", "/v1/logprobs", body, {"content-type": "application/json"})
     response = connection.getresponse()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from mtpctl.bench.arms import Arm, Outcome, share_of
+from mtpctl.bench.arms import Arm, Outcome, format_updates
 from mtpctl.bench.report import Environment, markdown, number
 from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.names import format_value
@@ -124,7 +124,7 @@ def table(results: list[Result], last: int) -> str:
     for r in results:
         against = "" if plain is None else f"{r.tokens_per_busy_s / plain.tokens_per_busy_s - 1:+.1%}"
         counted = "–" if r.acceptance is None else f"{r.acceptance:.1%} ({r.accepted}/{r.drafted})"
-        updates = ", ".join(share_of(updates, r.updates_wanted) for updates in r.updates)
+        updates = ", ".join(format_updates(updates, r.updates_wanted) for updates in r.updates)
         acceptance = [counted, _shares(r.by_seed), _shares(r.by_position), _shares(r.expected_by_position)]
         speeds = [number(r.accept_length, ".2f"), _share(r.held_out_acceptance), f"{r.tokens_per_s:,.0f}", f"{r.tokens_per_busy_s:,.0f}"]
         accuracy = f"{_share(r.accuracy_before)} → {_share(r.accuracy_after)}"
@@ -161,7 +161,7 @@ def _result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
         meaning=arm.meaning,
         seeds=len(histories),
         updates=[outcome.updates for outcome in outcomes],
-        updates_wanted=max(outcome.wanted for outcome in outcomes),
+        updates_wanted=max(outcome.requested_updates for outcome in outcomes),
         drafted=drafted,
         accepted=accepted,
         acceptance=accepted / drafted if drafted else None,

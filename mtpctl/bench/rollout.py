@@ -11,14 +11,34 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from mtpctl.bench.report import number
-from mtpctl.bench.rollout_engines import Bench, Load, Offline, Options, Run, Send, enter_all
+from mtpctl.bench.rollout_engines import (
+    Load,
+    Run,
+    config_of,
+    engine_pool,
+    engine_recipe,
+    enter_all,
+    make_load,
+    offline_actor,
+    send,
+    write_cycle_model,
+)
 from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
+from mtpctl.errors import UserError
+from mtpctl.families.reading import shape_of
+from mtpctl.families.tensors import count_parameters
+from mtpctl.plan.memory import kv_bytes_per_token
+from mtpctl.recipe.schema import ClusterConfig
+from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import SpeculationState
 
@@ -44,6 +64,137 @@ HEADINGS = (
 RULE = "|---" * HEADINGS.count(" | ") + "|---|"
 
 Say = Callable[[str], None]
+Send = Callable[[Load], Awaitable[Run]]
+"""Sends a load and waits for its answers."""
+Offline = Callable[[Load, bool], Awaitable[Run]]
+"""Sends a load through vLLM's offline generation, with or without log-probs."""
+GPU_MEMORY_FRACTION = 0.9
+"""Share of GPU memory for all engines together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """prompt, tokens: tokens of a request's prompt and answer. drafts: maximum number of draft tokens per step."""
+
+    shape: Literal["mimo7b", "tiny"]
+    folder: Path
+    batches: tuple[int, ...]
+    prompt: int
+    tokens: int
+    drafts: int
+    acceptance: float
+    rounds: int
+    device: Literal["cpu", "cuda"]
+    eager: bool = False
+
+
+def parse_shape(text: str) -> Literal["mimo7b", "tiny"]:
+    """Check the name of a shape. Raises UserError if it is unknown."""
+    if text == "mimo7b":
+        return "mimo7b"
+    if text == "tiny":
+        return "tiny"
+    raise UserError(f"--shape: must be mimo7b or tiny, got {text}")
+
+
+class Bench:
+    """Creates the model, its loads and its engines. num_engines: number of engines that share the GPU."""
+
+    def __init__(self, options: Options, say: Callable[[str], None], num_engines: int) -> None:
+        self.options, self.num_engines = options, num_engines
+        config = config_of(options.shape)
+        self.shape = shape_of(config)
+        longest = self.shape.vocab // 4 - 1
+        if options.tokens > longest:
+            raise UserError(f"--tokens: {options.tokens} is too long for a vocabulary of {self.shape.vocab}; at most {longest}")
+        if self.context > self.shape.max_positions:
+            raise UserError(
+                f"--prompt: {options.prompt} tokens and answers of up to {2 * options.tokens} take {self.context} positions, the model has "
+                f"{self.shape.max_positions}; reduce --prompt or --tokens"
+            )
+        write_cycle_model(options.folder, config, acceptance=options.acceptance, device=options.device)
+        say(f"model: {options.folder}, {count_parameters(self.shape)['total']:,} parameters")
+
+    def loads(self, *, wrong_drafts: bool = False) -> list[Load]:
+        """One load for each batch size, whose requests are all sent at once."""
+        return [self._load(f"batch {batch}", batch, batch, 0.0, wrong_drafts) for batch in self.options.batches]
+
+    def queued(self) -> Load:
+        """A load with four times the largest batch, and answers of different lengths, so that slots are refilled continuously."""
+        most = max(self.options.batches)
+        return self._load(f"{most} in flight, {4 * most} in all", most, 4 * most, 0.5, False)
+
+    def _load(self, name: str, batch: int, count: int, spread: float, wrong_drafts: bool) -> Load:
+        options = self.options
+        return make_load(
+            name,
+            batch,
+            count,
+            prompt=options.prompt,
+            tokens=options.tokens,
+            spread=spread,
+            vocab=self.shape.vocab,
+            wrong_drafts=wrong_drafts,
+        )
+
+    def recipe(self, drafts: int) -> Recipe:
+        """The recipe of an engine for the largest batch.
+
+        CUDA graphs are captured for the batch sizes of the loads, for smaller batches (when requests end), and for steps with prefill.
+        """
+        options = self.options
+        most = max(options.batches)
+        rollout: dict[str, object] = {
+            "engine": "vllm",
+            "max_in_flight": most,
+            "max_tokens": 2 * options.tokens,
+            "threads": 1 if options.device == "cpu" else 0,
+            "eager": options.eager,
+            "speculation": {"num_tokens": drafts, "auto": drafts > 0},
+        }
+        if options.device == "cuda":
+            room = most * (options.prompt + options.tokens + 32)
+            rollout["kv_cache_bytes"] = room * kv_bytes_per_token(self.shape, 1, 2, drafting=True)
+            rollout["gpu_memory"] = GPU_MEMORY_FRACTION / self.num_engines
+            if not options.eager:
+                counts = sorted({1, 2, 4, *options.batches, *range(32, most + 1, 32)})
+                mixed = range(most, 2 * most + 1, max(1, most // 4))
+                sizes = sorted({*(count * width for count in counts for width in range(1, drafts + 2)), *mixed})
+                rollout["engine_args"] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
+        return engine_recipe(options.folder, options.device, rollout)
+
+    @property
+    def context(self) -> int:
+        """Maximum tokens of a prompt with its answer, plus a margin."""
+        return self.options.prompt + 2 * self.options.tokens + 64
+
+    @property
+    def _gpus(self) -> float:
+        return round(1 / self.num_engines, 2) if self.options.device == "cuda" else 0.0
+
+    def cluster(self) -> AbstractContextManager[object]:
+        """A local Ray cluster with room for the engines."""
+        gpus = 1 if self.options.device == "cuda" else 0
+        config = ClusterConfig(device=self.options.device, num_cpus=None if gpus else self.num_engines + 1)
+        return cluster(config, cpus=self.num_engines, gpus=gpus)
+
+    def pool(self, drafts: int) -> AbstractAsyncContextManager[ReplicaPool]:
+        """A pool with one engine. drafts: maximum number of draft tokens; the engine selects the number until `speculate` sets it."""
+        return engine_pool(self.recipe(drafts), self.options.folder, self.context, self.options.device, self._gpus)
+
+    @asynccontextmanager
+    async def offline(self) -> AsyncIterator[Offline]:
+        """vLLM's offline generation with the settings of `pool(0)`."""
+        async with offline_actor(self.recipe(0), self.options.folder, self.context, self.options.device, self._gpus) as actor:
+
+            async def send_offline(load: Load, logprobs: bool) -> Run:
+                run: Run = await actor.send.remote(load, self.shape.vocab, logprobs)
+                return run
+
+            yield send_offline
+
+    def through(self, pool: ReplicaPool) -> Send:
+        return lambda load: send(pool, load, self.shape.vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +299,9 @@ async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, dr
     """Measure an engine without speculation, and one with 0 to k draft tokens and with the number that it selects."""
     for load in bench.loads():
         await _measure_fixed(bench, table, load, plain, drafting)
-    for hopeless in (False, True):
-        for load in bench.loads(hopeless=hopeless):
-            await _measure_auto(bench, table, load, plain, drafting, "auto, no draft right" if hopeless else "auto")
+    for wrong_drafts in (False, True):
+        for load in bench.loads(wrong_drafts=wrong_drafts):
+            await _measure_auto(bench, table, load, plain, drafting, "auto, no draft right" if wrong_drafts else "auto")
 
 
 async def _measure_fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool) -> None:
@@ -192,8 +343,8 @@ async def _measure_auto(bench: Bench, table: Table, load: Load, plain: ReplicaPo
     """Measure `speculation.auto`: one round in which the engine compares numbers of drafts, then rounds with the selected number."""
     ways = {OFF: bench.through(plain), what: bench.through(drafting)}
     await drafting.speculate(-1)
-    looking = await alternate(load, ways, 1, warm=False)
-    table.add(row(f"{what}, looking", load, looking[what], looking[OFF]))
+    first_round = await alternate(load, ways, 1, warm=False)
+    table.add(row(f"{what}, looking", load, first_round[what], first_round[OFF]))
     await drafting.speculate()
     rounds = bench.options.rounds
     runs = await alternate(load, ways, rounds, warm=False)
@@ -209,7 +360,7 @@ async def _measure_auto(bench: Bench, table: Table, load: Load, plain: ReplicaPo
 def run(options: Options, parts: list[str], say: Say) -> list[Result]:
     """Run the named parts of the benchmark. Every row is printed as soon as it is measured."""
     path, speculation = "path" in parts, "speculation" in parts
-    bench = Bench(options, say, at_once=1 + path + speculation)
+    bench = Bench(options, say, num_engines=1 + path + speculation)
     table = Table(say)
 
     async def measure() -> None:

@@ -1,31 +1,41 @@
-"""Loads and engines of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, with the same model.
+"""Loads, engines and models of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, with the same model.
 
 Throughput varies with other load on the host by more than the bounds on the ratios. Therefore all engines are resident, and each load is
 sent to them in turn.
+
+The cycle model is a model of any MiMo shape with known outputs, whose MTP layer is right for a chosen share of tokens. The trunk predicts
+`token + 1`. Its attention and MLP have random weights but zero output projections, so it does the computation of a real model without
+changing the result. The MTP layer passes on the embedding of its input token, from which the head also predicts `token + 1`. If the marker
+element of that embedding is positive, a neuron of the layer's MLP adds the embedding of another token, which makes the prediction wrong.
+The marker is positive for a random share of the vocabulary's lower half, and for all of its upper half.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mtpctl.bench.cycle_model import TINY, answer, write_cycle_model
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from mtpctl.cluster.deadlines import within
-from mtpctl.cluster.local import cluster
 from mtpctl.errors import UserError
-from mtpctl.families.configs import hub_config
+from mtpctl.families.configs import hub_config, toy_config
 from mtpctl.families.reading import shape_of
-from mtpctl.families.tensors import count_parameters
-from mtpctl.plan.memory import kv_bytes_per_token
+from mtpctl.families.shape import ModelShape
+from mtpctl.families.tensors import tensor_shapes
 from mtpctl.plan.placement import Actor, Placement
-from mtpctl.recipe.schema import ClusterConfig, Recipe
+from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import SpecStats
 from mtpctl.rollout.start import start_pool
@@ -33,8 +43,6 @@ from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
 START_S = 420.0
-GPU_MEMORY_FRACTION = 0.9
-"""Share of GPU memory for all engines together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,9 @@ class Load:
     lengths: list[int]
 
 
-def make_load(name: str, batch: int, count: int, *, prompt: int, tokens: int, spread: float, vocab: int, hopeless: bool = False) -> Load:
+def make_load(
+    name: str, batch: int, count: int, *, prompt: int, tokens: int, spread: float, vocab: int, wrong_drafts: bool = False
+) -> Load:
     """Make a load with random prompts for a cycle model.
 
     Args:
@@ -58,12 +68,12 @@ def make_load(name: str, batch: int, count: int, *, prompt: int, tokens: int, sp
         tokens: mean tokens of an answer; lengths are uniform in `tokens * (1 ± spread)`.
         spread: see `tokens`.
         vocab: the model's vocabulary size.
-        hopeless: use answers in the upper half of the vocabulary, where all drafts are wrong, instead of the lower half.
+        wrong_drafts: use answers in the upper half of the vocabulary, where all drafts are wrong, instead of the lower half.
     """
-    draw = random.Random(f"{name} {batch} {count} {hopeless}")
+    draw = random.Random(f"{name} {batch} {count} {wrong_drafts}")
     half, room = vocab // 2, vocab // 2 - 2 * tokens
     assert room > 0, "answers do not leave their half of the vocabulary"
-    prompts = [[draw.randrange(half) for _ in range(prompt - 1)] + [draw.randrange(room) + half * hopeless] for _ in range(count)]
+    prompts = [[draw.randrange(half) for _ in range(prompt - 1)] + [draw.randrange(room) + half * wrong_drafts] for _ in range(count)]
     lengths = [max(1, round(tokens * draw.uniform(1 - spread, 1 + spread))) for _ in range(count)]
     return Load(name, batch, prompts, lengths)
 
@@ -121,7 +131,7 @@ class OfflineEngine:
         outputs = self._llm.generate(prompts, settings, use_tqdm=False)
         seconds = time.perf_counter() - began
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        return Run(seconds, sum(map(len, answers)), 0 if vocab is None else _wrong(load, answers, vocab))
+        return Run(seconds, sum(map(len, answers)), 0 if vocab is None else count_wrong(load, answers, vocab))
 
 
 async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
@@ -133,10 +143,10 @@ async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
         return sum(health.occupied_s for health in await pool.health())
 
     async def requests() -> AsyncIterator[GenerationRequest]:
-        for number, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
-            if number == 2 * load.batch:
+        for index, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
+            if index == 2 * load.batch:
                 full.append((clock(), await served()))
-            yield GenerationRequest(Sample(str(number), str(number), prompt), length, seed=number)
+            yield GenerationRequest(Sample(str(index), str(index), prompt), length, seed=index)
         if full:
             full.append((clock(), await served()))
 
@@ -149,147 +159,18 @@ async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
     stats = SpecStats()
     for sample in samples.values():
         stats.add(sample.speculation, len(sample.response_ids))
-    answers = [samples[number].response_ids.tolist() for number in range(len(load.prompts))]
+    answers = [samples[index].response_ids.tolist() for index in range(len(load.prompts))]
     idle = None
     if len(full) == 2:
         (first, before), (last, after) = full
         idle = 1 - (after - before) / (load.batch * (last - first))
-    return Run(seconds, sum(map(len, answers)), _wrong(load, answers, vocab), idle, stats)
+    return Run(seconds, sum(map(len, answers)), count_wrong(load, answers, vocab), idle, stats)
 
 
-def _wrong(load: Load, answers: list[list[int]], vocab: int) -> int:
+def count_wrong(load: Load, answers: list[list[int]], vocab: int) -> int:
     """The number of answers that differ from those of the cycle model."""
-    expected = (answer(prompt[-1], length, vocab) for prompt, length in zip(load.prompts, load.lengths, strict=True))
+    expected = (expected_answer(prompt[-1], length, vocab) for prompt, length in zip(load.prompts, load.lengths, strict=True))
     return sum(ids != right for ids, right in zip(answers, expected, strict=True))
-
-
-Send = Callable[[Load], Awaitable[Run]]
-"""Sends a load and waits for its answers."""
-Offline = Callable[[Load, bool], Awaitable[Run]]
-"""Sends a load through vLLM's offline generation, with or without log-probs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """prompt, tokens: tokens of a request's prompt and answer. drafts: maximum number of draft tokens per step."""
-
-    shape: Literal["mimo7b", "tiny"]
-    folder: Path
-    batches: tuple[int, ...]
-    prompt: int
-    tokens: int
-    drafts: int
-    acceptance: float
-    rounds: int
-    device: Literal["cpu", "cuda"]
-    eager: bool = False
-
-
-def parse_shape(text: str) -> Literal["mimo7b", "tiny"]:
-    """Check the name of a shape. Raises UserError if it is unknown."""
-    if text == "mimo7b":
-        return "mimo7b"
-    if text == "tiny":
-        return "tiny"
-    raise UserError(f"--shape: must be mimo7b or tiny, got {text}")
-
-
-def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
-    """The `config.json` fields of a shape, with a `model_type` that vLLM supports without `mtpctl.compat.transformers.register_mimo`."""
-    return TINY if shape == "tiny" else hub_config("XiaomiMiMo/MiMo-7B-RL") | {"model_type": "qwen2"}
-
-
-class Bench:
-    """Creates the model, its loads and its engines. at_once: number of engines that share the GPU."""
-
-    def __init__(self, options: Options, say: Callable[[str], None], at_once: int) -> None:
-        self.options, self.at_once = options, at_once
-        config = config_of(options.shape)
-        self.shape = shape_of(config)
-        longest = self.shape.vocab // 4 - 1
-        if options.tokens > longest:
-            raise UserError(f"--tokens: {options.tokens} is too long for a vocabulary of {self.shape.vocab}; at most {longest}")
-        if self.context > self.shape.max_positions:
-            raise UserError(
-                f"--prompt: {options.prompt} tokens and answers of up to {2 * options.tokens} take {self.context} positions, the model has "
-                f"{self.shape.max_positions}; reduce --prompt or --tokens"
-            )
-        write_cycle_model(options.folder, config, acceptance=options.acceptance, device=options.device)
-        say(f"model: {options.folder}, {count_parameters(self.shape)['total']:,} parameters")
-
-    def loads(self, *, hopeless: bool = False) -> list[Load]:
-        """One load for each batch size, whose requests are all sent at once."""
-        return [self._load(f"batch {batch}", batch, batch, 0.0, hopeless) for batch in self.options.batches]
-
-    def queued(self) -> Load:
-        """A load with four times the largest batch, and answers of different lengths, so that slots are refilled continuously."""
-        most = max(self.options.batches)
-        return self._load(f"{most} in flight, {4 * most} in all", most, 4 * most, 0.5, False)
-
-    def _load(self, name: str, batch: int, count: int, spread: float, hopeless: bool) -> Load:
-        options = self.options
-        return make_load(
-            name, batch, count, prompt=options.prompt, tokens=options.tokens, spread=spread, vocab=self.shape.vocab, hopeless=hopeless
-        )
-
-    def recipe(self, drafts: int) -> Recipe:
-        """The recipe of an engine for the largest batch.
-
-        CUDA graphs are captured for the batch sizes of the loads, for smaller batches (when requests end), and for steps with prefill.
-        """
-        options = self.options
-        most = max(options.batches)
-        rollout: dict[str, object] = {
-            "engine": "vllm",
-            "max_in_flight": most,
-            "max_tokens": 2 * options.tokens,
-            "threads": 1 if options.device == "cpu" else 0,
-            "eager": options.eager,
-            "speculation": {"num_tokens": drafts, "auto": drafts > 0},
-        }
-        if options.device == "cuda":
-            room = most * (options.prompt + options.tokens + 32)
-            rollout["kv_cache_bytes"] = room * kv_bytes_per_token(self.shape, 1, 2, drafting=True)
-            rollout["gpu_memory"] = GPU_MEMORY_FRACTION / self.at_once
-            if not options.eager:
-                counts = sorted({1, 2, 4, *options.batches, *range(32, most + 1, 32)})
-                mixed = range(most, 2 * most + 1, max(1, most // 4))
-                sizes = sorted({*(count * width for count in counts for width in range(1, drafts + 2)), *mixed})
-                rollout["engine_args"] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
-        return engine_recipe(options.folder, options.device, rollout)
-
-    @property
-    def context(self) -> int:
-        """Maximum tokens of a prompt with its answer, plus a margin."""
-        return self.options.prompt + 2 * self.options.tokens + 64
-
-    @property
-    def _gpus(self) -> float:
-        return round(1 / self.at_once, 2) if self.options.device == "cuda" else 0.0
-
-    def cluster(self) -> AbstractContextManager[object]:
-        """A local Ray cluster with room for the engines."""
-        gpus = 1 if self.options.device == "cuda" else 0
-        config = ClusterConfig(device=self.options.device, num_cpus=None if gpus else self.at_once + 1)
-        return cluster(config, cpus=self.at_once, gpus=gpus)
-
-    def pool(self, drafts: int) -> AbstractAsyncContextManager[ReplicaPool]:
-        """A pool with one engine. drafts: maximum number of draft tokens; the engine selects the number until `speculate` sets it."""
-        return engine_pool(self.recipe(drafts), self.options.folder, self.context, self.options.device, self._gpus)
-
-    @asynccontextmanager
-    async def offline(self) -> AsyncIterator[Offline]:
-        """vLLM's offline generation with the settings of `pool(0)`."""
-        async with offline_actor(self.recipe(0), self.options.folder, self.context, self.options.device, self._gpus) as actor:
-
-            async def send_offline(load: Load, logprobs: bool) -> Run:
-                run: Run = await actor.send.remote(load, self.shape.vocab, logprobs)
-                return run
-
-            yield send_offline
-
-    def through(self, pool: ReplicaPool) -> Send:
-        return lambda load: send(pool, load, self.shape.vocab)
 
 
 def engine_recipe(folder: Path, device: Literal["cpu", "cuda"], rollout: dict[str, object], *, mtp: str = "isolated") -> Recipe:
@@ -357,3 +238,110 @@ async def enter_all[T](*managers: AbstractAsyncContextManager[T]) -> AsyncIterat
                 raise value
             ready.append(value)
         yield ready
+
+
+WRITERS = 8
+"""Number of threads that write files."""
+MARKER = 8.0
+"""Magnitude of the marker; other elements of an embedding are about 1."""
+SEED = 0
+TINY = toy_config(vocab_size=1024, max_position_embeddings=1024, torch_dtype="float32")
+ZERO = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+
+
+def expected_answer(token: int, count: int, vocab: int) -> list[int]:
+    """The `count` tokens that the model generates after `token`."""
+    return [(token + 1 + i) % vocab for i in range(count)]
+
+
+def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
+    """The `config.json` fields of a shape, with a `model_type` that vLLM supports without `mtpctl.compat.transformers.register_mimo`."""
+    return TINY if shape == "tiny" else hub_config("XiaomiMiMo/MiMo-7B-RL") | {"model_type": "qwen2"}
+
+
+def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: float, device: str) -> Path:
+    """Write the model into `folder`, unless it already exists. acceptance: share of the lower half's tokens after which drafts are right.
+
+    Raises UserError if the shape is not MiMo's with one MTP layer, or if the folder contains another model.
+    """
+    shape = shape_of(config)
+    if shape.family != "mimo" or shape.mtp_layers != 1:
+        raise UserError(f"--model: needs a MiMo shape with one MTP layer, this is {shape.family} with {shape.mtp_layers}")
+    document = json.dumps(config | {"mtpctl_cycle": {"acceptance": acceptance, "seed": SEED}}, indent=1)
+    if (folder / "config.json").is_file():
+        existing = (folder / "config.json").read_text()
+        if existing == document:
+            return folder
+        if "mtpctl_cycle" not in existing:
+            raise UserError(f"{folder}: contains another model, which is not overwritten; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    # The config is written last, so that an incomplete folder is not used as a model.
+    (folder / "config.json").unlink(missing_ok=True)
+    files: dict[str, str] = {}
+
+    def write(number: int, tensors: dict[str, Tensor]) -> None:
+        name = f"model-{number:05d}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(tensors, name))
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for done in [pool.submit(write, number, part) for number, part in enumerate(_files(shape, config, acceptance, device))]:
+            done.result()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "config.json").write_text(document)
+    return folder
+
+
+def _files(shape: ModelShape, config: dict[str, object], acceptance: float, device: str) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each file (about 0.5 GiB), on the CPU and in the config's dtype."""
+    dtype = getattr(torch, str(config["torch_dtype"]))
+    special = _special(shape, acceptance, device)
+    generator = torch.Generator(device).manual_seed(SEED + 1)
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, dims in tensor_shapes(shape).items():
+        if name in special:
+            tensor = special[name]
+        elif "norm" in name:
+            tensor = torch.ones(dims, device=device)
+        elif name.endswith(ZERO) or name.endswith("bias"):
+            tensor = torch.zeros(dims, device=device)
+        else:
+            tensor = torch.empty(dims, device=device).normal_(0, 0.02, generator=generator)
+        part[name] = tensor.to(dtype).cpu().contiguous()
+        size += part[name].nbytes
+        if size > 1 << 29:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
+
+
+def _special(shape: ModelShape, acceptance: float, device: str) -> dict[str, Tensor]:
+    """The tensors that determine the predictions."""
+    assert shape.mtp is not None
+    generator = torch.Generator(device).manual_seed(SEED)
+    vocab, hidden, layer = shape.vocab, shape.hidden, shape.mtp.layer.format(k=0)
+    embedding = torch.randn(vocab, hidden, device=device, generator=generator)
+    wrong = torch.rand(vocab, device=device, generator=generator) >= acceptance
+    wrong[vocab // 2 :] = True
+    # The marker is element 0 of every embedding.
+    embedding[:, 0] = torch.where(wrong, MARKER, -MARKER)
+    gate = torch.zeros(shape.ffn, hidden, device=device)
+    gate[0, 0] = 4.0
+    down = torch.zeros(hidden, shape.ffn, device=device)
+    # If the marker is positive, the neuron outputs MARKER * silu(4 MARKER) and so adds four times the embedding; else almost 0.
+    down[:, 0] = 4 * embedding[vocab - 1] / (4 * MARKER * MARKER)
+    projection = torch.zeros(hidden, 2 * hidden, device=device)
+    projection[:, hidden:] = torch.eye(hidden, device=device)
+    up = torch.zeros(shape.ffn, hidden, device=device)
+    up[0, 0] = 1.0
+    return {
+        shape.embedding_name: embedding,
+        "lm_head.weight": embedding.roll(1, 0),
+        f"{layer}mlp.gate_proj.weight": gate,
+        f"{layer}mlp.up_proj.weight": up,
+        f"{layer}mlp.down_proj.weight": down,
+        f"{layer}self_attn.o_proj.weight": torch.zeros(hidden, shape.heads * shape.head_dim, device=device),
+        shape.mtp.name(shape.mtp.projection, 0, shape.layers): projection,
+    }

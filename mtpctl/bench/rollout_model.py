@@ -92,8 +92,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One round of an arm. loop: CPU seconds of the controller's event loop. engines: CPU seconds of all engine processes; None for vLLM
-    alone."""
+    """One round of an arm. loop_s: CPU seconds of the controller's event loop. engines_s: those of all engine processes; None for vLLM."""
 
     seconds: float
     tokens: int
@@ -203,7 +202,7 @@ class ModelBench:
                 f"{self.shape.max_positions}; shorten the prompts, or reduce --tokens"
             )
         keys = {arm.engine_key for arm in self.arms}
-        self.at_once = sum(max(1, engines) for engines, _, _ in keys)
+        self.num_engines = sum(max(1, engines) for engines, _, _ in keys)
 
     @property
     def context(self) -> int:
@@ -224,7 +223,7 @@ class ModelBench:
         }
         if gpu:
             rollout["gpus"] = self.share
-            rollout["gpu_memory"] = MEMORY_SHARE / self.at_once
+            rollout["gpu_memory"] = MEMORY_SHARE / self.num_engines
             rollout["kv_cache_bytes"] = in_flight * (self.context + 64) * kv_bytes_per_token(self.shape, 1, 2, drafting=False)
             rollout["engine_args"] = json.loads(engine_args)
         return engine_recipe(options.folder, options.device, rollout, mtp="off")
@@ -232,7 +231,7 @@ class ModelBench:
     @property
     def share(self) -> float:
         """Share of the GPU of each engine."""
-        return int(1e4 / self.at_once) / 1e4 if self.options.device == "cuda" else 0.0
+        return int(1e4 / self.num_engines) / 1e4 if self.options.device == "cuda" else 0.0
 
     def pool(self, key: EngineKey) -> AbstractAsyncContextManager[ReplicaPool]:
         """A pool with the engines of an arm."""
@@ -319,8 +318,8 @@ def run(options: Options, arms: Sequence[Arm], say: Say) -> list[Result]:
     bench = ModelBench(options, arms)
     say(f"The timer covers: {TIMER}.\n{HEADINGS}\n{RULE}")
     gpus = int(options.device == "cuda")
-    config = ClusterConfig(device=options.device, num_cpus=bench.at_once + 1)
-    with cluster(config, cpus=bench.at_once, gpus=gpus):
+    config = ClusterConfig(device=options.device, num_cpus=bench.num_engines + 1)
+    with cluster(config, cpus=bench.num_engines, gpus=gpus):
         return asyncio.run(bench.measure(say))
 
 

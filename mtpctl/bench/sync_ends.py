@@ -56,7 +56,7 @@ def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) 
             return self._pusher.probe(number)
 
         def memory(self, reset: bool = False) -> dict[str, int]:
-            """Read the memory of the trainer's card."""
+            """Read the memory of the trainer's GPU."""
             from mtpctl.sync.receiver import gpu_memory
 
             return gpu_memory(reset=reset)

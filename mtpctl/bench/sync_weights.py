@@ -59,7 +59,7 @@ class Options:
 
     @property
     def as_json(self) -> dict[str, object]:
-        """The options except the folder, JSON-ready."""
+        """The options except the folder, JSON-serializable."""
         return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     @property
@@ -72,20 +72,20 @@ class Options:
         return 0.1 if self.device == "cuda" else 1.0
 
 
-def extra_gib(before: dict[str, int], after: dict[str, int], *, alone: bool) -> float:
+def extra_gib(before: dict[str, int], after: dict[str, int], *, exclusive: bool) -> float:
     """GPU memory that syncs needed in addition to what was allocated before, in GiB.
 
-    Counts the peak of tensors, memory that torch's allocator reserved beyond that peak due to fragmentation, and, if `alone`, the memory of
-    NCCL's buffers and CUDA's kernels.
+    Counts the peak of tensors, memory that torch's allocator reserved beyond that peak due to fragmentation, and, if `exclusive`, the
+    memory of NCCL's buffers and CUDA's kernels.
 
     Args:
         before: a reading of `gpu_memory` with `reset=True`.
         after: a later reading.
-        alone: whether no other process uses the GPU.
+        exclusive: whether no other process uses the GPU.
     """
     tensors = after["peak"] - before["allocated"]
     reserved = after["peak_reserved"] - before["reserved"]
-    other = (after["used"] - after["reserved"]) - (before["used"] - before["reserved"]) if alone else 0
+    other = (after["used"] - after["reserved"]) - (before["used"] - before["reserved"]) if exclusive else 0
     return (tensors + max(0, reserved - tensors) + max(0, other)) / GIB
 
 
@@ -130,9 +130,9 @@ def misses(result: Result, options: Options) -> list[str]:
     if result.transport in PUSHED:
         check("a sync", statistics.median(result.seconds), BOUNDS["fp8_seconds" if options.fp8 else "seconds"], "s")
         check("a stall", statistics.median(result.stall_seconds), BOUNDS["stall"], "s")
-        room = 2 * options.bucket_bytes / GIB + BOUNDS["memory_gib"]
-        check("extra memory of the trainer", result.trainer_gib, room, "GiB")
-        check("extra memory of the engine", result.engine_gib, room, "GiB")
+        bound = 2 * options.bucket_bytes / GIB + BOUNDS["memory_gib"]
+        check("extra memory of the trainer", result.trainer_gib, bound, "GiB")
+        check("extra memory of the engine", result.engine_gib, bound, "GiB")
     return missed
 
 
@@ -164,7 +164,7 @@ def recipe_of(options: Options) -> Recipe:
     )
 
 
-def cards(options: Options) -> tuple[str, str]:
+def gpus_of(options: Options) -> tuple[str, str]:
     """`CUDA_VISIBLE_DEVICES` of trainer and engine: the first and the second GPU of this process, or the first for both."""
     if options.device == "cpu":
         return "", ""
@@ -192,12 +192,12 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     recipe = recipe_of(options)
     began = time.perf_counter()
     cuda = options.device == "cuda"
-    trainers, engines = cards(options)
-    trainer = Trainer(recipe, model, trainers)
+    trainer_gpus, engine_gpus = gpus_of(options)
+    trainer = Trainer(recipe, model, trainer_gpus)
     if cuda:
         # This process may have initialized CUDA with another GPU, so the engine must not be forked.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        os.environ["CUDA_VISIBLE_DEVICES"] = engines
+        os.environ["CUDA_VISIBLE_DEVICES"] = engine_gpus
     try:
         if options.shared:
             await trainer.ready()
@@ -255,12 +255,12 @@ async def _measure_transport(
             persisted = time.perf_counter() - resumed
             load.check()
             report, sent = sync.last.reports[0], sync.last.sent
-            back = report.stall_seconds + await _recovery(load, resumed, rate, options)
+            recovery = report.stall_seconds + await _recovery(load, resumed, rate, options)
             result.seconds.append(metrics["sync/seconds"])
             result.export_seconds.append(metrics["sync/publish_seconds"])
             result.wire_seconds.append(sent.wire_seconds or metrics["sync/seconds"])
             result.stall_seconds.append(report.stall_seconds)
-            result.back_seconds.append(back)
+            result.back_seconds.append(recovery)
             result.tokens_per_s.append(rate)
             say(
                 f"  version {version}: {metrics['sync/seconds']:.3f} s, stall {report.stall_seconds:.3f} s, wire "
@@ -274,7 +274,9 @@ async def _measure_transport(
 
             # The store may be in shared memory, which is not freed when this process ends.
             VersionStore(store).close()
-    result.trainer_gib, result.engine_gib = (extra_gib(*readings, alone=not options.shared) for readings in zip(before, after, strict=True))
+    result.trainer_gib, result.engine_gib = (
+        extra_gib(*readings, exclusive=not options.shared) for readings in zip(before, after, strict=True)
+    )
     say(f"  extra GiB of the trainer: {result.trainer_gib:.2f}; of the engine: {result.engine_gib:.2f}")
     result.misses = misses(result, options)
     return result, version

@@ -138,7 +138,7 @@ def layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
     for complaint in check_parallel(parallel, folder.shape, "train.parallel"):
         raise UserError("--" + complaint.removeprefix("train.parallel."))
     if torch.cuda.is_available() and torch.cuda.device_count() < parallel.world_size:
-        raise UserError(f"--tp, --cp, --ep: {parallel.world_size} ranks, and this host has {torch.cuda.device_count()} cards")
+        raise UserError(f"--tp, --cp, --ep: {parallel.world_size} ranks, but this host has {torch.cuda.device_count()} GPUs")
     return parallel
 
 
@@ -203,7 +203,7 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
     batch = samples(folder.shape.vocab, load.tokens, load.samples, load.prompt_share)
     flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=load.mtp.mode == "isolated")
     heads = HEADS if rank is None else {"one pass": Head}
-    ends = [each for name, each in engine.module.named_parameters() if name.startswith(("embedding.", "output_layer."))]
+    embeddings = [each for name, each in engine.module.named_parameters() if name.startswith(("embedding.", "output_layer."))]
     times: dict[str, list[float]] = {name: [] for name in heads}
     losses, peaks, buffers, distances = dict[str, float](), dict[str, float](), dict[str, float](), dict[str, float]()
     first: list[Tensor] = []
@@ -228,13 +228,13 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
                     losses[name] = metrics["sft/loss"]
                     peaks[name] = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
             if turn == 0 and rank is None:
-                gradients: list[Tensor] = [each.main_grad.to("cpu", copy=True) for each in ends]
+                gradients: list[Tensor] = [each.main_grad.to("cpu", copy=True) for each in embeddings]
                 first = first or gradients
                 distances[name] = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, first, strict=True))
     packed, ranks = sum(len(s.token_ids) for s in batch), parallel.world_size
     results = []
-    for name, taken in times.items():
-        median = statistics.median(taken)
+    for name, case_ms in times.items():
+        median = statistics.median(case_ms)
         tflops = flops / median / 1e9 / ranks
         peak, step_peak = largest(peaks[name]), largest(peaks[name] - buffers.get(name, 0.0))
         results.append(
@@ -242,8 +242,8 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
                 name,
                 ranks,
                 median,
-                min(taken),
-                max(taken),
+                min(case_ms),
+                max(case_ms),
                 1000 * packed / median / ranks,
                 tflops,
                 tflops / rate,
@@ -324,9 +324,9 @@ PER_LAYER = ("layer_types", "hybrid_layer_pattern", "moe_layer_freq", "layers_bl
 
 def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
     """Reduce a config to its first `layers` decoder layers. Raises UserError if the model has fewer."""
-    whole = shape_of(config).layers
-    if layers > whole:
-        raise UserError(f"--layers: the model has {whole}, got {layers}")
+    count = shape_of(config).layers
+    if layers > count:
+        raise UserError(f"--layers: the model has {count}, got {layers}")
     lists = {key: value[:layers] for key in PER_LAYER if isinstance(value := config.get(key), list | str)}
     return {**config, "num_hidden_layers": layers, **lists}
 

@@ -146,16 +146,15 @@ def rollout(
 
     from mtpctl.bench import rollout as bench
     from mtpctl.bench.report import describe, machine, to_json
-    from mtpctl.bench.rollout_engines import Options, parse_shape
 
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    named = parse_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
+    named = bench.parse_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
     if named == "mimo7b" and device == "cpu":
         raise UserError("--shape: mimo7b has 7.8 billion parameters, which need a GPU; use tiny")
 
     show = partial(print, flush=True)
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
-        options = Options(
+        options = bench.Options(
             shape=named,
             folder=Path(scratch) / "model" if model is None else create_folder(model, "--model"),
             batches=tuple(sorted(set(batch or (8, 64, 256)))),

@@ -139,15 +139,14 @@ def compare(
     json: Json = False,
 ) -> None:
     """Compare B with A, figure by figure. Exit code 6 if one got worse by more than the tolerance."""
-    from mtpctl.bench import compare as bench
-    from mtpctl.bench.report import to_json
+    from mtpctl.bench import report as bench
     from mtpctl.errors import ThresholdMissed, UserError
 
-    first, second = bench.read(before), bench.read(after)
+    first, second = bench.read_result(before), bench.read_result(after)
     changes = bench.changes(first, second)
-    if unlike := bench.unlike(first, second):
-        raise UserError(f"{before} and {after}: differ in their options ({'; '.join(unlike)}); compare two results of the same options")
-    answer(to_json(bench.as_json(changes)) if json else bench.table(changes, tolerance))
+    if options := bench.differing_options(first, second):
+        raise UserError(f"{before} and {after}: differ in their options ({'; '.join(options)}); compare two results of the same options")
+    answer(bench.to_json(bench.changes_json(changes)) if json else bench.changes_table(changes, tolerance))
     worse = [change for change in changes if change.worse_by > tolerance]
     if worse:
         raise ThresholdMissed(f"{len(worse)} of {len(changes)} figures got worse by more than {tolerance:.0%}, first: {worse[0].name}")
@@ -175,12 +174,12 @@ def _outcomes(
     seeds_by_default: int = 1,
 ) -> list[Outcome]:
     if measured_only:
-        return experiment.measured(arms, seeds, say=print_progress)
+        return experiment.load_outcomes(arms, seeds, say=print_progress)
     create_folder(experiment.out, "--out")
     from mtpctl.recipe.loading import load_recipe
 
     first = load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed
-    return experiment.run(arms, seeds or list(range(first, first + seeds_by_default)), together=together, say=print_progress)
+    return experiment.run(arms, seeds or list(range(first, first + seeds_by_default)), concurrent=together, say=print_progress)
 
 
 def _write(out: Path, document: dict[str, object]) -> None:

@@ -34,7 +34,7 @@ from mtpctl.controller.state import RunState, check_stages, resumed_from, saved_
 from mtpctl.controller.status import Waits, status_app, status_socket
 from mtpctl.controller.trainers import Revival, TrainerGroup, TrainerLost
 from mtpctl.controller.weights import WeightSync
-from mtpctl.environments.agents import gateway_socket, playing
+from mtpctl.environments.agents import gateway_socket, open_generator
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.server import LogprobServer, answer_deadline
 from mtpctl.plan.placement import Placement, place
@@ -345,7 +345,7 @@ class Run:
         async with contextlib.AsyncExitStack() as stack:
             rewards = await start_rewards(recipe, stack, report=partial(event, "reward"), log=self.directory.logs / "reward.log")
             generator = await stack.enter_async_context(
-                playing(
+                open_generator(
                     recipe.rollout,
                     rollout,
                     prepared.tokenizer,

@@ -15,9 +15,8 @@ from typing import Any, Protocol, cast
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import HfTokenizer, Tokenizer
-from mtpctl.environments.gateway.answers import AnswerReader
-from mtpctl.environments.gateway.fields import FieldRules
-from mtpctl.environments.gateway.server import Assignment, Gateway, SingleRequests
+from mtpctl.environments.gateway.requests import FieldRules
+from mtpctl.environments.gateway.server import AnswerReader, Assignment, Gateway, SingleRequests
 from mtpctl.environments.gateway.trajectory import Model, Trajectory
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
@@ -36,7 +35,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Player(Protocol):
-    """Makes an agent work on a trajectory until it is finished."""
+    """Runs an agent on a trajectory until it is finished."""
 
     async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome: ...
 
@@ -59,7 +58,7 @@ class ExternalAgents:
         self._waiting: asyncio.Queue[tuple[Assignment, asyncio.Event]] = asyncio.Queue()
 
     async def next(self) -> Assignment:
-        """The next problem that is still wanted."""
+        """The next problem whose trajectory has not ended."""
         while True:
             assignment, taken = await self._waiting.get()
             if not assignment.finished.is_set():
@@ -77,15 +76,15 @@ class ExternalAgents:
             began = clock()
             gateway.restart_clock(secret)
             while not assignment.finished.is_set():
-                left, quiet = self._deadline_s - (clock() - began), self._idle_s - gateway.idle_s(secret)
-                if left <= 0:
+                remaining, idle_remaining = self._deadline_s - (clock() - began), self._idle_s - gateway.idle_s(secret)
+                if remaining <= 0:
                     reason = f"the agent did not finish within {self._deadline_s:g} s (rollout.deadline_s)"
                     return Outcome(None, {}, reason, True, clock() - began)
-                if quiet <= 0:
+                if idle_remaining <= 0:
                     reason = f"the agent sent no request for {self._idle_s:g} s (rollout.agent_idle_s)"
                     return Outcome(None, {}, reason, True, clock() - began)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(assignment.finished.wait(), min(left, quiet))
+                    await asyncio.wait_for(assignment.finished.wait(), min(remaining, idle_remaining))
             return Outcome(None, seconds=clock() - began)
         finally:
             assignment.finished.set()
@@ -104,7 +103,7 @@ class AgentGenerator(Generator):
 
         async def play(request: GenerationRequest) -> Sample:
             try:
-                return await self._played(request)
+                return await self._run_trajectory(request)
             finally:
                 free.release()
 
@@ -112,7 +111,7 @@ class AgentGenerator(Generator):
             async for sample in samples:
                 yield sample
 
-    async def _played(self, request: GenerationRequest) -> Sample:
+    async def _run_trajectory(self, request: GenerationRequest) -> Sample:
         secret, trajectory = self._gateway.open(request)
         playing = asyncio.ensure_future(self._player.play(request, secret, self._gateway))
         outcome: Outcome | None = None
@@ -173,7 +172,7 @@ def gateway_socket(rollout: RolloutBase) -> socket.socket | None:
 
 
 @contextlib.asynccontextmanager
-async def playing(
+async def open_generator(
     rollout: RolloutBase,
     engines: ReplicaPool,
     tokenizer: Tokenizer,
@@ -204,8 +203,8 @@ async def playing(
     if (bound := bound or gateway_socket(rollout)) is None:
         yield engines
         return
-    chats = _with_template(tokenizer)
-    model = Model(engines.sample, chats, AnswerReader(chats, _calls(rollout, chats)), context)
+    chats = _require_chat_template(tokenizer)
+    model = Model(engines.sample, chats, AnswerReader(chats, _tool_parser(rollout, chats)), context)
     async with contextlib.AsyncExitStack() as stack:
         key, rules = os.environ.get(KEY), FieldRules(serving=not trains, ignore=rollout.gateway_fields == "ignore")
         gateway = Gateway(model, tokenizer, name, rollout.max_turns, bound, key=key, rules=rules, client_limit=rollout.client_limit)
@@ -239,14 +238,14 @@ def _write_private(path: Path, text: str) -> None:
         file.write(f"{text}\n")
 
 
-def _with_template(tokenizer: Tokenizer) -> HfTokenizer:
+def _require_chat_template(tokenizer: Tokenizer) -> HfTokenizer:
     """The tokenizer, which must have a chat template."""
     if not isinstance(tokenizer, HfTokenizer) or not tokenizer.chat_template:
         raise UserError(f"model.tokenizer: {tokenizer.name} has no chat template, which agents need; name one with a chat template")
     return tokenizer
 
 
-def _calls(rollout: RolloutBase, tokenizer: HfTokenizer) -> Any:
+def _tool_parser(rollout: RolloutBase, tokenizer: HfTokenizer) -> Any:
     """The parser of tool calls; None if the chat template has no format for them."""
     from mtpctl.rollout.vllm.serving import load_parser, parser_for
 

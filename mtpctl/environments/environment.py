@@ -103,20 +103,20 @@ class Instance:
 
     def __init__(self, of: EnvironmentClass, problem: object, loops: UserLoops) -> None:
         self._of, self._problem, self._loops = of, problem, loops
-        self._runs: UserThread | UserLoop | None = None
+        self._executor: UserThread | UserLoop | None = None
         self._object: object = None
         self.stop: list[str] = []
 
-    async def make(self) -> None:
+    async def create(self) -> None:
         """Create the object, and read its `stop`."""
 
-        def make() -> object:
+        def create() -> object:
             # Stored by the thread that creates it, so that it is closed even if the caller was cancelled.
             self._object = self._of.make(self._problem, **self._of.args)
             return getattr(self._object, "stop", None)
 
-        self._runs = self._loops.current() if self._of.is_async else UserThread()
-        stop = await self._call(make)
+        self._executor = self._loops.current() if self._of.is_async else UserThread()
+        stop = await self._call(create)
         if stop is None:
             raise EnvironmentFailure(f"{self._of.where('stop')} is missing; name the texts that end a turn, or none: stop = []")
         if isinstance(stop, str) or not isinstance(stop, Sequence) or not all(isinstance(each, str) and each for each in stop):
@@ -162,20 +162,20 @@ class Instance:
 
     async def close(self) -> None:
         """Call `close()` if it is defined, even while another method is running, and end the thread."""
-        runs = self._runs
-        if runs is None:
+        executor = self._executor
+        if executor is None:
             return
-        if isinstance(runs, UserThread) and runs.busy and self._object is not None:
+        if isinstance(executor, UserThread) and executor.busy and self._object is not None:
             # A method that does not return would block `close`, although `close` may be required to end it.
             await asyncio.sleep(0.1)
-            if runs.busy:
-                runs.end()
-                self._runs = runs = UserThread()
+            if executor.busy:
+                executor.end()
+                self._executor = executor = UserThread()
         try:
             await self._call(lambda: self._method("close")() if self.has("close") else None)
         finally:
-            if isinstance(runs, UserThread):
-                runs.end()
+            if isinstance(executor, UserThread):
+                executor.end()
 
     def has(self, method: str) -> bool:
         """Whether the environment defines this optional method."""
@@ -186,9 +186,9 @@ class Instance:
         return method
 
     async def _call(self, method: Callable[[], object]) -> object:
-        assert self._runs is not None, "`make` comes first"
+        assert self._executor is not None, "`create` is called first"
         try:
-            value = await self._runs.call(method)
+            value = await self._executor.call(method)
             if inspect.isawaitable(value):  # a coroutine among plain methods
                 value = await self._loops.current().call(lambda: value)
         except MethodRaised as raised:
@@ -261,14 +261,14 @@ class UserThread:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
 
-        def settle(value: object, error: BaseException | None) -> None:
+        def set_result(value: object, error: BaseException | None) -> None:
             if not done.done():
                 done.set_result((value, error))
 
         def job() -> None:
             value, error = _outcome(method)
             with suppress(RuntimeError):  # the caller's loop is closed
-                loop.call_soon_threadsafe(settle, value, error)
+                loop.call_soon_threadsafe(set_result, value, error)
 
         self._jobs.put(job)
         value, error = await done

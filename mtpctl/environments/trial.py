@@ -23,7 +23,7 @@ from mtpctl.samples import GenerationRequest, Sample
 if TYPE_CHECKING:
     from mtpctl.rollout.pool import ReplicaPool
 
-TRIED = 3
+NUM_TRIED = 3
 """Number of problems to try."""
 TRIAL_S = 60.0
 """Maximum seconds per problem."""
@@ -72,7 +72,7 @@ def try_environment(
     async def drive() -> list[EnvironmentTrial]:
         loops = UserLoops()
         try:
-            return [await _try_one(environment, Instance(environment, each, loops), chat, seconds) for each in problems[:TRIED]]
+            return [await _try_one(environment, Instance(environment, each, loops), chat, seconds) for each in problems[:NUM_TRIED]]
         finally:
             loops.end()
 
@@ -96,7 +96,7 @@ async def _try_one(environment: EnvironmentClass, instance: Instance, chat: bool
 
     async def play() -> EnvironmentTrial:
         nonlocal method
-        await instance.make()
+        await instance.create()
         method = "tools"
         tools = await instance.tools()
         method = "reply"
@@ -126,19 +126,19 @@ CONTEXT = 1 << 20
 """Context of the stand-in model in tokens, above any prompt."""
 EPISODE_S = 180.0
 """Minimum deadline of an episode in seconds, since its harness may have to be installed first."""
-NO_IDEA = "I do not know."
+DEFAULT_ANSWER = "I do not know."
 """The stand-in's response to a problem without an answer."""
 
 
 class StandIn:
-    """Replaces the engines: answers every request with the problem's answer, or `NO_IDEA`."""
+    """Replaces the engines: answers every request with the problem's answer, or `DEFAULT_ANSWER`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     async def sample(self, request: GenerationRequest) -> Sample:
         sample, problem = request.sample.copy(), cast(Problem, request.problem)
-        ids = [*self._tokenizer.encode(problem.answer or NO_IDEA), self._tokenizer.eos_id]
+        ids = [*self._tokenizer.encode(problem.answer or DEFAULT_ANSWER), self._tokenizer.eos_id]
         sample.append(ids, [-1.0] * len(ids), 0)
         sample.finish_reason = "stop"
         return sample
@@ -150,13 +150,13 @@ def try_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> None:
     Raises UserError with the first error if all episodes failed, and EnvironmentMissing if a sandbox of the environment is unavailable.
     """
     check_runtimes(rollout)
-    failures = asyncio.run(_episode_failures(rollout, problems[:TRIED]))
+    failures = asyncio.run(_episode_failures(rollout, problems[:NUM_TRIED]))
     if failures and all(failures):
         raise UserError(f"{FIELD}: {rollout.environment}: {failures[0]} (with {problems[0].prompt_id})")
 
 
 async def _episode_failures(rollout: RolloutBase, problems: Sequence[Problem]) -> list[str]:
-    from mtpctl.environments.agents import playing
+    from mtpctl.environments.agents import open_generator
 
     with tempfile.TemporaryDirectory(prefix="mtpctl-trial-") as folder:
         make_byte_tokenizer(Path(folder))
@@ -171,7 +171,7 @@ async def _episode_failures(rollout: RolloutBase, problems: Sequence[Problem]) -
 
     engines = cast("ReplicaPool", StandIn(tokenizer))
     failures = {}
-    async with playing(rollout, engines, tokenizer, context=CONTEXT, name="stand-in", report=lambda line: None) as agents:
+    async with open_generator(rollout, engines, tokenizer, context=CONTEXT, name="stand-in", report=lambda line: None) as agents:
         async for sample in agents.generate(requests()):
             failures[sample.prompt_id] = "" if sample.environment is None else sample.environment.failure
     return [failures[problem.prompt_id] for problem in problems]

@@ -81,7 +81,7 @@ class Play:
 
     async def open(self, sample: Sample) -> bool:
         sample.environment = EnvironmentUse()
-        return await self._timed(sample, self._instance.make(), lambda _: True)
+        return await self._timed(sample, self._instance.create(), lambda _: True)
 
     async def go_on(self, sample: Sample) -> bool:
         start = last_turn(sample)

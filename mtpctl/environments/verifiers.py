@@ -12,7 +12,7 @@ from typing import Any
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.taskset import environment_config, is_held_out, task_data
-from mtpctl.environments.gateway.fields import OVER_BUDGET, OVER_CONTEXT
+from mtpctl.environments.gateway.requests import OVER_BUDGET, OVER_CONTEXT
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.rl.rewards.function import RESERVED_PARTS
 
@@ -83,10 +83,10 @@ def outcome_of(episode: Any, base_url: str) -> dict[str, float]:
     policy_traces = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
     for trace in policy_traces:
         if not trace.agent.trainable:
-            seat = trace.agent.name
+            agent = trace.agent.name
             raise UserError(
-                f"rollout.environment_args: {seat} is not to be trained, and asks the policy; give it another model: "
-                f"{{{seat}: {{model: …, client: {{base_url: …}}}}}}"
+                f"rollout.environment_args: {agent} is not to be trained, and asks the policy; give it another model: "
+                f"{{{agent}: {{model: …, client: {{base_url: …}}}}}}"
             )
     errors = [*episode.errors, *(trace.last_error for trace in episode.traces if not trace.ok and trace.last_error)]
     if len(policy_traces) != 1 and not errors:

@@ -16,7 +16,7 @@ from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.starting import start_rewards
 from mtpctl.data.prompts import fit_problems
 from mtpctl.data.sets import load_held_out
-from mtpctl.environments.agents import playing
+from mtpctl.environments.agents import open_generator
 from mtpctl.errors import UserError
 from mtpctl.jobs.engines import Report, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
 from mtpctl.recipe.checks import validate
@@ -87,7 +87,7 @@ async def _evaluate(
         rewards = await start_rewards(recipe, stack, report=report)
         pool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
         name, context = recipe.name, prepared.context
-        agents = playing(recipe.rollout, pool, source.tokenizer, context=context, name=name, report=report)
+        agents = open_generator(recipe.rollout, pool, source.tokenizer, context=context, name=name, report=report)
         return await evaluate(recipe, prepared, await stack.enter_async_context(agents), rewards, version=source.version, n=n)
 
 

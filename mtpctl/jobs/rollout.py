@@ -16,7 +16,7 @@ from typing import TypedDict, cast
 from mtpctl.data.problems import NO_ANSWER, Problem
 from mtpctl.data.prompts import chatted, encode_prompt
 from mtpctl.data.sets import read_problems
-from mtpctl.environments.agents import gateway_socket, playing
+from mtpctl.environments.agents import gateway_socket, open_generator
 from mtpctl.environments.environment import Failures, environment_of
 from mtpctl.environments.trial import try_environment
 from mtpctl.errors import UserError
@@ -189,7 +189,7 @@ def _generate(
         async with (
             serving(recipe, source, store, seed) as pool,
             Rewarder(recipe.reward, report=report) as rewarder,
-            playing(
+            open_generator(
                 recipe.rollout, pool, source.tokenizer, context=source.context, name=recipe.name, report=report, trains=False
             ) as agents,
         ):
@@ -353,7 +353,7 @@ async def _started(
 ) -> Generator:
     pool: ReplicaPool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
     return await stack.enter_async_context(
-        playing(
+        open_generator(
             recipe.rollout,
             pool,
             source.tokenizer,

@@ -17,9 +17,9 @@ FROM_ENVIRONMENT = "environment"
 """The reward function that returns the result of the environment's own `reward()`."""
 
 BUILT_IN = {
-    "exact": "mtpctl.rl.rewards.exact:score",
+    "exact": "mtpctl.rl.rewards.built_in:exact",
     "math": "mtpctl.rl.rewards.math:score",
-    "length": "mtpctl.rl.rewards.length:score",
+    "length": "mtpctl.rl.rewards.built_in:length",
     "llm_judge": "mtpctl.rl.rewards.llm_judge:score",
     "code": "mtpctl.sandbox.reward:score",
     FROM_ENVIRONMENT: "mtpctl.environments.built_in:environment_reward",

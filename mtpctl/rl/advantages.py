@@ -39,9 +39,9 @@ def group_advantages(rewards: Tensor, groups: Tensor, kind: str, lengths: Tensor
     centered = value - (torch.zeros_like(count).index_add_(0, group, value) / count)[group]
     match kind:
         case "grpo":
-            unit = _unit(centered)
-            variance = torch.zeros_like(count).index_add_(0, group, (centered / unit) ** 2) / (count - 1).clamp(min=1)
-            return centered / (unit * variance.sqrt() + _EPS)[group]
+            scale = _scale(centered)
+            variance = torch.zeros_like(count).index_add_(0, group, (centered / scale) ** 2) / (count - 1).clamp(min=1)
+            return centered / (scale * variance.sqrt() + _EPS)[group]
         case "grpo_no_std":
             return centered
         case "rloo":
@@ -57,11 +57,11 @@ def _normalized_over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
     """Normalize `value` [N] to mean 0 and standard deviation 1 over all tokens. `tokens` [N]: tokens of each response."""
     share = tokens / tokens.sum().clamp(min=1)
     centered = value - (share * value).sum()
-    unit = _unit(centered)
-    return centered / (unit * (share * (centered / unit) ** 2).sum().sqrt() + _EPS)
+    scale = _scale(centered)
+    return centered / (scale * (share * (centered / scale) ** 2).sum().sqrt() + _EPS)
 
 
-def _unit(values: Tensor) -> float:
+def _scale(values: Tensor) -> float:
     """Scale that prevents squares from overflowing. It is 1 for ordinary values, whose results are therefore unchanged."""
     largest = values.abs().max().item() if values.numel() else 0.0
     return largest if 1e100 < largest < math.inf else 1.0

@@ -79,16 +79,16 @@ class Surrogate(NamedTuple):
 def ppo_surrogate(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
     """PPO's surrogate with separate lower and upper clips and the dual clip."""
     ratio = log_ratio.exp()
-    free = -advantage * ratio
-    bounded = -advantage * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    value = torch.maximum(free, bounded)
+    unclipped = -advantage * ratio
+    clipped = -advantage * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    value = torch.maximum(unclipped, clipped)
     dual = torch.zeros_like(trained)
     if config.clip_dual:
-        ceiling = -advantage * config.clip_dual
-        dual = trained & (advantage < 0) & (value > ceiling)
-        value = torch.where(advantage < 0, torch.minimum(value, ceiling), value)
-    cut = trained & (bounded > free)
-    sums = {"clip_low": (cut & (advantage < 0)).sum(), "clip_high": (cut & (advantage > 0)).sum(), "clip_dual": dual.sum()}
+        bound = -advantage * config.clip_dual
+        dual = trained & (advantage < 0) & (value > bound)
+        value = torch.where(advantage < 0, torch.minimum(value, bound), value)
+    is_clipped = trained & (clipped > unclipped)
+    sums = {"clip_low": (is_clipped & (advantage < 0)).sum(), "clip_high": (is_clipped & (advantage > 0)).sum(), "clip_dual": dual.sum()}
     return Surrogate(value, sums)
 
 
@@ -104,8 +104,7 @@ def sapo_surrogate(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config
     """SAPO's surrogate. Its metric `gate` is 4 p (1 - p): 1 on policy, near 0 far from it."""
     tau = torch.where(advantage > 0, config.tau_pos, config.tau_neg).to(log_ratio.dtype)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
-    passed = (4 * gate * (1 - gate)).detach()
-    return Surrogate(-advantage * gate * 4 / tau, {"gate": (passed * trained).sum()})
+    return Surrogate(-advantage * gate * 4 / tau, {"gate": ((4 * gate * (1 - gate)).detach() * trained).sum()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +226,9 @@ def loss_from(
     `sums`: additional sums over trained tokens, whose means become metrics (`loss_metrics`). Raises ValueError like `token_policy_loss`.
     """
     if config.entropy_coef and entropy is None:
-        raise ValueError("entropy_coef is set, and no entropy was given")
+        raise ValueError("entropy_coef is set, but entropy is None")
     if config.kl_coef and terms.ref_logprob is None:
-        raise ValueError("kl_coef is set, and no reference log-probs were given")
+        raise ValueError("kl_coef is set, but there are no reference log-probs")
     trained = terms.aggregation > 0
     policy = terms.weight * surrogate * terms.aggregation
     loss_sum = policy.sum()

@@ -91,7 +91,7 @@ def _check_loss(config: RlConfig) -> None:
         return _loss_and_gradient(function, location, logprob[tokens], entropy[tokens], terms.at(tokens), config)
 
     all_tokens = torch.arange(len(logprob))
-    whole, gradient = evaluate(all_tokens)
+    total, gradient = evaluate(all_tokens)
     if (untrained := gradient[terms.aggregation == 0].abs().max()) > 0:
         raise UserError(
             f"{location}: the gradient at tokens that are not trained is {untrained.item():.3g}; "
@@ -101,10 +101,10 @@ def _check_loss(config: RlConfig) -> None:
         raise UserError(f"{location}: no token has a gradient; compute the loss from `logprob` itself, not from a detached copy")
     slices = [evaluate(tokens) for tokens in (all_tokens[:0], all_tokens[:5], all_tokens[5:])]
     for out, _ in slices:
-        if names := ", ".join(sorted(out.sums.keys() ^ whole.sums.keys())):
+        if names := ", ".join(sorted(out.sums.keys() ^ total.sums.keys())):
             raise UserError(f"{location}: the names of its sums differ between slices of tokens ({names}); always return the same names")
     loss = torch.stack([out.loss_sum.detach() for out, _ in slices]).sum()
-    for name, value, expected in (("loss", loss, whole.loss_sum.detach()), ("gradient", torch.cat([part for _, part in slices]), gradient)):
+    for name, value, expected in (("loss", loss, total.loss_sum.detach()), ("gradient", torch.cat([part for _, part in slices]), gradient)):
         if not torch.allclose(value, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
             raise UserError(
                 f"{location}: its {name} over all tokens is not the sum over slices of them; return a sum instead of a mean, in which no "

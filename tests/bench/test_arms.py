@@ -169,16 +169,16 @@ def test_measured_runs_are_read_by_their_own_recipes_without_starting_any(tmp_pa
     (tmp_path / "frozen-14").mkdir()
     before = sorted(tmp_path.rglob("*"))
     messages: list[str] = []
-    outcomes = experiment(tmp_path).measured([ARM], None, say=messages.append)
-    assert [(o.seed, o.updates, o.wanted) for o in outcomes] == [(3, 6, 6), (12, 2, 6)]
+    outcomes = experiment(tmp_path).load_outcomes([ARM], None, say=messages.append)
+    assert [(o.seed, o.updates, o.requested_updates) for o in outcomes] == [(3, 6, 6), (12, 2, 6)]
     assert messages == ["frozen-3: 6 updates", "frozen-12: 2 of 6 updates", "frozen-13: 0 of 6 updates, skipped"]
-    assert [o.seed for o in experiment(tmp_path).measured([ARM], [12], say=print)] == [12]
+    assert [o.seed for o in experiment(tmp_path).load_outcomes([ARM], [12], say=print)] == [12]
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_folder_without_runs_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--out .*holds no run with an update of the arms frozen; leave --measured-only out"):
-        experiment(tmp_path / "none").measured([ARM], None, say=print)
+        experiment(tmp_path / "none").load_outcomes([ARM], None, say=print)
 
 
 def test_arm_that_the_recipe_does_not_allow_is_rejected_before_anything_runs(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional as F
 
-from mtpctl.bench.cycle_model import TINY, answer, write_cycle_model
-from mtpctl.bench.rollout import Result, allowed_gain, alternate, line, row, verdict
-from mtpctl.bench.rollout_engines import Bench, Load, Options, Run, Send, enter_all, make_load
+from mtpctl.bench.rollout import Bench, Options, Result, Send, allowed_gain, alternate, line, row, verdict
+from mtpctl.bench.rollout_engines import TINY, Load, Run, enter_all, expected_answer, make_load, write_cycle_model
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
@@ -40,7 +39,7 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 def test_trunk_predicts_the_next_token(tensors: dict[str, torch.Tensor]) -> None:
     # Attention and MLP output zeros, so the state before the head is the embedding.
     logits = norm(tensors["model.embed_tokens.weight"]) @ tensors["lm_head.weight"].T
-    assert logits.argmax(-1).tolist() == [answer(token, 1, VOCAB)[0] for token in range(VOCAB)]
+    assert logits.argmax(-1).tolist() == [expected_answer(token, 1, VOCAB)[0] for token in range(VOCAB)]
     assert logits.log_softmax(-1).amax(-1).min() > -1e-4, "the answer is certain at a temperature of 1"
     for name, tensor in tensors.items():
         if "mtp_layers" not in name and name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -55,7 +54,7 @@ def test_drafter_is_right_on_its_share_of_the_lower_half_and_nowhere_above(tenso
     gated = F.silu(F.linear(inner, tensors[f"{layer}mlp.gate_proj.weight"])) * F.linear(inner, tensors[f"{layer}mlp.up_proj.weight"])
     state = state + F.linear(gated, tensors[f"{layer}mlp.down_proj.weight"])
     drafts = (norm(state) @ tensors["lm_head.weight"].T).argmax(-1)
-    right = drafts == torch.tensor([answer(token, 1, VOCAB)[0] for token in range(VOCAB)])
+    right = drafts == torch.tensor([expected_answer(token, 1, VOCAB)[0] for token in range(VOCAB)])
     assert right[:HALF].float().mean() == pytest.approx(0.75, abs=0.06)
     assert right[HALF:].sum() <= 1, "the token that wrong drafts predict may be right by chance"
 
@@ -85,18 +84,18 @@ def test_requests_too_long_for_the_model_are_rejected_before_it_is_written(tmp_p
     sizes = {"prompt": 16, "tokens": 32} | fields
     options = Options("tiny", tmp_path / "m", (8,), sizes["prompt"], sizes["tokens"], 3, 0.75, 1, "cpu")
     with pytest.raises(UserError, match=message):
-        Bench(options, print, at_once=1)
+        Bench(options, print, num_engines=1)
     assert not (tmp_path / "m").exists()
 
 
 def test_load_stays_in_its_half_of_the_vocabulary() -> None:
-    for hopeless in (False, True):
-        load = make_load("l", 8, 40, prompt=16, tokens=100, spread=0.5, vocab=VOCAB, hopeless=hopeless)
+    for wrong_drafts in (False, True):
+        load = make_load("l", 8, 40, prompt=16, tokens=100, spread=0.5, vocab=VOCAB, wrong_drafts=wrong_drafts)
         assert len(load.prompts) == len(load.lengths) == 40
         assert all(50 <= length <= 150 for length in load.lengths) and len(set(load.lengths)) > 10
         for prompt, length in zip(load.prompts, load.lengths, strict=True):
-            half = {token // HALF for token in [prompt[-1], *answer(prompt[-1], length, VOCAB)]}
-            assert half == {int(hopeless)}
+            half = {token // HALF for token in [prompt[-1], *expected_answer(prompt[-1], length, VOCAB)]}
+            assert half == {int(wrong_drafts)}
     assert make_load("l", 8, 8, prompt=4, tokens=100, spread=0.0, vocab=VOCAB).lengths == [100] * 8
 
 

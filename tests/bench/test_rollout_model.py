@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.bench.cycle_model import TINY, write_cycle_model
+from mtpctl.bench.rollout_engines import TINY, write_cycle_model
 from mtpctl.bench.rollout_model import (
     OFFLINE,
     Arm,
@@ -87,7 +87,7 @@ def test_arms_with_the_same_engines_share_them_and_the_gpu(folder: Path) -> None
     arms = [*default_arms([64, 256], 3), Arm("one engine, at once", 1, 256, at_once=True)]
     assert [(arm.name, arm.in_flight) for arm in arms[:3]] == [(OFFLINE, 64), ("one engine", 64), ("3 engines", 64)]
     bench = ModelBench(Options(folder, "cuda", 8, 12), arms)
-    assert bench.at_once == 10 and bench.share == 0.1
+    assert bench.num_engines == 10 and bench.share == 0.1
     recipe = bench.recipe((3, 256, '{"distributed_executor_backend": "mp"}'))
     assert recipe.rollout.replica_range.min == 3 and recipe.rollout.gpus == 0.1
     assert recipe.rollout.engine_args == {"distributed_executor_backend": "mp"}

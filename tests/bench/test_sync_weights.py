@@ -20,11 +20,11 @@ from tests.fakes.bench_results import SYNC_OPTIONS, sync_result
 
 def test_trainer_and_engine_use_cards_visible_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert sync_weights.cards(SYNC_OPTIONS) == ("4", "6")
-    assert sync_weights.cards(replace(SYNC_OPTIONS, shared=True)) == ("4", "4")
+    assert sync_weights.gpus_of(SYNC_OPTIONS) == ("4", "6")
+    assert sync_weights.gpus_of(replace(SYNC_OPTIONS, shared=True)) == ("4", "4")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert sync_weights.cards(SYNC_OPTIONS) == ("0", "1")
-    assert sync_weights.cards(replace(SYNC_OPTIONS, device="cpu")) == ("", "")
+    assert sync_weights.gpus_of(SYNC_OPTIONS) == ("0", "1")
+    assert sync_weights.gpus_of(replace(SYNC_OPTIONS, device="cpu")) == ("", "")
 
 
 async def steady(engine: Any) -> None:
@@ -117,5 +117,5 @@ def test_table_has_medians_with_least_and_most() -> None:
 def test_extra_memory_has_tensors_reserved_memory_and_other_buffers() -> None:
     before = {"allocated": 10 * GIB, "peak": 10 * GIB, "reserved": 12 * GIB, "peak_reserved": 12 * GIB, "used": 13 * GIB}
     after = {"allocated": 10 * GIB, "peak": 13 * GIB, "reserved": 16 * GIB, "peak_reserved": 16 * GIB, "used": 18 * GIB}
-    assert extra_gib(before, after, alone=True) == 3 + 1 + 1
-    assert extra_gib(before, after, alone=False) == 3 + 1
+    assert extra_gib(before, after, exclusive=True) == 3 + 1 + 1
+    assert extra_gib(before, after, exclusive=False) == 3 + 1

@@ -15,7 +15,7 @@ import typer
 import everything
 from everything import ON_CPU, ON_GPU, Task
 from mtpctl.bench.arms import Experiment
-from mtpctl.bench.cycle_model import TINY, write_cycle_model
+from mtpctl.bench.rollout_engines import TINY, write_cycle_model
 from mtpctl.cli import bench
 from tests.fakes.processes import runs
 

@@ -13,7 +13,7 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.environments import agents
-from mtpctl.environments.agents import playing
+from mtpctl.environments.agents import open_generator
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.pool import ReplicaPool
@@ -92,7 +92,7 @@ def played(tmp_path: Path, requests: list[GenerationRequest], *, told: list[str]
         result = {}
         tell = (told if told is not None else []).append
         log = tmp_path / "agent.log"
-        async with playing(config, engines, byte_tokenizer(), context=500, name="toy", report=tell, log=log) as generator:
+        async with open_generator(config, engines, byte_tokenizer(), context=500, name="toy", report=tell, log=log) as generator:
             async for sample in generator.generate(asked()):
                 result[sample.prompt_id] = sample
         return result
@@ -167,7 +167,7 @@ def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatc
     async def run() -> list[Sample]:
         config = VllmConfig.model_validate({"engine": "vllm", "gateway": True})
         engines, working = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer"))), asyncio.create_task(agent())
-        async with playing(config, engines, byte_tokenizer(), context=500, name="toy", report=told.append) as generator:
+        async with open_generator(config, engines, byte_tokenizer(), context=500, name="toy", report=told.append) as generator:
             result = [sample async for sample in generator.generate(asked())]
         await working
         return result
@@ -203,7 +203,7 @@ def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: p
         config = VllmConfig.model_validate({"engine": "vllm", "gateway": True, "agents_per_client": 1, "agent_idle_s": 0.3})
         engines, working = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer"))), asyncio.create_task(agent())
         options: dict[str, Any] = {"context": 500, "name": "toy", "report": told.append, "key_file": key_file}
-        async with playing(config, engines, byte_tokenizer(), **options) as generator:
+        async with open_generator(config, engines, byte_tokenizer(), **options) as generator:
             result = [sample async for sample in generator.generate(asked())]
         await working
         return result

@@ -18,7 +18,7 @@ import pytest
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets, first_problems, load_held_out, load_problem_sets
 from mtpctl.environments import verifiers
-from mtpctl.environments.agents import playing
+from mtpctl.environments.agents import open_generator
 from mtpctl.environments.built_in import environment_reward
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.environments.trial import try_episodes
@@ -66,7 +66,7 @@ def played(rollout: VllmConfig, problems: list[Problem], says: Says, *, context:
 
     async def run() -> dict[str, Sample]:
         engines = cast(ReplicaPool, Engines(Scripted(says)))
-        async with playing(rollout, engines, byte_tokenizer(), context=context, name="toy", report=lambda line: None) as generator:
+        async with open_generator(rollout, engines, byte_tokenizer(), context=context, name="toy", report=lambda line: None) as generator:
             return {sample.prompt_id: sample async for sample in generator.generate(asked())}
 
     return asyncio.run(run())

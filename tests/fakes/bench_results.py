@@ -49,7 +49,7 @@ def drafting_run(rates: list[float], *, drafted: int = 1000, accuracy: tuple[flo
 
 def mtp_outcome(arm: str, history: History, seed: int = 0) -> Outcome:
     """A run of one of the default arms of `bench mtp`."""
-    return Outcome(next(each for each in ARMS if each.name == arm), seed, history, Placement("cpu", (), 0), wanted=4)
+    return Outcome(next(each for each in ARMS if each.name == arm), seed, history, Placement("cpu", (), 0), requested_updates=4)
 
 
 SYNC_OPTIONS = Options(

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from mtpctl.data.tokenizers import HfTokenizer, load_byte_tokenizer, make_byte_tokenizer
-from mtpctl.environments.gateway.answers import AnswerReader
+from mtpctl.environments.gateway.server import AnswerReader
 from mtpctl.environments.gateway.trajectory import Model
 from mtpctl.rollout.protocol import ReadCalls
 from mtpctl.samples import GenerationRequest, Sample

@@ -42,8 +42,8 @@ def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_slots_are_filled_as_by_vllm(fixed_steps: Path, tmp_path: Path) -> None:
-    options = engines.Options("tiny", tmp_path / "model", (BATCH,), 128, 64, 1, 0.75, 3, "cpu")
-    created = engines.Bench(options, print, 2)
+    options = bench.Options("tiny", tmp_path / "model", (BATCH,), 128, 64, 1, 0.75, 3, "cpu")
+    created = bench.Bench(options, print, 2)
     table = bench.Table(print)
 
     async def measure() -> None:

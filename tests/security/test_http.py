@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from mtpctl.controller.status import status_app
-from mtpctl.environments.gateway.fields import FieldRules
+from mtpctl.environments.gateway.requests import FieldRules
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest

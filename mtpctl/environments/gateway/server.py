@@ -1,4 +1,4 @@
-"""The endpoint's HTTP routes. Each trajectory has its own base URL, whose secret part is its key.
+"""The endpoint's HTTP routes, and responses in OpenAI's format. Each trajectory has its own base URL, whose secret part is its key.
 
 POST /t/SECRET/v1/chat/completions   a chat completion
 POST /t/SECRET/v1/reward             {"reward": 0.5}: the trajectory's reward
@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import secrets
 import socket
+import time
+import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -28,11 +32,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mtpctl.data.tokenizers import Tokenizer
-from mtpctl.environments.gateway.answers import Completion
-from mtpctl.environments.gateway.fields import FieldRules, RequestInvalid
-from mtpctl.environments.gateway.messages import ChatRequest
-from mtpctl.environments.gateway.trajectory import REJECT, Model, Trajectory
+from mtpctl.environments.gateway.requests import ChatMessage, ChatRequest, FieldRules, Function, RequestInvalid, ToolCall
+from mtpctl.environments.gateway.trajectory import REJECT, Answer, Model, Trajectory
 from mtpctl.errors import MtpctlError
+from mtpctl.rollout.protocol import ReadCalls
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.guard import Guard, HttpBounds, error_body, http_error
 from mtpctl.web.json_body import BodyInvalid, check_text, parse_object, shown
@@ -96,11 +99,11 @@ class Gateway:
         self.single_requests: SingleRequests | None = None
         routes = [
             Route("/t/{secret}/v1/chat/completions", self._completions, methods=["POST"]),
-            Route("/t/{secret}/v1/reward", self._rewarded, methods=["POST"]),
-            Route("/t/{secret}/v1/finish", self._finished, methods=["POST"]),
+            Route("/t/{secret}/v1/reward", self._set_reward, methods=["POST"]),
+            Route("/t/{secret}/v1/finish", self._finish, methods=["POST"]),
             Route("/t/{secret}/v1/models", self._models),
             Route("/v1/trajectories", self._next_trajectory, methods=["POST"]),
-            Route("/v1/chat/completions", self._alone, methods=["POST"]),
+            Route("/v1/chat/completions", self._single_completion, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/health", self._health),
         ]
@@ -165,19 +168,19 @@ class Gateway:
         return trajectory
 
     async def _completions(self, request: Request) -> Response:
-        return await self._answered(self._trajectory(request), _chat(await request.body()))
+        return await self._respond(self._trajectory(request), _chat(await request.body()))
 
-    async def _alone(self, request: Request) -> Response:
+    async def _single_completion(self, request: Request) -> Response:
         if self.single_requests is None:
             raise RequestInvalid("answers are given within a trajectory; take the base URL of one, from /v1/trajectories")
         chat = _chat(await request.body())
         secret, trajectory = self.open(self.single_requests())
         try:
-            return await self._answered(trajectory, chat)
+            return await self._respond(trajectory, chat)
         finally:
             self.close(secret)
 
-    async def _answered(self, trajectory: Trajectory, chat: ChatRequest) -> Response:
+    async def _respond(self, trajectory: Trajectory, chat: ChatRequest) -> Response:
         answers = await trajectory.answer(chat)
         ids = bool(chat.return_tokens_as_token_ids)
         completion = Completion(self._name, answers, self._tokenizer, logprobs=bool(chat.logprobs), ids=ids)
@@ -185,9 +188,9 @@ class Gateway:
         if not chat.stream:
             return JSONResponse(completion.whole(), headers=headers)
         usage = chat.stream_options is not None and chat.stream_options.include_usage
-        return StreamingResponse(_as_async(completion.stream(usage=usage)), headers=headers, media_type="text/event-stream")
+        return StreamingResponse(_iterate(completion.stream(usage=usage)), headers=headers, media_type="text/event-stream")
 
-    async def _rewarded(self, request: Request) -> Response:
+    async def _set_reward(self, request: Request) -> Response:
         trajectory = self._trajectory(request)
         body = _json(await request.body())
         if "reward" not in body:
@@ -195,7 +198,7 @@ class Gateway:
         trajectory.reward = _number(body["reward"])
         return JSONResponse({"reward": trajectory.reward})
 
-    async def _finished(self, request: Request) -> Response:
+    async def _finish(self, request: Request) -> Response:
         trajectory, content = self._trajectory(request), await request.body()
         if content and "reward" in (body := _json(content)):
             trajectory.reward = _number(body["reward"])
@@ -282,6 +285,93 @@ def _number(value: object) -> float:
     return number
 
 
-async def _as_async(lines: Iterable[str]) -> AsyncIterator[str]:
+async def _iterate(lines: Iterable[str]) -> AsyncIterator[str]:
     for line in lines:
         yield line
+
+
+class AnswerReader:
+    """Converts tokens to messages. `calls` parses tool calls; None: tool calls are not parsed."""
+
+    def __init__(self, tokenizer: Tokenizer, calls: ReadCalls | None) -> None:
+        self._tokenizer, self._calls = tokenizer, calls
+
+    def __call__(self, tokens: Sequence[int], stops: Sequence[str], tools: Sequence[dict[str, Any]]) -> ChatMessage:
+        """The message of a turn's tokens (without its end token), up to the first of `stops`. Tool calls are parsed only with `tools`."""
+        text = _before(self._tokenizer.decode(tokens), stops)
+        if tools and self._calls is not None:
+            # Some formats mark a call with special tokens, which `text` lacks.
+            content, calls = self._calls(_before(self._tokenizer.decode(tokens, special=True), stops), tools)
+            if calls:
+                named = [ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=Function(name=name, arguments=args)) for name, args in calls]
+                return ChatMessage(role="assistant", content=content or None, tool_calls=named)
+        return ChatMessage(role="assistant", content=text)
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    positions = [position for position in map(text.find, stops) if position >= 0]
+    return text[: min(positions)] if positions else text
+
+
+class Completion:
+    """One response of the endpoint."""
+
+    def __init__(self, model: str, answers: Sequence[Answer], tokenizer: Tokenizer, *, logprobs: bool, ids: bool = False) -> None:
+        """`model`: its name; `logprobs`: include the log-prob of each token; `ids`: name these tokens `token_id:N`."""
+        self._answers, self._tokenizer, self._logprobs, self._ids = answers, tokenizer, logprobs, ids
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self) -> dict[str, object]:
+        """The body of a complete response."""
+        choices = [
+            {"index": index, "message": _message(each), "finish_reason": each.finish_reason, "logprobs": self._logprobs_of(each)}
+            for index, each in enumerate(self._answers)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+
+    def stream(self, *, usage: bool) -> Iterator[str]:
+        """The response as server-sent events: role, text, tool calls and finish reason of each choice."""
+        for index, each in enumerate(self._answers):
+            message = _message(each)
+            calls = [{"index": position, **call} for position, call in enumerate(message.pop("tool_calls", []))]
+            deltas = [
+                {"role": "assistant", "content": ""},
+                *([message] if message["content"] else []),
+                *({"tool_calls": [c]} for c in calls),
+            ]
+            logprobs = self._logprobs_of(each)
+            for position, delta in enumerate(deltas):
+                yield self._event(
+                    [{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs if position == 1 else None}]
+                )
+            # An answer without text still has the log-prob of its end token.
+            left = logprobs if len(deltas) == 1 else None
+            yield self._event([{"index": index, "delta": {}, "finish_reason": each.finish_reason, "logprobs": left}])
+        if usage:
+            yield self._event([], usage=self._usage())
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **more: object) -> str:
+        return f"data: {json.dumps({**self._head, 'object': 'chat.completion.chunk', 'choices': choices, **more})}\n\n"
+
+    def _usage(self) -> dict[str, int]:
+        prompt, answered = max(each.prompt for each in self._answers), sum(len(each.tokens) for each in self._answers)
+        return {"prompt_tokens": prompt, "completion_tokens": answered, "total_tokens": prompt + answered}
+
+    def _logprobs_of(self, answer: Answer) -> dict[str, object] | None:
+        if not self._logprobs:
+            return None
+        pieces = self._tokenizer.token_bytes(answer.tokens)
+        names = [f"token_id:{token}" for token in answer.tokens] if self._ids else [piece.decode(errors="replace") for piece in pieces]
+        rows = [
+            {"token": name, "logprob": logprob, "bytes": list(piece), "top_logprobs": []}
+            for name, piece, logprob in zip(names, pieces, answer.logprobs, strict=True)
+        ]
+        return {"content": rows, "refusal": None}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.message.content}
+    if answer.message.tool_calls:
+        message["tool_calls"] = [call.model_dump() for call in answer.message.tool_calls]
+    return message

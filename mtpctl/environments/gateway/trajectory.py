@@ -16,8 +16,17 @@ from typing import Any, Protocol
 
 from mtpctl.data.tokenizers import NONE, Variables
 from mtpctl.environments.environment import EnvironmentFailure, Message
-from mtpctl.environments.gateway.fields import OVER_BUDGET, OVER_CONTEXT, FieldRules, RequestInvalid, apply
-from mtpctl.environments.gateway.messages import ChatMessage, ChatRequest, as_template, message_key
+from mtpctl.environments.gateway.requests import (
+    OVER_BUDGET,
+    OVER_CONTEXT,
+    ChatMessage,
+    ChatRequest,
+    FieldRules,
+    RequestInvalid,
+    apply,
+    as_template,
+    message_key,
+)
 from mtpctl.environments.turns import ChatReplies, ChatText, Text, length_to_stop
 from mtpctl.errors import UserError
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
@@ -142,7 +151,7 @@ class Trajectory:
         self.answers += chat.choices
         self.ignored |= dict.fromkeys(chat.ignored)
         start = self._start(chat)
-        starts = [start] + [_separate(start) for _ in range(chat.choices - 1)]
+        starts = [start] + [_start_of_choice(start) for _ in range(chat.choices - 1)]
         if start.extends is not None:
             start.extends.busy = True
         tasks = [asyncio.create_task(self._generate(each, chat, _seeded(request, choice))) for choice, each in enumerate(starts)]
@@ -153,7 +162,7 @@ class Trajectory:
             raise RequestInvalid(str(error)) from error  # rejected by the engine
         except asyncio.CancelledError:
             if self._ended:
-                raise _gone() from None
+                raise _ended_error() from None
             raise
         finally:
             for task in tasks:
@@ -213,9 +222,9 @@ class Trajectory:
     def _extended(self, conversation: Conversation, turn: Turn, new: Sequence[int], history: list[str]) -> _Start:
         sample = conversation.sample
         if turn is conversation.turns[-1] and not conversation.busy:
-            grown = sample.copy()
-            grown.append(new, [0.0] * len(new), grown.version_spans[-1].version, trained=False)
-            return _Start(grown, history, list(conversation.turns), conversation)
+            extended = sample.copy()
+            extended.append(new, [0.0] * len(new), extended.version_spans[-1].version, trained=False)
+            return _Start(extended, history, list(conversation.turns), conversation)
         return _Start(self._new_sample(sample.prompt_ids + sample.response_ids[: turn.tokens] + ids_of(new)), history, [])
 
     def _new_sample(self, prompt: Ids) -> Sample:
@@ -226,8 +235,8 @@ class Trajectory:
 
     async def _generate(self, start: _Start, chat: ChatRequest, request: GenerationRequest) -> Answer:
         before, sample = len(start.sample.response_ids), start.sample
-        room = min(self.request.max_tokens - before, self._model.context - sample.length, chat.token_limit or self._model.context)
-        if room <= 0:
+        max_new_tokens = min(self.request.max_tokens - before, self._model.context - sample.length, chat.token_limit or self._model.context)
+        if max_new_tokens <= 0:
             over = self.request.max_tokens <= before
             raise RequestInvalid(
                 f"the conversation has {sample.length} tokens, and there is no room for an answer ({_limit(over)})",
@@ -235,10 +244,10 @@ class Trajectory:
             )
         stops = [*request.stop, *chat.stops]
         sample = await self._model.generate(
-            replace(request, sample=sample, max_tokens=before + room, stop=stops, deadline_s=self.seconds_left + sample.spent_s)
+            replace(request, sample=sample, max_tokens=before + max_new_tokens, stop=stops, deadline_s=self.seconds_left + sample.spent_s)
         )
         if sample.finish_reason == ABORTED:
-            raise _gone()
+            raise _ended_error()
         tokens = sample.response_ids[before:]
         end_token = tokens[-1] if tokens and tokens[-1] in request.stop_token_ids else None
         read = self._model.tokenizer.decode
@@ -266,7 +275,7 @@ class Trajectory:
 
     def _check_open(self) -> None:
         if self._ended or (self.request.unwanted is not None and self.request.unwanted.is_set()):
-            raise _gone()
+            raise _ended_error()
         if not self.seconds_left:
             raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
 
@@ -276,7 +285,7 @@ def _seeded(request: GenerationRequest, choice: int) -> GenerationRequest:
     return request if request.seed is None or not choice else replace(request, seed=request.seed + choice)
 
 
-def _separate(start: _Start) -> _Start:
+def _start_of_choice(start: _Start) -> _Start:
     """The start of a further choice: a new sample whose prompt is the tokens so far."""
     sample = start.sample
     return _Start(Sample(sample.prompt_id, sample.group_id, sample.token_ids, sample.index), start.history, [])
@@ -296,5 +305,5 @@ def _limit(over: bool) -> str:
     return "rollout.max_tokens" if over else "rollout.context"
 
 
-def _gone() -> RequestInvalid:
+def _ended_error() -> RequestInvalid:
     return RequestInvalid("the trajectory has ended", "trajectory_ended", 410)

@@ -68,7 +68,7 @@ def parse(value: object) -> tuple[float, dict[str, float]]:
         if name == "reward":
             continue
         if not isinstance(name, str):
-            raise ValueError(f"returned a part {_shown(name)}: no text")
+            raise ValueError(f"returned a part {_shown(name)}: not a text")
         if name in RESERVED_PARTS:
             raise ValueError(f"returned a part {_shown(name)}: reward/{name} is a metric already")
         parts[name] = _number(part, f"returned as {name!r}")
@@ -148,7 +148,7 @@ class RewardFunction:
             return self._failure(error)
         return self._result(value)
 
-    async def wait(self, response: str, problem: Answered, sample: Sample) -> Result:
+    async def run_async(self, response: str, problem: Answered, sample: Sample) -> Result:
         """Call and await a coroutine function. Propagates cancellation."""
         try:
             value = self._call(response, problem, sample)

@@ -159,8 +159,8 @@ def equal(gold: Value, answer: Value) -> bool:
         return _equal_sets(gold, answer)
     if gold.kind == "list" or answer.kind == "list":
         brackets = answer if gold.kind == "list" else gold
-        whole = brackets.kind == "bracket" and (brackets.marks == "()" or (brackets.marks == "[]" and len(brackets.items) > 2))
-        return whole and _in_order(gold.items, answer.items)
+        is_tuple = brackets.kind == "bracket" and (brackets.marks == "()" or (brackets.marks == "[]" and len(brackets.items) > 2))
+        return is_tuple and _in_order(gold.items, answer.items)
     if gold.kind == "range" or answer.kind == "range":
         return gold.kind in ("range", "bracket") and answer.kind in ("range", "bracket") and _in_order(gold.items, answer.items)
     if gold.kind == "bracket" and answer.kind == "bracket":
@@ -200,14 +200,14 @@ def _distinct(items: tuple[Value, ...]) -> tuple[Value, ...]:
 
 def _matched(gold: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
     """Whether the items can be paired so that all pairs are equal."""
-    left = list(answer)
-    if len(left) != len(gold):
+    unpaired = list(answer)
+    if len(unpaired) != len(gold):
         return False
     for item in gold:
-        index = next((index for index, other in enumerate(left) if equal(item, other)), None)
+        index = next((index for index, other in enumerate(unpaired) if equal(item, other)), None)
         if index is None:
             return False
-        del left[index]
+        del unpaired[index]
     return True
 
 

@@ -1,7 +1,7 @@
 """Worker processes of a reward function: a template that loads the function, and workers that are forked from it.
 
 A fork takes milliseconds, while loading sympy takes a second, so a hung worker can be replaced at once. If the module of the function has
-started threads, forking is unsafe, and every worker loads the module itself. Output of the function goes to standard error. A process ends,
+started threads, forking is unsafe, so every worker loads the module itself. Output of the function goes to standard error. A process ends,
 with all its descendants, when the controller closes its socket or dies.
 """
 
@@ -369,7 +369,7 @@ class _CoroutineWorker:
 
     async def _run_call(self, request: Request) -> None:
         _call_number.set(request.number)
-        call = asyncio.create_task(self._function.wait(request.response, request.problem, request.sample))
+        call = asyncio.create_task(self._function.run_async(request.response, request.problem, request.sample))
         done, _ = await asyncio.wait({call}, timeout=self._timeout_s)
         if not done:
             location = self._location(_awaited_frames(call.get_coro()))

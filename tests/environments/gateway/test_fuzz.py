@@ -19,9 +19,8 @@ import httpx
 import pytest
 
 from mtpctl.data.tokenizers import HfTokenizer
-from mtpctl.environments.gateway.answers import AnswerReader
-from mtpctl.environments.gateway.fields import OVER_BUDGET, OVER_CONTEXT
-from mtpctl.environments.gateway.server import Gateway
+from mtpctl.environments.gateway.requests import OVER_BUDGET, OVER_CONTEXT
+from mtpctl.environments.gateway.server import AnswerReader, Gateway
 from mtpctl.environments.gateway.trajectory import Model
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample, logprobs_of

@@ -14,8 +14,7 @@ import httpx
 import pytest
 import torch
 
-from mtpctl.environments.gateway.answers import AnswerReader
-from mtpctl.environments.gateway.server import Gateway
+from mtpctl.environments.gateway.server import AnswerReader, Gateway
 from mtpctl.environments.gateway.trajectory import Model
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.environments.gateway.fields import RequestInvalid
-from mtpctl.environments.gateway.messages import ChatMessage, ChatRequest
+from mtpctl.environments.gateway.requests import ChatMessage, ChatRequest, RequestInvalid
 from mtpctl.environments.gateway.trajectory import Answer, Trajectory
 from mtpctl.samples import Sample
 from tests.fakes.scripted_engine import EOS, Scripted, byte_tokenizer, model_of, request_of

@@ -7,7 +7,7 @@ import pytest
 from mtpctl.data.problems import Problem
 from mtpctl.data.tasks import generate
 from mtpctl.recipe.data import GeneratedTask
-from mtpctl.rl.rewards import exact
+from mtpctl.rl.rewards.built_in import exact
 from mtpctl.samples import Sample
 
 SAMPLE = Sample("p", "0", [1])
@@ -42,12 +42,12 @@ def problem(answer: str) -> Problem:
     ],
 )
 def test_exact_compares_final_answers(response: str, answer: str, reward: float) -> None:
-    assert exact.score(response, problem(answer), SAMPLE) == reward
+    assert exact(response, problem(answer), SAMPLE) == reward
 
 
 @pytest.mark.parametrize("name", ["addition", "subtraction", "multiplication", "reverse", "sort"])
 def test_solutions_of_generated_tasks_are_correct_and_altered_ones_wrong(name: str) -> None:
     train, _ = generate(GeneratedTask(name=name, train_size=50, eval_size=5), seed=0)  # type: ignore[arg-type]
     for each in train:
-        assert exact.score(each.target, each, SAMPLE) == 1.0
-        assert exact.score(each.target + "0", each, SAMPLE) == 0.0
+        assert exact(each.target, each, SAMPLE) == 1.0
+        assert exact(each.target + "0", each, SAMPLE) == 0.0

@@ -11,8 +11,7 @@ import httpx
 import pytest
 from openai.types.chat import completion_create_params
 
-from mtpctl.environments.gateway.fields import ACCEPTED_VALUES, WITHOUT_EFFECT, FieldRules
-from mtpctl.environments.gateway.messages import ChatRequest
+from mtpctl.environments.gateway.requests import ACCEPTED_VALUES, WITHOUT_EFFECT, ChatRequest, FieldRules
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.samples import GenerationRequest, Sample, Steering
 from mtpctl.web.server import listen
