@@ -44,7 +44,7 @@ from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
-from mtpctl.data.tokenizers import load_byte_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.plan.partition import partition
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.protocol import Generator
@@ -184,7 +184,7 @@ async def run_steps(recipe: Recipe, tokens: int, folder: Path) -> dict[str, floa
     count, samples = recipe.train.rl.steps, recipe.train.rl.prompts_per_step * recipe.train.rl.group_size
     make_byte_tokenizer(folder / "tokenizer")
     problems = [Problem(f"p{i}", "a" * PROMPT, "1") for i in range(2 * recipe.train.rl.prompts_per_step)]
-    prepared = Prepared(cast(Any, None), load_byte_tokenizer(folder / "tokenizer"), ProblemSets(problems, [], []), context=tokens)
+    prepared = Prepared(cast(Any, None), load_plain_tokenizer(folder / "tokenizer"), ProblemSets(problems, [], []), context=tokens)
     engines, trainer, rows, longest = FakeEngines(tokens, count * samples), FakeTrainer(recipe), Rows(), list[float]()
 
     async def sync(version: int) -> dict[str, float]:

@@ -30,7 +30,7 @@ from mtpctl.bench.report import spread
 from mtpctl.bench.rollout import Bench, Options, parse_shape
 from mtpctl.bench.rollout_engines import expected_answer
 from mtpctl.cluster.process import freeze_heap
-from mtpctl.data.tokenizers import load_byte_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.environments.gateway.server import AnswerReader, Gateway
 from mtpctl.environments.gateway.trajectory import Generate, Model
 from mtpctl.environments.turns import ChatReplies
@@ -205,7 +205,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="mtpctl-gateway-") as scratch:
         make_byte_tokenizer(Path(scratch) / "tokenizer")
-        tokenizer = load_byte_tokenizer(Path(scratch) / "tokenizer")
+        tokenizer = load_plain_tokenizer(Path(scratch) / "tokenizer")
         bench = None
         if options.shape:
             prompt = options.turns * options.question + (options.turns - 1) * options.tokens

@@ -37,8 +37,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.memory import kv_bytes_per_token
-from mtpctl.recipe.schema import ClusterConfig
-from mtpctl.recipe.schema import Recipe
+from mtpctl.recipe.schema import ClusterConfig, Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import SpeculationState
 

@@ -61,10 +61,10 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool) ->
 
         try_episodes(recipe.rollout, problems.train)
     if (teacher := recipe.train.rl.teacher) is not None and teacher.hint is not None:
-        from mtpctl.data.prompts import hinted
+        from mtpctl.data.prompts import with_hint
 
         for problem in problems.train[:TRIAL_HINTS]:
-            hinted(problem, teacher.hint)
+            with_hint(problem, teacher.hint)
     environment = _try_environment(recipe, problems)
     warning = _try_rewards(recipe, problems, check_verifiers=check_verifiers)
     return CodeTrial(environment, (warning,) if warning else ())
@@ -90,13 +90,13 @@ def preflight(recipe: Recipe) -> list[str]:
 def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial | None:
     if recipe.rollout.environment == "single" or recipe.rollout.verifiers is not None:
         return None
-    from mtpctl.data.prompts import chatted
+    from mtpctl.data.prompts import uses_chat_template
     from mtpctl.environments.environment import environment_of
     from mtpctl.environments.trial import try_environment
 
     environment = environment_of(recipe.rollout)
     assert environment is not None, "the recipe names one"
-    chat = chatted(recipe.data, problems.train)
+    chat = uses_chat_template(recipe.data, problems.train)
     trial = try_environment(environment, problems.train, chat=chat, deadline_s=recipe.rollout.deadline_s)
     for rows in problems.held_out.values():  # these may lack a column that the environment needs
         try:

@@ -14,9 +14,9 @@ from mtpctl.controller.preflight import try_code
 from mtpctl.data.end_tokens import EndTokens, config_end_ids, end_tokens
 from mtpctl.data.inspection import leak_warning
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import encode_prompt, fit_problems
+from mtpctl.data.prompts import check_lengths, encode_prompt
 from mtpctl.data.sets import ProblemSets, load_problem_sets
-from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_plain_tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.reading import check_importable, with_context
 from mtpctl.families.shape import ModelShape
@@ -151,10 +151,10 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
         tools = trial.environment.tools
     supervised = problems.supervised if recipe.train.imitates else []
     if supervised is not problems.train:
-        fit_problems(tokenizer, problems.train, recipe.data, context=context, tools=tools)
-    fit_problems(tokenizer, supervised, recipe.data, context=context, targets=True, tools=tools, ends=ends)
+        check_lengths(tokenizer, problems.train, recipe.data, context=context, tools=tools)
+    check_lengths(tokenizer, supervised, recipe.data, context=context, targets=True, tools=tools, ends=ends)
     for held_out in problems.held_out.values():
-        fit_problems(tokenizer, held_out, recipe.data, context=context, tools=tools)
+        check_lengths(tokenizer, held_out, recipe.data, context=context, tools=tools)
     teacher = None
     if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.served:
         teacher = _teacher_of(recipe.train.rl.teacher, tokenizer)
@@ -287,4 +287,4 @@ def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
         _verify_created(folder)
     if not (folder / "tokenizer.json").exists():
         make_byte_tokenizer(folder)
-    return load_byte_tokenizer(folder, ignore_tools=recipe.data.ignore_tools)
+    return load_plain_tokenizer(folder, ignore_tools=recipe.data.ignore_tools)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import encode_prompt, hinted
+from mtpctl.data.prompts import encode_prompt, with_hint
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.logprob.protocol import Late, ScoreRequest
@@ -233,7 +233,7 @@ class Hint:
 
     def __call__(self, problem: Problem) -> Ids:
         """The prompt's token ids. Raises UserError if the hint names a column that the row does not have."""
-        return ids_of(encode_prompt(self._tokenizer, hinted(problem, self._text), self._data, self._tools))
+        return ids_of(encode_prompt(self._tokenizer, with_hint(problem, self._text), self._data, self._tools))
 
 
 class Teacher:

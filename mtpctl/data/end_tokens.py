@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from mtpctl.data.tokenizers import HfTokenizer, Tokenizer, has_tokenizer, load_byte_tokenizer, load_plain_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import HfTokenizer, Tokenizer, has_tokenizer, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import ModelConfig, cached_file, hf_config
 from mtpctl.recipe.rollout import RolloutBase
@@ -105,8 +105,8 @@ def end_tokens(
     else:
         if tokenizer is not None:
             # For a tokenizer without an EOS token, `eos_id` is from the model's configs.
-            own = not isinstance(tokenizer, HfTokenizer) or tokenizer.inner.eos_token_id is not None
-            sources[tokenizer.eos_id] = [TOKENIZER] if own else []
+            has_eos = not isinstance(tokenizer, HfTokenizer) or tokenizer.inner.eos_token_id is not None
+            sources[tokenizer.eos_id] = [TOKENIZER] if has_eos else []
         for token, names in (named or {}).items():
             if vocab is None or token < vocab:
                 sources.setdefault(token, []).extend(names)
@@ -165,7 +165,7 @@ def _local_tokenizer(model: ModelConfig) -> Tokenizer | None:
     if named == "bytes":
         with tempfile.TemporaryDirectory(prefix="mtpctl-bytes-") as folder:
             make_byte_tokenizer(Path(folder))
-            return load_byte_tokenizer(Path(folder))
+            return load_plain_tokenizer(Path(folder))
     if named is None:
         return None
     if Path(named).is_dir():
@@ -207,10 +207,10 @@ def _turn_ends(tokenizer: Tokenizer) -> tuple[int | None, int | None, int | None
 
     def next_token(*following: dict[str, str]) -> int | None:
         try:
-            _, _, behind = tokenizer.chat_text([question, answer, *following], opened=False).partition(_MARK)
+            _, _, suffix = tokenizer.chat_text([question, answer, *following], opened=False).partition(_MARK)
         except UserError:  # no template, or one that rejects these roles
             return None
-        ids = tokenizer.encode(behind)
+        ids = tokenizer.encode(suffix)
         token = next((token for token in ids if not is_blank(tokenizer, token)), None)
         return token if token is not None and token in tokenizer.special_ids | _added(tokenizer) else None
 

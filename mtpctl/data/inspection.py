@@ -79,9 +79,9 @@ def _read(problems: Iterator[Problem], deadline: float) -> tuple[list[bytes], bo
 
 def leaks_in(reports: Sequence[SetReport], stages: Sequence[str]) -> str:
     """A warning if a stage trains on held-out rows, among the rows that were read; empty otherwise."""
-    own = "sft" in stages and any(report.role == "sft" for report in reports)
-    roles = {"train"} if "rl" in stages or not own else set()
-    roles |= {"sft"} if own else set()
+    has_sft_rows = "sft" in stages and any(report.role == "sft" for report in reports)
+    roles = {"train"} if "rl" in stages or not has_sft_rows else set()
+    roles |= {"sft"} if has_sft_rows else set()
     trained = {prompt for report in reports if report.role in roles for prompt in report.prompts}
     held_out = [prompt for report in reports if report.role not in ("train", "sft") for prompt in report.prompts]
     return leak_warning(sum(prompt in trained for prompt in held_out), len(held_out))

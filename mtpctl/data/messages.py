@@ -66,8 +66,12 @@ def visual_types(prompt: object) -> list[str]:
         return list(dict.fromkeys(kind for part in prompt for kind in visual_types(part)))
     if not isinstance(prompt, dict):
         return []
-    own = str(prompt.get("type"))
-    return [own] if any(kind in own for kind in _VISUAL) else [*visual_types(prompt.get("content")), *visual_types(prompt.get("value"))]
+    part_type = str(prompt.get("type"))
+    return (
+        [part_type]
+        if any(kind in part_type for kind in _VISUAL)
+        else [*visual_types(prompt.get("content")), *visual_types(prompt.get("value"))]
+    )
 
 
 def text_of_parts(parts: Sequence[object]) -> str:

@@ -155,8 +155,8 @@ class PromptCursor:
         return problem
 
     def _skipped(self, problem: Problem) -> bool:
-        in_a_row, epoch = self._draws.get(problem.prompt_id, (0, 0))
-        return in_a_row > 0 and self._epoch < epoch + min(2**in_a_row, MAX_INTERVAL)
+        without_signal, epoch = self._draws.get(problem.prompt_id, (0, 0))
+        return without_signal > 0 and self._epoch < epoch + min(2**without_signal, MAX_INTERVAL)
 
     def record_signal(self, problem: Problem, *, signal: bool) -> None:
         """Report whether a drawn problem's group had signal. After z groups without signal in a row, skip it for 2^z - 1 epochs.
@@ -185,11 +185,11 @@ class PromptCursor:
 
     def load_state_dict(self, state: CursorState) -> None:
         """Continue from `state`. Raises UserError if its seed, order or problems differ."""
-        own = self.state_dict()
+        current_state = self.state_dict()
         for key, recipe_key, saved, current in (
-            ("seed", "seed", state["seed"], own["seed"]),
-            ("shuffle", "data.shuffle", state["shuffle"], own["shuffle"]),
-            ("fingerprint", "data.path", state["fingerprint"], own["fingerprint"]),
+            ("seed", "seed", state["seed"], current_state["seed"]),
+            ("shuffle", "data.shuffle", state["shuffle"], current_state["shuffle"]),
+            ("fingerprint", "data.path", state["fingerprint"], current_state["fingerprint"]),
         ):
             if saved != current:
                 raise UserError(

@@ -53,12 +53,12 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig, to
         raise UserError(f"{problem.prompt_id}: {error}") from error
 
 
-def chatted(config: DataConfig, problems: Iterable[Problem]) -> bool:
+def uses_chat_template(config: DataConfig, problems: Iterable[Problem]) -> bool:
     """Whether the chat template is used, because the recipe sets it or one of the problems is a conversation."""
     return config.chat_template or any(problem.messages for problem in problems)
 
 
-def hinted(problem: Problem, hint: str) -> Problem:
+def with_hint(problem: Problem, hint: str) -> Problem:
     """The problem with `hint` (`train.rl.teacher.hint`) instead of its prompt, or of its last user message.
 
     In the hint, `{prompt}`, `{answer}`, `{solution}` and the row's other columns in braces are replaced by their values. Raises UserError
@@ -108,7 +108,7 @@ def _system(problem: Problem, config: DataConfig) -> list[Message]:
     return [{"role": "system", "content": config.system_prompt}]
 
 
-def fit_problems(
+def check_lengths(
     tokenizer: Tokenizer,
     problems: Iterable[Problem],
     config: DataConfig,

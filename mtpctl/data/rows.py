@@ -136,7 +136,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            convert = _has_more_than_json(file.schema_arrow)
+            convert = _needs_conversion(file.schema_arrow)
             number = 0
             for batch in file.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
@@ -148,7 +148,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
         raise UserError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); rewrite the file") from error
 
 
-def _has_more_than_json(schema: pyarrow.Schema) -> bool:
+def _needs_conversion(schema: pyarrow.Schema) -> bool:
     """Whether columns have types that JSON lacks, such as times and bytes."""
     kinds = ("timestamp", "date", "time", "duration", "decimal", "binary", "map")
     return any(kind in str(column.type) for column in schema for kind in kinds)
@@ -182,7 +182,7 @@ _CONVERTED = "refs/convert/parquet"
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"} | dict.fromkeys(
     ("validation", "valid", "val", "dev"), "validation"
 )
-_NO_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+_METADATA_FILES = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 
 
 class _HubUnreachable(Exception):
@@ -317,7 +317,7 @@ def _select_subset(name: str, subset: str | None, split: str, layout: Layout, fi
 
 def layout_of(files: list[str], card: str) -> Layout:
     """Subsets, splits and their files, from the card's `configs` or from the names of files and folders."""
-    files = sorted(file for file in files if Path(file).suffix in ROW_FILES and Path(file).name not in _NO_ROWS)
+    files = sorted(file for file in files if Path(file).suffix in ROW_FILES and Path(file).name not in _METADATA_FILES)
     layout: Layout = {}
     for config in _configs(card):
         splits: dict[str, list[str]] = {}
@@ -330,8 +330,8 @@ def layout_of(files: list[str], card: str) -> Layout:
     if layout:
         return layout
     for file in files:
-        above = Path(file).parts[:-1]
-        subset = above[0] if above and above[0] != "data" and above[0].lower() not in _SPLITS else "default"
+        folders = Path(file).parts[:-1]
+        subset = folders[0] if folders and folders[0] != "data" and folders[0].lower() not in _SPLITS else "default"
         layout.setdefault(subset, {}).setdefault(_split_of(file), []).append(file)
     return layout
 

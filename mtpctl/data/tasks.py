@@ -166,14 +166,13 @@ def _share(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int
     """
     shares = [0] * len(caps)
     for bounds in [caps] if capacity is None else [caps, capacity]:
-        while (left := total - sum(shares)) > 0 and (open_ := [i for i, bound in enumerate(bounds) if shares[i] < bound]):
-            # Relative to the shortest open length, so the weights are never all 0.
-            weights = [decay ** (i - open_[0]) for i in open_]
-            whole = sum(weights)
-            each = [math.floor(left * weight / whole) for weight in weights]
-            extra = left - sum(each)
-            for rank, i in enumerate(reversed(open_)):
-                shares[i] = min(bounds[i], shares[i] + each[-1 - rank] + int(rank < extra))
+        while (left := total - sum(shares)) > 0 and (below_bound := [i for i, bound in enumerate(bounds) if shares[i] < bound]):
+            # Relative to the shortest of these lengths, so the weights are never all 0.
+            weights = [decay ** (i - below_bound[0]) for i in below_bound]
+            parts = [math.floor(left * weight / sum(weights)) for weight in weights]
+            remainder = left - sum(parts)
+            for rank, i in enumerate(reversed(below_bound)):
+                shares[i] = min(bounds[i], shares[i] + parts[-1 - rank] + int(rank < remainder))
     return shares
 
 

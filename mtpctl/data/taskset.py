@@ -150,8 +150,8 @@ def task_data(problem: Problem) -> dict[str, object]:
     row: dict[str, object] = {"prompt": [dict(message) for message in problem.messages] or problem.prompt}
     if problem.answer != NO_ANSWER:
         row["answer"] = problem.answer
-    own = problem.prompt_id.rpartition("/")[0].endswith((f"/{TRAIN}", f"/{HELD_OUT}"))
-    return dict(problem.fields) if own else row | dict(problem.fields)
+    is_task = problem.prompt_id.rpartition("/")[0].endswith((f"/{TRAIN}", f"/{HELD_OUT}"))
+    return dict(problem.fields) if is_task else row | dict(problem.fields)
 
 
 def is_held_out(problem: Problem, name: str) -> bool:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Variables = Mapping[str, object]
-NONE: Variables = {}
-"""No variables."""
+NO_VARIABLES: Variables = {}
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 _BYTE_TEMPLATE = """\
 {%- if tools %}{{ 'functions: ' + (tools | tojson) + '\n' }}{% endif %}
@@ -71,7 +70,7 @@ class Tokenizer(Protocol):
         """Ids of the text, and the offset of each in characters. Raises UserError for a tokenizer without offsets."""
         ...
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> list[int]:
+    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> list[int]:
         """Ids of a conversation in the chat template, with the generation prompt.
 
         tools: JSON schemas of the model's tools. variables: further variables of the template.
@@ -79,12 +78,12 @@ class Tokenizer(Protocol):
         ...
 
     def chat_text(
-        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE, *, opened: bool = True
+        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES, *, opened: bool = True
     ) -> str:
         """A conversation in the chat template as text; with `opened`, with the generation prompt."""
         ...
 
-    def check_rendered(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> None:
+    def check_rendered(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> None:
         """Raise NotRendered if the chat template drops tools, tool calls or messages of a role. `chat` does this check itself."""
         ...
 
@@ -136,7 +135,7 @@ class HfTokenizer:
 
     @cached_property
     def _bytes_of(self) -> Callable[[int], bytes]:
-        return reader_of(self.inner)
+        return token_reader(self.inner)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
         if not self.inner.is_fast:
@@ -144,16 +143,16 @@ class HfTokenizer:
         encoding = self.inner(text, add_special_tokens=False, return_offsets_mapping=True)
         return cast("list[int]", encoding["input_ids"]), [begin for begin, _ in cast("list[tuple[int, int]]", encoding["offset_mapping"])]
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> list[int]:
+    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> list[int]:
         self.check_rendered(messages, tools, variables)
         return cast("list[int]", self._templated(messages, tools, variables, opened=True, tokenize=True))
 
     def chat_text(
-        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE, *, opened: bool = True
+        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES, *, opened: bool = True
     ) -> str:
         return cast(str, self._templated(messages, tools, variables, opened=opened, tokenize=False))
 
-    def check_rendered(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> None:
+    def check_rendered(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> None:
         def render(messages: Sequence[Message], tools: Sequence[object]) -> str:
             return self.chat_text(messages, tools, variables, opened=messages[-1]["role"] != "assistant")
 
@@ -178,7 +177,7 @@ class HfTokenizer:
             roles = list(dict.fromkeys(str(message["role"]) for message in messages))
             fix = "leave data.system_prompt out, or set chat_template: false" if "system" in roles else "change the messages"
             raise NotRendered(
-                f"data.chat_template: the template of {self.name} rejects a conversation of {' and '.join(roles)} ({_line(error)}); "
+                f"data.chat_template: the template of {self.name} rejects a conversation of {' and '.join(roles)} ({_line_of(error)}); "
                 f"{fix}, or give the tokenizer another chat_template"
             ) from error
 
@@ -196,8 +195,10 @@ def load_tokenizer(path: str | Path, *, ignore_tools: bool = False) -> Tokenizer
         inner = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # the tokenizers library raises plain Exception for unknown formats
         if local:
-            raise UserError(f"model.tokenizer: the tokenizer in {path} cannot be loaded ({_line(error)}); name another folder") from error
-        raise EnvironmentMissing(f"model.tokenizer: there is no folder {path}, and the hub download failed ({_line(error)})") from error
+            raise UserError(
+                f"model.tokenizer: the tokenizer in {path} cannot be loaded ({_line_of(error)}); name another folder"
+            ) from error
+        raise EnvironmentMissing(f"model.tokenizer: there is no folder {path}, and the hub download failed ({_line_of(error)})") from error
     return HfTokenizer(inner, str(path), ignore_tools=ignore_tools)
 
 
@@ -213,21 +214,13 @@ def load_plain_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokeniz
     try:
         inner = PreTrainedTokenizerFast.from_pretrained(str(folder))
     except Exception as error:  # as in `load_tokenizer`
-        raise UserError(f"model.tokenizer: the tokenizer in {folder} cannot be loaded ({_line(error)}); name another folder") from error
+        raise UserError(f"model.tokenizer: the tokenizer in {folder} cannot be loaded ({_line_of(error)}); name another folder") from error
     return HfTokenizer(inner, str(folder), ignore_tools=ignore_tools)
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model's folder has a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-
-
-def load_byte_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokenizer:
-    """The tokenizer that `make_byte_tokenizer` wrote. `AutoTokenizer` would take seconds to find its class."""
-    import_transformers()
-    from transformers import PreTrainedTokenizerFast
-
-    return HfTokenizer(PreTrainedTokenizerFast.from_pretrained(str(folder)), str(folder), ignore_tools=ignore_tools)
 
 
 def check_fits_model(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -282,7 +275,7 @@ def _added_specials(inner: PreTrainedTokenizerBase) -> list[int]:
     return [number for number, token in inner.added_tokens_decoder.items() if token.special]
 
 
-def _line(error: Exception) -> str:
+def _line_of(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
@@ -299,13 +292,13 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
 
 
-def reader_of(inner: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
+def token_reader(inner: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
     """A function that returns the bytes of a token; empty for an unknown id.
 
     For tokenizers other than byte-level BPE and SentencePiece, these are the bytes of the token's text.
     """
     added = {number: token.content for number, token in inner.added_tokens_decoder.items()}
-    kinds = _kinds(inner)
+    kinds = _decoders_of(inner)
     values = {character: byte for byte, character in enumerate(byte_characters())}
 
     def read(token_id: int) -> bytes:
@@ -341,7 +334,7 @@ def text_offsets(pieces: Sequence[bytes], text: str) -> list[int]:
     return [min(max(start - dropped, 0), len(text)) for start in starts]
 
 
-def _kinds(inner: PreTrainedTokenizerBase) -> set[str]:
+def _decoders_of(inner: PreTrainedTokenizerBase) -> set[str]:
     """The decoders of a tokenizer."""
     backend = getattr(inner, "backend_tokenizer", None)
     if backend is None:

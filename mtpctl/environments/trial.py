@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.taskset import check_runtimes
-from mtpctl.data.tokenizers import Tokenizer, load_byte_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import Tokenizer, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.environments.environment import CLOSE_S, FIELD, EnvironmentClass, EnvironmentFailure, Instance, Message, UserLoops
 from mtpctl.environments.turns import ChatReplies, ChatText, Text
 from mtpctl.errors import UserError
@@ -160,7 +160,7 @@ async def _episode_failures(rollout: RolloutBase, problems: Sequence[Problem]) -
 
     with tempfile.TemporaryDirectory(prefix="mtpctl-trial-") as folder:
         make_byte_tokenizer(Path(folder))
-        tokenizer = load_byte_tokenizer(Path(folder))
+        tokenizer = load_plain_tokenizer(Path(folder))
     size = {"max_tokens": CONTEXT // 2, "context": None, "deadline_s": max(rollout.deadline_s, EPISODE_S), "tool_parser": None}
     rollout = rollout.model_copy(update=size)
 

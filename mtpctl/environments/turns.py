@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from mtpctl.data.tokenizers import NONE, Variables
+from mtpctl.data.tokenizers import NO_VARIABLES, Variables
 from mtpctl.environments.environment import (
     CLOSE_S,
     EnvironmentClass,
@@ -173,7 +173,7 @@ class ChatText(Protocol):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
-    def chat_text(self, messages: Sequence[Message], *, variables: Variables = NONE) -> str:
+    def chat_text(self, messages: Sequence[Message], *, variables: Variables = NO_VARIABLES) -> str:
         """A conversation in the chat template, with the start of the assistant's turn. Raises UserError if the template rejects it."""
         ...
 
@@ -191,7 +191,7 @@ class ChatReplies:
         self._text = text
         self._checked: set[tuple[str, ...]] = set()
 
-    def tokens(self, messages: Sequence[Message], end_token: int | None, variables: Variables = NONE) -> list[int]:
+    def tokens(self, messages: Sequence[Message], end_token: int | None, variables: Variables = NO_VARIABLES) -> list[int]:
         """The tokens from the end of the model's turn to the beginning of its next one.
 
         Args:

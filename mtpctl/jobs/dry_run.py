@@ -19,9 +19,9 @@ from mtpctl.controller.preflight import preflight
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
 from mtpctl.data.inspection import inspect_sets, leaks_in
-from mtpctl.data.prompts import fit_problems
+from mtpctl.data.prompts import check_lengths
 from mtpctl.data.sets import first_problems, rows_of
-from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_byte_tokenizer, load_plain_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, UserError
 from mtpctl.families.drafters import Drafting, drafting_of
 from mtpctl.families.reading import check_importable, shape_of
@@ -429,9 +429,9 @@ def check_rows(recipe: Recipe, shape: ModelShape) -> None:
             imitated = []
     for role, problems in sets.items():
         if recipe.train.generates or role != "train":
-            fit_problems(tokenizer, problems, recipe.data, context=context)
+            check_lengths(tokenizer, problems, recipe.data, context=context)
     if recipe.train.imitates:
-        fit_problems(tokenizer, imitated, recipe.data, context=context, targets=True)
+        check_lengths(tokenizer, imitated, recipe.data, context=context, targets=True)
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer | None:
@@ -440,6 +440,6 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
     if named == "bytes":
         with tempfile.TemporaryDirectory() as folder:
             make_byte_tokenizer(Path(folder))
-            return load_byte_tokenizer(Path(folder), ignore_tools=recipe.data.ignore_tools)
+            return load_plain_tokenizer(Path(folder), ignore_tools=recipe.data.ignore_tools)
     path = Path(named or recipe.model.path or "")
     return load_plain_tokenizer(path, ignore_tools=recipe.data.ignore_tools) if path.is_dir() else None

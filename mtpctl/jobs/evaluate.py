@@ -14,7 +14,7 @@ from mtpctl.controller.evaluate import evaluate
 from mtpctl.controller.preflight import check_sandbox
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.starting import start_rewards
-from mtpctl.data.prompts import fit_problems
+from mtpctl.data.prompts import check_lengths
 from mtpctl.data.sets import load_held_out
 from mtpctl.environments.agents import open_generator
 from mtpctl.errors import UserError
@@ -58,7 +58,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
         folder = Path(scratch)
         source = source_of(recipe, start, folder, report)
         for held_out in problems.held_out.values():
-            fit_problems(source.tokenizer, held_out, recipe.data, context=source.context)
+            check_lengths(source.tokenizer, held_out, recipe.data, context=source.context)
         counts = {name: (n or recipe.evaluation.of(name).n) for name in problems.held_out}
         total = sum(len(each) * counts[name] for name, each in problems.held_out.items())
         report(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from mtpctl.data.problems import NO_ANSWER, Problem
-from mtpctl.data.prompts import chatted, encode_prompt
+from mtpctl.data.prompts import encode_prompt, uses_chat_template
 from mtpctl.data.sets import read_problems
 from mtpctl.environments.agents import gateway_socket, open_generator
 from mtpctl.environments.environment import Failures, environment_of
@@ -98,7 +98,7 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report,
         report(f"model: {source.name}")
         if source.ends.disagreement:
             report(source.ends.disagreement)
-        environment, chat, deadline_s = environment_of(recipe.rollout), chatted(recipe.data, problems), recipe.rollout.deadline_s
+        environment, chat, deadline_s = environment_of(recipe.rollout), uses_chat_template(recipe.data, problems), recipe.rollout.deadline_s
         tools: Sequence[object] = ()
         if environment is not None:
             trial = try_environment(environment, problems, chat=chat, deadline_s=deadline_s)

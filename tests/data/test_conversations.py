@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import encode_conversation, encode_prompt, encode_sft, fit_problems
+from mtpctl.data.prompts import check_lengths, encode_conversation, encode_prompt, encode_sft
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
@@ -160,7 +160,7 @@ def test_a_conversation_that_begins_with_the_assistant_is_refused(chatml: Tokeni
 
 def test_a_conversation_longer_than_the_context_is_named(chatml: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"^c\.jsonl:1: the conversation has \d+ tokens, but the context has 20"):
-        fit_problems(chatml, [talk("1+1?", "2")], DataConfig(), context=20, targets=True)
+        check_lengths(chatml, [talk("1+1?", "2")], DataConfig(), context=20, targets=True)
 
 
 def test_chat_messages_as_a_prompt_go_through_the_template_whatever_the_recipe_says(chatml: Tokenizer) -> None:

@@ -13,10 +13,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mtpctl.data.columns import Reading
 from mtpctl.data.inspection import inspect_sets
 from mtpctl.data.rows import Layout, converted_layout, layout_of
-from mtpctl.data.sets import Rows
+from mtpctl.data.sets import Reading, Rows
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig, EvaluationConfig, is_dataset_id
 

@@ -10,10 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mtpctl.data.columns import Reading
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, encode_sft
-from mtpctl.data.sets import Rows
+from mtpctl.data.sets import Reading, Rows
 from mtpctl.data.tokenizers import HfTokenizer, load_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig

@@ -9,7 +9,7 @@ import pytest
 
 from mtpctl.data import prompts
 from mtpctl.data.problems import Problem
-from mtpctl.data.prompts import encode_prompt, encode_target, fit_problems
+from mtpctl.data.prompts import check_lengths, encode_prompt, encode_target
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
@@ -50,18 +50,18 @@ def test_tools_go_through_the_chat_template_and_count(tmp_path: Path) -> None:
     assert encode_prompt(tokenizer, problem, config, [tool]) == list(b"<add>[user]1+2=[assistant]")
     assert encode_prompt(tokenizer, problem, config) == list(b"[user]1+2=[assistant]")
     with pytest.raises(UserError, match=r"the prompt has 26 tokens"):
-        fit_problems(tokenizer, [problem], config, context=26, tools=[tool])
+        check_lengths(tokenizer, [problem], config, context=26, tools=[tool])
 
 
 def test_problem_beyond_context_is_reported(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     problems = [Problem("d.jsonl:1", "1=", "1"), Problem("d.jsonl:2", "12345678=", "1")]
-    fit_problems(tokenizer, problems, DataConfig(), context=10)
-    fit_problems(tokenizer, problems, DataConfig(), context=11, targets=True)
+    check_lengths(tokenizer, problems, DataConfig(), context=10)
+    check_lengths(tokenizer, problems, DataConfig(), context=11, targets=True)
     with pytest.raises(UserError, match=r"d\.jsonl:2: the prompt has 9 tokens, but the context has 9"):
-        fit_problems(tokenizer, problems, DataConfig(), context=9)
+        check_lengths(tokenizer, problems, DataConfig(), context=9)
     with pytest.raises(UserError, match=r"d\.jsonl:2: prompt and solution have 11 tokens"):
-        fit_problems(tokenizer, problems, DataConfig(), context=10, targets=True)
+        check_lengths(tokenizer, problems, DataConfig(), context=10, targets=True)
 
 
 def test_only_prompts_that_may_be_too_long_are_encoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +75,14 @@ def test_only_prompts_that_may_be_too_long_are_encoded(folder: Path, monkeypatch
     monkeypatch.setattr(prompts, "encode_prompt", counted)
     config, tokenizer = DataConfig(chat_template=True), load_tokenizer(folder)
     texts = ["1" * 30] * 20 + ["é" * 5, "2" * 46]
-    fit_problems(tokenizer, [Problem(f"p{i}", text, "3") for i, text in enumerate(texts)], config, context=64)
+    check_lengths(tokenizer, [Problem(f"p{i}", text, "3") for i, text in enumerate(texts)], config, context=64)
     assert encoded == ["a", prompts._ESCAPED, "é" * 5, "2" * 46]
     encoded.clear()
     problems = [Problem(f"p{i}", "1" * 10, answer) for i, answer in enumerate(["2" * 10, "2" * 36, "é"])]
-    fit_problems(tokenizer, problems, config, context=64, targets=True)
+    check_lengths(tokenizer, problems, config, context=64, targets=True)
     assert encoded == ["a", prompts._ESCAPED, *["1" * 10] * 2], "prompts whose target fits for certain are not encoded"
     with pytest.raises(UserError, match=r"p1: the prompt has 64 tokens, but the context has 64"):
-        fit_problems(tokenizer, [Problem("p0", "1", "3"), Problem("p1", "é" * 23 + "1", "3")], config, context=64)
+        check_lengths(tokenizer, [Problem("p0", "1", "3"), Problem("p1", "é" * 23 + "1", "3")], config, context=64)
 
 
 @pytest.mark.parametrize("content", ["{{ message.content | tojson }}", "{{ message.content }}{{ message.content }}"])
@@ -92,4 +92,4 @@ def test_prompts_are_encoded_if_the_template_makes_them_longer(tmp_path: Path, c
     (folder / "chat_template.jinja").write_text("{% for message in messages %}" + content + "{% endfor %}")
     config, tokenizer = DataConfig(chat_template=True), load_tokenizer(folder)
     with pytest.raises(UserError, match=r"^p1: the prompt has 8\d tokens, but the context has 64"):
-        fit_problems(tokenizer, [Problem("p0", "1", "3"), Problem("p1", '"' * 40, "3")], config, context=64)
+        check_lengths(tokenizer, [Problem("p0", "1", "3"), Problem("p1", '"' * 40, "3")], config, context=64)

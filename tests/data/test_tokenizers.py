@@ -16,7 +16,7 @@ from mtpctl.data.tokenizers import (
     HfTokenizer,
     Tokenizer,
     check_fits_model,
-    load_byte_tokenizer,
+    load_plain_tokenizer,
     load_tokenizer,
     make_byte_tokenizer,
     text_offsets,
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=[load_tokenizer, load_byte_tokenizer])
+@pytest.fixture(scope="module", params=[load_tokenizer, load_plain_tokenizer])
 def tokenizer(request: pytest.FixtureRequest, folder: Path) -> Tokenizer:
     loaded: Tokenizer = request.param(folder)
     return loaded
@@ -113,7 +113,7 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_chat_without_a_template(tmp_path: Path) -> None:
     make_byte_tokenizer(tmp_path, chat=False)
-    tokenizer = load_byte_tokenizer(tmp_path)
+    tokenizer = load_plain_tokenizer(tmp_path)
     with pytest.raises(UserError, match=r"data\.chat_template"):
         tokenizer.chat([{"role": "user", "content": "hi"}])
 
@@ -194,7 +194,7 @@ def test_bytes_of_the_tokens_are_the_bytes_of_the_text(make: object) -> None:
 
 def test_special_added_and_unknown_ids(tmp_path: Path) -> None:
     make_byte_tokenizer(tmp_path)
-    tokenizer = load_byte_tokenizer(tmp_path)
+    tokenizer = load_plain_tokenizer(tmp_path)
     assert tokenizer.token_bytes([258, 65, 0xC3, 100_000, -1]) == [b"<eos>", b"A", b"\xc3", b"", b""]
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from mtpctl.data.tokenizers import HfTokenizer, load_byte_tokenizer, make_byte_tokenizer
+from mtpctl.data.tokenizers import HfTokenizer, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.environments.gateway.server import AnswerReader
 from mtpctl.environments.gateway.trajectory import Model
 from mtpctl.rollout.protocol import ReadCalls
@@ -23,7 +23,7 @@ Says = Callable[[str, int], str]
 def byte_tokenizer() -> HfTokenizer:
     folder = Path(mkdtemp())
     make_byte_tokenizer(folder)
-    result = load_byte_tokenizer(folder)
+    result = load_plain_tokenizer(folder)
     assert isinstance(result, HfTokenizer)
     return result
 

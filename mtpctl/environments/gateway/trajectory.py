@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from mtpctl.data.tokenizers import NONE, Variables
+from mtpctl.data.tokenizers import NO_VARIABLES, Variables
 from mtpctl.environments.environment import EnvironmentFailure, Message
 from mtpctl.environments.gateway.requests import (
     OVER_BUDGET,
@@ -43,7 +43,7 @@ class ChatTokenizer(Text, ChatText, Protocol):
 
     chat_template: str
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NONE) -> list[int]: ...
+    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> list[int]: ...
 
 
 @dataclass(frozen=True)
