@@ -57,7 +57,7 @@ def recorded(percent: str, step_s: float) -> History:
 
 
 def outcome(name: str, history: History, *, gpus: float = 2, seed: int = 0, wanted: int = 2) -> Outcome:
-    trainer = Actor("trainer", 0, 0, 0, 1, gpus, cards=tuple(range(ceil(gpus))))
+    trainer = Actor("trainer", 0, 0, 0, 1, gpus, gpu_ids=tuple(range(ceil(gpus))))
     return Outcome(BY_NAME[name], seed, history, Placement("cuda", (trainer,), 1), wanted)
 
 
