@@ -147,10 +147,7 @@ def describe_error(error: BaseException, text: str) -> str:
 
 
 def innermost(frames: Sequence[tuple[str, int]], own: str | None) -> str:
-    """The innermost frame in the file `own`, or of all frames if none is in that file, as `judge.py:12`. Empty without frames.
-
-    frames: (file, line), outermost first.
-    """
+    """The innermost of the (file, line) frames in the file `own`, or of all if none is in it, as `judge.py:12`. Empty without frames."""
     inside = [frame for frame in frames if own and os.path.realpath(frame[0]) == os.path.realpath(own)] or frames
     return f"{Path(inside[-1][0]).name}:{inside[-1][1]}" if inside else ""
 

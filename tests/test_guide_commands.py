@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer._click import Command, Context
 
-from mtpctl.cli.app import _imported
+from mtpctl.cli.app import _import_command
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import load_recipe
 
@@ -37,7 +37,7 @@ COMMANDS = [(page, arguments) for page in PAGES for arguments in command_lines(p
 def parse(arguments: list[str]) -> Context:
     """The parsed command line, down to the subcommand; nothing is run."""
     name, *rest = [argument for argument in arguments if argument not in ("--debug", "--verbose")]
-    command: Command = _imported(name)
+    command: Command = _import_command(name)
     context = command.make_context(name, rest)
     while (group := getattr(context.command, "commands", None)) and context._protected_args:
         name, *rest = [*context._protected_args, *context.args]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typer._click import Command, Context
 
 COMMANDS = {
-    "init": ("init:init", "Create a custom task that trains without changes."),
+    "init": ("recipe:init", "Create a custom task that trains without changes."),
     "train": ("train:train", "Train by a recipe, or resume a run."),
     "launch": ("train:launch", "Run a recipe as a job of Slurm or Kubernetes."),
     "rollout": ("rollout:rollout", "Generate responses to a file of prompts with the latest weights."),
@@ -36,7 +36,7 @@ COMMANDS = {
     "status": ("runs:status", "Show the state of a run."),
     "scale": ("runs:scale", "Change the rollout replicas of a running run."),
     "samples": ("runs:samples", "Print responses of the model."),
-    "sync-weights": ("sync_weights:sync_weights", "Sync weights to engines by hand, and time it."),
+    "sync-weights": ("rollout:sync_weights", "Sync weights to engines manually, and time it."),
     "doctor": ("doctor:doctor", "Check versions, devices and log-probs."),
     "clean": ("runs:clean", "Remove what killed runs left on this machine."),
     "bench": ("bench:app", "Measure throughput, latency, memory and learning."),
@@ -57,37 +57,34 @@ class _Commands(TyperGroup):
         self.commands = {name: TyperCommand(name, short_help=line) for name, (_, line) in COMMANDS.items()}
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
-        name, listed, rest = super().resolve_command(ctx, args)
-        return name, _imported(name) if name and listed else None, rest
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _import_command(name) if name and command else None, rest
 
     def invoke(self, ctx: Context) -> object:
         # SIGTERM and a closed terminal end a command and its child processes, as Ctrl-C does.
         with raising_on_stop():
-            return self._invoked(ctx)
-
-    def _invoked(self, ctx: Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except MtpctlError as error:
-            if ctx.params.get("debug"):
-                traceback.print_exc()
-            print(f"error: {error}", file=sys.stderr)
-            for note in getattr(error, "__notes__", ()):
-                print(f"also: {note}", file=sys.stderr)
-            raise typer.Exit(error.exit_code) from error
-        except KeyboardInterrupt as error:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(exit_code(getattr(error, "number", signal.SIGINT))) from error
+            try:
+                return super().invoke(ctx)
+            except MtpctlError as error:
+                if ctx.params.get("debug"):
+                    traceback.print_exc()
+                print(f"error: {error}", file=sys.stderr)
+                for note in getattr(error, "__notes__", ()):
+                    print(f"also: {note}", file=sys.stderr)
+                raise typer.Exit(error.exit_code) from error
+            except KeyboardInterrupt as error:
+                print("interrupted", file=sys.stderr)
+                raise typer.Exit(exit_code(getattr(error, "number", signal.SIGINT))) from error
 
 
-def _imported(name: str) -> Command:
+def _import_command(name: str) -> Command:
     module, _, attribute = COMMANDS[name][0].partition(":")
     command = getattr(import_module(f"mtpctl.cli.{module}"), attribute)
-    if not isinstance(command, typer.Typer):
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(name)(command)
-        command = alone
-    return typer.main.get_command(command)
+    if isinstance(command, typer.Typer):
+        return typer.main.get_command(command)
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name)(command)
+    return typer.main.get_command(single)
 
 
 app = typer.Typer(
@@ -164,7 +161,7 @@ def fork_command() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGTTOU})
     command = os.fork()
     if not command:
-        _lead_group()
+        _become_group_leader()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     code = None
@@ -183,7 +180,7 @@ def fork_command() -> None:
     os._exit(code)
 
 
-def _lead_group() -> None:
+def _become_group_leader() -> None:
     """Become the leader of a process group, in the foreground if there is a terminal, so that signals come only from process 1."""
     os.setpgid(0, 0)
     with suppress(OSError):  # no terminal, or one of another session

@@ -29,9 +29,7 @@ def convert_hf(
     to: Annotated[str | None, typer.Option("--to", metavar="megatron|hf", help="Format of DST; inferred from SRC by default.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype", metavar="fp32|bf16|fp16|fp8", help="Dtype of the weights; default: as in SRC. fp8 only if DST is a folder."
-        ),
+        typer.Option("--dtype", metavar="fp32|bf16|fp16|fp8", help="Dtype of the weights; default: as in SRC. fp8 only for a folder."),
     ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="The model folder, for a checkpoint that does not name one.")
@@ -58,9 +56,9 @@ def convert_hf(
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if there is no GPU
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if target is None:
-        from mtpctl.convert.source import inspect as look
+        from mtpctl.convert.source import inspect as inspect_source
 
-        contents = look(source, model)
+        contents = inspect_source(source, model)
         answer(json.dumps(contents, indent=2) if as_json else _list(contents))
         return
     from mtpctl.convert.hf_folder import check_target
@@ -77,9 +75,9 @@ def convert_hf(
     if as_json:
         answer(json.dumps(asdict(result), indent=2))
         return
-    what = "Megatron checkpoint" if result.to == "megatron" else "Hugging Face folder"
+    kind = "Megatron checkpoint" if result.to == "megatron" else "Hugging Face folder"
     rate = result.nbytes / result.seconds / 1e6
-    answer(f"{target}: {what} of {result.tensors} tensors, {result.nbytes / 1e9:,.2f} GB in {result.seconds:.1f} s ({rate:,.0f} MB/s)")
+    answer(f"{target}: {kind} of {result.tensors} tensors, {result.nbytes / 1e9:,.2f} GB in {result.seconds:.1f} s ({rate:,.0f} MB/s)")
     if result.verified is not None:
         drafts = "" if result.verified.mtp_logits is None else f", MTP logits by {result.verified.mtp_logits:.1e}"
         error = result.verified.relative_error
@@ -100,25 +98,20 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines()
+        printed = 0
+
+        def show(done: int, total: int) -> None:
+            nonlocal printed
+            if (tenth := TENTHS * done // max(1, total)) > printed:
+                printed = tenth
+                size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+                print(f"{done / size:,.2f} of {total / size:,.2f} {unit}", file=sys.stderr)
+
+        yield show
         return
     with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-class _Lines:
-    """Prints a line at every tenth of the conversion."""
-
-    def __init__(self) -> None:
-        self.printed = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        tenth = TENTHS * done // max(1, total)
-        if tenth > self.printed:
-            self.printed = tenth
-            size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
-            print(f"{done / size:,.2f} of {total / size:,.2f} {unit}", file=sys.stderr)
 
 
 def add_drafter(
@@ -126,9 +119,7 @@ def add_drafter(
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create: a copy of the model with the drafter.")],
     data: Annotated[
         Path | None,
-        typer.Option(
-            "--data", metavar="FILE", help="Rows with a column `prompt`: .jsonl, .json or .parquet. Required unless --steps is 0."
-        ),
+        typer.Option("--data", metavar="FILE", help="Rows with a column `prompt`: .jsonl, .json, .parquet. Required unless --steps is 0."),
     ] = None,
     kind: Annotated[
         Literal["mtp", "eagle3", "dflash"] | None,
@@ -162,7 +153,6 @@ def add_drafter(
 
     If it is interrupted, the same command resumes the run. --set changes the run's recipe, for example rollout.temperature=0.7.
     """
-    from mtpctl.errors import UserError
     from mtpctl.jobs.add_drafter import DrafterOptions, engine_commands
     from mtpctl.jobs.add_drafter import add_drafter as run
 

@@ -28,9 +28,7 @@ def doctor(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", metavar="NAME|FOLDER|CONFIG", help="Only report whether this model is supported, and what each engine drafts with."
-        ),
+        typer.Option("--model", metavar="NAME|FOLDER|CONFIG", help="Only report whether this model is supported, and the drafters."),
     ] = None,
     mismatch: Annotated[
         str | None,

@@ -40,9 +40,7 @@ def _is_candidate(path: Path) -> bool:
     return not path.name.startswith(".") and (path.is_dir() or path.suffix in (".yaml", ".yml"))
 
 
-_RECIPE = typer.Argument(
-    metavar="RECIPE|RUN", help="A recipe file, the name of one that comes with mtpctl, or a run directory.", autocompletion=_recipes
-)
+_RECIPE = typer.Argument(metavar="RECIPE|RUN", help="A recipe file, the name of an included one, or a run.", autocompletion=_recipes)
 RecipeArgument = Annotated[str, _RECIPE]
 OptionalRecipe = Annotated[str | None, _RECIPE]
 Overlays = Annotated[
@@ -55,7 +53,7 @@ Sets = Annotated[
 ]
 
 
-def _alone(context: typer.Context, as_json: bool) -> bool:
+def _reserve_stdout(context: typer.Context, as_json: bool) -> bool:
     if as_json:
         context.find_root().with_resource(stdout_is_for_answers())
     return as_json
@@ -68,7 +66,7 @@ Start = Annotated[
     str | None,
     typer.Option("--from", metavar="RUN|CKPT|FOLDER", help="Weights; default: the run directory's newest checkpoint, else the model."),
 ]
-Json = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON for a program to read, and nothing else, to stdout.")]
+Json = Annotated[bool, typer.Option("--json", callback=_reserve_stdout, help="Print only JSON to stdout, for programs.")]
 
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:
@@ -85,7 +83,7 @@ def create_folder(folder: Path, option: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{option}: {folder} cannot be made a folder ({error.strerror}); name another") from error
+        raise UserError(f"{option}: the folder {folder} cannot be created ({error.strerror}); name another") from error
     return folder
 
 
@@ -106,12 +104,12 @@ def stdout_is_for_answers() -> Iterator[None]:
     before = os.dup(1)
     try:
         # Under pytest's capture, stdout has no descriptor, or another one.
-        real = stdout.fileno() == 1
+        is_descriptor_1 = stdout.fileno() == 1
     except io.UnsupportedOperation:
-        real = False
+        is_descriptor_1 = False
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, before)
-        _answers = undo.enter_context(open(os.dup(before), "w", encoding=stdout.encoding)) if real else stdout
+        _answers = undo.enter_context(open(os.dup(before), "w", encoding=stdout.encoding)) if is_descriptor_1 else stdout
         os.dup2(2, 1)
         undo.callback(os.dup2, before, 1)
         undo.callback(_flush, stdout)  # buffered output is not an answer either

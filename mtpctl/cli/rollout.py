@@ -1,4 +1,4 @@
-"""`mtpctl rollout`, `mtpctl eval` and `mtpctl logprob-serve`: generate, evaluate or serve with the weights of a recipe or run."""
+"""`mtpctl rollout`, `eval`, `logprob-serve` and `sync-weights`: generate, evaluate, serve or sync with the weights of a recipe or run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,9 @@ from mtpctl.jobs import print_progress
 
 if TYPE_CHECKING:
     from mtpctl.jobs.rollout import Progress, Summary
+    from mtpctl.plan.buckets import Bucket, DeltaPlan, QuantizationPlan
+    from mtpctl.recipe.schema import Recipe
+    from mtpctl.recipe.sync import SyncConfig
     from mtpctl.rollout.sample_file import Tally
 
 
@@ -42,14 +46,14 @@ def rollout(
     from mtpctl.errors import UserError
 
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise UserError(f"--out: {out} {'is a folder' if out.is_dir() else 'lies in a folder that is not there'}; name a file to write")
+        raise UserError(f"--out: {out} {'is a folder' if out.is_dir() else 'is in a missing folder'}; name a file to write")
     if serve:
         if prompts is not None:
-            raise UserError("--serve: agents bring their own prompts; leave --prompts out")
+            raise UserError("--serve: agents send their own prompts; leave --prompts out")
         _serve(recipe, out, host, port, start, overlay or [], sets or [])
         return
     if prompts is None or out is None:
-        raise UserError(f"--{'out' if prompts else 'prompts'}: missing; name a file, or take --serve to serve agents")
+        raise UserError(f"--{'out' if prompts else 'prompts'}: missing; name a file, or use --serve to serve agents")
     if not prompts.is_file():
         raise UserError(f"--prompts: no file {prompts}; give a .jsonl or .parquet file")
     from mtpctl.jobs.rollout import rollout as generate
@@ -70,7 +74,7 @@ def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | Non
 
 
 def _render(summary: Summary) -> str:
-    lines = [f"{summary['samples']} samples in {summary['out']}, {summary['made']} of them made now"]
+    lines = [f"{summary['samples']} samples in {summary['out']}, {summary['made']} of them new"]
     if summary["tokens_per_s"] is not None:
         lines.append(f"{summary['tokens_per_s']:,.0f} tokens/s over {summary['seconds']:.1f} s")
     if summary["samples"]:
@@ -92,7 +96,7 @@ def _progress() -> Iterator[Progress]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines
+        yield _print_progress
         return
     columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[status]}"))
     with Progress(*columns, console=console, transient=True) as bar:
@@ -104,7 +108,7 @@ def _progress() -> Iterator[Progress]:
         yield show
 
 
-def _lines(done: int, total: int, tally: Tally) -> None:
+def _print_progress(done: int, total: int, tally: Tally) -> None:
     if done == total or done % max(1, total // 10) == 0:
         print(f"{done}/{total} samples, acceptance {tally.speculation.accept_rate:.1%}", file=sys.stderr)
 
@@ -179,3 +183,121 @@ def _key(file: Path | None) -> str | None:
     if not key:
         raise UserError(f"--key-file: {file} is empty; write the key into it")
     return key
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets of a complete sync by section, and the sizes of a delta. `bytes_once`: base weights that only the first sync sends."""
+
+    sync: SyncConfig
+    sections: dict[str, list[Bucket]]
+    bytes_once: int
+    delta: DeltaPlan | None
+    quantization: QuantizationPlan | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for buckets in self.sections.values() for bucket in buckets)
+
+
+def sync_weights(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE|RUN", help="A recipe or a run directory; default: the run that --from names.")
+    ] = None,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="CKPT|RUN", help="Weights; default: those of RUN, or the recipe's model.")
+    ] = None,
+    to: Annotated[
+        list[str] | None, typer.Option("--to", metavar="URL", help="A running vLLM server; default: start the recipe's engines.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the buckets and start nothing.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare checksums at every sync, not at the first alone.")] = False,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Number of syncs, each under a new version.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Sync weights to engines and log-prob replicas manually, and print times and rates."""
+    from mtpctl.errors import UserError
+    from mtpctl.jobs.targets import has_checkpoint, load_target
+    from mtpctl.recipe.checks import validate
+
+    named = recipe or source
+    if named is None:
+        raise UserError("RECIPE: name a recipe or a run, or a run with --from")
+    target = load_target(named, overlay or [], sets or [])
+    if recipe is None and target.run is None:
+        raise UserError(f"--from: {source} contains no recipe; name a recipe before it")
+    loaded = target.recipe
+    source = source or target.start or (str(target.run) if target.run and has_checkpoint(target.run) else None)
+    validate(loaded)
+    if source is not None:
+        from mtpctl.controller.state import resolve_checkpoint
+
+        run, checkpoint, _ = resolve_checkpoint(source, report=print_progress)
+    if plan:
+        answer(json.dumps(_plan_json(_plan(loaded)), indent=1) if as_json else _plan_text(_plan(loaded)))
+        return
+    # Imports torch, which a plan does not need.
+    from mtpctl.jobs.sync import as_json as results_as_json
+    from mtpctl.jobs.sync import render, sync_manually
+
+    if not as_json:
+        answer(_plan_text(_plan(loaded)))
+    weights = None if source is None else (run, checkpoint)
+    results = sync_manually(loaded, weights, to or [], verify=verify, repeat=repeat)
+    answer(results_as_json(results) if as_json else render(results))
+
+
+def _plan(recipe: Recipe) -> Plan:
+    """The buckets by section, computed from the model's shape alone."""
+    from mtpctl.errors import UserError
+    from mtpctl.families.reading import shape_of
+    from mtpctl.plan.buckets import base_weight_bytes, plan_delta, plan_quantization, section_buckets
+    from mtpctl.recipe.model import hf_config
+
+    config = hf_config(recipe.model)
+    if config is None:
+        raise UserError("model: its sizes are not known")
+    shape = shape_of(config)
+    sections = section_buckets(recipe, shape)
+    return Plan(recipe.sync, sections, base_weight_bytes(recipe, shape), plan_delta(recipe, sections), plan_quantization(recipe, shape))
+
+
+def _plan_json(plan: Plan) -> dict[str, object]:
+    return {
+        "transport": plan.sync.transport,
+        "bucket_bytes": plan.sync.bucket_bytes,
+        "kv": plan.sync.kv,
+        "relay": getattr(plan.sync, "relay", False),
+        "bytes_once": plan.bytes_once,
+        "bytes": plan.nbytes,
+        "delta": None if plan.delta is None else asdict(plan.delta),
+        "quantization": None if plan.quantization is None else asdict(plan.quantization),
+        "sections": {
+            section: [
+                {"index": b.index, "bytes": b.nbytes, "tensors": len(b.entries), "first": b.entries[0].name, "last": b.entries[-1].name}
+                for b in buckets
+            ]
+            for section, buckets in plan.sections.items()
+        },
+    }
+
+
+def _plan_text(plan: Plan) -> str:
+    from mtpctl.recipe.sync import notes_of
+
+    count, sync = sum(map(len, plan.sections.values())), plan.sync
+    lines = [f"{plan.nbytes / 1e6:,.1f} MB in {count} bucket(s) of at most {sync.bucket_bytes / 1e6:,.1f} MB, over {sync.transport}"]
+    if plan.quantization is not None:
+        lines += [f"  {line}" for line in plan.quantization.lines(lambda nbytes: f"{nbytes / 1e6:,.1f} MB")]
+    if plan.bytes_once:
+        lines.append(f"  at the first sync also {plan.bytes_once / 1e6:,.1f} MB of base weights")
+    if plan.delta is not None:
+        lines.append(f"  {plan.delta.line(lambda nbytes: f'{nbytes / 1e6:,.1f} MB')}")
+    lines += [f"  {note}" for note in notes_of(sync)]
+    for section, buckets in plan.sections.items():
+        for bucket in buckets:
+            ends = " … ".join(dict.fromkeys((bucket.entries[0].name, bucket.entries[-1].name)))
+            lines.append(f"  {section} {bucket.index:>4}  {bucket.nbytes / 1e6:>10,.1f} MB  {len(bucket.entries):>5} tensor(s)  {ends}")
+    return "\n".join(lines)

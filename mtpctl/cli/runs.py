@@ -64,26 +64,26 @@ def _run_table(runs: list[RunOverview]) -> str:
 
 
 def clean(as_json: Json = False) -> None:
-    """Remove weight versions and Ray sessions that killed runs left here. What a live process uses stays."""
+    """Remove weight versions and Ray sessions that killed runs left on this machine, unless a live process uses them."""
     from mtpctl.cluster import leftovers
 
-    gone, staying = leftovers.remove(), [left.path for left in leftovers.find()]
-    unknown, elsewhere = leftovers.unmarked(), leftovers.of_other_namespaces()
+    removed, remaining = leftovers.remove(), [leftover.path for leftover in leftovers.find()]
+    unmarked, foreign = leftovers.unmarked(), leftovers.of_other_namespaces()
     if as_json:
-        rows = [{"path": str(left.path), "bytes": left.nbytes} for left in gone]
-        others = {"not_removed": staying, "unknown": unknown, "elsewhere": elsewhere}
-        answer(json.dumps({"removed": rows} | {what: [str(path) for path in paths] for what, paths in others.items()}, indent=2))
+        rows = [{"path": str(leftover.path), "bytes": leftover.nbytes} for leftover in removed]
+        others = {"not_removed": remaining, "unknown": unmarked, "elsewhere": foreign}
+        answer(json.dumps({"removed": rows} | {key: [str(path) for path in paths] for key, paths in others.items()}, indent=2))
         return
-    for left in gone:
-        answer(f"removed {left.path} ({left.nbytes / 2**30:.3g} GiB)")
-    for path in staying:
-        answer(f"not removed: {path}; another process removes it just now, or it cannot be removed")
-    if not gone and not staying:
+    for leftover in removed:
+        answer(f"removed {leftover.path} ({leftover.nbytes / 2**30:.3g} GiB)")
+    for path in remaining:
+        answer(f"not removed: {path}; another process is removing it, or it cannot be removed")
+    if not removed and not remaining:
         answer("killed runs left nothing here")
-    for path in unknown:
-        answer(f"skipped: {path} does not name its owner; remove it by hand once no run uses it")
-    for path in elsewhere:
-        answer(f"skipped: {path} was created elsewhere, in another container or before this boot; remove it by hand once no run uses it")
+    for path in unmarked:
+        answer(f"skipped: {path} does not name its owner; remove it manually once no run uses it")
+    for path in foreign:
+        answer(f"skipped: {path} was created in another container or before this boot; remove it manually once no run uses it")
 
 
 def report(
@@ -162,7 +162,7 @@ def _status_lines(overview: RunOverview) -> str:
     accuracy = "" if overview.accuracy is None else f", held-out accuracy {overview.accuracy:.3f}"
     accuracy += "" if overview.unseen_accuracy is None else f" (unseen prompts {overview.unseen_accuracy:.3f})"
     replicas = "" if overview.replicas is None else f", {overview.replicas} rollout replica(s)"
-    replicas += "" if overview.asked_replicas is None else f", {overview.asked_replicas} asked for by mtpctl scale"
+    replicas += "" if overview.asked_replicas is None else f", {overview.asked_replicas} requested by mtpctl scale"
     lines = [f"{overview.path}: {overview.state}{step}{reward}{accuracy}{replicas}; wrote {format_duration(overview.age_s)} ago"]
     return "\n".join([*lines, *(f"restart: {line}" for line in overview.restarts)])
 
@@ -182,25 +182,21 @@ def samples(
         raise UserError(f"RUN: no directory {run}; give a run directory")
     rows = read_samples(run)
     if not rows:
-        raise UserError(f"RUN: {run} holds no samples yet; they come with its first evaluation or update (telemetry.samples above 0)")
+        raise UserError(f"RUN: {run} has no samples yet; its first evaluation or update writes them (telemetry.samples above 0)")
     if step is not None:
         steps = sorted({row["step"] for row in rows})
         rows = [row for row in rows if row["step"] == step]
         if not rows:
-            near = min(steps, key=lambda known: abs(known - step))
-            raise UserError(f"--step: {run} holds no samples of {step}; the nearest step that has some is {near}")
-    chosen = _chosen(rows, n, worst)
-    if as_json:
-        answer(json.dumps(chosen, indent=2, ensure_ascii=False))
-    else:
-        answer("\n\n".join(map(_sample_lines, chosen)))
-
-
-def _chosen(rows: list[SampleRow], n: int, worst: bool) -> list[SampleRow]:
+            nearest = min(steps, key=lambda other: abs(other - step))
+            raise UserError(f"--step: {run} has no samples of {step}; the nearest step with samples is {nearest}")
+    rows = rows[::-1]
     if worst:
-        # Samples without a reward are excluded.
-        return sorted((row for row in rows if row["reward"] is not None), key=lambda row: (row["reward"], -row["step"]))[:n]
-    return rows[::-1][:n]
+        rewarded = [row for row in rows[::-1] if row["reward"] is not None]
+        rows = sorted(rewarded, key=lambda row: (row["reward"], -row["step"]))
+    if as_json:
+        answer(json.dumps(rows[:n], indent=2, ensure_ascii=False))
+    else:
+        answer("\n\n".join(map(_sample_lines, rows[:n])))
 
 
 def _sample_lines(row: SampleRow) -> str:
@@ -213,7 +209,7 @@ def _sample_lines(row: SampleRow) -> str:
         lines += [bar + line for line in part["text"].splitlines() or [""]]
     if row["answer"]:
         first, *others = row["answer"].splitlines() or [""]
-        lines += [f"  wanted: {first}", *(f"          {line}" for line in others)]
+        lines += [f"  answer: {first}", *(f"          {line}" for line in others)]
     if row["note"]:
         lines.append(f"  {row['note']}")
     return "\n".join(map(_escaped, lines))

@@ -130,10 +130,7 @@ def kuberay(
     overlay: Overlays = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of each pod, such as 512Gi; default: no limit.")] = None,
 ) -> None:
-    """Print a KubeRay RayJob for a recipe.
-
-    Example: mtpctl launch kuberay RECIPE --image IMAGE --claim NAME > job.yaml
-    """
+    """Print a KubeRay RayJob for a recipe. Example: mtpctl launch kuberay RECIPE --image IMAGE --claim NAME > job.yaml"""
     from mtpctl.cli.options import load
     from mtpctl.jobs.launch import kuberay_manifest
     from mtpctl.recipe.checks import validate

@@ -231,10 +231,7 @@ class Bundles:
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
 
     async def try_take(self, actors: Sequence[str], *, together: int) -> list[ActorBundle] | None:
-        """Return the bundles of these actors. Bundles on lost hosts are replaced in groups of `together`, each group on one host.
-
-        Returns None if no host has capacity.
-        """
+        """Return the actors' bundles, with those on lost hosts replaced in groups of `together` on one host. None without capacity."""
         if lost := self.lost(actors):
             hosts = ray_hosts()
             free = capacities(host.free for host in hosts)

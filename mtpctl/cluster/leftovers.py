@@ -163,10 +163,7 @@ def _vacate(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Delete `folder`, unless its process is alive. Returns whether it was deleted.
-
-    It is renamed first, so that a process may create it again at the same time.
-    """
+    """Delete `folder` unless its process is alive, after renaming it so that it can be created again. Returns whether it was deleted."""
     renamed = folder
     if not folder.name.startswith(_DELETING):
         renamed = folder.with_name(f"{_DELETING}{os.getpid()}-{folder.name}")

@@ -207,10 +207,7 @@ class Replicas[R]:
         return await self._call_all(self.live(where) if named is None else named, call)
 
     async def each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
-        """Call all live replicas concurrently and return their results. A dead replica is restarted.
-
-        Raises the first other error, after every replica has answered.
-        """
+        """Call all live replicas concurrently. Dead ones are restarted. Raises the first other error after every replica has answered."""
         return await self._call_all(self.live(), call)
 
     async def _call_all[T](self, live: list[tuple[Slot[R], R]], call: Callable[[R], Awaitable[T]]) -> list[T]:

@@ -94,10 +94,7 @@ class SampleBuffer:
         return None if group is None else group.problem
 
     def add(self, sample: Sample) -> Group | None:
-        """Add a finished sample to its group, unless that is no longer in flight.
-
-        Returns the group if it is now complete: the caller puts or drops it.
-        """
+        """Add a sample to its group if that is in flight. Returns the group if it is now complete: the caller puts or drops it."""
         group = self._open.get(sample.group_id)
         if group is None:
             return None

@@ -158,10 +158,7 @@ class Run:
         self.trains_rl = "rl" in recipe.train.stages
 
     async def drive(self) -> int | None:
-        """Run all stages. Returns the number of the signal that stopped the run, or None.
-
-        A stopped run writes a checkpoint first, unless the recipe keeps none.
-        """
+        """Run all stages. Returns the number of the signal that stopped the run, after a checkpoint, or None."""
         if (note := context_note(self.recipe.model)) is not None:
             self.telemetry.event("model", note)
         for caution in cautions_of(self.recipe):

@@ -68,10 +68,7 @@ def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start
 
 
 def describe_start(recipe: Recipe) -> list[str]:
-    """Lines about the checkpoint that a start would resume from, after verifying it; empty without a checkpoint. Changes nothing.
-
-    Raises UserError like `find_start`.
-    """
+    """Lines about the checkpoint that a start would resume from, after verifying it; empty without one. Raises like `find_start`."""
     directory = RunDirectory(recipe.run_path)
     choice = choose(directory.checkpoints, contents=True)
     if choice.path is None:

@@ -207,10 +207,7 @@ class RlStage:
         return groups
 
     async def _while_progressing(self, work: Awaitable[None]) -> None:
-        """Wait for `work` as long as responses keep arriving and being rewarded.
-
-        Raises RuntimeFailure if there is no progress for `cluster.step_deadline_s`.
-        """
+        """Wait for `work` while responses keep arriving. Raises RuntimeFailure after `cluster.step_deadline_s` without progress."""
         deadline = self.recipe.cluster.step_deadline_s
         # The deadline starts now: responses that arrived while the trainer was busy do not count.
         self.rollout.progressed()

@@ -124,10 +124,7 @@ class Source(Protocol):
 
 
 class ServedInRun:
-    """A log-prob server of the run, for a teacher or the policy.
-
-    `tokenizer`: the model's. If it is None, the teacher's tokens are not compared with the policy's.
-    """
+    """A log-prob server of the run, for a teacher or the policy. `tokenizer`: None skips the comparison with the policy's tokens."""
 
     def __init__(self, server: LogprobServer, name: str, tokenizer: Tokenizer | None) -> None:
         self.server, self.name, self._tokenizer = server, name, tokenizer

@@ -320,10 +320,7 @@ class RunState:
         return await within(self.checkpoint(trainer), LAST_SAVE_S, "checkpoint")
 
     async def publish_pending(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
-        """Publish the checkpoint that is being written, if any, when it is complete; with `wait=False` only if it already is.
-
-        Raises SaveFailed if it could not be written.
-        """
+        """Publish the checkpoint that is being written when it is complete; with `wait=False` only if it already is. Raises SaveFailed."""
         if self.saving is None:
             return
         if self._buffer_written is not None:

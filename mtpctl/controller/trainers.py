@@ -314,10 +314,7 @@ class Revival:
         self.telemetry.event("restart", f"trainer back{fewer} after {seconds:.0f} s{details}")
 
     async def _restart[T](self, lost: TrainerLost, restore: Callable[[], Awaitable[T]]) -> tuple[T, float]:
-        """Restart the ranks, build their models and call `restore`; start over if the trainer is lost meanwhile.
-
-        Returns the result of `restore`, and the total seconds.
-        """
+        """Restart the ranks and call `restore`, again if the trainer is lost meanwhile. Returns its result, and the total seconds."""
         began, count = time.monotonic(), 0
         while True:
             if not count or not isinstance(lost, HostLost):

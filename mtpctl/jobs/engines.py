@@ -79,10 +79,7 @@ def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) 
 
 
 def without_training(recipe: Recipe) -> Recipe:
-    """The recipe without RL, for validation.
-
-    RL rejects top-p and top-k, but samples that are not trained on may use them.
-    """
+    """The recipe without RL, for validation. RL rejects top-p and top-k, but samples that are not trained on may use them."""
     train = recipe.train.model_copy(update={"stages": ["sft"], "sft": recipe.train.sft.model_copy(update={"steps": 1})})
     return recipe.model_copy(update={"train": train})
 

@@ -92,10 +92,7 @@ async def _evaluate(
 
 
 def _checkable(recipe: Recipe) -> Recipe:
-    """The recipe without training, for validation.
-
-    An evaluation needs no training rows, so a generated task stands in for missing ones.
-    """
+    """The recipe without training, for validation. An evaluation needs no training rows, so a generated task stands in for missing ones."""
     recipe, data = without_training(recipe), recipe.data
     if data.path is not None or data.task is not None or recipe.rollout.verifiers is not None:
         return recipe

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.prepare import model_of, store_in
-from mtpctl.controller.state import resolve_checkpoint
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.controller.weights import WeightSync
 from mtpctl.jobs import print_progress
@@ -30,20 +29,8 @@ if TYPE_CHECKING:
     from mtpctl.convert.hf_folder import HfFolder
 
 
-@dataclass(frozen=True)
-class Source:
-    """The weights: a checkpoint of the recipe's model, or the model itself. `run`: the run directory that they are from."""
-
-    run: Path | None = None
-    checkpoint: Path | None = None
-
-    @classmethod
-    def parse(cls, text: str | None) -> Source:
-        """Parse `--from`: a run directory (its newest checkpoint), or a checkpoint. Raises UserError for anything else."""
-        if text is None:
-            return cls()
-        run, checkpoint, _ = resolve_checkpoint(text, report=print_progress)
-        return cls(run, checkpoint)
+Weights = tuple[Path, Path]
+"""A run directory, and a checkpoint of it."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +55,11 @@ class SyncResult:
         return None if not self.link_gb_per_s else self.gb_per_s / self.link_gb_per_s
 
 
-def sync_manually(recipe: Recipe, source: Source, urls: list[str], *, verify: bool, repeat: int) -> list[SyncResult]:
-    """Start the trainer and, without `urls`, the recipe's engines and log-prob server. Sync `repeat` times and measure each sync."""
+def sync_manually(recipe: Recipe, weights: Weights | None, urls: list[str], *, verify: bool, repeat: int) -> list[SyncResult]:
+    """Start the trainer and, without `urls`, the recipe's engines and log-prob server. Sync `repeat` times and measure each sync.
+
+    `weights`: default: the recipe's model.
+    """
     if not urls:
         check_engine(recipe)
     engines = asyncio.run(_serving(recipe, urls))
@@ -77,7 +67,7 @@ def sync_manually(recipe: Recipe, source: Source, urls: list[str], *, verify: bo
     actors = placement.of("trainer") if engines else placement.actors
     cpus, gpus = sum(actor.cpus for actor in actors), sum(actor.gpus for actor in actors)
     with tempfile.TemporaryDirectory(prefix="mtpctl-sync-") as scratch, cluster(recipe.cluster, cpus=cpus, gpus=gpus):
-        return asyncio.run(_sync(recipe, placement, source, engines, Path(scratch), verify=verify, repeat=repeat))
+        return asyncio.run(_sync(recipe, placement, weights, engines, Path(scratch), verify=verify, repeat=repeat))
 
 
 async def _serving(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
@@ -86,9 +76,10 @@ async def _serving(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
 
 
 async def _sync(
-    recipe: Recipe, placement: Placement, source: Source, engines: list[ServedEngine], scratch: Path, *, verify: bool, repeat: int
+    recipe: Recipe, placement: Placement, weights: Weights | None, engines: list[ServedEngine], scratch: Path, *, verify: bool, repeat: int
 ) -> list[SyncResult]:
-    model = model_of(recipe, source.run or scratch)
+    run, checkpoint = weights or (scratch, None)
+    model = model_of(recipe, run)
     store = store_in(scratch, recipe, model.shape)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(store.close)
@@ -104,16 +95,14 @@ async def _sync(
         for actor in (pool, server):
             if actor is not None:
                 stack.push_async_callback(actor.close)
-        if source.checkpoint is not None:
-            await trainer.restore(source.checkpoint)
-        print_progress(
-            f"trainer ready: {counts['parameters']:,} parameters" + (f", of {source.checkpoint.name}" if source.checkpoint else "")
-        )
+        if checkpoint is not None:
+            await trainer.restore(checkpoint)
+        print_progress(f"trainer ready: {counts['parameters']:,} parameters" + (f", of {checkpoint.name}" if checkpoint else ""))
         served = ServedEngines(engines)
         sync = WeightSync(recipe, trainer, served if pool is None else pool, server, store.root)
         first = served.version + 1 if engines else 1
         targets = len(engines) or recipe.rollout.replica_range.min + (recipe.logprob.replicas if server is not None else 0)
-        return [await _one(sync, version, verify or version == first, targets) for version in range(first, first + repeat)]
+        return [await _measure_sync(sync, version, verify or version == first, targets) for version in range(first, first + repeat)]
 
 
 async def _pool(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> ReplicaPool:
@@ -129,7 +118,7 @@ async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: 
     return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
 
 
-async def _one(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:
+async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:
     metrics = await sync(version, verify=verify)
     await sync.wait_persisted()
     from mtpctl.sync.receiver import copy_rate
@@ -157,11 +146,11 @@ def render(results: list[SyncResult]) -> str:
     """The measurements as text for a terminal."""
     lines = []
     for sync in results:
-        share = "" if sync.share is None else f", {sync.share:.0%} of the {sync.link_gb_per_s:.1f} GB/s that the link gives"
+        share = "" if sync.share is None else f", {sync.share:.0%} of the link's {sync.link_gb_per_s:.1f} GB/s"
         lines.append(
             f"version {sync.version} over {sync.transport} to {sync.targets} target(s): {sync.nbytes / 1e6:,.1f} MB "
             f"in {sync.seconds:.3f} s (export {sync.export_seconds:.3f} s), {sync.gb_per_s:.2f} GB/s{share}; "
-            f"generation stood {sync.stall_seconds:.3f} s; "
+            f"generation stalled for {sync.stall_seconds:.3f} s; "
             + (f"{sync.verified} tensors compared, all equal" if sync.verified else "not verified")
         )
     return "\n".join(lines)

@@ -203,7 +203,7 @@ def training_target(
         return load_whole(recipe, overlays, sets), None
     weights = start_weights(start)
     if recipe is None and (run := run_of(start)) is None:
-        raise UserError(f"--from: {start} has no recipe with it; name a recipe before it")
+        raise UserError(f"--from: {start} contains no recipe; name a recipe before it")
     named = recipe or str(run)
     target = load_whole(named, overlays, sets)
     run_path = target.recipe.run_path

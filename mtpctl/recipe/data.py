@@ -24,9 +24,7 @@ Column = Annotated[str, Field(min_length=1)]
 class ColumnsConfig(Section):
     """The columns of a problem; a dot selects a nested column (`reward_model.ground_truth`). Other columns become its fields."""
 
-    prompt: Column = Field(
-        "prompt", description="The prompt: text, or chat messages, which are rendered with the tokenizer's chat template."
-    )
+    prompt: Column = Field("prompt", description="The prompt: text, or chat messages, rendered with the tokenizer's chat template.")
     answer: Column | None = Field("answer", description="The reference answer, for the reward; null: rows have no answer.")
     solution: Column = Field("solution", description="An optional worked solution, the target of the supervised stage.")
 
@@ -56,15 +54,11 @@ class TasksetConfig(Section):
 
 
 class DataConfig(Section):
-    path: HomePath | None = Field(
-        None, description="Training rows: a .jsonl, .json or .parquet file, a folder of them, or the id of a Hugging Face dataset."
-    )
+    path: HomePath | None = Field(None, description="Training rows: a .jsonl, .json or .parquet file, a folder of them, or a hub id.")
     subset: str | None = Field(None, description="Subset of the Hugging Face dataset; default: its only one.")
     split: str = Field("train", min_length=1, description="Split of the Hugging Face dataset.")
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
-    eval_path: HomePath | None = Field(
-        None, description="Held-out problems: a file or folder with the same columns; see evaluation.sets for several sets."
-    )
+    eval_path: HomePath | None = Field(None, description="Held-out problems with the same columns; see evaluation.sets for several sets.")
     task: GeneratedTask | None = Field(None, description="Generate the problems instead of reading them.")
     taskset: TasksetConfig | None = Field(None, description="Sizes of the tasks of a verifiers environment, without path and task.")
     sft_path: HomePath | None = Field(
@@ -75,15 +69,11 @@ class DataConfig(Section):
     sft_subset: str | None = Field(None, description="As subset, for the dataset of sft_path.")
     sft_split: str = Field("train", min_length=1, description="As split, for the dataset of sft_path.")
     sft_columns: ColumnsConfig | None = Field(None, description="Columns of sft_path; default: data.columns.")
-    sft_task: GeneratedTask | None = Field(
-        None, description="Generate the problems of the supervised stage, without held-out ones; default: RL's task."
-    )
+    sft_task: GeneratedTask | None = Field(None, description="Generate the problems of the supervised stage; default: RL's task.")
     checker: Literal["exact", "math"] | None = Field(None, description="Deprecated: use reward.function, which has more choices.")
     chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message; needs chat_template.")
-    ignore_tools: bool = Field(
-        False, description="Accept rows with tools and tool calls that the chat template drops; false: such a row is an error."
-    )
+    ignore_tools: bool = Field(False, description="Accept rows with tools that the chat template drops; false: such a row is an error.")
     shuffle: bool = Field(True, description="Shuffle prompts by the seed.")
 
 
@@ -102,10 +92,7 @@ def check_path(path: str, field: str) -> Complaints:
 
 
 def check_data(data: DataConfig, *, environment_has_tasks: bool = False) -> Complaints:
-    """Report missing files, and keys that conflict with or require each other.
-
-    `environment_has_tasks`: the environment provides problems, so the section may name none.
-    """
+    """Report missing files, and keys that conflict with or require each other. `environment_has_tasks`: the section may name no data."""
     if data.taskset is not None and (not environment_has_tasks or data.path or data.task):
         yield "data.taskset: applies to rollout.environment: verifiers:NAME without data.path and data.task; leave it out"
     if (data.path is None) == (data.task is None) and not (environment_has_tasks and data.path is None):
@@ -135,9 +122,7 @@ def check_data(data: DataConfig, *, environment_has_tasks: bool = False) -> Comp
 class EvaluationSetConfig(Section):
     """One held-out set."""
 
-    path: HomePath | None = Field(
-        None, description="Rows of the set: a file, a folder, or the id of a Hugging Face dataset; see data.path."
-    )
+    path: HomePath | None = Field(None, description="Rows of the set: a file, a folder, or a Hugging Face dataset id; see data.path.")
     subset: str | None = Field(None, description="As data.subset.")
     split: str = Field("test", min_length=1, description="As data.split.")
     columns: ColumnsConfig | None = Field(None, description="As data.columns; default: data.columns.")
@@ -150,9 +135,7 @@ class EvaluationSetConfig(Section):
 
 
 class EvaluationConfig(Section):
-    sets: dict[str, EvaluationSetConfig] = Field(
-        {}, description="Held-out sets by name, in addition to data.eval_path; metrics are eval/NAME/…."
-    )
+    sets: dict[str, EvaluationSetConfig] = Field({}, description="Held-out sets by name, next to data.eval_path; metrics: eval/NAME/….")
     wait: bool = Field(
         False,
         description="Training waits for the end of an evaluation, so that all responses have one weight version. false: training "

@@ -45,9 +45,7 @@ class ModelConfig(Section):
         None, description="Hugging Face folder, or hub id such as Qwen/Qwen3.6-35B-A3B or zai-org/GLM-4.7; mtpctl doctor --model checks it."
     )
     init: Literal["weights", "random"] = Field("weights", description="weights: load them; random: initialize them from the seed.")
-    config: dict[str, object] | None = Field(
-        None, description="Fields of a Hugging Face config.json: a new model of this shape is created in the run directory."
-    )
+    config: dict[str, object] | None = Field(None, description="Fields of a Hugging Face config.json, of which the run creates a model.")
     context: PositiveInt | None = Field(
         None, description="Positions of engine and trainer, if more than in the model's config. They limit a prompt with its response."
     )
@@ -92,9 +90,7 @@ class MtpConfig(Section):
     loss_mix: Fraction = Field(1.0, description="Weight of mtp.loss; ce has the weight 1 - loss_mix.")
     loss_scale: NonNegativeFloat = Field(0.1, description="Weight of the MTP loss relative to the main loss.")
     clip_grad: NonNegativeFloat = Field(1.0, description="Maximum gradient norm of the MTP layers; 0: no clipping.")
-    repeat: PositiveInt = Field(
-        1, description="MTP depths that share one MTP layer, which is applied repeatedly; with a DFlash drafter, the drafts of a block."
-    )
+    repeat: PositiveInt = Field(1, description="MTP depths that share one MTP layer; with a DFlash drafter, the drafts of a block.")
 
     @property
     def trains(self) -> bool:

@@ -37,9 +37,7 @@ class OptimizerConfig(Section):
     betas: tuple[Float, Float] = Field((0.9, 0.95), description="Adam's decay rates.")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay.")
-    warmup_steps: NonNegativeInt = Field(
-        0, description="Linear warm-up from zero, in optimizer steps; an RL update has `minibatches` of them."
-    )
+    warmup_steps: NonNegativeInt = Field(0, description="Linear warm-up from zero, in optimizer steps (`minibatches` per RL update).")
     min_lr_ratio: Fraction = Field(1.0, description="Cosine decay to this fraction of the peak; 1: constant.")
     clip_grad: NonNegativeFloat = Field(1.0, description="Maximum gradient norm of the trunk; 0: no clipping.")
 
@@ -179,9 +177,7 @@ class RlConfig(Section):
     kl_coef: NonNegativeFloat = Field(0.0, description="Weight of the KL penalty against the reference policy, the model before RL.")
     kl_estimator: Literal["k2", "k3"] = Field("k3", description="Estimator of the KL penalty; GRPO uses k3.")
     dynamic_sampling: bool = Field(True, description="Replace groups whose rewards are all equal by new ones.")
-    signal_backoff: bool = Field(
-        False, description="After z consecutive groups without signal, skip a prompt for 2^z - 1 epochs, at most 15."
-    )
+    signal_backoff: bool = Field(False, description="After z consecutive groups without signal, skip a prompt for min(2^z - 1, 15) epochs.")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     teacher: TeacherConfig | None = Field(None, description="Teacher model of on-policy distillation.")
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)

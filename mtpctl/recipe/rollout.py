@@ -83,9 +83,7 @@ class SpeculationConfig(Section):
     quantization: Literal["none", "fp8"] | None = Field(
         None, description="Weights of the MTP layers in the engine; default: rollout.quantization. Drafters in drafter/ stay in bf16."
     )
-    auto: bool = Field(
-        False, description="Draft 0 to num_tokens tokens per step, whichever is fastest; measured repeatedly as load and weights change."
-    )
+    auto: bool = Field(False, description="Draft 0 to num_tokens tokens per step, whichever is fastest; measured during the run.")
 
     @property
     def model_tokens(self) -> int:
@@ -130,12 +128,8 @@ class RolloutBase(Section):
         description="The environment: your class, as FILE.py:NAME or MODULE:NAME; single: one turn; calculator: computes the expression in "
         "<calc>…</calc>; python: runs the model's code; verifiers:NAME: an environment of the package verifiers.",
     )
-    environment_args: dict[str, object] = Field(
-        {}, description="Keyword arguments of the environment; for verifiers its configuration, the block env."
-    )
-    environment_eval_args: dict[str, object] = Field(
-        {}, description="For verifiers: merged into environment_args for held-out problems, such as another split."
-    )
+    environment_args: dict[str, object] = Field({}, description="Keyword arguments of the environment; for verifiers the block env.")
+    environment_eval_args: dict[str, object] = Field({}, description="For verifiers: overrides of environment_args for held-out problems.")
     agent: str | None = Field(
         None,
         description="Agent that solves a problem with the model: your function, as FILE.py:NAME or MODULE:NAME, of the problem and the "
@@ -269,9 +263,7 @@ class SglangConfig(RolloutBase):
     )
     python: HomePath | None = Field(None, description="Python interpreter of SGLang's virtual environment.")
     draft_top_k: PositiveInt = Field(1, description="Branches per step of the draft tree; 1: a chain.")
-    draft_steps: PositiveInt | None = Field(
-        None, description="Depth of the draft tree, required if draft_top_k is above 1; the depth of a chain is num_tokens."
-    )
+    draft_steps: PositiveInt | None = Field(None, description="Depth of the draft tree, required if draft_top_k is above 1.")
 
     def check_engine(self) -> Complaints:
         """Report settings that SGLang does not support, and missing ones that it needs."""

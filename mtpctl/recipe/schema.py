@@ -36,9 +36,7 @@ class AsyncConfig(Section):
         "waits for them.",
     )
     sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
-    partial_rollout: bool = Field(
-        True, description="Responses in flight at a sync continue under the new weights; false: the sync waits until they end."
-    )
+    partial_rollout: bool = Field(True, description="Responses in flight at a sync continue under new weights; false: it waits for them.")
     deterministic: bool = Field(
         False, description="Same seed, same losses: nothing is generated ahead, batches are in prompt order, each request has its own seed."
     )
@@ -130,9 +128,7 @@ class TelemetryConfig(Section):
     samples: NonNegativeInt = Field(
         8, description="Responses stored as text in `samples/` at each update, and for each held-out set at each evaluation; 0: none."
     )
-    profile: bool = Field(
-        False, description="Profile the third update of each stage; traces and tables go to `logs/` in the run directory."
-    )
+    profile: bool = Field(False, description="Profile the third update of each stage; traces and tables are written to `logs/`.")
 
     @property
     def http_address(self) -> tuple[str, int] | None:

@@ -56,9 +56,7 @@ class ParallelConfig(Section):
     ep: PositiveInt = Field(1, description="Expert-parallel ranks.")
     dp: PositiveInt = Field(1, description="Data-parallel ranks.")
     sequence_parallel: bool = Field(False, description="Split activations outside the matrix products over the tp ranks.")
-    pp_layout: list[NonNegativeInt] | None = Field(
-        None, description="Decoder layers per pipeline stage; default: even, with the MTP layers on the last stage."
-    )
+    pp_layout: list[NonNegativeInt] | None = Field(None, description="Decoder layers per pipeline stage; default: even, MTP on the last.")
 
     @property
     def world_size(self) -> int:

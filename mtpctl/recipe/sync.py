@@ -34,24 +34,18 @@ class SyncBase(Section):
         "sync waits for them.",
     )
     deadline_s: PositiveFloat = Field(120.0, description="Timeout of a sync, in seconds.")
-    delta: bool = Field(
-        False, description="Send only elements that changed since the previous version; for nccl, storage, and shm on a shared file system."
-    )
+    delta: bool = Field(False, description="Send only elements that changed since the previous version; for nccl, storage and shm.")
     kv: Literal["recompute", "keep"] = Field(
         "recompute",
         description="KV cache of requests in flight at a sync. recompute: it is recomputed with the new weights; keep: requests keep the "
         "cache computed with the old weights.",
     )
     release_kv: bool = Field(False, description="Free the KV cache of the engines during a sync.")
-    on_collapse: Literal["warn", "error"] = Field(
-        "warn", description="Reaction if draft acceptance falls below half its running mean after a sync."
-    )
+    on_collapse: Literal["warn", "error"] = Field("warn", description="Reaction if draft acceptance halves after a sync.")
 
 
 class ShmConfig(SyncBase):
-    transport: Literal["shm"] = Field(
-        "shm", description="Files in shared memory of one host, or on a shared file system with several hosts; CPU and GPU."
-    )
+    transport: Literal["shm"] = Field("shm", description="Files in shared memory, or on a file system that several hosts share.")
 
 
 class IpcConfig(SyncBase):

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 class SftConfig(Section):
     steps: NonNegativeInt = Field(0, description="Updates of the supervised stage.")
-    until_loss: NonNegativeFloat = Field(
-        0.0, description="End the stage when the mean loss of the last 10 updates is at most this value; 0: never."
-    )
+    until_loss: NonNegativeFloat = Field(0.0, description="End the stage when the mean loss of 10 updates is at most this value; 0: never.")
     batch_size: PositiveInt = Field(64, description="Sequences per update.")
     optimizer: SftOptimizerConfig = Field(default_factory=SftOptimizerConfig)
 
@@ -100,12 +98,8 @@ class TrainConfig(Section):
     lora: LoraConfig | None = Field(None, description="Train a LoRA adapter instead of the weights.")
     moe: MoeConfig = Field(default_factory=MoeConfig, description="Mixture of experts: load balancing (off by default) and router replay.")
     async_save: bool = Field(False, description="Write checkpoints during training; needs host memory of their size.")
-    checkpoint_every: NonNegativeInt = Field(
-        0, description="Updates between checkpoints, in addition to checkpoint_minutes; 0: none by count."
-    )
-    checkpoint_minutes: NonNegativeFloat = Field(
-        10.0, description="Minutes between checkpoints, which are taken after the current update; 0: none by time."
-    )
+    checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints, as well as checkpoint_minutes; 0: none.")
+    checkpoint_minutes: NonNegativeFloat = Field(10.0, description="Minutes between checkpoints, written after an update; 0: none by time.")
     keep_checkpoints: NonNegativeInt = Field(
         2, description="Number of newest checkpoints to keep; 0: none is written, and the run can be neither resumed nor converted."
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mtpctl.cli.app import main
-from mtpctl.cli.init import ABOUT, TEMPLATES
+from mtpctl.cli.recipe import ABOUT, TEMPLATES
 from mtpctl.recipe import yaml12
 from tests.environment import with_tree
 
@@ -96,7 +96,7 @@ def test_nothing_is_overwritten(init: Any) -> None:
     Path("sums").mkdir()
     (Path("sums") / "notes").write_text("kept")
     code, out, err = init("sums")
-    assert (code, out) == (2, "") and err == "error: init: sums is there already, and is not overwritten; name another folder\n"
+    assert (code, out) == (2, "") and err == "error: init: sums exists and is not overwritten; name another folder\n"
     assert [path.name for path in Path("sums").iterdir()] == ["notes"]
     Path("file").write_text("kept")
     assert init("file")[0] == 2 and Path("file").read_text() == "kept"

@@ -65,7 +65,7 @@ def test_progress_goes_to_the_error_stream_and_the_summary_to_the_output(rollout
     _, out, err, _ = rollout(found(), "tiny_mtp", "--prompts", "p.jsonl", "--out", "o")
     assert err.splitlines()[:2] == ["model: as it is", "4/40 samples, acceptance 25.0%"] and len(err.splitlines()) == 11
     assert out.splitlines() == [
-        "1 samples in o.jsonl, 1 of them made now",
+        "1 samples in o.jsonl, 1 of them new",
         "2 tokens/s over 1.5 s",
         "mean length 3.0 tokens; ended by 1 stop",
         "acceptance 25.0% (1 of 4 drafts), 1.50 tokens a step",
@@ -90,9 +90,9 @@ def test_prompts_and_out_are_required(rollout: Any, missing: str) -> None:
     [
         (["--prompts", "nowhere.jsonl", "--out", "o"], "error: --prompts: no file nowhere.jsonl; give a .jsonl or .parquet file"),
         (["--prompts", "p.jsonl", "--out", "."], "error: --out: . is a folder; name a file to write"),
-        (["--prompts", "p.jsonl", "--serve"], "error: --serve: agents bring their own prompts; leave --prompts out"),
+        (["--prompts", "p.jsonl", "--serve"], "error: --serve: agents send their own prompts; leave --prompts out"),
         (["--serve", "--out", "."], "error: --out: . is a folder; name a file to write"),
-        (["--prompts", "p.jsonl", "--out", "no/where"], "error: --out: no/where lies in a folder that is not there; name a file to write"),
+        (["--prompts", "p.jsonl", "--out", "no/where"], "error: --out: no/where is in a missing folder; name a file to write"),
     ],
 )
 def test_unusable_files_are_reported_before_heavy_imports(rollout: Any, arguments: list[str], message: str) -> None:

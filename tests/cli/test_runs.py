@@ -91,7 +91,7 @@ def test_newest_samples_are_first_and_the_environment_is_marked(mtpctl: Any, run
         "  answer",
         "  7",
         "  │ <",
-        "  wanted: <b>",
+        "  answer: <b>",
     ]
 
 
@@ -99,7 +99,7 @@ def test_an_answer_of_several_lines_is_printed_as_it_is(mtpctl: Any, tmp_path: P
     log = SampleLog(tmp_path / "samples", 1)
     log.write([{**kept(1, 0.5), "answer": "3 * 3 = 9\n#### 9"}])
     log.close()
-    assert mtpctl("samples", str(tmp_path)).out.splitlines()[-2:] == ["  wanted: 3 * 3 = 9", "          #### 9"]
+    assert mtpctl("samples", str(tmp_path)).out.splitlines()[-2:] == ["  answer: 3 * 3 = 9", "          #### 9"]
 
 
 def test_worst_and_step_select_samples(mtpctl: Any, run: Path) -> None:
@@ -113,9 +113,9 @@ def test_worst_and_step_select_samples(mtpctl: Any, run: Path) -> None:
 
 def test_missing_samples_are_reported_with_the_nearest_step(mtpctl: Any, run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     wrong = mtpctl("samples", str(run), "--step", "40")
-    assert (wrong.code, wrong.err) == (2, f"error: --step: {run} holds no samples of 40; the nearest step that has some is 8\n")
+    assert (wrong.code, wrong.err) == (2, f"error: --step: {run} has no samples of 40; the nearest step with samples is 8\n")
     empty = tmp_path_factory.mktemp("empty")
-    assert "holds no samples yet" in mtpctl("samples", str(empty)).err
+    assert "has no samples yet" in mtpctl("samples", str(empty)).err
     assert mtpctl("samples", str(empty / "no")).err == f"error: RUN: no directory {empty / 'no'}; give a run directory\n"
 
 

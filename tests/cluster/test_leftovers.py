@@ -116,7 +116,7 @@ def test_a_folder_of_another_container_is_listed_and_kept(
     assert leftovers.of_other_namespaces() == [folder] and leftovers.unmarked() == []
     with pytest.raises(SystemExit):
         main(["clean"])
-    assert f"skipped: {folder} was created elsewhere" in capsys.readouterr().out
+    assert f"skipped: {folder} was created in another container" in capsys.readouterr().out
 
 
 def test_shared_memory_of_an_earlier_boot_is_removed(run: subprocess.Popen[str], memory: Path) -> None:
@@ -160,7 +160,7 @@ def test_only_one_process_removes_at_a_time(run: subprocess.Popen[str], memory: 
         assert leftovers.remove() == []
         with pytest.raises(SystemExit):
             main(["clean"])
-        assert f"not removed: {memory / 'mtpctl-run'}; another process removes it" in capsys.readouterr().out
+        assert f"not removed: {memory / 'mtpctl-run'}; another process is removing it" in capsys.readouterr().out
     assert len(leftovers.remove()) == 2
 
 

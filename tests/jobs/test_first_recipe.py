@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtpctl.cli.app import main
-from mtpctl.cli.init import TEMPLATES
+from mtpctl.cli.recipe import TEMPLATES
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import load_problem_sets
 from mtpctl.data.tokenizers import make_byte_tokenizer

@@ -121,8 +121,8 @@ def test_rollout_takes_a_run_a_checkpoint_and_weights(mtpctl: Any, trained: Path
 def test_sync_weights_takes_a_run_with_its_weights(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[tuple[int, Path | None]] = []
 
-    def sync(recipe: Recipe, source: Any, *_: Any, **__: Any) -> Any:
-        handed.append((recipe.seed, source.checkpoint))
+    def sync(recipe: Recipe, weights: tuple[Path, Path] | None, *_: Any, **__: Any) -> Any:
+        handed.append((recipe.seed, weights and weights[1]))
         raise UserError("enough")
 
     monkeypatch.setattr("mtpctl.jobs.sync.sync_manually", sync)
@@ -204,7 +204,7 @@ def test_weights_folder_is_used_in_place(mtpctl: Any, trained: Path, monkeypatch
     assert mtpctl("train", str(trained), "--from", str(folder), *sets).code == 0
     assert (requested[0].model.path, new.exists()) == (str(folder), False)
     message = mtpctl("train", "--from", str(folder))
-    assert (message.code, message.err) == (2, f"error: --from: {folder} has no recipe with it; name a recipe before it\n")
+    assert (message.code, message.err) == (2, f"error: --from: {folder} contains no recipe; name a recipe before it\n")
 
 
 def test_begun_run_rejects_other_weights(mtpctl: Any, trained: Path) -> None:
