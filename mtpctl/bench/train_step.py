@@ -30,7 +30,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.families.reading import describe_context, shape_of, with_context
 from mtpctl.kernels.logprob import LogProbOut
-from mtpctl.kernels.main_grad import take_stale
+from mtpctl.kernels.products import take_stale
 from mtpctl.model.packing import Packing
 from mtpctl.model.parallel import Rank
 from mtpctl.plan.memory import GIB

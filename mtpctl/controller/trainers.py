@@ -169,7 +169,7 @@ class TrainerGroup:
         # An MtpctlError is the rank's own error, unless another rank has died, which may have caused it.
         own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
         checks: list[Coroutine[None, None, ActorLocation]] = [
-            within(rank.here.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
+            within(rank.location.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
         ]
         for answer in await asyncio.gather(*checks, return_exceptions=True):
             died = isinstance(answer, BaseException) and isinstance(answer.__cause__, ray.exceptions.RayActorError)
@@ -208,7 +208,8 @@ class TrainerGroup:
         if self.bundles is None:
             return
         waits: list[asyncio.Future[ActorLocation]] = [
-            asyncio.ensure_future(within(rank.here.remote(), deadline_s, f"trainer rank {i}, start")) for i, rank in enumerate(self.ranks)
+            asyncio.ensure_future(within(rank.location.remote(), deadline_s, f"trainer rank {i}, start"))
+            for i, rank in enumerate(self.ranks)
         ]
         try:
             while (await asyncio.wait(waits, timeout=POLL_S))[1]:

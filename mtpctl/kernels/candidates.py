@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels import products
-from mtpctl.kernels.backend import slices
+from mtpctl.kernels.backend import Shard, gather, slices, sum_ranks, vocab_shard
 from mtpctl.kernels.inputs import DEFAULT_WORKSPACE_BYTES, PrecomputedGrads, weight_grad_buffer
-from mtpctl.kernels.shards import Shard, gather, sum_ranks, vocab_shard
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """divergence(named [n, k], rest [n], rows [n]) -> [n], differentiable in the log-probs `named` and `rest`. `rows`: indices among all N."""
@@ -160,11 +159,11 @@ def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceG
     """Loss and gradients of these rows from their scaled logits [n, V], which are overwritten."""
     term, shard, wide = arguments.term, arguments.shard, logits.dtype
     local = term.ids[rows].long() - shard.start
-    here = (local >= 0) & (local < logits.shape[1])
-    local = local.masked_fill(~here, 0)
-    named = sum_ranks(logits.gather(1, local).masked_fill_(~here, 0), shard)
+    is_local = (local >= 0) & (local < logits.shape[1])
+    local = local.masked_fill(~is_local, 0)
+    named = sum_ranks(logits.gather(1, local).masked_fill_(~is_local, 0), shard)
     # Set the named entries to −inf. An entry of another rank has local index 0; the minimum with inf leaves that column unchanged.
-    floor = torch.where(here, float("-inf"), float("inf")).to(wide)
+    floor = torch.where(is_local, float("-inf"), float("inf")).to(wide)
     logits.scatter_reduce_(1, local, floor, "amin")
     rest_lse = torch.logsumexp(logits, 1)
     if shard.world > 1:
@@ -182,5 +181,5 @@ def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceG
     scale = arguments.inverse_temperature * arguments.grad_scale
     # Each entry's share of the rest's gradient, 0 at named entries. The clamp avoids NaN if there is no rest.
     rest_parts = logits.sub_(rest_lse.clamp(min=torch.finfo(wide).min).unsqueeze(1)).exp_().mul_((rest_grad * scale).to(wide).unsqueeze(1))
-    own = (named_grad * scale).to(wide).masked_fill_(~here, 0)
-    return _SliceGrads(loss.detach().to(wide), divergence.detach().to(wide), rest_parts, own, local)
+    local_grad = (named_grad * scale).to(wide).masked_fill_(~is_local, 0)
+    return _SliceGrads(loss.detach().to(wide), divergence.detach().to(wide), rest_parts, local_grad, local)

@@ -13,8 +13,19 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels import exact, invariant, products
-from mtpctl.kernels.backend import Agreement, DraftGradCoefficients, DraftLoss, GradTargets, LocalScores, LogitPair, Problem, RowGrads
-from mtpctl.kernels.shards import RowStats, Shard, gather
+from mtpctl.kernels.backend import (
+    Agreement,
+    DraftGradCoefficients,
+    DraftLoss,
+    GradTargets,
+    LocalScores,
+    LogitPair,
+    Problem,
+    RowGrads,
+    RowStats,
+    Shard,
+    gather,
+)
 
 TEMPORARIES = 3  # chunk-sized: logits, their saved copy or exponentials, and a product of the two
 FEWEST_ROWS = 32  # rows of a matrix product; with fewer, its rounding depends on the number of rows
@@ -70,9 +81,9 @@ class Chunked:
             if for_backward and width >= problem.valid:  # all logits fit the workspace as one chunk
                 saved = z.clone()
             local = problem.targets - columns.start
-            here = (local >= 0) & (local < z.shape[1])
+            is_local = (local >= 0) & (local < z.shape[1])
             picked = z.gather(1, local.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
-            target = torch.where(here, picked, target)
+            target = torch.where(is_local, picked, target)
             if topk:
                 best = _merge_topk(best, z, topk, columns.start)
             new_top = torch.maximum(top, z.amax(1))
@@ -149,8 +160,8 @@ class Chunked:
 
 def _add_at(x: Tensor, targets: Tensor, values: Tensor | float) -> None:
     """Add `values` (a number, or one per row) to x [n, c] at each row's target, if it is among the columns."""
-    here = (targets >= 0) & (targets < x.shape[1])
-    x.scatter_add_(1, targets.clamp(0, x.shape[1] - 1).unsqueeze(1), (here.to(x.dtype) * values).unsqueeze(1))
+    is_local = (targets >= 0) & (targets < x.shape[1])
+    x.scatter_add_(1, targets.clamp(0, x.shape[1] - 1).unsqueeze(1), (is_local.to(x.dtype) * values).unsqueeze(1))
 
 
 def _logit_grad(z: Tensor, problem: Problem, rows: RowGrads, start: int) -> Tensor:
@@ -223,9 +234,9 @@ class Exact(Chunked):
             z = z.new_full((len(z), 1), float("-inf"))
         whole_top, log_mass = (each.squeeze(1) for each in operations.log_mass(z, shard.total, shard.group))
         top = whole_top if shard.world == 1 else z.amax(1)
-        here = (problem.targets >= 0) & (problem.targets < problem.valid)
+        is_local = (problem.targets >= 0) & (problem.targets < problem.valid)
         picked = z.gather(1, problem.targets.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
-        target = picked.masked_fill_(~here, float("-inf"))
+        target = picked.masked_fill_(~is_local, float("-inf"))
         mass, moment = log_mass.exp(), torch.zeros_like(top)
         if entropy and problem.valid:
             shifted = z - whole_top.unsqueeze(1)

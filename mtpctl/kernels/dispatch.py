@@ -15,7 +15,7 @@ from mtpctl.kernels.triton_backend import Triton, tiles_for, unsupported
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "exact")
 ONE_PASS = ("auto", "chunked", "triton", "exact")
 """The implementations of `linear_policy_loss`."""
-# By compute capability: (fewest rows, fastest implementation), the last match wins. See docs/benchmarks/kernels.md; on an H200 the order
+# By compute capability: (minimum rows, fastest implementation), the last match wins. See docs/benchmarks/kernels.md; on an H200 the order
 # did not depend on hidden size (2048 to 4096) or vocabulary (32,000 to 256,000).
 MEASURED = {(9, 0): ((0, "chunked"), (64, "triton"))}
 log = logging.getLogger("mtpctl.kernels")
@@ -43,11 +43,11 @@ def _auto(hidden: Tensor, weight: Tensor, rows: int, topk: int) -> str:
     table = MEASURED.get(torch.cuda.get_device_capability(hidden.device))
     if table is None:
         return _logged("chunked", gpu, "this GPU was not measured, and it runs on any device")
-    fewest, name = [(least, name) for least, name in table if rows >= least][-1]
+    min_rows, name = [entry for entry in table if rows >= entry[0]][-1]
     reason = _triton_unsupported(hidden, weight, topk) if name == "triton" else None
     if reason is not None:
         return _logged("chunked", gpu, f"triton {reason}")
-    return _logged(name, gpu, f"measured fastest there from {fewest} rows on")
+    return _logged(name, gpu, f"measured fastest there from {min_rows} rows on")
 
 
 def _triton_unsupported(hidden: Tensor, weight: Tensor, topk: int) -> str | None:

@@ -26,9 +26,22 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.backend import SOFT_SHARE, Agreement, Backend, DraftGradCoefficients, DraftLoss, GradTargets, LogitPair, Problem
+from mtpctl.kernels.backend import (
+    SOFT_SHARE,
+    Agreement,
+    Backend,
+    DraftGradCoefficients,
+    DraftLoss,
+    GradTargets,
+    LogitPair,
+    Problem,
+    RowStats,
+    Shard,
+    gather,
+    join_shards,
+    sum_ranks,
+)
 from mtpctl.kernels.inputs import Call, Rows, WeightGradBuffer
-from mtpctl.kernels.shards import RowStats, Shard, gather, join_shards, sum_ranks
 
 LOSSES: tuple[DraftLoss, ...] = get_args(DraftLoss)
 SHARES: dict[DraftLoss, tuple[float, float]] = {

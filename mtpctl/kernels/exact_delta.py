@@ -7,7 +7,7 @@ Chunked kernels sum over the tokens of a chunk, in other orders than a decoding 
 with sums over key channels in an order that depends on their number only. The state between two tokens can be stored and loaded without
 changing a bit, so engine (prefill, decoding and steps that verify drafts) and trainer compute the same values.
 
-The inputs are those of the usual operation: q, k and v pass a causal convolution of a few taps, in a fixed order, and SiLU; q and k are
+The inputs are those of the chunked form: q, k and v pass a causal convolution of a few taps, in a fixed order, and SiLU; q and k are
 normed. These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the chunked form.
 
 Shape legend: T tokens, n sequences, C channels of queries, keys and values, W taps, h value heads, d key channels, w value channels.

@@ -1,7 +1,7 @@
 """The trainer's operations for `numerics: bitwise`: `mtpctl.kernels.exact` on a CPU, `mtpctl.kernels.invariant` on CUDA, with gradients.
 
-Only a forward pass has to match the engine's. Gradients are those of the usual operations at the same inputs; on a CPU they take the
-rounding to integers as if it were not there.
+Only the forward pass has to match the engine's. Gradients are those of PyTorch's operations at the same inputs. On a CPU
+they ignore the rounding to integers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtpctl.kernels import activations, exact, exact_delta, exact_experts, invariant, norm, qkv, routing
 from mtpctl.kernels.activations import swiglu_backward_torch
-from mtpctl.kernels.main_grad import linear_backward
+from mtpctl.kernels.products import linear_backward
 from mtpctl.kernels.qkv import Angles, HeadLayout, HeadNorm, Heads
 
 
@@ -51,8 +51,8 @@ def split_normed_heads(mixed: Tensor, layout: HeadLayout, qk_norm: HeadNorm, ang
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
     """`exact.attention` on a CPU, with gradients."""
-    usual = partial(F.scaled_dot_product_attention, attn_mask=visible, scale=scale, enable_gqa=True)
-    return with_gradients_of(usual, partial(exact.attention, visible=visible, scale=scale), query, key, value)
+    inexact = partial(F.scaled_dot_product_attention, attn_mask=visible, scale=scale, enable_gqa=True)
+    return with_gradients_of(inexact, partial(exact.attention, visible=visible, scale=scale), query, key, value)
 
 
 def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -71,21 +71,21 @@ def route(logits: Tensor, experts: Tensor, *, of_all: bool) -> tuple[Tensor, Ten
     """Probs and routes (bool), both [T, E], of logits [T, E] and each token's `experts` [T, k]. See `exact_experts.chosen_probs`."""
     routes = exact_experts.routes_of(experts, logits.shape[1])
 
-    def usual(logits: Tensor) -> Tensor:
+    def inexact(logits: Tensor) -> Tensor:
         return (logits if of_all else logits.masked_fill(~routes, float("-inf"))).softmax(-1).masked_fill(~routes, 0.0)
 
-    return with_gradients_of(usual, partial(exact_experts.chosen_probs, routes=routes, of_all=of_all), logits), routes
+    return with_gradients_of(inexact, partial(exact_experts.chosen_probs, routes=routes, of_all=of_all), logits), routes
 
 
-def with_gradients_of(usual: Callable[..., Tensor], exact_function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`exact_function(*tensors)`, with the gradients of `usual(*tensors)`, which runs in the backward pass."""
-    return _WithGradients.apply(usual, exact_function, *tensors)
+def with_gradients_of(inexact: Callable[..., Tensor], exact_function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`exact_function(*tensors)`, with the gradients of `inexact(*tensors)`, which runs in the backward pass."""
+    return _WithGradients.apply(inexact, exact_function, *tensors)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`exact_delta.gated_rms_norm`, with gradients."""
-    usual, function = (partial(f, eps=eps) for f in (norm.gated_rms_norm, exact_delta.gated_rms_norm))
-    return with_gradients_of(usual, function, x, gate, weight)
+    inexact, function = (partial(f, eps=eps) for f in (norm.gated_rms_norm, exact_delta.gated_rms_norm))
+    return with_gradients_of(inexact, function, x, gate, weight)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -95,17 +95,17 @@ def sigmoid(x: Tensor) -> Tensor:
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, usual: Callable[..., Tensor], exact_function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, inexact: Callable[..., Tensor], exact_function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.usual = usual
+        ctx.inexact = inexact
         return exact_function(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-        usual, ctx.usual = ctx.usual, None  # autograd frees saved tensors only, not those that the function refers to
+        inexact, ctx.inexact = ctx.inexact, None  # autograd frees saved tensors only, not those that the function refers to
         with torch.enable_grad():
-            out = usual(*tensors)
+            out = inexact(*tensors)
         return None, None, *torch.autograd.grad(out, tensors, grads[0])
 
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpctl.kernels import products
-from mtpctl.kernels.main_grad import mark_stale, take_stale
+from mtpctl.kernels.products import mark_stale, take_stale
 from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, on_device_of, tl, triton
 
 ROW_BYTES = 16

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpctl.kernels.backend import Problem
-from mtpctl.kernels.main_grad import take_stale
-from mtpctl.kernels.shards import Shard, sum_ranks, vocab_shard
+from mtpctl.kernels.backend import Problem, Shard, sum_ranks, vocab_shard
+from mtpctl.kernels.products import take_stale
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 IGNORE_INDEX = -100
@@ -185,11 +184,11 @@ def _select_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, temperatur
     if not finite and (error := _nonfinite("hidden", hidden)):
         raise error
     if isinstance(temperature, Tensor):
-        coldest, hottest = torch.stack(torch.where(keep, temperature, 1).aminmax()).tolist()
-        if not coldest > 0:
-            raise ValueError(f"temperature: smallest value {coldest}, expected above 0")
-        if hottest == float("inf"):
-            raise ValueError(f"temperature: largest value {hottest}, expected finite values")
+        lowest, highest = torch.stack(torch.where(keep, temperature, 1).aminmax()).tolist()
+        if not lowest > 0:
+            raise ValueError(f"temperature: smallest value {lowest}, expected above 0")
+        if highest == float("inf"):
+            raise ValueError(f"temperature: largest value {highest}, expected finite values")
     return Rows(total, count, None if count == total else keep.nonzero().squeeze(1))
 
 
@@ -228,8 +227,8 @@ class FiniteCheck:
         for argument, x in ((name, hidden), ("weight", weight)):
             if error := _nonfinite(argument, x):
                 raise error
-        most = [x.abs().max().item() for x in (hidden, weight)]
-        raise ValueError(f"{name}: logits overflow {torch.float32}: largest |{name}| {most[0]}, largest |weight| {most[1]}")
+        maxima = [x.abs().max().item() for x in (hidden, weight)]
+        raise ValueError(f"{name}: logits overflow {torch.float32}: largest |{name}| {maxima[0]}, largest |weight| {maxima[1]}")
 
 
 def _nonfinite(name: str, x: Tensor) -> ValueError | None:

@@ -13,7 +13,7 @@ the same in every tile and position. `python benchmarks/bitwise_gpu.py` tests th
 
 Rotations and activations are elementwise, and engine and trainer run the same kernels (`mtpctl.kernels.qkv`, `mtpctl.kernels.activations`).
 
-These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the usual operations.
+These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of PyTorch's operations.
 
 Shape legend: R rows, n inputs, N outputs, t tokens, r requests, h query heads, g key-value heads, d head width, V vocabulary entries.
 """

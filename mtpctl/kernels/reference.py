@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.backend import SOFT_SHARE
+from mtpctl.kernels.backend import SOFT_SHARE, Shard, gather
 from mtpctl.kernels.inputs import Call
-from mtpctl.kernels.shards import Shard, gather
 
 
 class _GatherWeight(torch.autograd.Function):

@@ -201,13 +201,13 @@ def sum_rows_kernel(
 
 def expert_order_triton(routes: Tensor, k: int, ranks: int, rows: int | None) -> ExpertOrder:
     tokens, experts = routes.shape
-    most = tokens * k if rows is None else rows
+    max_rows = tokens * k if rows is None else rows
     width = triton.next_power_of_2(experts)
     block = max(1, TILE_ELEMENTS // width)
     blocks = triton.cdiv(tokens, block)
     route_bytes = routes.contiguous().view(torch.uint8)
-    row_of, token_of = routes.new_empty(tokens, k, dtype=torch.int32), routes.new_empty(most, dtype=torch.int32)
-    pair_of = routes.new_empty(most, dtype=torch.int64)
+    row_of, token_of = routes.new_empty(tokens, k, dtype=torch.int32), routes.new_empty(max_rows, dtype=torch.int32)
+    pair_of = routes.new_empty(max_rows, dtype=torch.int64)
     if rows is not None:
         row_of.fill_(-1)
     counts = routes.new_empty(blocks + 1, experts, dtype=torch.int32)

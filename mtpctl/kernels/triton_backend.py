@@ -28,8 +28,17 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels import products
-from mtpctl.kernels.backend import Agreement, DraftGradCoefficients, DraftLoss, GradTargets, LocalScores, LogitPair, Problem, RowGrads
-from mtpctl.kernels.shards import RowStats
+from mtpctl.kernels.backend import (
+    Agreement,
+    DraftGradCoefficients,
+    DraftLoss,
+    GradTargets,
+    LocalScores,
+    LogitPair,
+    Problem,
+    RowGrads,
+    RowStats,
+)
 from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, on_device_of, tl, triton
 
 CHUNK_COLUMNS = 16384  # enough for products at full rate; more would only take memory from saved logits

@@ -68,7 +68,7 @@ class ScoreRank:
         self._incoming_adapter: MergedAdapter | None = None
         self._finished: set[str] = set()
 
-    def here(self) -> ActorLocation:
+    def location(self) -> ActorLocation:
         return current_location()
 
     def address(self) -> str:

@@ -117,7 +117,7 @@ class RayRanks:
         return self._answers(refs)
 
     async def where(self) -> list[ActorLocation]:
-        return list(await asyncio.gather(*(self._answers([handle.here.remote()]) for handle in self.handles)))
+        return list(await asyncio.gather(*(self._answers([handle.location.remote()]) for handle in self.handles)))
 
     async def _answers(self, refs: list[ObjectRef[Any]]) -> Any:
         from ray.exceptions import RayActorError, RayTaskError

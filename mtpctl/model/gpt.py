@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch import Tensor
 
-from mtpctl.kernels.main_grad import is_buffered
+from mtpctl.kernels.products import is_buffered
 from mtpctl.model.attention import LatentAttention
 from mtpctl.model.layers import RMSNorm
 from mtpctl.model.packing import EarlierDepths, Packing

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from mtpctl.kernels import exact_grad
 from mtpctl.kernels.activations import squared_relu, swiglu
-from mtpctl.kernels.main_grad import buffered_linear, is_buffered
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
+from mtpctl.kernels.products import buffered_linear, is_buffered
 
 _EXACT = "mtpctl_exact_sums"
 

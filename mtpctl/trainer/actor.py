@@ -62,7 +62,7 @@ class TrainerRank(WeightExporter):
         super().__init__(Recipe.model_validate_json(recipe_json), rank)
         self.world_size = world_size
         self.reference: list[torch.Tensor] | None = None
-        self.ahead = False  # Whether the weights were updated since the last published version.
+        self.unpublished = False  # Whether the weights were updated since the last published version.
         self.saving: Save
         self.profile: UpdateProfile | None = None
         if self.recipe.telemetry.profile:
@@ -70,7 +70,7 @@ class TrainerRank(WeightExporter):
 
             self.profile = UpdateProfile(self.recipe.run_path / "logs", rank)
 
-    def here(self) -> ActorLocation:
+    def location(self) -> ActorLocation:
         """Where the rank runs. Actor calls are ordered, so this returns after the preceding calls."""
         return current_location()
 
@@ -215,19 +215,21 @@ class TrainerRank(WeightExporter):
         scored = time.perf_counter()
         reference = self._reference_logprobs(sequences) if self.reference is not None else None
         context = recipe.rollout.context or self.engine.folder.shape.max_positions
-        gains = advantages(table, rl, max_tokens=recipe.rollout.max_tokens, context=context)
+        sample_advantages = advantages(table, rl, max_tokens=recipe.rollout.max_tokens, context=context)
         if rl.teacher is not None and not rl.teacher.rewards:
-            gains = [0.0] * len(gains)
+            sample_advantages = [0.0] * len(sample_advantages)
         if replay == "off":
             sequences = [replace(s, routes=None) for s in sequences]
         # If old log-probs are not recomputed, the loss itself compares the behaviour policy with the trained one. It does so in the first
         # minibatch only: afterwards, the weights match no published version.
-        causes = None if recompute else [(each == (-1 if self.ahead else version), s) for each, s in zip(versions, stale_kv, strict=True)]
-        metrics_of = []
+        causes = (
+            None if recompute else [(each == (-1 if self.unpublished else version), s) for each, s in zip(versions, stale_kv, strict=True)]
+        )
+        minibatch_metrics = []
         for minibatch in share.minibatches:
-            metrics_of.append(
+            minibatch_metrics.append(
                 self.engine.update(
-                    self._training_batch(share, minibatch, sequences, gains, reference, causes),
+                    self._training_batch(share, minibatch, sequences, sample_advantages, reference, causes),
                     PolicyObjective(rl, max_tokens=recipe.rollout.max_tokens, trajectories=minibatch.trajectories),
                     temperature=recipe.rollout.temperature,
                     total_steps=rl.steps * rl.minibatches,
@@ -235,12 +237,12 @@ class TrainerRank(WeightExporter):
                 )
             )
             causes = None
-        metrics = mean_of(metrics_of) | self.engine.peak_memory()
+        metrics = mean_of(minibatch_metrics) | self.engine.peak_memory()
         metrics |= {"timing_s/old_log_prob": scored - began, "timing_s/update": time.perf_counter() - scored}
         if recompute:
-            metrics |= self._mismatch(sequences, versions, stale_kv, old_versions, exact=not (unscored and self.ahead))
-        self.ahead = True
-        metrics["perf/tokens"] = sum(each["perf/tokens"] for each in metrics_of)
+            metrics |= self._mismatch(sequences, versions, stale_kv, old_versions, exact=not (unscored and self.unpublished))
+        self.unpublished = True
+        metrics["perf/tokens"] = sum(each["perf/tokens"] for each in minibatch_metrics)
         return metrics
 
     def _training_batch(
@@ -248,7 +250,7 @@ class TrainerRank(WeightExporter):
         share: Share,
         minibatch: Minibatch,
         sequences: list[batch.Sequence],
-        gains: list[float],
+        sample_advantages: list[float],
         reference: list[np.ndarray] | None,
         causes: list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] | None,
     ) -> list[batch.Sequence]:
@@ -263,7 +265,7 @@ class TrainerRank(WeightExporter):
         rows = [
             training_sequence(
                 sequences[i],
-                gains[share.indices[i]],
+                sample_advantages[share.indices[i]],
                 reference=None if reference is None else reference[i],
                 same_weights=None if causes is None else causes[i][0],
                 stale_kv=None if causes is None else causes[i][1],
@@ -349,7 +351,7 @@ class TrainerRank(WeightExporter):
         return mismatch_metrics(totals) | cause_metrics(totals, tokens=totals["tokens"])
 
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
-        self.ahead = False
+        self.unpublished = False
         return super().plan_weights(version, store, members, checksums, sections)
 
     def begin_save(self, path: str) -> str:

@@ -253,17 +253,17 @@ class Totals:
         return Totals(sequences, tokens, trained, tuple(drafted))
 
 
-def utilisation(
-    shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool, seconds: float, card: str, cards: int
+def utilization(
+    shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool, seconds: float, gpu: str, gpus: int
 ) -> float | None:
     """Model FLOPs utilization (arXiv:2204.02311, appendix B) of an update of all weights in bf16; recomputation does not count.
 
     depths: MTP depths that are trained. Returns None for a device whose peak is unknown.
     """
-    peak = peak_flops(card)
+    peak = peak_flops(gpu)
     if peak is None:
         return None
-    return update_flops(shape, sequences, depths, isolated=isolated) / (seconds * cards * peak)
+    return update_flops(shape, sequences, depths, isolated=isolated) / (seconds * gpus * peak)
 
 
 def update_flops(shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool) -> int:

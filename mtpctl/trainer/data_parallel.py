@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mtpctl.compat.megatron_core import fill_buffers, without_router_updates
 from mtpctl.kernels.grouped import WeightStack
-from mtpctl.kernels.main_grad import accumulate_weight_grad, is_buffered, mark_stale, take_stale
+from mtpctl.kernels.products import accumulate_weight_grad, is_buffered, mark_stale, take_stale
 from mtpctl.model.experts import Experts
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear

@@ -28,7 +28,7 @@ from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.numerics import check_gpu
 from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.routes import RouteShape
-from mtpctl.trainer.batch import MicroBatch, Sequence, Totals, utilisation
+from mtpctl.trainer.batch import MicroBatch, Sequence, Totals, utilization
 from mtpctl.trainer.config import EngineConfig, ScoreOptions, TokenScores
 from mtpctl.trainer.data_parallel import Balance, Gradients
 from mtpctl.trainer.head import Head
@@ -198,7 +198,7 @@ class MegatronEngine:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
-        if (share := self._utilisation(_in(sequences, passes), seconds, self.depths if self.trains_mtp else 0)) is not None:
+        if (share := self._utilization(_in(sequences, passes), seconds, self.depths if self.trains_mtp else 0)) is not None:
             metrics["perf/mfu"] = share if passes is None else summed([share])[0]
         return metrics
 
@@ -209,18 +209,18 @@ class MegatronEngine:
         peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         return {f"perf/memory_{name}_gib": largest(peak) / GIB for name, peak in peaks.items()}
 
-    def _utilisation(self, sequences: list[Sequence], seconds: float, depths: int) -> float | None:
+    def _utilization(self, sequences: list[Sequence], seconds: float, depths: int) -> float | None:
         """`perf/mfu` of an update; None unless it trains all weights in bf16."""
         if self.config.lora or self.config.precision != "bf16":
             return None
-        return utilisation(
+        return utilization(
             self.folder.shape,
             sequences,
             depths,
             isolated=self.config.mtp.mode == "isolated",
             seconds=seconds,
-            card=torch.cuda.get_device_name() if self.device.type == "cuda" else self.device.type,
-            cards=dist.get_world_size(),
+            gpu=torch.cuda.get_device_name() if self.device.type == "cuda" else self.device.type,
+            gpus=dist.get_world_size(),
         )
 
     def forward_backward(

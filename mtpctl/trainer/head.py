@@ -259,12 +259,12 @@ class Head:
         if index is None:
             return out.loss_sum * scale, out
         statistics = torch.stack([x.float() for x in out[1:]])
-        whole = statistics.new_zeros(len(statistics), len(draft.labels))
-        whole[:, index] = statistics
-        dist.all_reduce(whole, group=group)
+        gathered = statistics.new_zeros(len(statistics), len(draft.labels))
+        gathered[:, index] = statistics
+        dist.all_reduce(gathered, group=group)
         total = out.loss_sum.detach().float().clone()
         dist.all_reduce(total, group=group)
-        logprob, teacher_logprob, overlap, greedy, hit = whole.unbind(0)
+        logprob, teacher_logprob, overlap, greedy, hit = gathered.unbind(0)
         return out.loss_sum * scale, DraftLossOut(total, logprob, teacher_logprob, overlap, greedy, hit > 0)
 
     def _local(
@@ -304,10 +304,10 @@ class _GatherOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(index)
-        whole = values.new_zeros(total, *values.shape[1:])
-        whole[index] = values
-        dist.all_reduce(whole, group=group)
-        return whole
+        gathered = values.new_zeros(total, *values.shape[1:])
+        gathered[index] = values
+        dist.all_reduce(gathered, group=group)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -331,9 +331,9 @@ def _target_states(packing: Packing, state: Tensor, targets: Tensor, depth: int,
     local = packing.local_index[rows]
     borders = torch.where((local >= 0)[:, None], state[local.clamp(min=0)], 0)
     dist.all_reduce(borders, group=group)
-    here = packing.local_index[targets]
+    local_targets = packing.local_index[targets]
     border = ((targets // size - 1) * ahead + targets % size).clamp(0, max(0, len(borders) - 1))
-    return torch.where((here >= 0)[:, None], state[here.clamp(min=0)], borders[border])
+    return torch.where((local_targets >= 0)[:, None], state[local_targets.clamp(min=0)], borders[border])
 
 
 def scaled_gradient(x: Tensor, weights: Tensor | None, index: Tensor | None = None) -> Tensor:

@@ -85,8 +85,10 @@ class UpdateLoss:
         measured = self._measured(micro)
         for depth, output in enumerate(self._apply_chain_weights(chains, outputs), start=1):
             sums |= _depth_sums(depth, output)
-        chances = [_chances(output, draft, len(micro.labels), measured) for output, draft in zip(outputs, micro.drafts, strict=True)]
-        return sum(candidate_losses, loss), sums | acceptance_sums(micro, chances, measured, self.config.drafts)
+        probabilities = [
+            _depth_probabilities(output, draft, len(micro.labels), measured) for output, draft in zip(outputs, micro.drafts, strict=True)
+        ]
+        return sum(candidate_losses, loss), sums | acceptance_sums(micro, probabilities, measured, self.config.drafts)
 
     def _separate_passes(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         """The losses of the trunk and of each MTP depth, each with its own logits."""
@@ -142,7 +144,7 @@ class UpdateLoss:
         losses: list[Tensor] = []
         sums: Sums = {}
         outputs: list[DraftLossOut] = []
-        chances: list[DepthProbabilities] = []
+        probabilities: list[DepthProbabilities] = []
         measured = self._measured(micro)
         for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
             # Rounded to fp32, like the gradient that autograd will pass, because the kernels check that the two are equal.
@@ -171,11 +173,11 @@ class UpdateLoss:
                 loss, output = self._against_trunk(micro, hidden, state, draft, depth, scale, weights)
             losses.append(loss)
             outputs.insert(0, output)
-            chances.insert(0, _chances(output, compared, len(micro.labels), measured))
+            probabilities.insert(0, _depth_probabilities(output, compared, len(micro.labels), measured))
         if mtp.loss != "ce":
             for depth, output in enumerate(self._apply_chain_weights(chains, outputs), start=1):
                 sums |= _depth_sums(depth, output)
-        return losses, sums | acceptance_sums(micro, chances, measured, self.config.drafts)
+        return losses, sums | acceptance_sums(micro, probabilities, measured, self.config.drafts)
 
     def _against_trunk(
         self, micro: MicroBatch, hidden: Hidden, state: Tensor, draft: DraftRows, depth: int, scale: float, weights: Tensor | None = None
@@ -226,21 +228,21 @@ def _depth_sums(depth: int, output: DraftLossOut) -> Sums:
     return {f"mtp/loss_{depth}": output.loss_sum.detach(), f"mtp/accept_{depth}": output.hit.sum()}
 
 
-def _chances(output: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthProbabilities:
+def _depth_probabilities(output: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthProbabilities:
     """A depth's probabilities for the microbatch's `count` response tokens; 0 for tokens not drafted and from index `measured` on."""
     chosen = draft.tokens < measured
     tokens = draft.tokens[chosen]
 
-    def spread(values: Tensor) -> Tensor:
-        whole = torch.zeros(count, dtype=torch.float32, device=values.device)
-        whole[tokens] = values[chosen].detach().float()
-        return whole
+    def scatter(values: Tensor) -> Tensor:
+        dense = torch.zeros(count, dtype=torch.float32, device=values.device)
+        dense[tokens] = values[chosen].detach().float()
+        return dense
 
     accept_probs = (output.logprob - output.teacher_logprob).exp().clamp(max=1)
     return DepthProbabilities(
-        measured=spread(torch.ones_like(output.overlap)),
-        accepted={"probabilistic": spread(output.overlap), "greedy": spread(output.greedy)},
-        kept={"probabilistic": spread(accept_probs), "greedy": spread(output.hit)},
+        measured=scatter(torch.ones_like(output.overlap)),
+        accepted={"probabilistic": scatter(output.overlap), "greedy": scatter(output.greedy)},
+        kept={"probabilistic": scatter(accept_probs), "greedy": scatter(output.hit)},
     )
 
 

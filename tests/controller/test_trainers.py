@@ -24,8 +24,8 @@ Answer = Callable[[], Awaitable[object]]
 class Rank:
     """A handle whose calls do as they are told. `here` answers unless the rank is gone."""
 
-    def __init__(self, persist_weights: Answer, here: Answer) -> None:
-        self.persist_weights, self.here = SimpleNamespace(remote=persist_weights), SimpleNamespace(remote=here)
+    def __init__(self, persist_weights: Answer, location: Answer) -> None:
+        self.persist_weights, self.location = SimpleNamespace(remote=persist_weights), SimpleNamespace(remote=location)
 
 
 async def fine() -> ActorLocation:

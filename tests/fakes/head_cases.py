@@ -52,7 +52,7 @@ class HeadCase:
 
     def by_formula(self, dtype: torch.dtype = torch.float16) -> list[Tensor | None]:
         """Queries, keys, values, gates, and the gradients of mixed and of both norm weights, for inputs drawn in `dtype`."""
-        mixed, layout, norm, angles, grads = self.randomly_initialized(dtype)
+        mixed, layout, norm, angles, grads = self.drawn(dtype)
         leaf = mixed.double().requires_grad_()
         weights = [] if norm is None else [weight.double().requires_grad_() for weight in norm[:2]]
         grouped = leaf.view(self.tokens, self.groups, -1)

@@ -67,7 +67,7 @@ class RoutingCase:
 
     def assert_right(self, probs: Tensor, routes: Tensor, gradient: Tensor) -> None:
         """Compare with autograd through plain PyTorch in float64."""
-        logits, bias, grad = self.randomly_initialized()
+        logits, bias, grad = self.drawn()
         leaf = logits.double().requires_grad_()
         biases, replay = None if bias is None else bias.double(), self.replay()
         expected, chosen = plain_route(leaf, biases, self.rule, replay)
@@ -80,7 +80,7 @@ class RoutingCase:
         """Check the counts of replayed experts that the router would have chosen as well, and of all replayed experts."""
         if replay is None or replay.counts is None:
             return
-        logits, bias, _grad = self.randomly_initialized()
+        logits, bias, _grad = self.drawn()
         own = plain_route(logits, bias, self.rule)[1][replay.replayed.cpu()]
         taken = own.gather(1, replay.experts.cpu().long()[replay.replayed.cpu()])
         assert replay.counts.tolist() == [int(taken.sum()), taken.numel()]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from mtpctl.kernels.backend import Problem
-from mtpctl.kernels.shards import vocab_shard
+from mtpctl.kernels.backend import Problem, vocab_shard
 from mtpctl.kernels.triton_backend import Tiles, Triton
 from tests.environment import TREE
 from tests.fakes.interpreted import run_interpreted

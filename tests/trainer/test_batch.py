@@ -13,7 +13,7 @@ from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.flops import step_flops
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.trainer.batch import Sequence, dummy_batch, in_one_copy, pack, to_device, utilisation
+from mtpctl.trainer.batch import Sequence, dummy_batch, in_one_copy, pack, to_device, utilization
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 
@@ -103,14 +103,14 @@ SHAPE = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
 SEQUENCES = [Sequence([1] * 100, 40, [1] * 60), Sequence([1] * 50, 10, [1] * 30 + [0] * 10)]
 
 
-def test_utilisation_is_flops_over_peak() -> None:
+def test_utilization_is_flops_over_peak() -> None:
     flops = step_flops(SHAPE, [100, 50], 90, [88], isolated=True)
-    share = utilisation(SHAPE, SEQUENCES, 1, isolated=True, seconds=0.5, card="NVIDIA H200", cards=4)
+    share = utilization(SHAPE, SEQUENCES, 1, isolated=True, seconds=0.5, gpu="NVIDIA H200", gpus=4)
     assert share == pytest.approx(flops / (0.5 * 4 * 989e12))
 
 
-def test_unknown_gpu_has_no_utilisation() -> None:
-    assert utilisation(SHAPE, SEQUENCES, 0, isolated=True, seconds=1.0, card="Some Card", cards=1) is None
+def test_unknown_gpu_has_no_utilization() -> None:
+    assert utilization(SHAPE, SEQUENCES, 0, isolated=True, seconds=1.0, gpu="Some Card", gpus=1) is None
 
 
 def test_update_reports_mfu_if_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

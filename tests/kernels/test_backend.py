@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.kernels import exact, invariant
+from mtpctl.kernels.backend import join_stats
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
-from mtpctl.kernels.shards import join_stats
 from tests.fakes.kernel_agreement import relative
 
 WORLD, ROWS, WIDTH, VOCAB, PADDING = 2, 14, 16, 64, 5

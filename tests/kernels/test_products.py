@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtpctl.kernels.main_grad import accumulate_weight_grad, buffered_linear, is_buffered, mark_stale, take_stale
+from mtpctl.kernels.products import accumulate_weight_grad, buffered_linear, is_buffered, mark_stale, take_stale
 
 
 @pytest.mark.parametrize(
