@@ -42,7 +42,7 @@ def load(text: str, field: str) -> object:
         raise UserError(f"{field}: {text!r} is neither FILE.py:NAME nor MODULE:NAME")
     module = _from_file(Path(source).expanduser(), field) if source.endswith(".py") else _from_module(source, field)
     if not hasattr(module, name):
-        raise UserError(f"{field}: {source} defines no {name}; {_defined(module, name)}")
+        raise UserError(f"{field}: {source} defines no {name}; {_missing_name_hint(module, name)}")
     value: object = getattr(module, name)
     return value
 
@@ -55,8 +55,8 @@ def missing_file(text: str) -> str:
         return ""
     if path.is_dir():
         return f"{path} is a folder; name a file"
-    near = nearest_file(path, (".py",))
-    return f"there is no file {path}; " + (f"did you mean {near}?" if near else f"it was looked for in {path.parent.resolve()}")
+    nearest = nearest_file(path, (".py",))
+    return f"there is no file {path}" + (f"; did you mean {nearest}?" if nearest else f" in {path.parent.resolve()}")
 
 
 def nearest_file(path: Path, suffixes: Collection[str]) -> Path | None:
@@ -87,14 +87,9 @@ def from_environment(args: Mapping[str, object], field: str) -> dict[str, object
 def check_call(
     function: Callable[..., object], positional: tuple[str, ...], options: Mapping[str, object], field: str, *, partly: bool = False
 ) -> None:
-    """Raise UserError if the signature of `function` does not accept these arguments.
+    """Raise UserError if the signature of a user-defined function or class does not accept these arguments.
 
-    Args:
-        function: a user-defined function or class.
-        positional: names of the positional arguments.
-        options: keyword arguments.
-        field: the recipe field, for the message.
-        partly: further arguments are passed later.
+    `positional`: names of the positional arguments. `options`: keyword arguments. `partly`: further arguments are passed later.
     """
     try:
         signature = inspect.signature(function)
@@ -129,7 +124,7 @@ class _Ellipsis:
         return "…"
 
 
-def _defined(module: ModuleType, name: str) -> str:
+def _missing_name_hint(module: ModuleType, name: str) -> str:
     """Hint for a missing `name`: suggests the closest match, or lists the module's own functions and classes."""
     known = [each for each in vars(module) if not each.startswith("_")]
     if near := difflib.get_close_matches(name, known, 1, _NEAR):

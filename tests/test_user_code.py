@@ -47,7 +47,7 @@ def test_a_function_is_loaded_from_a_module() -> None:
         ("judge.py:", "neither FILE.py:NAME nor MODULE:NAME"),
         (":score", "neither FILE.py:NAME nor MODULE:NAME"),
         ("{dir}/jugde.py:score", "there is no file {dir}/jugde.py; did you mean {dir}/judge.py?"),
-        ("{dir}/far.py:score", "there is no file {dir}/far.py; it was looked for in {dir}"),
+        ("{dir}/far.py:score", "there is no file {dir}/far.py in {dir}"),
         ("{dir}/judge.py:scroe", "defines no scroe; did you mean score?"),
         ("{dir}/judge.py:reward", "defines no reward; it defines score"),
         ("{dir}/points.py:reward", "defines no reward; it defines no function and no class"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +18,7 @@ from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument, answ
 from mtpctl.jobs import print_progress
 
 if TYPE_CHECKING:
-    from mtpctl.jobs.rollout import Progress, Summary
+    from mtpctl.jobs.rollout import Progress
     from mtpctl.plan.buckets import Bucket, DeltaPlan, QuantizationPlan
     from mtpctl.recipe.schema import Recipe
     from mtpctl.recipe.sync import SyncConfig
@@ -73,7 +73,7 @@ def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | Non
     answer(f"{finished} trajectories" + (f" in {out}" if out is not None and finished else ""))
 
 
-def _render(summary: Summary) -> str:
+def _render(summary: dict[str, Any]) -> str:
     lines = [f"{summary['samples']} samples in {summary['out']}, {summary['made']} of them new"]
     if summary["tokens_per_s"] is not None:
         lines.append(f"{summary['tokens_per_s']:,.0f} tokens/s over {summary['seconds']:.1f} s")

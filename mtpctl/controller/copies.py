@@ -157,10 +157,8 @@ def check_sync_url(recipe: Recipe) -> None:
 def check_copies(recipe: Recipe) -> None:
     """Check that copies can be written, and that existing ones belong to this run.
 
-    Raises:
-        UserError: if the bucket does not exist, or the URL has the copy of another run.
-        EnvironmentMissing: if a package is missing, the credentials are rejected, or the store does not answer and the run has no local
-            checkpoint to resume from.
+    Raises UserError if the bucket does not exist, or has the copy of another run, and EnvironmentMissing if the store cannot be used. A
+    store that does not answer is accepted if the run has a local checkpoint.
     """
     store = store_of(recipe)
     if store is None:

@@ -90,14 +90,9 @@ async def evaluate(
 ) -> dict[str, float]:
     """Generate and reward responses to all held-out problems. Returns `eval/*`; empty if there are no held-out problems.
 
-    Sampling parameters are those of rollout unless the set overrides them. Responses are rewarded while others are generated. A failed
-    reward counts as 0.
-
-    Args:
-        rewards: by the name of the set. Sets without their own reward use `rewards[UNNAMED]`.
-        version: the weight version of the engines at the start. `eval/mixed_fraction` is the share of responses with a token of another
-            version.
-        n: overrides the number of responses to each problem.
+    Responses are rewarded while others are generated. A failed reward counts as 0. `rewards`: by the name of the set; other sets use
+    `rewards[UNNAMED]`. `version`: of the engines at the start; `eval/mixed_fraction` is the share of responses with a token of another one.
+    `n`: overrides the number of responses to each problem.
     """
     sets = []
     for name, problems in prepared.problems.held_out.items():

@@ -88,16 +88,11 @@ def teacher_kl(samples: list[Sample]) -> dict[str, float]:
 def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
     """Reward, length and staleness of one update.
 
-    Rewards and finish reasons count once per trajectory. Lengths, staleness and speculation include all samples.
+    Rewards and finish reasons count once per trajectory. Lengths, staleness and speculation include all samples. Staleness in versions is
+    the distance from the version that sampled a token to `version`, the latest published one. Staleness in updates counts each version as
+    `sync_every` updates, and adds `ahead`, the updates since `version` was published.
 
-    Staleness in versions is the distance from the version that sampled a token to `version`. Staleness in updates adds `ahead`, and counts
-    each version as `sync_every` updates. That overestimates it if a resumed run published a version between two syncs.
-
-    Args:
-        trajectories: the last sample of each; its field `earlier` has the previous samples.
-        version: the latest published version.
-        sync_every: updates between two published versions.
-        ahead: updates since `version` was published.
+    `trajectories`: the last sample of each; its field `earlier` has the previous samples.
     """
     samples = [part for trajectory in trajectories for part in trajectory.parts]
     rewards = [trajectory.reward or 0.0 for trajectory in trajectories]

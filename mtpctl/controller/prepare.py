@@ -115,12 +115,7 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
-    """Find, download or create the inputs that the recipe names.
-
-    Raises:
-        UserError: for inputs that are missing, or that do not fit each other.
-        EnvironmentMissing: if the installed engine cannot serve the model's family.
-    """
+    """Find, download or create the recipe's inputs. Raises UserError if they are missing or do not match, EnvironmentMissing."""
     from mtpctl.convert.model_weights import ModelWeights
 
     # Fast checks first: they find the most common mistakes.

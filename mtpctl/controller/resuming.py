@@ -119,11 +119,8 @@ def _changed_task_hint(keys: list[str]) -> str:
 def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
     """Rename the run directory, and create an empty one for the new start. Returns the renamed directory; None if there was no run.
 
-    Args:
-        shared: names of folders that the new run needs as well, such as its initial weights.
-
-    Raises:
-        UserError: if a run is writing the directory, or if its copy in object storage would be overwritten.
+    `shared`: names of folders that the new run needs as well. Raises UserError if a run is writing the directory, or if its copy in object
+    storage would be overwritten.
     """
     path = recipe.run_path.absolute()
     if not RunDirectory(path).recipe.exists():

@@ -29,7 +29,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.buckets import DeltaPlan, QuantizationPlan, base_weight_bytes, plan_delta, plan_quantization, section_buckets
 from mtpctl.plan.fitting import Misfit, changed, engine_kinds, format_bytes, gpu_gib_needed, misfits, shared_gpu_lines, sharing_cautions
-from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, route_bytes, trainer_memory
+from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, max_sample_tokens, route_bytes, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, max_engines, place
 from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.model import context_note, hf_config
@@ -137,8 +137,8 @@ def dry_run(recipe: Recipe) -> Plan:
     shape = shape_of(config)
     recipe, source = _with_gpu_size(recipe)
     run_check = _Checks()
-    names = run_check(partial(_joined, recipe)) if recipe.cluster.address is not None else None
-    hosts = [host for _, host in names] if names else None
+    named_hosts = run_check(partial(_cluster_hosts, recipe)) if recipe.cluster.address is not None else None
+    hosts = [host for _, host in named_hosts] if named_hosts else None
     placement = run_check(partial(place, recipe, hosts))
     engines = recipe.rollout.replica_range.min
     if placement is not None and recipe.train.generates:
@@ -159,8 +159,8 @@ def dry_run(recipe: Recipe) -> Plan:
     warnings = run_check(partial(preflight, recipe)) if reports is not None else None
     resumes = run_check(partial(_resumes, recipe))
     ends, missing = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
-    crowded = [] if placement is None else sharing_cautions(recipe, placement, hosts)
-    about_ends = [f"{missing}, so the end tokens are not all known" if missing else "", ends.disagreement]
+    sharing = [] if placement is None else sharing_cautions(recipe, placement, hosts)
+    end_cautions = [f"{missing}, so some end tokens may be unknown" if missing else "", ends.disagreement]
     unfit = list(misfits(recipe, shape))
     return Plan(
         recipe,
@@ -168,12 +168,12 @@ def dry_run(recipe: Recipe) -> Plan:
         drafting_of(config, shape),
         source,
         placement,
-        [name for name, _ in names or []],
+        [name for name, _ in named_hosts or []],
         engines,
         unfit,
         data=list(map(str, reports or [])),
         ends=ends.tokens,
-        cautions=[*cautions_of(recipe), *crowded, *(warnings or []), *filter(None, [leaks, *about_ends])],
+        cautions=[*cautions_of(recipe), *sharing, *(warnings or []), *filter(None, [leaks, *end_cautions])],
         errors=[*(misfit.error for misfit in unfit), *run_check.errors],
         resumes=resumes or [],
     )
@@ -198,7 +198,7 @@ def _with_gpu_size(recipe: Recipe) -> tuple[Recipe, str]:
     return recipe, ""
 
 
-def _joined(recipe: Recipe) -> list[tuple[str, Host]]:
+def _cluster_hosts(recipe: Recipe) -> list[tuple[str, Host]]:
     """Names and resources of the hosts of the cluster that the run joins: the free resources, or all if the free ones do not suffice.
 
     Raises EnvironmentMissing if no cluster answers.
@@ -343,7 +343,7 @@ def _gpu_line(gib: float | None, source: str, needed_gib: float) -> str:
 
 def _misfit_lines(misfit: Misfit) -> Iterator[str]:
     """A rank that does not fit, and changes that would free memory, the largest gain first."""
-    yield f"no room    {misfit.rank.replace('_', ' ')}: {misfit.shortfall / GIB:.1f} GiB are missing; what would gain some:"
+    yield f"misfit     {misfit.rank.replace('_', ' ')}: {misfit.shortfall / GIB:.1f} GiB are missing; changes that free memory:"
     for remedy in misfit.remedies[:MAX_REMEDIES]:
         ends = " and ".join((["fits"] if remedy.fits else []) + (["needs more GPUs"] if remedy.more_gpus else []))
         yield f"           {remedy.gain / GIB:>7.1f} GiB  --set {' --set '.join(str(remedy).split())}{f'  ({ends})' if ends else ''}"
@@ -413,25 +413,24 @@ def check_rows(recipe: Recipe, shape: ModelShape) -> None:
     """
     if recipe.model.tokenizer == "bytes" and recipe.data.task is not None:
         return  # both are created by mtpctl and match
-    tokenizer = _tokenizer(recipe)
-    if tokenizer is None:
+    if (tokenizer := _tokenizer(recipe)) is None:
         return
     check_fits_model(tokenizer, shape.vocab)
-    context = min(recipe.rollout.context or shape.max_positions, shape.max_positions)
+    context = max_sample_tokens(recipe, shape)
     sets = first_problems(recipe.data, recipe.seed, recipe.evaluation, 1, recipe.rollout)
     stages = recipe.train.stages
     rows = rows_of(recipe.data, recipe.evaluation, stages).get("sft")
-    imitated = sets.get("train", [])
+    supervised = sets.get("train", [])
     if rows is not None:
         try:
-            imitated = list(islice(rows.problems(fetch=False), 1))
+            supervised = list(islice(rows.problems(fetch=False), 1))
         except EnvironmentMissing:  # not in the hub's cache
-            imitated = []
+            supervised = []
     for role, problems in sets.items():
         if recipe.train.generates or role != "train":
             check_lengths(tokenizer, problems, recipe.data, context=context)
     if recipe.train.imitates:
-        check_lengths(tokenizer, imitated, recipe.data, context=context, targets=True)
+        check_lengths(tokenizer, supervised, recipe.data, context=context, targets=True)
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer | None:

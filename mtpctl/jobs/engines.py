@@ -54,8 +54,7 @@ class Source:
 def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) -> Source:
     """Find the weights that `start` names: a run (its newest checkpoint), a checkpoint, or a model folder.
 
-    By default they are the newest checkpoint of the recipe's run directory or, if it has none, the recipe's model. A model or tokenizer
-    that has to be created is written to `scratch`.
+    By default they are those of the recipe's run directory or model. A model or tokenizer that has to be created is written to `scratch`.
     """
     run, checkpoint, version = recipe.run_path.absolute(), None, 0
     if start is not None and (Path(start) / "config.json").is_file():
@@ -67,12 +66,12 @@ def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) 
         checkpoint, version = newest_version(run / "checkpoints", report)
     if recipe.model.randomly_initialized and not (run / "model").is_dir():
         raise UserError(
-            f"model.{'init' if recipe.model.config is None else 'config'}: this recipe makes its model when it trains, and "
-            f"{run} holds no run of it yet; run mtpctl train first, set run_dir to that of a run, or name weights: --from FOLDER"
+            f"model.{'init' if recipe.model.config is None else 'config'}: the model is created by training, and {run} is not a run of "
+            "this recipe; run mtpctl train first, set run_dir to that of a run, or name weights: --from FOLDER"
         )
-    home = run if recipe.model.randomly_initialized or checkpoint is not None else scratch
-    model_folder = model_of(recipe, home)
-    tokenizer = tokenizer_of(recipe, model_folder, home)
+    run_dir = run if recipe.model.randomly_initialized or checkpoint is not None else scratch
+    model_folder = model_of(recipe, run_dir)
+    tokenizer = tokenizer_of(recipe, model_folder, run_dir)
     check_fits_model(tokenizer, model_folder.shape.vocab)
     ends = ends_of(recipe, model_folder, tokenizer)
     return Source(model_folder, tokenizer, ends, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
@@ -92,8 +91,8 @@ def with_merged_sync(recipe: Recipe) -> Recipe:
 
 
 @contextlib.contextmanager
-def room_for_engines(recipe: Recipe, source: Source, folder: Path) -> Iterator[VersionStore]:
-    """Start or join a cluster with room for the recipe's engines. Yields a version store in `folder` that feeds them."""
+def engine_cluster(recipe: Recipe, source: Source, folder: Path) -> Iterator[VersionStore]:
+    """Start or join a cluster with capacity for the recipe's engines. Yields a version store in `folder` for them."""
     check_engine(recipe)
     placement = _engines(recipe)
     with contextlib.ExitStack() as stack:
@@ -131,7 +130,7 @@ async def serving(recipe: Recipe, source: Source, store: VersionStore, seed: int
 
 
 def _engines(recipe: Recipe) -> Placement:
-    """The placement of the engines without a trainer. Whether the cluster has room for it is known only after the cluster is started."""
+    """The placement of the engines without a trainer, before the capacity of the cluster is known."""
     train = recipe.train.model_copy(update={"stages": ["rl"]})
     placement = place(recipe.model_copy(update={"train": train}), hosts=[Host(float("inf"), float("inf"))])
     return Placement(placement.device, placement.of("rollout"), 1)

@@ -18,7 +18,7 @@ from mtpctl.data.prompts import check_lengths
 from mtpctl.data.sets import load_held_out
 from mtpctl.environments.agents import open_generator
 from mtpctl.errors import UserError
-from mtpctl.jobs.engines import Report, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
+from mtpctl.jobs.engines import Report, Source, engine_cluster, serving, source_of, with_merged_sync, without_training
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.data import GeneratedTask, is_dataset_id
 from mtpctl.recipe.schema import Recipe
@@ -65,8 +65,8 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
         if source.ends.disagreement:
             report(source.ends.disagreement)
         if problems.seen_prompts is None and recipe.data.path is not None:
-            report("data.path: the training rows cannot be read, so the accuracy on unseen prompts is not known")
-        store = stack.enter_context(room_for_engines(recipe, source, folder))
+            report("data.path: the training rows cannot be read, so the accuracy on unseen prompts is unknown")
+        store = stack.enter_context(engine_cluster(recipe, source, folder))
         prepared = Prepared(source.model, source.tokenizer, problems, source.context, ends=source.ends)
         began = time.perf_counter()
         metrics = asyncio.run(_evaluate(recipe, source, store, prepared, n, report))
@@ -126,7 +126,7 @@ def render(evaluation: Evaluation) -> str:
         lines.append("unseen: avg@n of the problems whose prompt no training row has, and their number")
     elif evaluation["seen"] == 0:
         lines.append("no training row has a held-out prompt")
-    return "\n".join([*lines, f"{evaluation['model']}; {evaluation['seconds']:.1f} s with the start of the engines"])
+    return "\n".join([*lines, f"{evaluation['model']}; {evaluation['seconds']:.1f} s including the start of the engines"])
 
 
 def _unseen(metrics: Mapping[str, float], mean: float) -> str:

@@ -199,15 +199,13 @@ def cautions(work: Workload, machine: Machine) -> list[str]:
 
 def tree(settings: Sequence[Setting]) -> dict[str, object]:
     """The settings as nested mappings."""
-    result: dict[str, object] = {}
+    result: dict[str, Any] = {}
     for setting in settings:
-        at = result
-        *path, last = setting.key.split(".")
+        section = result
+        *path, name = setting.key.split(".")
         for step in path:
-            child = at.setdefault(step, {})
-            assert isinstance(child, dict)
-            at = child
-        at[last] = setting.value
+            section = section.setdefault(step, {})
+        section[name] = setting.value
     return result
 
 
@@ -231,7 +229,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class FirstTask:
-    """texts: contents of the files by name. settings: the chosen keys with their reasons. cautions: warnings before the run."""
+    """`texts`: contents of the files by name. `settings`: the chosen keys with their reasons. `cautions`: warnings before the run."""
 
     texts: dict[str, str]
     settings: Sequence[Setting]
@@ -239,16 +237,10 @@ class FirstTask:
 
 
 def first_task(name: str, model: str, task: str, machine: Machine, templates: Path) -> FirstTask:
-    """The files of the task `name`, except README.md.
+    """The files of the task `name`, except README.md, for a model folder or hub id and a dataset of reasoning-gym.
 
-    Args:
-        model: a model folder or hub id.
-        task: a dataset of reasoning-gym.
-        templates: the folder with make_rows.py, reward.py and test_mytask.py.
-
-    Raises:
-        UserError: for an unknown task, or a model that cannot be read.
-        EnvironmentMissing: if reasoning-gym is not installed, or the hub does not respond.
+    Raises UserError for an unknown task, or a model that cannot be read, EnvironmentMissing if reasoning-gym is not installed, or the hub
+    does not respond.
     """
     _check_task(task)
     config = hf_config(ModelConfig(path=model), field="--model")
@@ -283,8 +275,8 @@ def _check_task(task: str) -> None:
     except ImportError as error:
         raise EnvironmentMissing(f"init: the template reasoning-gym needs mtpctl[tasks]; install it ({error})") from error
     if task not in DATASETS:
-        near = difflib.get_close_matches(task, DATASETS, 1)
-        raise UserError(f"--task: reasoning-gym has no dataset {task}; " + (f"did you mean {near[0]}?" if near else "try chain_sum"))
+        matches = difflib.get_close_matches(task, DATASETS, 1)
+        raise UserError(f"--task: reasoning-gym has no dataset {task}; " + (f"did you mean {matches[0]}?" if matches else "try chain_sum"))
 
 
 def _rows(make_rows: str, task: str) -> tuple[list[Row], list[Row]]:

@@ -71,10 +71,10 @@ def run_slurm(command: str, *arguments: str) -> str:
     """The output of a Slurm command. Raises EnvironmentMissing without Slurm, and UserError with Slurm's message if the command fails."""
     if shutil.which(command) is None:
         raise EnvironmentMissing(f"{command}: is not on PATH; run this command where Slurm jobs are submitted")
-    done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise UserError(f"{command}: {' '.join(done.stderr.split())}")
-    return done.stdout
+    result = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    if result.returncode:
+        raise UserError(f"{command}: {' '.join(result.stderr.split())}")
+    return result.stdout
 
 
 def node_groups() -> list[NodeGroup]:
@@ -107,28 +107,25 @@ def slurm_allocation(recipe: Recipe, request: SlurmRequest, groups: Sequence[Nod
     Raises UserError for an unknown partition or a time beyond its limit, and ClusterResources if its nodes are too few or too small.
     """
     name = request.partition or next((group.partition for group in groups if group.default), None)
+    names = ", ".join(sorted({group.partition for group in groups}))
     if name is None:
-        raise UserError(
-            f"--partition: Slurm has no default partition; name one of {', '.join(sorted({group.partition for group in groups}))}"
-        )
-    own = [group for group in groups if group.partition == name]
-    if not own:
-        raise UserError(
-            f"--partition: Slurm has no partition {name}; name one of {', '.join(sorted({group.partition for group in groups}))}"
-        )
-    limit_s = own[0].limit_s if request.time is None else seconds_of(request.time)
-    if limit_s > own[0].limit_s:
-        raise UserError(f"--time: {request.time} is more than the limit of partition {name}, {own[0].limit_s / 60:g} minutes; lower it")
+        raise UserError(f"--partition: Slurm has no default partition; name one of {names}")
+    members = [group for group in groups if group.partition == name]
+    if not members:
+        raise UserError(f"--partition: Slurm has no partition {name}; name one of {names}")
+    limit_s = members[0].limit_s if request.time is None else seconds_of(request.time)
+    if limit_s > members[0].limit_s:
+        raise UserError(f"--time: {request.time} is more than the limit of partition {name}, {members[0].limit_s / 60:g} minutes; lower it")
     cuda = recipe.device == "cuda"
     cpus, gpus = request.cpus or 1, (request.gpus or 1) if cuda else 0
-    own = [group for group in own if group.cpus >= cpus and group.gpus >= gpus]
-    if not own:
+    suitable = [group for group in members if group.cpus >= cpus and group.gpus >= gpus]
+    if not suitable:
         raise ClusterResources(
             f"--partition: no node of {name} has {cpus} CPU(s) and {gpus} GPU(s); lower --cpus or --gpus, or name another partition"
         )
-    count = sum(group.nodes for group in own)
-    cpus = request.cpus or min(group.cpus for group in own)
-    gpus = (request.gpus or min(group.gpus for group in own)) if cuda else 0
+    count = sum(group.nodes for group in suitable)
+    cpus = request.cpus or min(group.cpus for group in suitable)
+    gpus = (request.gpus or min(group.gpus for group in suitable)) if cuda else 0
     if request.nodes is not None and request.nodes > count:
         raise ClusterResources(
             f"--nodes: {request.nodes} nodes are requested, but partition {name} has {count} nodes of that size; lower it"
@@ -136,8 +133,8 @@ def slurm_allocation(recipe: Recipe, request: SlurmRequest, groups: Sequence[Nod
     for nodes in range(1, count + 1) if request.nodes is None else [request.nodes]:
         try:
             # Other nodes cannot join a run on one node, so that node must have room for the maximum number of engines.
-            most = recipe.rollout.replica_range.max if nodes == 1 else None
-            place(recipe, [Host(cpus, gpus)] * nodes, engines=most)
+            engines = recipe.rollout.replica_range.max if nodes == 1 else None
+            place(recipe, [Host(cpus, gpus)] * nodes, engines=engines)
         except ClusterResources:
             if nodes in (request.nodes, count):
                 raise
@@ -210,17 +207,14 @@ def job_line(run: Path) -> str | None:
     if not file.is_file() or shutil.which("squeue") is None:
         return None
     job = file.read_text(encoding="utf-8").strip()
-    done = subprocess.run(
-        ["squeue", "--noheader", f"--jobs={job}", "--format=%T|%M|%l|%R"],
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode or not done.stdout.strip():
+    try:
+        lines = run_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T|%M|%l|%R").splitlines()
+    except UserError:  # Slurm has forgotten the job
+        lines = []
+    if not lines:
         return f"Slurm job {job}: ended"
-    state, used, limit, where = done.stdout.splitlines()[0].split("|")
-    return f"Slurm job {job}: {state}, {used} of {limit}, {where}"
+    state, used, limit, nodes_or_reason = lines[0].split("|")
+    return f"Slurm job {job}: {state}, {used} of {limit}, {nodes_or_reason}"
 
 
 RUNS_MOUNT, RECIPE_MOUNT = "/runs", "/recipe"

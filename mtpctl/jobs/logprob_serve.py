@@ -22,6 +22,7 @@ from mtpctl.jobs import print_progress
 from mtpctl.jobs.targets import load_whole
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.server import LogprobServer, start_server
+from mtpctl.recipe.model import hf_config
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.section import check_parallel
 from mtpctl.telemetry.run_directory import RECIPE
@@ -59,7 +60,7 @@ def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | No
         cuda = recipe.cluster.device != "cpu" and available >= ranks * recipe.logprob.gpus
         if recipe.cluster.device == "cuda" and not cuda:
             raise ClusterResources(
-                f"logprob.parallel: {ranks} rank(s) of {recipe.logprob.gpus:g} GPU need more than the {available:g} there are"
+                f"logprob.parallel: {ranks} rank(s) with {recipe.logprob.gpus:g} GPU each exceed the {available:g} of the cluster"
             )
         asyncio.run(_serve(recipe, served, bound, key, report, cuda=cuda))
 
@@ -131,19 +132,16 @@ def with_heads_for(recipe: Recipe, tp: int) -> Recipe:
     config = dict(recipe.model.config or {})
     shape = shape_of(config)
     hidden, heads = shape.hidden, shape.heads
-    fits = next((n for n in range(tp, hidden + 1, tp) if n >= heads and hidden % n == 0), heads)
-    if heads % tp == 0 or fits == heads:
+    divisible = next((n for n in range(tp, hidden + 1, tp) if n >= heads and hidden % n == 0), heads)
+    if heads % tp == 0 or divisible == heads:
         return recipe
-    print(f"{recipe.name}: {fits} attention heads instead of {heads}, so that tp {tp} fits")
-    config |= {"num_attention_heads": fits, "num_key_value_heads": fits, "head_dim": hidden // fits}
+    print(f"{recipe.name}: {divisible} attention heads instead of {heads}, because tp {tp} must divide them")
+    config |= {"num_attention_heads": divisible, "num_key_value_heads": divisible, "head_dim": hidden // divisible}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
 def with_layout(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | None) -> Recipe:
     """The recipe with this layout of the server. Raises UserError if it does not fit the model."""
-    from mtpctl.families.reading import shape_of
-    from mtpctl.recipe.model import hf_config
-
     degrees = {name: value for name, value in (("tp", tp), ("pp", pp)) if value is not None}
     parallel = recipe.logprob.parallel.model_copy(update=degrees)
     changes = {"parallel": parallel} | ({"replicas": replicas} if replicas is not None else {})
@@ -167,7 +165,7 @@ def served_model(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
         checkpoint, version = newest_version(run.absolute() / "checkpoints", print_progress)
         if checkpoint is not None:
             return Served(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
-        return Served(f"run {run}, the model it starts from", run.absolute().name, folder.path, tokenizer)
+        return Served(f"run {run}, its initial model", run.absolute().name, folder.path, tokenizer)
     if recipe.model.path is not None:
         return Served(f"model {recipe.model.path}", Path(recipe.model.path).absolute().name, folder.path, tokenizer)
-    return Served(f"recipe {recipe.name}, its model with fresh weights", recipe.name, folder.path, tokenizer)
+    return Served(f"recipe {recipe.name}, its model with random weights", recipe.name, folder.path, tokenizer)

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any
 
 from mtpctl.data.problems import NO_ANSWER, Problem
 from mtpctl.data.prompts import encode_prompt, uses_chat_template
@@ -20,7 +20,7 @@ from mtpctl.environments.agents import gateway_socket, open_generator
 from mtpctl.environments.environment import Failures, environment_of
 from mtpctl.environments.trial import try_environment
 from mtpctl.errors import UserError
-from mtpctl.jobs.engines import Report, Source, room_for_engines, serving, source_of, with_merged_sync, without_training
+from mtpctl.jobs.engines import Report, Source, engine_cluster, serving, source_of, with_merged_sync, without_training
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
@@ -56,30 +56,9 @@ class Prompt:
     problem: object = None
 
 
-class Summary(TypedDict):
-    """The result of `rollout`. A mean over no samples is None.
-
-    `made`, `seconds` and `tokens_per_s` describe this call, the other fields the whole file.
-    """
-
-    model: str
-    out: str
-    samples: int
-    made: int
-    seconds: float
-    tokens_per_s: float | None
-    tokens: int
-    length_mean: float | None
-    reward_mean: float | None
-    rewarded: int
-    drafted: int
-    accepted: int
-    accept_rate: float | None
-    accept_length: float | None
-    finish_reasons: dict[str, int]
-
-
-def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report, progress: Progress, start: str | None = None) -> Summary:
+def rollout(
+    recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report, progress: Progress, start: str | None = None
+) -> dict[str, Any]:
     """Generate the responses that are missing in `out`, `n` to every prompt. Returns the summary. `start`: as in `source_of`.
 
     Before anything starts, raises UserError for unsuitable prompts, model or file, and EnvironmentMissing without vLLM. Errors of the
@@ -104,35 +83,28 @@ def rollout(recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report,
             trial = try_environment(environment, problems, chat=chat, deadline_s=deadline_s)
             trial.check_text(source.tokenizer)
             tools = trial.tools
-        requested = [
-            Prompt(
-                number,
-                each.prompt_id,
-                each.prompt,
-                encode_prompt(source.tokenizer, each, recipe.data, tools),
-                None if each.answer == NO_ANSWER else each.answer,
-                each,
-            )
-            for number, each in enumerate(problems)
-        ]
-        for prompt in requested:
-            if len(prompt.ids) >= source.context:
+        requested = []
+        for number, problem in enumerate(problems):
+            ids = encode_prompt(source.tokenizer, problem, recipe.data, tools)
+            if len(ids) >= source.context:
                 raise UserError(
-                    f"{prompt.prompt_id}: the prompt has {len(prompt.ids)} tokens and the context holds {source.context}; "
-                    "shorten or remove it, or raise rollout.context"
+                    f"{problem.prompt_id}: the prompt has {len(ids)} tokens, but the context only {source.context}; shorten or remove it, "
+                    "or raise rollout.context"
                 )
+            answer = None if problem.answer == NO_ANSWER else problem.answer
+            requested.append(Prompt(number, problem.prompt_id, problem.prompt, ids, answer, problem))
         file = stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {prompt.prompt_id: prompt.text for prompt in requested}))
         missing, samples, tokens = missing_responses(requested, n, file.done), file.tally.samples, file.tally.tokens
         seconds = 0.0
         if missing:
             if samples:
-                report(f"{out} holds {samples} samples; {len(missing)} are missing")
-            by_id = {each.prompt_id: each for each in problems}
+                report(f"{out} has {samples} samples; {len(missing)} are missing")
+            by_id = {problem.prompt_id: problem for problem in problems}
             seconds = _generate(recipe, source, missing, file, folder, progress, by_id, report)
         else:
-            report(f"{out} holds all {samples} samples; nothing is missing")
+            report(f"{out} has all {samples} samples")
         counts = summary(file.tally, made=file.tally.samples - samples, tokens=file.tally.tokens - tokens, seconds=seconds)
-        return cast(Summary, counts | {"model": source.name, "out": str(out)})
+        return counts | {"model": source.name, "out": str(out)}
 
 
 def origin_of(recipe: Recipe, source: Source) -> Origin:
@@ -148,7 +120,7 @@ def origin_of(recipe: Recipe, source: Source) -> Origin:
             "precision": [recipe.train.precision, rollout.dtype],
             "context": source.context,
             "seed": recipe.seed,
-            "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop, _other_ends(source)],
+            "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, rollout.stop, _extra_end_ids(source)],
             "environment": _environment(rollout),
             "prompt": [data.chat_template, data.system_prompt],
             "checker": recipe.reward.function,
@@ -157,7 +129,7 @@ def origin_of(recipe: Recipe, source: Source) -> Origin:
     )
 
 
-def _other_ends(source: Source) -> list[int]:
+def _extra_end_ids(source: Source) -> list[int]:
     """The end tokens other than the tokenizer's EOS token; if that is not an end token, -1 and all of them."""
     eos, ids = source.tokenizer.eos_id, list(source.ends.ids)
     return [token for token in ids if token != eos] if eos in ids else [-1, *ids]
@@ -199,7 +171,7 @@ def _generate(
                 sample.reward_parts = outcome.parts
                 return outcome.reward
 
-            return await answer_all(
+            return await generate_responses(
                 agents,
                 missing,
                 file,
@@ -214,7 +186,7 @@ def _generate(
             )
 
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(room_for_engines(recipe, source, folder))
+        store = stack.enter_context(engine_cluster(recipe, source, folder))
         return asyncio.run(drive(store))
 
 
@@ -223,7 +195,7 @@ def missing_responses(prompts: Iterable[Prompt], n: int, done: set[tuple[str, in
     return [(prompt, index) for prompt in prompts for index in range(n) if (prompt.prompt_id, index) not in done]
 
 
-async def answer_all(
+async def generate_responses(
     generator: Generator,
     missing: list[tuple[Prompt, int]],
     out: SampleFile,
@@ -239,11 +211,8 @@ async def answer_all(
 ) -> float:
     """Generate the `missing` responses with the sampling parameters of `rollout`, and write each when it is finished. Returns seconds.
 
-    After an error or an interrupt, the finished samples are in the file.
-
-    Args:
-        seed: seeds every request separately, so that a response does not depend on what else is generated.
-        report: receives failures of the user's environment.
+    After an error or an interrupt, the finished samples are in the file. `seed`: seeds every request separately, so that a response does
+    not depend on the others. `report`: receives failures of the user's environment.
     """
     prompts = {prompt.prompt_id: prompt for prompt, _ in missing}
     failures = Failures()
@@ -275,8 +244,8 @@ async def answer_all(
     return time.perf_counter() - began
 
 
-def summary(tally: Tally, *, made: int, tokens: int, seconds: float) -> dict[str, object]:
-    """`Summary` of a rollout without its file and model. `made`, `tokens`, `seconds`: of this call."""
+def summary(tally: Tally, *, made: int, tokens: int, seconds: float) -> dict[str, Any]:
+    """Counts and means of a rollout: `made`, `seconds` and `tokens_per_s` of this call, the others of the whole file."""
     speculation = tally.speculation
     return {
         "samples": tally.samples,
@@ -311,7 +280,7 @@ def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Rep
         source = source_of(recipe, start, Path(scratch), report)
         report(f"model: {source.name}")
         file = None if out is None else stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {}))
-        store = stack.enter_context(room_for_engines(recipe, source, Path(scratch)))
+        store = stack.enter_context(engine_cluster(recipe, source, Path(scratch)))
         return asyncio.run(_serve(recipe, source, store, file, bound, report))
 
 

@@ -47,9 +47,8 @@ class Target:
     def summary(self) -> str:
         """A message: the run that resumes and its changes, or the run whose recipe a new run uses."""
         assert self.run is not None
-        changes = "with " + ", ".join(self.changed) if self.changed else "with the recipe that it had"
         if self.recipe.run_path.absolute() == self.run:
-            return f"{self.run} goes on {changes}"
+            return f"{self.run} resumes with " + (", ".join(self.changed) or "its recipe")
         return f"{self.recipe.run_path} begins with the recipe of {self.run}" + (f" and {', '.join(self.changed)}" if self.changed else "")
 
 
@@ -78,13 +77,14 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
         return Target(load_recipe(target, overlays=overlays, sets=sets))
     source = _recipe_of(run)
     saved = load_recipe(source)
-    here = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in _placed(saved.recipe, run).items()]
-    if (began := _began_from(saved.recipe, run)) is not None:
-        here.append(f"model.path={json.dumps(began, ensure_ascii=False)}")
-    loaded = load_recipe(source, overlays=overlays, sets=[*here, *sets])
+    moved = _location_keys(saved.recipe, run)
+    if (start_folder := _moved_start(saved.recipe, run)) is not None:
+        moved["model.path"] = start_folder
+    moved_sets = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in moved.items()]
+    loaded = load_recipe(source, overlays=overlays, sets=[*moved_sets, *sets])
     before, now = (flatten(each.recipe.model_dump(mode="json", by_alias=True)) for each in (saved, loaded))
     # Moving the run is not a change by the user.
-    before |= {tuple(key.split(".")): json.loads(value) for key, _, value in (each.partition("=") for each in here)}
+    before |= {tuple(key.split(".")): value for key, value in moved.items()}
     keys = [key for key in now if now[key] != before.get(key)]
     changed = tuple(f"{'.'.join(key)}: {_shown(before.get(key))} → {_shown(now[key])}" for key in keys)
     return Target(loaded, run, str(folder.absolute()) if run != folder.absolute() else None, changed)
@@ -94,7 +94,7 @@ def load_whole(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[
     """`load_target` for commands that work on whole runs. Also raises UserError for a checkpoint."""
     loaded = load_target(target, overlays, sets)
     if loaded.start is not None:
-        raise UserError(f"{target} is a checkpoint of {loaded.run}; name the run, whose newest one is taken")
+        raise UserError(f"{target} is a checkpoint of {loaded.run}; name the run to use its newest checkpoint")
     return loaded
 
 
@@ -158,7 +158,7 @@ def has_checkpoint(run: Path) -> bool:
     return newest(run / "checkpoints") is not None
 
 
-def _placed(recipe: Recipe, run: Path) -> dict[str, str]:
+def _location_keys(recipe: Recipe, run: Path) -> dict[str, str]:
     """The values of `run_dir` and `name` for a run that was moved or copied; empty if its recipe is still correct.
 
     If `run_dir` ends with `{name}`, it still does, and `name` becomes the folder's name. So `--set name=NAME` creates another run.
@@ -175,12 +175,12 @@ def _placed(recipe: Recipe, run: Path) -> dict[str, str]:
     return keys
 
 
-def _began_from(recipe: Recipe, run: Path) -> str | None:
+def _moved_start(recipe: Recipe, run: Path) -> str | None:
     """The path of the folder `START` if the run began from it and was moved; None if its recipe is still correct."""
-    there, here = recipe.model.path, run / START
-    if there is None or Path(there).name != START or Path(there).absolute() == here or not (here / WEIGHTS).is_file():
+    recorded, current = recipe.model.path, run / START
+    if recorded is None or Path(recorded).name != START or Path(recorded).absolute() == current or not (current / WEIGHTS).is_file():
         return None
-    return str(here)
+    return str(current)
 
 
 def _recipe_of(run: Path) -> Path:
@@ -209,7 +209,7 @@ def training_target(
     run_path = target.recipe.run_path
     if run_of(run_path) is not None:
         by_name = "--set name=NAME or " if "{name}" in target.recipe.run_dir else ""
-        raise UserError(f"--from: {run_path} holds a run that has begun already; name a new one with {by_name}--set run_dir=FOLDER")
+        raise UserError(f"--from: {run_path} is an existing run; name a new one with {by_name}--set run_dir=FOLDER")
     return Target(load_whole(named, overlays, [*sets, *weights.sets(converted)]).loaded, target.run, changed=target.changed), weights
 
 

@@ -61,10 +61,7 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
     """Load a recipe by path or name, merge `overlays` into it in order, then apply `sets`.
 
     Mappings merge key by key; other values are replaced. A set is `a.b=VALUE` with a YAML value, or `a.b+=VALUE`, which appends to a list.
-    Values are checked one by one here; `checks.validate` checks combinations.
-
-    Raises:
-        UserError: with the file and line, or the set, and the fix.
+    `checks.validate` checks combinations of keys. Raises UserError with the file and line, or the set, and the fix.
     """
     tree: Tree = {}
     origins: Origins = {}

@@ -58,15 +58,9 @@ BITWISE_ENGINE_ARGS = (
 
 
 def check_gpu(name: str, capability: tuple[int, int] | None, dtype: str) -> None:
-    """Check the GPU of a bitwise engine or trainer, in its process.
+    """Raise UserError if the kernels of a bitwise engine or trainer do not support its GPU or the torch dtype of its weights.
 
-    Args:
-        name: of the GPU.
-        capability: its compute capability; None if the driver does not report it.
-        dtype: of the weights, as in torch.
-
-    Raises:
-        UserError: if the kernels do not support the GPU or the dtype.
+    `capability`: the compute capability; None if the driver does not report it.
     """
     if capability != CAPABILITY:
         known = "unknown" if capability is None else "{}.{}".format(*capability)

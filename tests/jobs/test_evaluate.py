@@ -82,7 +82,7 @@ def test_unusable_sets_are_reported_before_anything_starts(
     def started(*_: Any) -> None:
         raise AssertionError("engines were started")
 
-    monkeypatch.setattr(jobs_evaluate, "room_for_engines", started)
+    monkeypatch.setattr(jobs_evaluate, "engine_cluster", started)
     (tmp_path / "rows.jsonl").write_text(ROW)
     with pytest.raises(UserError, match=message) as caught:
         evaluate_weights(recipe(run, *(each.replace("ROWS", str(tmp_path / "rows.jsonl")) for each in sets)), n=None, report=silent)
@@ -98,7 +98,7 @@ def test_held_out_rows_do_not_require_training_rows(run: Path, tmp_path: Path, m
     def started(*_: Any) -> None:
         raise Started
 
-    monkeypatch.setattr(jobs_evaluate, "room_for_engines", started)
+    monkeypatch.setattr(jobs_evaluate, "engine_cluster", started)
     (tmp_path / "rows.jsonl").write_text(ROW)
     rows = ["data.task=null", f"data.eval_path={tmp_path}/rows.jsonl", "data.columns={prompt: question}"]
     said: list[str] = []
@@ -119,7 +119,7 @@ def test_table_lists_every_set() -> None:
     assert lines[0].split() == ["set", "problems", "n", "avg@n", "pass@k", "length", "cut", "off", "acceptance"]
     assert lines[1].split() == ["held-out", "8", "1", "0.500", "–", "12.0", "25.0%", "–"]
     assert lines[2].split() == ["gsm8k", "4", "2", "0.250", "@1", "25.0%", "@2", "50.0%", "12.0", "25.0%", "75.0%"]
-    assert lines[3] == "checkpoint x; 4.0 s with the start of the engines"
+    assert lines[3] == "checkpoint x; 4.0 s including the start of the engines"
 
 
 def test_table_separates_unseen_prompts_only_if_others_are_trained_on() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.errors import RuntimeFailure
-from mtpctl.jobs.rollout import Prompt, answer_all, missing_responses, summary
+from mtpctl.jobs.rollout import Prompt, generate_responses, missing_responses, summary
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.protocol import Health, SpeculationState
 from mtpctl.rollout.sample_file import Origin, SampleFile, Tally
@@ -49,7 +49,7 @@ async def reward(text: str, sample: Sample) -> float:
 
 def answer(engine: Echo, path: Path, n: int, seed: int | None = None) -> Tally:
     with SampleFile.open(path, Origin("tiny", {}), {prompt.prompt_id: prompt.text for prompt in PROMPTS}) as file:
-        work = answer_all(
+        work = generate_responses(
             engine,
             missing_responses(PROMPTS, n, file.done),
             file,

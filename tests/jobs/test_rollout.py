@@ -177,8 +177,8 @@ def test_other_checkpoint_does_not_continue_the_file(run: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("row", "sets", "n", "message"),
     [
-        ({"prompt": "1" * 64}, [], 1, r"p\.jsonl:1: the prompt has 64 tokens and the context holds 64; shorten or remove it"),
-        ({"prompt": "1" * 40}, ["rollout.context=32"], 1, r"the context holds 32"),
+        ({"prompt": "1" * 64}, [], 1, r"p\.jsonl:1: the prompt has 64 tokens, but the context only 64; shorten or remove it"),
+        ({"prompt": "1" * 40}, ["rollout.context=32"], 1, r"the context only 32"),
         ({"answer": "1"}, [], 1, r"data\.columns\.prompt: p\.jsonl has no column 'prompt'; its columns are answer: set"),
         ({"prompt": ""}, [], 1, r"p\.jsonl:1: `prompt` must be non-blank text"),
         ({"prompt": "1"}, [], 0, r"--n: must be at least 1, got 0"),
@@ -194,14 +194,14 @@ def test_bad_input_is_reported_before_anything_starts(
 
 
 def test_recipe_with_a_random_model_requires_a_run(tmp_path: Path, generated: list[Any]) -> None:
-    with pytest.raises(UserError, match=r"model\.config: this recipe makes its model when it trains, and .*nowhere holds no run"):
+    with pytest.raises(UserError, match=r"model\.config: the model is created by training when it trains, and .*nowhere holds no run"):
         answer(recipe(tmp_path / "nowhere"), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_config_folder_with_random_init_requires_a_run(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     drawn = recipe(tmp_path / "elsewhere", "model.config=null", f"model.path={run / 'model'}", "model.init=random")
-    with pytest.raises(UserError, match=r"model\.init: this recipe makes its model .* --from FOLDER"):
+    with pytest.raises(UserError, match=r"model\.init: the model is created by training .* --from FOLDER"):
         answer(drawn, write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
 
 

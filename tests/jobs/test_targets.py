@@ -32,11 +32,11 @@ def trained(run: Path) -> Path:
 def test_run_target_keeps_its_recipe_and_lists_changes(trained: Path) -> None:
     as_it_was = load_target(trained)
     assert (as_it_was.recipe.seed, as_it_was.changed, as_it_was.run) == (5, (), trained)
-    assert as_it_was.summary == f"{trained} goes on with the recipe that it had"
+    assert as_it_was.summary == f"{trained} resumes with its recipe"
     assert dump_resolved(as_it_was.recipe) == (trained / "recipe.resolved.yaml").read_text(), "a resumed run is no other recipe"
     steps = as_it_was.recipe.train.rl.steps
     result = load_target(trained, sets=["train.rl.steps=7", "seed=5"])
-    assert result.summary == f"{trained} goes on with train.rl.steps: {steps} → 7"
+    assert result.summary == f"{trained} resumes with train.rl.steps: {steps} → 7"
 
 
 def test_moved_run_uses_its_current_directory(trained: Path) -> None:
@@ -61,7 +61,7 @@ def test_train_resumes_a_run_and_reports_it_first(mtpctl: Any, trained: Path, mo
     monkeypatch.setattr(launch, "run", lambda recipe, plain: requested.append(recipe) or 0)
     message = mtpctl("train", str(trained), "--set", "train.rl.optimizer.lr=0.5")
     assert (message.code, requested[0].seed, requested[0].train.rl.optimizer.lr) == (0, 5, 0.5)
-    assert message.err.startswith(f"{trained} goes on with train.rl.optimizer.lr: ") and message.err.endswith(" → 0.5\n")
+    assert message.err.startswith(f"{trained} resumes with train.rl.optimizer.lr: ") and message.err.endswith(" → 0.5\n")
 
 
 def test_start_over_flag_keeps_the_earlier_run(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_train_and_diff_reject_checkpoints(mtpctl: Any, trained: Path) -> None:
     message = mtpctl("train", str(checkpoint))
     assert (message.code, message.err) == (
         2,
-        f"error: {checkpoint} is a checkpoint of {trained}; name the run, whose newest one is taken\n",
+        f"error: {checkpoint} is a checkpoint of {trained}; name the run to use its newest checkpoint\n",
     )
 
 
@@ -155,7 +155,7 @@ def test_copied_run_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pyte
     shutil.copytree(first, copy)
     result = load_target(copy, sets=["seed=9"])
     assert (result.recipe.name, result.recipe.run_dir) == ("b", "runs/{name}")
-    assert result.summary == f"{copy} goes on with seed: 0 → 9"
+    assert result.summary == f"{copy} resumes with seed: 0 → 9"
     (copy / "recipe.resolved.yaml").write_text(dump_resolved(result.recipe))
     assert load_target(copy, sets=["name=c"]).recipe.run_path.absolute() == tmp_path / "runs" / "c"
     elsewhere = copy.rename(tmp_path / "d")
@@ -210,6 +210,4 @@ def test_weights_folder_is_used_in_place(mtpctl: Any, trained: Path, monkeypatch
 def test_begun_run_rejects_other_weights(mtpctl: Any, trained: Path) -> None:
     leave_checkpoint(trained, "rl-000003", 3)
     message = mtpctl("train", "--from", str(trained))
-    assert message.code == 2 and message.err.startswith(
-        f"error: --from: {trained} holds a run that has begun already; name a new one with --set "
-    )
+    assert message.code == 2 and message.err.startswith(f"error: --from: {trained} is an existing run; name a new one with --set ")

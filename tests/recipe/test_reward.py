@@ -38,7 +38,7 @@ def test_both_keys_with_different_functions_are_refused_and_with_the_same_are_no
     [
         ("exat", "reward.function: 'exat' is not built in; did you mean exact?"),
         ("judge.py", "reward.function: judge.py is a file; name the function in it, as judge.py:score"),
-        ("no/such.py:score", f"reward.function: there is no file no/such.py; it was looked for in {Path('no').resolve()}"),
+        ("no/such.py:score", f"reward.function: there is no file no/such.py in {Path('no').resolve()}"),
     ],
 )
 def test_missing_function_is_reported(function: str, message: str) -> None:
