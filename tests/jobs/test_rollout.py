@@ -194,14 +194,14 @@ def test_bad_input_is_reported_before_anything_starts(
 
 
 def test_recipe_with_a_random_model_requires_a_run(tmp_path: Path, generated: list[Any]) -> None:
-    with pytest.raises(UserError, match=r"model\.config: the model is created by training when it trains, and .*nowhere holds no run"):
+    with pytest.raises(UserError, match=r"model\.config: the model is created by training, and .*nowhere is not a run of this recipe"):
         answer(recipe(tmp_path / "nowhere"), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_config_folder_with_random_init_requires_a_run(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     drawn = recipe(tmp_path / "elsewhere", "model.config=null", f"model.path={run / 'model'}", "model.init=random")
-    with pytest.raises(UserError, match=r"model\.init: the model is created by training .* --from FOLDER"):
+    with pytest.raises(UserError, match=r"model\.init: the model is created by training, .* --from FOLDER"):
         answer(drawn, write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
 
 
