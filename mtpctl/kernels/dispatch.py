@@ -1,15 +1,21 @@
-"""Selects the backend of the LM-head kernels. `auto` picks the one that was measured fastest and logs its choice once."""
+"""Selects the backend of the LM-head kernels, and has the implementation `reference`.
+
+`auto` picks the backend that was measured fastest and logs its choice once. `reference` computes in float64, with all logits in memory and
+gradients by autograd, for tests and debugging.
+"""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.backend import Backend
+from mtpctl.kernels.backend import SOFT_SHARE, Backend, Shard, gather
 from mtpctl.kernels.chunked import Chunked, Exact
+from mtpctl.kernels.inputs import Call
 from mtpctl.kernels.triton_backend import Triton, tiles_for, unsupported
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "exact")
@@ -63,3 +69,64 @@ def _triton(device: int | None) -> Backend:
 def _logged(name: str, device: str, reason: str) -> str:
     log.info("linear_logprob: auto runs %s on %s: %s", name, device, reason)
     return name
+
+
+class _GatherWeight(torch.autograd.Function):
+    """Gather the shards of all ranks along dimension 0. Every rank computes the same loss, so its slice of the gradient is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: Shard) -> Tensor:
+        ctx.own = slice(shard.rank * x.shape[0], (shard.rank + 1) * x.shape[0])
+        return gather(x, shard).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][ctx.own], None
+
+
+def _logits(hidden: Tensor, weight: Tensor, call: Call) -> Tensor:
+    """Scaled float64 logits of the selected rows, with the gathered `weight` of all ranks."""
+    temperature = call.temperature
+    if isinstance(temperature, Tensor) and temperature.dim():
+        temperature = call.rows.select(temperature).double().unsqueeze(1)
+    return (call.rows.select(hidden.double()) @ weight[: call.shard.total].T) / temperature
+
+
+def _gathered(weight: Tensor, call: Call) -> Tensor:
+    weight = weight.double()
+    return _GatherWeight.apply(weight, call.shard) if call.shard.world > 1 else weight
+
+
+def reference_draft(
+    hidden: Tensor, teacher: Tensor, weight: Tensor, labels: Tensor, call: Call, loss: str, mix: float
+) -> tuple[Tensor, ...]:
+    """The fields of `DraftLossOut`, computed from the equations in `mtpctl.kernels.drafts`."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    head = _gathered(weight, call)
+    labels = call.rows.select(labels).long().unsqueeze(1)
+    logq = _logits(hidden, head, call).log_softmax(1)
+    logp = _logits(teacher.detach(), head.detach(), call).log_softmax(1)
+    p, q = logp.exp(), logq.exp()
+    picked = logq.gather(1, labels).squeeze(1)
+    overlap = torch.minimum(p, q).sum(1)
+    terms = {"ce": -picked, "soft_ce": -(p * logq).sum(1), "kl": (p * (logp - logq)).sum(1), "tv": 1 - overlap}
+    terms["e2e_tv"] = terms["tv"] + SOFT_SHARE * terms["soft_ce"]
+    terms["e2e_greedy"] = 1 - (p * q).sum(1) + SOFT_SHARE * terms["soft_ce"]
+    value = (mix * terms[loss] + (1 - mix) * terms["ce"]).sum()
+    best = logq.argmax(1, keepdim=True)
+    rows = (picked, logp.gather(1, labels).squeeze(1), overlap, p.gather(1, best).squeeze(1))
+    scatter = call.rows.scatter
+    return value.to(wide), *(scatter(x.detach().to(wide)) for x in rows), scatter(picked.detach() >= logq.detach().amax(1))
+
+
+def reference_scores(hidden: Tensor, weight: Tensor, labels: Tensor, call: Call, topk: int) -> tuple[Tensor, ...]:
+    """Log-prob, entropy, hit [N], top-k log-probs and ids [N, k], as `linear_logprob` returns them."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    labels, scatter = call.rows.select(labels).long().unsqueeze(1), call.rows.scatter
+    logits = _logits(hidden, _gathered(weight, call), call)
+    logp = logits.log_softmax(1)
+    entropy = -(logp.exp() * logp).sum(1)
+    hit = logits.gather(1, labels).squeeze(1) >= logits.amax(1)
+    best = logp.detach().topk(topk, dim=1)
+    logprob = logp.gather(1, labels).squeeze(1)
+    return scatter(logprob.to(wide)), scatter(entropy.to(wide)), scatter(hit), scatter(best.values.to(wide)), scatter(best.indices)

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels.backend import Backend, GradTargets, RowGrads, Shard, gather, join_shards
-from mtpctl.kernels.dispatch import IMPLEMENTATIONS, choose
+from mtpctl.kernels.dispatch import IMPLEMENTATIONS, choose, reference_scores
 from mtpctl.kernels.inputs import Call, FiniteCheck, HeadOptions, prepare, weight_grad_buffer
-from mtpctl.kernels.reference import reference_scores
 
 
 class TopK(NamedTuple):

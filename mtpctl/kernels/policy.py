@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels.backend import Backend, DraftLoss, GradTargets, Problem, RowGrads, RowStats, join_shards, slices
-from mtpctl.kernels.dispatch import ONE_PASS, choose
+from mtpctl.kernels.dispatch import ONE_PASS, choose, reference_draft
 from mtpctl.kernels.drafts import Draft, DraftLossOut, DraftTerm, TrunkSlice
 from mtpctl.kernels.inputs import Call, FiniteCheck, HeadOptions, PrecomputedGrads, WeightGradBuffer, prepare, weight_grad_buffer
-from mtpctl.kernels.reference import reference_draft
 
 # token_loss(logprob [r], entropy [r] or None, rows [r]) -> (summed loss, named sums). `rows` are indices among all N rows.
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor]]]

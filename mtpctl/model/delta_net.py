@@ -19,8 +19,7 @@ from mtpctl.kernels import exact_delta
 from mtpctl.kernels.exact_delta import DeltaCache, DeltaWeights
 from mtpctl.kernels.exact_grad import with_gradients_of
 from mtpctl.model.layers import uses_exact_sums
-from mtpctl.model.packing import Packing
-from mtpctl.model.recurrent import convolve, exchange, own_channels, own_heads, to_tokens
+from mtpctl.model.packing import Packing, convolve, exchange, own_channels, own_heads, to_tokens
 
 try:
     from fla.modules.causal_conv1d import causal_conv1d

@@ -2,7 +2,7 @@
 
 megatron-core's mixer requires mamba-ssm, has no packed rows and runs on CUDA alone, so this is a separate module with its parameters. They
 are split over tensor-parallel ranks by groups: each rank has the heads, and the input and output projections of the state, of its groups.
-Context-parallel ranks exchange tokens for groups, see `mtpctl.model.recurrent`.
+Context-parallel ranks exchange tokens for groups, see `mtpctl.model.packing`.
 
 Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the row, G groups, N state width.
 """
@@ -25,8 +25,7 @@ from torch import Tensor
 from mtpctl.families.shape import MambaShape
 from mtpctl.kernels.scaling import scale_heads
 from mtpctl.model.layers import LayerNormColumnParallelLinear, RowParallelLinear
-from mtpctl.model.packing import Packing
-from mtpctl.model.recurrent import convolve, exchange, own_channels, own_heads, to_tokens
+from mtpctl.model.packing import Packing, convolve, exchange, own_channels, own_heads, to_tokens
 
 try:
     from fla.modules.causal_conv1d import causal_conv1d
