@@ -137,7 +137,7 @@ def check_sandbox(recipe: Recipe) -> None:
         sandboxed["rollout.environment_args"] = recipe.rollout.environment_args
     if not sandboxed:
         return
-    from mtpctl.sandbox.shared import require
+    from mtpctl.sandbox.sandbox import require
 
     for field, args in sandboxed.items():
         require(field, args.get("isolation", "required"))

@@ -27,8 +27,7 @@ from mtpctl.families.drafters import Support, support_of
 from mtpctl.families.tensors import count_parameters
 from mtpctl.recipe.model import ModelConfig, hf_config, read_config
 from mtpctl.recipe.schema import ClusterConfig
-from mtpctl.sandbox.sandbox import Sandbox
-from mtpctl.sandbox.shared import layers
+from mtpctl.sandbox.sandbox import Sandbox, layers
 from mtpctl.telemetry.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ async def machine() -> Finding:
     return Finding("ok", summary, {**host, "leftovers": [{"path": str(each.path), "bytes": each.nbytes} for each in left]})
 
 
-async def gpus(cards: list[stack.Card], reason: str) -> Finding:
+async def gpus(cards: list[stack.Gpu], reason: str) -> Finding:
     """Which GPUs does the machine have? `reason`: why there are none."""
     if not cards:
         return Finding("absent", f"none ({reason}): everything runs on the CPU", [])
@@ -211,7 +210,7 @@ async def packages(installed: list[stack.Package]) -> Finding:
     missing = sum(package.state != "ok" for package in optional)
     summary = [f"all {len(installed) - missing} in the required versions, pinned: {', '.join(pinned)}"]
     for package in optional:
-        purpose = stack.OPTIONAL.get(package.name, "speed alone")
+        purpose = stack.OPTIONAL.get(package.name, "speed only")
         summary.append(f"optional: {package.name} {'installed' if package.state == 'ok' else 'not installed'} (for {purpose})")
     return Finding("ok", "; ".join(summary), data)
 
@@ -258,14 +257,14 @@ async def families(folder: Path, *, on_cpu: bool) -> Finding:
     if find_spec("vllm") is None:
         return Finding("skipped", "vLLM is not installed")
     rows = (await run_part("families", folder, DEADLINE_S["families"]))["families"]
-    dead = [row for row in rows if not row["live"]]
+    failed = [row for row in rows if not row["live"]]
     text = f"vLLM serves {', '.join(row['name'] for row in rows if row['live']) or 'none'}"
-    if dead:
-        lacks = next((row["lacks"] for row in dead if row["lacks"]), None)
-        fix = f"install {lacks} in the release that pyproject.toml names" if lacks else "reinstall the project"
-        names = ", ".join(row["name"] for row in dead)
-        return Finding("failed", text, rows, EnvironmentMissing(f"families: vLLM cannot serve {names} here: {dead[0]['reason']}; {fix}"))
-    return Finding("ok", text + ("; linear attention, on a CPU, in bf16 alone" if on_cpu else ""), rows)
+    if failed:
+        missing = next((row["lacks"] for row in failed if row["lacks"]), None)
+        fix = f"install {missing} in the release that pyproject.toml names" if missing else "reinstall the project"
+        names = ", ".join(row["name"] for row in failed)
+        return Finding("failed", text, rows, EnvironmentMissing(f"families: vLLM cannot serve {names} here: {failed[0]['reason']}; {fix}"))
+    return Finding("ok", text + ("; on a CPU, linear attention runs in bf16 only" if on_cpu else ""), rows)
 
 
 async def self_check(folder: Path, quick: bool) -> Finding:
@@ -278,8 +277,8 @@ async def self_check(folder: Path, quick: bool) -> Finding:
     agreement = Agreement(**await run_part("score", folder, DEADLINE_S["score"]))
     summary = (
         f"{agreement.tokens:,} tokens of {agreement.responses} responses, sampled at T={agreement.temperature:g} with speculation: the "
-        f"log-probs of vLLM and of the trainer differ by {agreement.mean_abs:.1e} in the mean, {agreement.max_abs:.1e} at most (bound "
-        f"{agreement.bound:g} for the mean, {agreement.precision}); {agreement.accepted:,} of {agreement.drafted:,} drafts accepted"
+        f"log-probs of vLLM and of the trainer differ by {agreement.mean_abs:.1e} on average, {agreement.max_abs:.1e} at most (bound "
+        f"{agreement.bound:g} for the average, {agreement.precision}); {agreement.accepted:,} of {agreement.drafted:,} drafts accepted"
     )
     data = asdict(agreement) | {"tokens_per_s": sampled["tokens"] / sampled["seconds"]}
     try:
@@ -310,12 +309,12 @@ def links(measured: list[Link]) -> Finding:
         return Finding("absent", "the cluster has one host", data)
     rates = sorted(link.rate for link in measured if not link.error)
     usual = f"{len(measured)} pairs of hosts" + (f", {rates[len(rates) // 2] / 1e9:.2f} GB/s in the median" if rates else "")
-    bad = slow(measured)
-    if not bad:
+    slow_links = slow(measured)
+    if not slow_links:
         return Finding("ok", usual, data)
-    summary = f"{usual}; slow: {'; '.join(str(link) for link in bad)}"
-    kind = EnvironmentMissing if any(link.error for link in bad) else ThresholdMissed
-    return Finding("failed", summary, data, kind(f"links: {summary}; look at its cable and route, or set cluster.interface"))
+    summary = f"{usual}; slow: {'; '.join(map(str, slow_links))}"
+    kind = EnvironmentMissing if any(link.error for link in slow_links) else ThresholdMissed
+    return Finding("failed", summary, data, kind(f"links: {summary}; check their cables and routes, or set cluster.interface"))
 
 
 def examine_run(run: Path) -> Diagnosis:

@@ -87,10 +87,10 @@ def generate(folder: Path) -> dict[str, object]:
     request = Request.read(folder)
     rollout = Recipe.model_validate_json(request.recipe).rollout
     assert isinstance(rollout, VllmConfig)
-    sample = asyncio.run(_captured(request, folder))
+    sample = asyncio.run(_generate_captured(request, folder))
     samples = {"eager": sample.to_dict()}
     if request.device == "cuda" and not rollout.eager:
-        samples[COMPILED] = asyncio.run(_compiled(request)).to_dict()
+        samples[COMPILED] = asyncio.run(_generate_compiled(request)).to_dict()
     (folder / "samples.json").write_text(json.dumps(samples))
     return {"tokens": len(sample.response_ids), "drafted": sample.speculation.drafted, "accepted": sample.speculation.accepted}
 
@@ -119,26 +119,26 @@ async def _start(request: Request, *, eager: bool) -> VllmEngine:
     return await VllmEngine.start(settings)
 
 
-def _request(request: Request) -> GenerationRequest:
+def _generation_request(request: Request) -> GenerationRequest:
     recipe = Recipe.model_validate_json(request.recipe)
     sample = Sample("prompt", "prompt", ids_of(request.prompt))
     return GenerationRequest(sample, max_tokens=request.tokens, temperature=recipe.rollout.temperature, seed=recipe.seed)
 
 
-async def _captured(request: Request, folder: Path) -> Sample:
+async def _generate_captured(request: Request, folder: Path) -> Sample:
     from mtpctl.rollout.vllm.client import VllmClient
 
     engine = await _start(request, eager=True)
     try:
-        client, to_answer = VllmClient(engine._llm), _request(request)
-        room = str(len(request.prompt) + request.tokens + 64)  # Drafts reach beyond the last token.
-        await client.rpc("mtpctl_capture", room)
-        sample = await engine.generate(to_answer)
+        client, generation_request = VllmClient(engine._llm), _generation_request(request)
+        max_tokens = str(len(request.prompt) + request.tokens + 64)  # Drafts reach beyond the last token.
+        await client.rpc("mtpctl_capture", max_tokens)
+        sample = await engine.generate(generation_request)
         tokens = list(sample.token_ids)
-        arguments = json.dumps(tokens), str(to_answer.temperature)
+        arguments = json.dumps(tokens), str(generation_request.temperature)
         await client.rpc("mtpctl_write_capture", str(folder / "decode.safetensors"), *arguments)
         await engine._llm.reset_prefix_cache()
-        await client.rpc("mtpctl_capture", room)
+        await client.rpc("mtpctl_capture", max_tokens)
         await engine.generate(GenerationRequest(Sample("prefill", "prefill", ids_of(tokens[:-1])), max_tokens=1, temperature=1.0))
         await client.rpc("mtpctl_write_capture", str(folder / "prefill.safetensors"), *arguments)
         return sample
@@ -146,10 +146,10 @@ async def _captured(request: Request, folder: Path) -> Sample:
         await engine.shutdown()
 
 
-async def _compiled(request: Request) -> Sample:
+async def _generate_compiled(request: Request) -> Sample:
     engine = await _start(request, eager=False)
     try:
-        return await engine.generate(_request(request))
+        return await engine.generate(_generation_request(request))
     finally:
         await engine.shutdown()
 
@@ -168,11 +168,11 @@ def score(folder: Path) -> dict[str, Any]:
     decode, prefill = (load_file(folder / f"{name}.safetensors") for name in ("decode", "prefill"))
     trainer = _trainer(request, recipe, samples, decode)
     first = len(sample.prompt_ids) - 1
-    own, behaviour = trainer["logprobs"]["eager"], sample.behaviour_logprobs
+    reference, behaviour = trainer["logprobs"]["eager"], sample.behaviour_logprobs
     lines = [
-        _nats("engine, decode", behaviour, own),
-        _nats("engine, prefill", prefill["logprob"][first:].tolist(), own),
-        _nats("log-prob server", _server(request, recipe, sample), own),
+        _nats("engine, decode", behaviour, reference),
+        _nats("engine, prefill", prefill["logprob"][first:].tolist(), reference),
+        _nats("log-prob server", _server(request, recipe, sample), reference),
     ]
     if COMPILED in samples:
         lines.insert(1, _nats(f"engine, decode {COMPILED}", samples[COMPILED].behaviour_logprobs, trainer["logprobs"][COMPILED]))

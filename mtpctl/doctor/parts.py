@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, get_args
 
+from mtpctl.doctor import mismatch_parts
 from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, ThresholdMissed, UserError
 from mtpctl.families.configs import toy_config
 from mtpctl.families.registry import FAMILIES
@@ -91,7 +92,7 @@ def main(name: str, folder: Path) -> None:
 
 
 class Trial(TypedDict):
-    """Whether an implementation, transport or family works here, and the reason if not. `lacks`: a module that cannot be imported."""
+    """Whether an implementation, transport or family works on this machine, and the reason if not. `lacks`: a missing module."""
 
     name: str
     live: bool
@@ -128,7 +129,7 @@ def kernels(folder: Path) -> dict[str, object]:
         else:
             row["live"], row["max_abs_error"] = error <= bound, error
             if error > bound:
-                row["reason"] = f"is {error:.1e} off the reference, beyond {bound:g}"
+                row["reason"] = f"differs from the reference by {error:.1e}, bound {bound:g}"
         rows.append(row)
     return {"device": device, "auto": _auto_choice(hidden, weight, labels), "implementations": rows}
 
@@ -241,7 +242,7 @@ class Agreement:
         """Raise ThresholdMissed if the mean difference exceeds the bound or is NaN."""
         if not self.mean_abs <= self.bound:
             raise ThresholdMissed(
-                f"self-check: vLLM's log-probs differ from the trainer's by {self.mean_abs:.2e} in the mean "
+                f"self-check: vLLM's log-probs differ from the trainer's by {self.mean_abs:.2e} on average "
                 f"(largest {self.max_abs:.2e}), beyond {self.bound:g} for {self.precision}"
             )
 
@@ -328,20 +329,6 @@ def compare(samples: list[Sample], logprobs: list[Logprobs], precision: str) -> 
     )
 
 
-def mismatch_engine(folder: Path) -> dict[str, object]:
-    """See `mtpctl.doctor.mismatch_parts.generate`."""
-    from mtpctl.doctor.mismatch_parts import generate
-
-    return generate(folder)
-
-
-def mismatch_trainer(folder: Path) -> dict[str, Any]:
-    """See `mtpctl.doctor.mismatch_parts.score`."""
-    from mtpctl.doctor.mismatch_parts import score
-
-    return score(folder)
-
-
 PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "kernels": kernels,
     "transports": transports,
@@ -349,8 +336,8 @@ PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "families": families,
     "sample": sample,
     "score": score,
-    "mismatch-engine": mismatch_engine,
-    "mismatch-trainer": mismatch_trainer,
+    "mismatch-engine": mismatch_parts.generate,
+    "mismatch-trainer": mismatch_parts.score,
 }
 
 if __name__ == "__main__":

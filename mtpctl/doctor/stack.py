@@ -26,7 +26,7 @@ LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPR
 _NVIDIA_SMI_S = 20.0
 
 
-class Card(TypedDict):
+class Gpu(TypedDict):
     """An NVIDIA GPU."""
 
     name: str
@@ -137,7 +137,7 @@ def machine() -> Machine:
     }
 
 
-def gpus() -> tuple[list[Card], str]:
+def gpus() -> tuple[list[Gpu], str]:
     """The NVIDIA GPUs, and the reason if there are none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -150,8 +150,8 @@ def gpus() -> tuple[list[Card], str]:
     except subprocess.CalledProcessError as error:
         lines = (error.stdout or error.stderr).strip().splitlines()
         return [], f"nvidia-smi: {lines[0] if lines else f'exit code {error.returncode}'}"
-    cards: list[Card] = []
+    gpus: list[Gpu] = []
     for line in output.strip().splitlines():
         name, memory, driver = (part.strip() for part in line.split(","))
-        cards.append({"name": name, "memory_gib": round(float(memory) / 1024, 1), "driver": driver})
-    return cards, "" if cards else "nvidia-smi names no card"
+        gpus.append({"name": name, "memory_gib": round(float(memory) / 1024, 1), "driver": driver})
+    return gpus, "" if gpus else "nvidia-smi lists no GPU"

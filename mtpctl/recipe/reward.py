@@ -20,7 +20,7 @@ BUILT_IN = {
     "exact": "mtpctl.rl.rewards.built_in:exact",
     "math": "mtpctl.rl.rewards.math:score",
     "length": "mtpctl.rl.rewards.built_in:length",
-    "llm_judge": "mtpctl.rl.rewards.llm_judge:score",
+    "llm_judge": "mtpctl.rl.rewards.built_in:llm_judge",
     "code": "mtpctl.sandbox.reward:score",
     FROM_ENVIRONMENT: "mtpctl.environments.built_in:environment_reward",
 }

@@ -6,8 +6,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from mtpctl.sandbox.sandbox import Sandbox
-from mtpctl.sandbox.shared import layers
+from mtpctl.sandbox.sandbox import Sandbox, layers
 
 RUNS = 400
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mtpctl.sandbox.fences import unfenced
-from mtpctl.sandbox.limits import Limits
-from mtpctl.sandbox.sandbox import Isolation
-from mtpctl.sandbox.session import Output
-from mtpctl.sandbox.shared import shared
+from mtpctl.sandbox.sandbox import Isolation, shared
+from mtpctl.sandbox.session import Limits, Output
 
 _CELLS = ThreadPoolExecutor(max_workers=64, thread_name_prefix="python-cell")
 """Threads that wait for cells, which run in processes of the sandbox."""

@@ -37,8 +37,9 @@ def code_of(response: str, names: Collection[str] = ()) -> str:
     if not candidates:
         return response
     defined = [set(names).intersection(name for pair in _DEFINED.findall(code) for name in pair) for code in candidates]
-    wanted = set[str]().union(*defined)
-    return next((code for code, own in zip(reversed(candidates), reversed(defined), strict=True) if own == wanted), "\n".join(candidates))
+    all_defined = set[str]().union(*defined)
+    matches = (code for code, own in zip(reversed(candidates), reversed(defined), strict=True) if own == all_defined)
+    return next(matches, "\n".join(candidates))
 
 
 def blocks(text: str) -> list[Block]:
@@ -46,22 +47,22 @@ def blocks(text: str) -> list[Block]:
     result: list[Block] = []
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     opening: re.Match[str] | None = None
-    start, loose = 0, -1
+    start, indented_fence = 0, -1
     for number, line in enumerate(lines):
         if "```" not in line and "~~~" not in line:
             continue
         if opening is None:
             opening = _opening(line)
-            start, loose = number + 1, -1
+            start, indented_fence = number + 1, -1
         elif (depth := _closing_depth(line, opening)) is not None:
             if depth <= _MAX_CLOSING_INDENT:
                 result.append(_block(opening, lines[start:number]))
                 opening = None
-            elif loose < 0:
-                loose = number
+            elif indented_fence < 0:
+                indented_fence = number
     if opening is not None:
-        last = _block(opening, lines[start : loose if loose >= 0 else len(lines)])
-        result.append(last if loose >= 0 else Block(last.language, last.code.removesuffix("\n")))
+        last = _block(opening, lines[start : indented_fence if indented_fence >= 0 else len(lines)])
+        result.append(last if indented_fence >= 0 else Block(last.language, last.code.removesuffix("\n")))
     return result
 
 

@@ -25,8 +25,7 @@ from typing import Any, cast
 
 from mtpctl.sandbox.messages import VerdictWriter
 from mtpctl.sandbox.questions import PeerGone, TestsPeer
-from mtpctl.sandbox.remote import Remote
-from mtpctl.sandbox.values import decode, no_references
+from mtpctl.sandbox.values import Remote, decode, no_references
 
 TEST_FILE = "test "
 """Prefix of the file names of tests."""

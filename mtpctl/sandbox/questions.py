@@ -1,7 +1,7 @@
 """Messages between tests and an answer that runs in another process, so that no code of the answer runs where it is judged.
 
-`TestsPeer` is trusted. `AnswerPeer` shares its process with the answer, which may replace it. Tests receive plain data (`values`) or
-proxies (`remote`), never functions or classes. Names that the answer chose are looked up only in the allow-lists of exception classes
+`TestsPeer` is trusted. `AnswerPeer` shares its process with the answer, which may replace it. Tests receive plain data or
+proxies (`values`), never functions or classes. Names that the answer chose are looked up only in the allow-lists of exception classes
 (`_EXCEPTIONS`) and of built-in types. Exception classes of the answer are replaced by stand-ins. A call that raises StopIteration raises
 RuntimeError in the tests, as in a generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
 
@@ -23,9 +23,9 @@ from contextlib import contextmanager, suppress
 from functools import reduce
 from typing import Any
 
-from mtpctl.sandbox import remote, values
+from mtpctl.sandbox import values
 from mtpctl.sandbox.messages import read_frame, write_frame
-from mtpctl.sandbox.remote import Remote
+from mtpctl.sandbox.values import Remote
 
 MAX_FRAME = 1 << 26
 """Maximum size of a message to the tests, in bytes."""
@@ -51,7 +51,7 @@ class _End:
         self._lock = threading.RLock()
 
     def _encode(self, value: object) -> object:
-        return values.encode(value, lambda each: ["o", remote.number_of(each)] if isinstance(each, Remote) else self._reference(each))
+        return values.encode(value, lambda each: ["o", values.number_of(each)] if isinstance(each, Remote) else self._reference(each))
 
     def _decode(self, coded: Any) -> Any:
         return values.decode(coded, self._resolve)
@@ -196,7 +196,7 @@ class TestsPeer(_End):
         if kind != "r" or type(number) is not int or type(features) is not int:
             raise TypeError("no reference")
         if number not in self._remotes:
-            self._remotes[number] = remote.remote(self, number, features, values.PLAIN_CLASSES.get(plain))
+            self._remotes[number] = values.remote(self, number, features, values.PLAIN_CLASSES.get(plain))
         return self._remotes[number]
 
     def _stand_in(self, chain: list[list[Any]], base: str) -> type[Exception]:
@@ -290,7 +290,7 @@ class AnswerPeer(_End):
         if isinstance(value, type) and issubclass(value, Exception):
             return ["E", *self._chain(value)]
         plain = value.__name__ if isinstance(value, type) and values.PLAIN_CLASSES.get(value.__name__) is value else None
-        return self._refer("r", value, remote.features_of(type(value)), plain)
+        return self._refer("r", value, values.features_of(type(value)), plain)
 
     def _resolve(self, kind: str, rest: list[Any]) -> object:
         if kind == "o":
@@ -298,7 +298,7 @@ class AnswerPeer(_End):
         if kind == "I":
             module, name = rest
             return reduce(getattr, name.split("."), importlib.import_module(module))
-        return remote.remote(self, rest[0], remote.features_of(type(_number)))
+        return values.remote(self, rest[0], values.features_of(type(_number)))
 
     def _chain(self, kind: type[BaseException]) -> tuple[list[list[object]], str]:
         own = [each for each in kind.__mro__ if getattr(builtins, each.__name__, None) is not each]
@@ -316,7 +316,7 @@ class AnswerPeer(_End):
 
 
 def _number(value: object) -> object:
-    return remote.number_of(value) if isinstance(value, Remote) else value
+    return values.number_of(value) if isinstance(value, Remote) else value
 
 
 def _importable(value: Any) -> tuple[str, str] | None:
@@ -369,7 +369,7 @@ _LOCAL: dict[str, Callable[..., object]] = {
 }
 """Operations on a function of the tests that the answer's process executes itself. The function is identified by its number."""
 _OPERATIONS: dict[str, Callable[..., object]] = {
-    **{name: getattr(operator, f"__{name}__") for name in (*remote.UNARY, *remote.BINARY, *remote.COMPARISONS)},
+    **{name: getattr(operator, f"__{name}__") for name in (*values.UNARY, *values.BINARY, *values.COMPARISONS)},
     **{each.__name__: each for each in (len, bool, str, repr, int, float, iter, next, hash, format, getattr, setattr, delattr, dir)},
     "getitem": operator.getitem,
     "setitem": operator.setitem,

@@ -20,9 +20,8 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from mtpctl.sandbox.fences import code_of
-from mtpctl.sandbox.limits import Limits
-from mtpctl.sandbox.sandbox import Isolation, Sandbox
-from mtpctl.sandbox.shared import shared
+from mtpctl.sandbox.sandbox import Isolation, Sandbox, shared
+from mtpctl.sandbox.session import Limits
 
 if TYPE_CHECKING:
     from mtpctl.samples import Sample

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypedDict
 
-from mtpctl.sandbox import inside, isolation, kernel
+from mtpctl.sandbox import inside, isolation
 
 NAMES = ("stdin", "stdout", "stderr", "job", "channel", "link")
 """File descriptors of a run, in the order of their numbers."""
@@ -137,7 +137,7 @@ class Zygote:
                 reply.sendall(json.dumps({"error": f"fork: {error}"}).encode())
             pid = -1
         if pid == 0:
-            self._become(request, run_descriptors)
+            self._start_run(request, run_descriptors)
         for descriptor in run_descriptors:
             os.close(descriptor)
         if pid > 0:
@@ -167,8 +167,8 @@ class Zygote:
                 run.status.sendall(json.dumps(report).encode())
             run.status.close()
 
-    def _become(self, request: Request, descriptors: list[int]) -> None:
-        """In the fork: take the descriptors, isolate the process, and run the job. Never returns."""
+    def _start_run(self, request: Request, descriptors: list[int]) -> None:
+        """In the fork: renumber the descriptors, isolate the process, and run the job. Never returns."""
         try:
             self._rules = _renumber(dict(zip(request["names"], descriptors, strict=True)), self._rules)
             signal.set_wakeup_fd(-1)
@@ -190,14 +190,14 @@ class Zygote:
         self._limit(request, own_user, namespaces)
         if self._mechanism == "none":
             return
-        kernel.no_new_privileges()
-        kernel.drop_capabilities()
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        isolation.no_new_privileges()
+        isolation.drop_capabilities()
+        isolation.prctl(isolation.PR_SET_DUMPABLE, 0)
         if self._rules >= 0:
             isolation.restrict(self._rules)
             os.close(self._rules)
-        files: dict[str, kernel.Files] = {"landlock": "landlock", "closed": "closed", "bubblewrap": "landlock"}
-        kernel.install_filter(kernel.filter_program(os.getpid(), files.get(self._mechanism, "mounts")))
+        files: dict[str, isolation.Files] = {"landlock": "landlock", "closed": "closed", "bubblewrap": "landlock"}
+        isolation.install_filter(isolation.filter_program(os.getpid(), files.get(self._mechanism, "mounts")))
 
     def _change_user(self) -> bool:
         """Switch to a user that owns no files. Returns whether it is a separate user, whose threads are counted for this run only."""

@@ -59,7 +59,7 @@ def test_environment_of_the_tests_satisfies_all_requirements() -> None:
         ("echo 'NVIDIA H200, 143771, 570.1'", [{"name": "NVIDIA H200", "memory_gib": 140.4, "driver": "570.1"}], ""),
         ("echo 'NVIDIA-SMI has failed'; exit 9", [], "nvidia-smi: NVIDIA-SMI has failed"),
         ("exit 9", [], "nvidia-smi: exit code 9"),
-        ("true", [], "nvidia-smi names no card"),
+        ("true", [], "nvidia-smi lists no GPU"),
     ],
 )
 def test_gpus_are_read_from_nvidia_smi(

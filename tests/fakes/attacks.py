@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from mtpctl.sandbox.limits import Judgement
+from mtpctl.sandbox.session import Judgement
 
 FORGE = r"""
 import os, json

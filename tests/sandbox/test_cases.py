@@ -13,9 +13,9 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
-from mtpctl.sandbox.limits import Judgement, Limits
 from mtpctl.sandbox.reward import Calls, _calls, same_decimals, same_floats, score
 from mtpctl.sandbox.sandbox import Sandbox
+from mtpctl.sandbox.session import Judgement, Limits
 
 SAMPLE = Sample("p", "g", [1])
 STARTER = "class Solution:\n    def addUp(self, nums: List[int], k: int) -> int:\n        "

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from mtpctl.sandbox.isolation import Mechanism, scratch
-from mtpctl.sandbox.limits import Limits, Result
 from mtpctl.sandbox.sandbox import Sandbox
+from mtpctl.sandbox.session import Limits, Result
 
 BRIEF = Limits(cpu_s=2.0, wall_s=8.0)
 

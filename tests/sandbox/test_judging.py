@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mtpctl.sandbox.limits import Judgement, Limits
 from mtpctl.sandbox.sandbox import Sandbox
+from mtpctl.sandbox.session import Judgement, Limits
 from tests.fakes.attacks import sections, successful
 
 BRIEF = Limits(cpu_s=2.0, wall_s=10.0)
@@ -364,7 +364,7 @@ def test_answer_can_only_call_functions_of_the_tests(best: Sandbox) -> None:
     """The answer requests the globals of a function of the tests, with messages that its own end would not send."""
     code = """
 import json, os
-from mtpctl.sandbox.remote import number_of
+from mtpctl.sandbox.values import number_of
 def apply(function, x):
     reference, replies = ["o", number_of(function)], []
     for message in ({"call": [["l", []], "__globals__"]}, {"call": [["d", []]]}):

@@ -13,12 +13,10 @@ import pytest
 from mtpctl.data.problems import Problem
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.samples import Sample
-from mtpctl.sandbox import shared
 from mtpctl.sandbox.environment import Python, shortened
-from mtpctl.sandbox.limits import Limits
 from mtpctl.sandbox.reward import same_output, score
-from mtpctl.sandbox.sandbox import Sandbox
-from mtpctl.sandbox.shared import layers
+from mtpctl.sandbox.sandbox import Sandbox, layers, require
+from mtpctl.sandbox.session import Limits
 
 SAMPLE = Sample("p", "g", [1])
 
@@ -202,10 +200,10 @@ def test_code_runs_without_isolation_only_if_the_recipe_allows_it(monkeypatch: p
 
     monkeypatch.setattr(Sandbox, "_start_zygote", start)
     with pytest.raises(EnvironmentMissing, match=r"^sandbox: code .* \(namespaces: no namespaces; .*; set reward.args.isolation: none"):
-        shared.require("reward.args")
+        require("reward.args")
     with pytest.raises(UserError, match=r"^rollout.environment_args.isolation: 'off' is neither required nor none$"):
-        shared.require("rollout.environment_args", "off")
-    shared.require("reward.args", "none")
+        require("rollout.environment_args", "off")
+    require("reward.args", "none")
 
 
 def test_isolation_none_runs_code_with_the_callers_rights(tmp_path: object) -> None:

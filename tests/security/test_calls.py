@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mtpctl.sandbox.limits import Judgement, Limits
 from mtpctl.sandbox.sandbox import Sandbox
+from mtpctl.sandbox.session import Judgement, Limits
 from tests.fakes.attacks import FORGE, SOURCE, sections, successful
 from tests.sandbox.conftest import mechanism, sandbox  # noqa: F401
 

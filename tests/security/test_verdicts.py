@@ -15,10 +15,10 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
-from mtpctl.sandbox.limits import Judgement, Limits
 from mtpctl.sandbox.messages import VerdictReader, VerdictWriter, new_key, read_frame, write_frame
 from mtpctl.sandbox.reward import score
 from mtpctl.sandbox.sandbox import Sandbox
+from mtpctl.sandbox.session import Judgement, Limits
 from tests.fakes.attacks import FORGE, SOURCE, sections, successful
 from tests.sandbox.conftest import best, mechanism, sandbox  # noqa: F401
 

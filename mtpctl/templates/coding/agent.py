@@ -9,10 +9,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from mtpctl.data.problems import Problem
-from mtpctl.sandbox.limits import Limits
-from mtpctl.sandbox.sandbox import Isolation
-from mtpctl.sandbox.session import Session
-from mtpctl.sandbox.shared import shared
+from mtpctl.sandbox.sandbox import Isolation, shared
+from mtpctl.sandbox.session import Limits, Session
 
 CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none")  # shared, because creating a client takes longer than a short answer
 LIMITS = Limits(cpu_s=5, wall_s=2, memory_mb=256)
