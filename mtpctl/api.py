@@ -135,7 +135,7 @@ def train(
     sets: Sequence[str] = (),
     start: str | Path | Run | None = None,
 ) -> Run:
-    """Run `mtpctl train` in a separate process and print its output. Returns the run when it has ended.
+    """Run `mtpctl train` in a separate process and print its output. Returns the run when it has ended, and raises its error.
 
     An interrupt stops the run after the current step, with a checkpoint, and is then raised again.
 
@@ -144,9 +144,6 @@ def train(
         overlays: recipe files that are merged into the recipe.
         sets: `KEY=VALUE` overrides.
         start: the initial weights of a new run (`--from`).
-
-    Raises:
-        UserError, EnvironmentMissing, ClusterResources, RuntimeFailure: the error of the command.
     """
     with tempfile.TemporaryDirectory(prefix="mtpctl-") as folder:
         if not isinstance(recipe, Run | str | Path):

@@ -228,7 +228,7 @@ class Sample:
         `stale_kv`: see `VersionSpan`. Raises ValueError if the lengths differ.
         """
         if len(token_ids) != len(logprobs):
-            raise ValueError(f"{len(token_ids)} tokens came with {len(logprobs)} log-probs")
+            raise ValueError(f"got {len(token_ids)} tokens, but {len(logprobs)} log-probs")
         if not len(token_ids):
             return
         start = len(self.response_ids)
@@ -249,7 +249,7 @@ class Sample:
         routes = rows if self.routes is None else np.concatenate([self.routes, rows])
         self.routes = routes[: max(self.length - 1, 0)]
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Truncate the response to `length` tokens, before it is scored: log-probs of the scorer and the teacher are not truncated."""
         del self.response_ids[length:], self.loss_mask[length:], self.behaviour_logprobs[length:]
         self.version_spans = [span for span in self.version_spans if span.start < length]
@@ -346,14 +346,14 @@ class Steering:
     @property
     def changed(self) -> list[str]:
         """The names of the settings that differ from their defaults."""
-        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(_AS_TRAINED, each.name)]
+        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(_DEFAULT_STEERING, each.name)]
 
 
-_AS_TRAINED = Steering()
+_DEFAULT_STEERING = Steering()
 
 
 class Unwanted(asyncio.Event):
-    """Set when responses are no longer needed."""
+    """An event that is set when responses are no longer needed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,27 +364,24 @@ class Unwanted(asyncio.Event):
         for callback in list(self._callbacks):
             callback()
 
-    async def lets_finish(self, work: asyncio.Future[Any]) -> bool:
-        """Wait until `work` is done or this event is set, and cancel `work` in the latter case. Returns whether `work` is done.
-
-        Like `mtpctl.cluster.deadlines.finished_before`, but without a task for each of the many responses that wait for one event.
-        """
+    async def finished_first(self, work: asyncio.Future[Any]) -> bool:
+        """Like `mtpctl.cluster.deadlines.finished_before`, but without a task for each of the many responses that wait for one event."""
         either: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def settle(_: object = None) -> None:
+        def wake(_: object = None) -> None:
             if not either.done():
                 either.set_result(None)
 
-        work.add_done_callback(settle)
-        self._callbacks.add(settle)
+        work.add_done_callback(wake)
+        self._callbacks.add(wake)
         if self.is_set():
-            settle()
+            wake()
         try:
             await either
             return work.done()
         finally:
-            work.remove_done_callback(settle)
-            self._callbacks.discard(settle)
+            work.remove_done_callback(wake)
+            self._callbacks.discard(wake)
             work.cancel()
 
 

@@ -55,7 +55,7 @@ def test_appending_nothing_changes_nothing() -> None:
 
 def test_tokens_without_log_probs_are_refused_and_do_not_change_the_sample() -> None:
     s = sample()
-    with pytest.raises(ValueError, match="2 tokens came with 1 log-probs"):
+    with pytest.raises(ValueError, match="got 2 tokens, but 1 log-probs"):
         s.append([1, 2], [-0.125], version=0)
     assert s == sample()
 
@@ -98,10 +98,10 @@ def test_cut_truncates_all_per_token_fields() -> None:
     sample = Sample("p", "g", [1])
     sample.append([5, 6], [-1.0, -2.0], 1)
     sample.append([7, 8], [-3.0, -4.0], 2)
-    sample.cut(3)
+    sample.truncate(3)
     assert (*sample.response_ids, *sample.behaviour_logprobs, *sample.loss_mask) == (5, 6, 7, -1.0, -2.0, -3.0, 1, 1, 1)
     assert sample.version_spans == [VersionSpan(0, 2, 1), VersionSpan(2, 3, 2)]
-    sample.cut(2)
+    sample.truncate(2)
     assert sample.version_spans == [VersionSpan(0, 2, 1)]
 
 
@@ -138,7 +138,7 @@ def test_routes_cover_all_tokens_but_the_last_and_are_copied_and_pickled() -> No
     again = Sample.from_dict(json.loads(json.dumps(s.to_dict())))
     assert again.routes is not None and again.routes.dtype == np.uint8 and np.array_equal(again.routes, s.routes)
     copy = s.copy()
-    copy.cut(2)
+    copy.truncate(2)
     assert (copy.routed, s.routed) == (4, 7) and Sample.from_dict(copy.to_dict()) == copy
 
 

@@ -285,7 +285,7 @@ def logprob(
     ] = "",
     precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16; default: bf16 on a GPU.")] = "",
     lengths: Annotated[
-        str, typer.Option("--lengths", metavar="LEAST:MOST", help="Tokens of a request; default: 512:4096, on a CPU 64:512.")
+        str, typer.Option("--lengths", metavar="MIN:MAX", help="Tokens of a request; default: 512:4096, on a CPU 64:512.")
     ] = "",
     in_flight: Annotated[int, typer.Option("--in-flight", min=1, help="Concurrent requests.")] = 64,
     requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of one round.")] = 128,
@@ -310,9 +310,9 @@ def logprob(
     cuda = torch.cuda.is_available()
     precision = precision or ("bf16" if cuda else "fp32")
     try:
-        least, most = (int(part) for part in (lengths or ("512:4096" if cuda else "64:512")).split(":"))
+        shortest, longest = (int(part) for part in (lengths or ("512:4096" if cuda else "64:512")).split(":"))
     except ValueError:
-        raise UserError(f"--lengths: {lengths} is not LEAST:MOST, as in 512:4096") from None
+        raise UserError(f"--lengths: {lengths} is not MIN:MAX, such as 512:4096") from None
     from mtpctl.bench import logprob as bench
     from mtpctl.bench.train_step import create_config_folder, named_config
     from mtpctl.cluster.local import cluster
@@ -321,10 +321,10 @@ def logprob(
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = create_config_folder(config, Path(scratch) / "model")
         positions = folder.shape.max_positions
-        if not 2 <= least <= most <= positions:
-            raise UserError(f"--lengths: {least}:{most} must lie between 2 and the model's {positions} positions, the least first")
+        if not 2 <= shortest <= longest <= positions:
+            raise UserError(f"--lengths: {shortest}:{longest} must be MIN:MAX between 2 and the model's {positions} positions")
         load = bench.Load(
-            (least, most),
+            (shortest, longest),
             in_flight=in_flight,
             requests=requests,
             rounds=rounds,

@@ -43,9 +43,9 @@ def mtp(
         list[str] | None, typer.Option("--draft-method", help="Arms by rollout.speculation.draft_method; may be repeated.")
     ] = None,
     k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Arms by draft tokens a step; may be repeated.")] = None,
-    least_gain: Annotated[float, typer.Option("--least-gain", help="Least gain of acceptance by training the drafter, in points.")] = 0.0,
+    least_gain: Annotated[float, typer.Option("--least-gain", help="Minimum gain of acceptance by training the drafter, in points.")] = 0.0,
     least_relative: Annotated[
-        float, typer.Option("--least-relative", help="Least gain relative to the frozen drafter's acceptance.")
+        float, typer.Option("--least-relative", help="Minimum gain relative to the frozen drafter's acceptance.")
     ] = 0.0,
     sets: Sets = None,
     overlay: Overlays = None,
@@ -78,15 +78,15 @@ def mtp(
     answer(render(document, bench.table(results, last), as_json=json))
     gain = bench.gain(results)
     if gain is None:
-        silent = [r.name for r in results if r.name in ("frozen", "trained") and not r.drafted]
-        if silent:
-            raise ThresholdMissed(f"the arm {silent[0]} drafted nothing in its last updates; see {out}")
+        without_drafts = [r.name for r in results if r.name in ("frozen", "trained") and not r.drafted]
+        if without_drafts:
+            raise ThresholdMissed(f"the arm {without_drafts[0]} drafted nothing in its last updates; see {out}")
         return
     if not json:
         answer(f"\ntrained against frozen: {gain.points:+.1f} points ({gain.relative:+.0%}, {gain.standard_errors:.1f} standard errors)")
     if gain.points < least_gain or gain.relative < least_relative:
         raise ThresholdMissed(
-            f"training the drafter won {gain.points:+.1f} points ({gain.relative:+.0%}) of acceptance, "
+            f"training the drafter gained {gain.points:+.1f} points ({gain.relative:+.0%}) of acceptance, "
             f"bounds {least_gain:+g} points and {least_relative:+.0%}"
         )
 
@@ -102,11 +102,11 @@ def asynchrony(
         typer.Option("--accuracy", help="Held-out accuracy to reach and hold; default: the synchronous arm's late mean less 2 points."),
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option("--tolerance", min=0, help="How far under a held level a later evaluation may lie; default: 0.03.")
+        float | None, typer.Option("--tolerance", min=0, help="Permitted drop of later evaluations below a held level; default: 0.03.")
     ] = None,
     least_speedup: Annotated[
         float,
-        typer.Option("--least-speedup", help="Least speed-up of the best arm over the synchronous one, in seconds to the held level."),
+        typer.Option("--least-speedup", help="Minimum speed-up of the best arm over the synchronous one, in seconds to the held level."),
     ] = 1.0,
     sets: Sets = None,
     overlay: Overlays = None,
@@ -129,7 +129,7 @@ def asynchrony(
     answer(render(document, bench.table(results, levels, tolerance, level_given=level is not None), as_json=json))
     best = bench.best_speedup(results)
     if best is not None and best < least_speedup:
-        raise ThresholdMissed(f"the best arm holds the accuracy {best:.2f}x as soon as the synchronous one, bound {least_speedup:g}x")
+        raise ThresholdMissed(f"the best arm's speed-up over the synchronous one is {best:.2f}x, bound {least_speedup:g}x")
 
 
 def compare(

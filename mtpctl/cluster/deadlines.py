@@ -32,10 +32,7 @@ async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:
 
 
 async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> bool:
-    """Wait until `work` is done or `event` is set, and cancel `work` in the latter case. Returns whether `work` is done.
-
-    An exception of `work` is raised by `work.result()`, not here.
-    """
+    """Wait until `work` is done or `event` is set, which cancels `work`. Returns whether it is done; `work.result()` raises its error."""
     event_set = asyncio.create_task(event.wait())
     try:
         either: tuple[asyncio.Future[T] | asyncio.Task[Literal[True]], ...] = (work, event_set)

@@ -138,11 +138,7 @@ class ObjectStore:
                 self._files.rm_file(self._at(name))
 
     def check(self) -> None:
-        """Write, read and remove a small object.
-
-        Raises UserError if the bucket does not exist, EnvironmentMissing if the credentials are rejected, StoreFailed if the store does not
-        respond.
-        """
+        """Write, read and remove a small object. Raises UserError, EnvironmentMissing or StoreFailed, with the fix."""
         try:
             self.write(_PROBE, b"")
             self.read(_PROBE)

@@ -103,11 +103,7 @@ def rotate_if_large(path: Path, file: int) -> None:
 
 
 def freeze_heap() -> None:
-    """Exclude all current objects from garbage collection. Call it when all permanent objects are loaded.
-
-    A collection of the oldest generation visits every object. With the modules of torch, transformers and vLLM it blocks the process for
-    0.4 s, every few hundred requests.
-    """
+    """Exclude all current objects from garbage collection: visiting those of torch and vLLM would block the process for 0.4 s."""
     gc.collect()
     gc.freeze()
 

@@ -16,10 +16,7 @@ _CONNECT_S = 20.0
 
 
 def host_store(host: str = "") -> TCPStore:
-    """Host a store at a free port of `host`, by default this host's address. The store ends with the returned object.
-
-    The store has no authentication, and torch's default would be to listen on all interfaces.
-    """
+    """Host a store, which has no authentication, at a free port of `host`, by default this host's address, until the object is deleted."""
     host = host or own_address()
     listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     address, port = listening.getsockname()[:2]
@@ -37,10 +34,7 @@ def own_address() -> str:
 
 
 def use_own_interface() -> None:
-    """Make gloo use the interface of this host's address, unless the environment names another.
-
-    By default gloo uses the interface that the host's name resolves to, often the loopback, which other hosts cannot reach.
-    """
+    """Make gloo use the interface of this host's address, unless the environment names another; its default is often the loopback."""
     address = own_address()
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family == socket.AF_INET and each.address == address for each in addresses):

@@ -129,7 +129,7 @@ class Replicas[R]:
         self.restarts = 0
         self._lifecycle = lifecycle
         self._closed = False
-        self._named: list[tuple[Slot[R], R]] | None = None
+        self._update_members: list[tuple[Slot[R], R]] | None = None
 
     def live(self, where: Callable[[R], bool] = lambda _: True) -> list[tuple[Slot[R], R]]:
         """The slots and replicas that serve and satisfy `where`."""
@@ -148,7 +148,7 @@ class Replicas[R]:
             return
         slot.replica = None
         if slot.wanted:  # otherwise `leave` ends it
-            self._failed(slot, error)
+            self._record_failure(slot, error)
             slot.restarting = asyncio.create_task(self._restart(slot, replica))
 
     def join(self, index: int) -> None:
@@ -161,11 +161,10 @@ class Replicas[R]:
         slot.wanted, slot.quarantined, slot.failed_at, slot.reason = True, False, [], ""
         slot.restarting = asyncio.create_task(self._fill_or_quarantine(slot))
 
-    async def leave(self, index: int, hand_over: Callable[[Slot[R], R], Awaitable[None]]) -> None:
+    async def leave(self, index: int, drain: Callable[[Slot[R], R], Awaitable[None]]) -> None:
         """Vacate a slot, whatever its state. This does not count as a failure.
 
-        A serving replica gets no further work. It takes part in an update that is in progress, then `hand_over` makes it return its
-        remaining work, and it is ended.
+        A serving replica gets no further work. After an update in progress, `drain` makes it return its remaining work, and it is ended.
         """
         slot = self.slots[index]
         slot.wanted = False
@@ -178,7 +177,7 @@ class Replicas[R]:
         try:
             if leaving is not None:
                 with suppress(*self._lifecycle.dead, TimeoutError):
-                    await hand_over(slot, leaving)
+                    await drain(slot, leaving)
         finally:
             if leaving is not None:
                 with suppress(*self._lifecycle.dead, TimeoutError):
@@ -189,21 +188,18 @@ class Replicas[R]:
     async def fixed_members(self) -> AsyncIterator[None]:
         """Prevent fresh replicas from joining while the block runs."""
         async with self.updating:
-            self._named = None
+            self._update_members = None
             yield
 
     def members(self, kind: str, ranks: int, where: Callable[[R], bool] = lambda _: True) -> list[str]:
-        """A unique name for each of the `ranks` of each live replica that satisfies `where`.
-
-        The next `apply_update` in the same `fixed_members` block calls exactly these replicas.
-        """
-        self._named = self.live(where)
-        return [f"{kind} {slot.index}.{slot.fills}.{rank}" for slot, _ in self._named for rank in range(ranks)]
+        """A unique name for each rank of each live replica that satisfies `where`. The next `apply_update` calls exactly these replicas."""
+        self._update_members = self.live(where)
+        return [f"{kind} {slot.index}.{slot.fills}.{rank}" for slot, _ in self._update_members for rank in range(ranks)]
 
     async def apply_update[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
         """Like `each`, for the replicas that `members` named, or for the live ones that satisfy `where` if it was not called."""
         assert self.updating.locked(), "replicas are updated in a block of `fixed_members`"
-        named, self._named = self._named, None
+        named, self._update_members = self._update_members, None
         return await self._call_all(self.live(where) if named is None else named, call)
 
     async def each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
@@ -256,7 +252,7 @@ class Replicas[R]:
                     self._lifecycle.log(f"replica {slot.index} is back")
                 break
             except Exception as error:
-                self._failed(slot, error)
+                self._record_failure(slot, error)
         else:
             slot.quarantined = True
             self._lifecycle.log(f"replica {slot.index} is in quarantine: it failed {len(slot.failed_at)} time(s) within an hour")
@@ -266,7 +262,7 @@ class Replicas[R]:
         fresh = await self._lifecycle.start(slot.index)
         try:
             waited = 0.0
-            while not await self._brought_up(slot, fresh):
+            while not await self._bring_up(slot, fresh):
                 if waited > VERSION_WAIT_S:
                     raise RuntimeFailure(f"the weight version of the other replicas was not available within {VERSION_WAIT_S:g} s")
                 # Wait without the lock: the version may come with the next update, such as the retry of a failed one.
@@ -277,7 +273,7 @@ class Replicas[R]:
                 await self._end(fresh)
             raise
 
-    async def _brought_up(self, slot: Slot[R], fresh: R) -> bool:
+    async def _bring_up(self, slot: Slot[R], fresh: R) -> bool:
         async with self.updating:
             within = self._lifecycle.bring_up_s
             try:
@@ -290,7 +286,7 @@ class Replicas[R]:
             slot.fills += 1
             return True
 
-    def _failed(self, slot: Slot[R], error: Exception) -> None:
+    def _record_failure(self, slot: Slot[R], error: Exception) -> None:
         now = time.monotonic()
         slot.failed_at = [*(then for then in slot.failed_at if now - then < FORGET_S), now]
         slot.reason = one_line(error)

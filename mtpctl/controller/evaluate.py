@@ -195,10 +195,7 @@ class Evaluations:
         return bool(every) and step % every == 0 and step < self.recipe.train.rl.steps
 
     async def start(self, *, background: bool = False) -> None:
-        """Start an evaluation of the published weights, logged under the current step. Waits for the one in progress first.
-
-        If `background`, training continues meanwhile unless the recipe makes it wait.
-        """
+        """Start an evaluation of the published weights, after the one in progress. `background`: training may continue meanwhile."""
         await self.wait()
         if self.state.stopping.is_set():
             return

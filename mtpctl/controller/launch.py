@@ -428,10 +428,7 @@ class StopHandler:
         raise StopRequested(number)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, block_ended: threading.Event) -> None:
-        """Stop the run as on a signal once a daemon of its cluster has ended.
-
-        Runs in a thread, because a Ray call that needs the lost server blocks the event loop until Ray kills the process without a message.
-        """
+        """Stop the run once a daemon of its cluster has ended. Runs in a thread, because calls of the lost server block the event loop."""
         while (loss := self._cluster_loss()) is None:
             if block_ended.wait(POLL_S):
                 return

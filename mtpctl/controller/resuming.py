@@ -193,10 +193,7 @@ def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
 
 
 def changed_task(recipe: Recipe, run: RunDirectory) -> list[str]:
-    """The keys in which the recipe's task (rows, reward or environment) differs from the task that the run was trained on.
-
-    Files are compared by name, because a run may have been moved together with its files.
-    """
+    """The keys in which the recipe's task differs from the task of the run. Files are compared by name, because a run may be moved."""
     if (tree := run.read_recipe()) is None:
         return []
     before = flatten(tree)

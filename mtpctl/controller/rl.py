@@ -14,9 +14,9 @@ The engines load them without ending the responses in flight.
 
 Staleness is bounded in two ways. `Admission` bounds the number of groups that are generated ahead (`async.staleness_threshold`). `publish`
 bounds the age of a trained token: at most `async.max_staleness` versions older than the latest published version. After each sync, groups
-that exceed or may exceed this bound are discarded, whether in flight or complete. Their prompts are the first to be sent out under the new
-weights. Such a retried group is trained on before a new version would make it too old (`SampleBuffer.wait`, `due`). So a group is normally
-discarded at most once, and a prompt whose responses always take longer than the bound is still trained on.
+that exceed or may exceed this bound are discarded, whether in flight or complete, and their prompts are the first to be sent out under the
+new weights. Such a retried group is trained on before a new version would make it too old (`SampleBuffer.wait`, `due`), so a prompt whose
+responses always take longer than the bound is still trained on.
 """
 
 from __future__ import annotations

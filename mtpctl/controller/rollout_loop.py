@@ -252,7 +252,7 @@ class RolloutLoop:
         for part in sample.parts:
             self._check_acceptance(part)
             # An environment's last reply may exceed the context. The model has not read it, and cannot be trained on it.
-            part.cut(self.prepared.context - len(part.prompt_ids))
+            part.truncate(self.prepared.context - len(part.prompt_ids))
         _, outcome, _ = await asyncio.gather(self._score(sample), self._reward(sample, problem), self.score_by_teacher(sample, problem))
         for part in sample.parts:
             part.reward, part.reward_parts = outcome.reward, outcome.parts
@@ -313,10 +313,7 @@ class RolloutLoop:
         )
 
     async def _drop(self, group: Group, message: str) -> None:
-        """Drop a group, so that another prompt's group replaces it.
-
-        Raises RuntimeFailure with `message` after too many dropped groups in a row. Their number replaces `{}` in the message.
-        """
+        """Drop a group, so that another one replaces it. Raises RuntimeFailure after too many in a row; their number replaces `{}`."""
         self._without_signal += 1
         if self._without_signal >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
             raise RuntimeFailure(message.replace("{}", str(self._without_signal)))

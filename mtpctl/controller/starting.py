@@ -203,10 +203,7 @@ class Services:
 async def start_rewards(
     recipe: Recipe, stack: AsyncExitStack, *, report: Callable[[str], None], log: Path | None = None
 ) -> Mapping[str, Reward]:
-    """Start the reward functions: the recipe's under the name `UNNAMED`, and those of held-out sets under the names of the sets.
-
-    `stack` closes them. `report` and `log`: as in `Rewarder`. Raises UserError for a function that is missing or cannot be called.
-    """
+    """Start the reward functions by name of the held-out set; the recipe's is `UNNAMED`. `stack` closes them. Raises UserError."""
     configs = {UNNAMED: recipe.reward}
     for name, held_out in recipe.evaluation.sets.items():
         if held_out.reward is not None:

@@ -194,10 +194,7 @@ class TrainerGroup:
         return ray.put(table), [ray.put(share()) for share in shares]
 
     async def build(self, folder: Path) -> Parameters:
-        """Load the model in `folder` on every rank. Returns the number of its parameters, and of those that are trained.
-
-        Raises RuntimeFailure if a rank is not on the host of its bundle.
-        """
+        """Load the model in `folder` on every rank. Returns the number of its parameters, and of those that are trained."""
         deadline = self.recipe.cluster.actor_deadline_s
         await self._wait_for_ranks(deadline)
         master: str = await within(self.ranks[0].address.remote(), deadline, "trainer rank 0, start")

@@ -95,10 +95,7 @@ class WeightSync:
         return update
 
     def _sections(self) -> tuple[Section, ...]:
-        """The sections of the next version. An adapter's base weights are sent once; later replicas read them from the model's folder.
-
-        The adapter comes first, so that an engine that rejects it is unchanged.
-        """
+        """The sections of the next version, the adapter first. Base weights are sent once; later replicas read the model's folder."""
         sections = self.parties.recipe.sync.sections
         if "adapter" not in sections:
             return tuple(sections)

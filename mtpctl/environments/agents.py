@@ -118,7 +118,7 @@ class AgentGenerator(Generator):
         try:
             if request.unwanted is None:
                 outcome = await playing
-            elif await request.unwanted.lets_finish(playing):
+            elif await request.unwanted.finished_first(playing):
                 outcome = playing.result()
         finally:
             playing.cancel()

@@ -89,7 +89,7 @@ class Play:
         if length is None or turns(sample) >= self._turns.limit:
             return False
         # Tokens after the stop string come from drafts that were accepted in the same step.
-        sample.cut(start + length)
+        sample.truncate(start + length)
         turn = self._turns.text.decode(sample.response_ids[start:])
         return await self._timed(sample, self._instance.reply(turn), lambda reply: self._append(sample, reply))
 
@@ -129,7 +129,7 @@ class Play:
         sample.environment.turns += 1
         full = len(sample.response_ids) >= self._request.max_tokens
         if full:
-            sample.cut(self._request.max_tokens)
+            sample.truncate(self._request.max_tokens)
         sample.finish_reason = "length" if full else None
         return not full
 

@@ -394,10 +394,7 @@ def _count(value: int) -> str:
 
 
 def check_weights(recipe: Recipe) -> None:
-    """Check names, types, shapes and sizes of the weights in the folders of the model and of a teacher that the run serves.
-
-    Models from the hub are not downloaded. Raises UserError with the file or tensor that a run could not load.
-    """
+    """Check names, types, shapes and sizes of the local weights of the model and of a served teacher. Raises UserError."""
     model, teacher = recipe.model, recipe.train.rl.teacher
     if model.path is not None and not model.randomly_initialized and Path(model.path).is_dir():
         ModelWeights(Path(model.path), mtp=recipe.mtp.mode != "off")

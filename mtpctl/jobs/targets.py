@@ -214,10 +214,7 @@ def training_target(
 
 
 def convert_start(weights: StartWeights, run: Path) -> tuple[Path, int]:
-    """Convert a checkpoint to a Hugging Face folder in the run directory, with an adapter merged in.
-
-    Returns the folder and the exit code. Runs in another process, because the conversion imports torch and hides the GPUs from its process.
-    """
+    """Convert a checkpoint to a Hugging Face folder in the run directory, in another process. Returns the folder and the exit code."""
     folder = run / START
     run.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "mtpctl", "convert-hf", str(weights.checkpoint), str(folder), "--force"]

@@ -232,10 +232,7 @@ def engine_share(recipe: Recipe, index: int | None = None) -> float:
 
 
 def engine_memory_share(recipe: Recipe, index: int | None = None) -> float:
-    """Share of a GPU's memory that an engine may use: `rollout.gpu_memory`, or its default. index: as in `engine_share`.
-
-    An engine on the trainer's GPUs never gets more than the default.
-    """
+    """Share of a GPU's memory for an engine: `rollout.gpu_memory`, or its default, which is the maximum on the trainer's GPUs."""
     share = engine_share(recipe, index)
     default, configured = min(ENGINE_MEMORY, MEMORY_OF_SHARE * share), recipe.rollout.gpu_memory
     if configured is None:

@@ -272,10 +272,7 @@ def _all_origins(recipe: Recipe, origins: Origins) -> dict[str, str]:
 
 
 def with_model_defaults(recipe: Recipe, is_set: Callable[[str], bool]) -> tuple[Recipe, list[str]]:
-    """The recipe with defaults that depend on the model and the machine, and one note for each of them.
-
-    is_set: whether the recipe sets a dotted key. An unreadable model is reported by the recipe's checks.
-    """
+    """The recipe with defaults that depend on the model and the machine, and a note for each. `is_set`: whether a key is set."""
     try:
         config = hf_config(recipe.model, fetch=False)
         shape = None if config is None else shape_of(config)

@@ -311,10 +311,7 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def read_config(folder: Path, field: str = "model.path", name: str = "config.json") -> dict[str, object]:
-    """The fields of a folder's config.json, with the config of the drafter in its subfolder under `drafter`.
-
-    Raises UserError if the file is missing, or is not a JSON object. `field`: name of the path in errors.
-    """
+    """The fields of a folder's config.json, with those of its drafter under `drafter`. Raises UserError. `field`: for errors."""
     config = _read(folder / name, field)
     if (folder / DRAFTER / "config.json").is_file():
         config[DRAFTER] = _read(folder / DRAFTER / "config.json", field)

@@ -122,7 +122,7 @@ class Engine(ABC):
         first = max(turn, seam - reach)
         length = length_to_stop(self._read, sample.response_ids[first : seam + reach].tolist(), stop)
         if length is not None:
-            sample.cut(first + length)
+            sample.truncate(first + length)
             sample.finish_reason = "stop"
 
     def _room(self, tokens: int) -> int:

@@ -134,7 +134,7 @@ class ReplicaPool:
             if request.unwanted is None:
                 return await self._play_turns(request)
             generation = asyncio.ensure_future(self._play_turns(request))
-            if await request.unwanted.lets_finish(generation):
+            if await request.unwanted.finished_first(generation):
                 return generation.result()
             request.sample.finish_reason = ABORTED
             return request.sample

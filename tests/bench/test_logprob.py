@@ -41,8 +41,8 @@ def test_requests_have_the_given_lengths_and_depend_only_on_the_seed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--lengths", "many"], "--lengths: many is not LEAST:MOST"),
-        (["--lengths", "40:20"], "--lengths: 40:20 must lie between 2 and"),
+        (["--lengths", "many"], "--lengths: many is not MIN:MAX"),
+        (["--lengths", "40:20"], "--lengths: 40:20 must be MIN:MAX between 2 and"),
         (["--lengths", "2:99999999"], "positions"),
         (["--precision", "fp8"], "--precision: fp8 is neither fp32 nor bf16"),
         (["--model", "nobody/nothing"], "--model: nobody/nothing is neither a folder"),

@@ -15,7 +15,7 @@ from mtpctl.samples import Unwanted
 from tests.fakes.event_loop import in_loop
 
 Wait = Callable[[asyncio.Future[Any], Unwanted], Awaitable[bool]]
-either_way = pytest.mark.parametrize("first", [finished_before, lambda work, event: event.lets_finish(work)], ids=["task", "callbacks"])
+either_way = pytest.mark.parametrize("first", [finished_before, lambda work, event: event.finished_first(work)], ids=["task", "callbacks"])
 
 
 async def work(seconds: float) -> str:

@@ -253,7 +253,7 @@ class Trajectory:
         read = self._model.tokenizer.decode
         if stops and end_token is None and (length := length_to_stop(read, tokens.tolist(), stops)) is not None:
             # Tokens after the stop string come from drafts that were accepted in the same step.
-            sample.cut(before + length)
+            sample.truncate(before + length)
             tokens = sample.response_ids[before:]
         message = self._model.read(tokens[:-1] if end_token is not None else tokens, stops, _tools(chat))
         if chat.parallel_tool_calls is False and message.tool_calls:

@@ -150,7 +150,7 @@ def turns(served: Served, cuts: int) -> Sample:
     for number in range(3):
         sample = served.loop(turn(30 * (number + 1) - 4))
         if number < 2:
-            sample.cut(len(sample.response_ids) - 2)
+            sample.truncate(len(sample.response_ids) - 2)
             sample.append([9, 8, 7 + number], [0.0] * 3, served.engine.version, trained=False)
     return sample
 
