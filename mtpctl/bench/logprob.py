@@ -285,7 +285,7 @@ class Bench:
         median = {name: statistics.median(values) for name, values in times.items()}
         self._add(f"bare, {self.load.single} tokens", median["bare"], "ms")
         for name in ("server", "HTTP"):
-            detail = f"{median[name]:.2f} ms in all; least {min(times[name]) - min(times['bare']):+.2f}"
+            detail = f"{median[name]:.2f} ms in all; minimum {min(times[name]) - min(times['bare']):+.2f}"
             self._add(f"added by the {name}", median[name] - median["bare"], "ms", MAX_ADDED_MS, detail=detail)
 
     async def update(self, scratch: Path) -> None:
@@ -317,10 +317,10 @@ class Bench:
 
     async def _served(self, requests: list[ScoreRequest]) -> float:
         """Seconds until the server has answered all requests, `load.in_flight` at a time."""
-        left = iter(requests)
+        remaining = iter(requests)
 
         async def client() -> None:
-            for request in left:
+            for request in remaining:
                 await self.server.score(request)
 
         began = time.perf_counter()

@@ -32,8 +32,8 @@ def machine(versions: Versions | None = None) -> Environment:
     versions = versions or collect_versions()
     host, packages = versions["machine"], versions["packages"]
     cards = host["cards"]
-    kinds = [f"{kind} x {cards.count(kind)}" for kind in dict.fromkeys(cards)]
-    return {"device": ", ".join(kinds) or f"CPU, {host['cores']} cores", "python": versions["python"], **packages}
+    gpus = [f"{name} x {cards.count(name)}" for name in dict.fromkeys(cards)]
+    return {"device": ", ".join(gpus) or f"CPU, {host['cores']} cores", "python": versions["python"], **packages}
 
 
 def machines(versions: Sequence[Versions | None]) -> Environment:

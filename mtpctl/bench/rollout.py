@@ -120,8 +120,8 @@ class Bench:
 
     def queued(self) -> Load:
         """A load with four times the largest batch, and answers of different lengths, so that slots are refilled continuously."""
-        most = max(self.options.batches)
-        return self._load(f"{most} in flight, {4 * most} in all", most, 4 * most, 0.5, False)
+        max_batch = max(self.options.batches)
+        return self._load(f"{max_batch} in flight, {4 * max_batch} in all", max_batch, 4 * max_batch, 0.5, False)
 
     def _load(self, name: str, batch: int, count: int, spread: float, wrong_drafts: bool) -> Load:
         options = self.options
@@ -142,22 +142,22 @@ class Bench:
         CUDA graphs are captured for the batch sizes of the loads, for smaller batches (when requests end), and for steps with prefill.
         """
         options = self.options
-        most = max(options.batches)
+        max_batch = max(options.batches)
         rollout: dict[str, object] = {
             "engine": "vllm",
-            "max_in_flight": most,
+            "max_in_flight": max_batch,
             "max_tokens": 2 * options.tokens,
             "threads": 1 if options.device == "cpu" else 0,
             "eager": options.eager,
             "speculation": {"num_tokens": drafts, "auto": drafts > 0},
         }
         if options.device == "cuda":
-            room = most * (options.prompt + options.tokens + 32)
-            rollout["kv_cache_bytes"] = room * kv_bytes_per_token(self.shape, 1, 2, drafting=True)
+            cache_tokens = max_batch * (options.prompt + options.tokens + 32)
+            rollout["kv_cache_bytes"] = cache_tokens * kv_bytes_per_token(self.shape, 1, 2, drafting=True)
             rollout["gpu_memory"] = GPU_MEMORY_FRACTION / self.num_engines
             if not options.eager:
-                counts = sorted({1, 2, 4, *options.batches, *range(32, most + 1, 32)})
-                mixed = range(most, 2 * most + 1, max(1, most // 4))
+                counts = sorted({1, 2, 4, *options.batches, *range(32, max_batch + 1, 32)})
+                mixed = range(max_batch, 2 * max_batch + 1, max(1, max_batch // 4))
                 sizes = sorted({*(count * width for count in counts for width in range(1, drafts + 2)), *mixed})
                 rollout["engine_args"] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
         return engine_recipe(options.folder, options.device, rollout)

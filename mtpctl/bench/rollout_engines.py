@@ -68,12 +68,13 @@ def make_load(
         tokens: mean tokens of an answer; lengths are uniform in `tokens * (1 ± spread)`.
         spread: see `tokens`.
         vocab: the model's vocabulary size.
-        wrong_drafts: use answers in the upper half of the vocabulary, where all drafts are wrong, instead of the lower half.
+        wrong_drafts: use answers in the upper half of the vocabulary, with which all drafts are wrong, instead of the lower half.
     """
     draw = random.Random(f"{name} {batch} {count} {wrong_drafts}")
-    half, room = vocab // 2, vocab // 2 - 2 * tokens
-    assert room > 0, "answers do not leave their half of the vocabulary"
-    prompts = [[draw.randrange(half) for _ in range(prompt - 1)] + [draw.randrange(room) + half * wrong_drafts] for _ in range(count)]
+    half_vocab, max_start = vocab // 2, vocab // 2 - 2 * tokens
+    assert max_start > 0, "answers do not leave their half of the vocabulary"
+    first_start = half_vocab * wrong_drafts
+    prompts = [[draw.randrange(half_vocab) for _ in range(prompt - 1)] + [draw.randrange(max_start) + first_start] for _ in range(count)]
     lengths = [max(1, round(tokens * draw.uniform(1 - spread, 1 + spread))) for _ in range(count)]
     return Load(name, batch, prompts, lengths)
 
@@ -107,8 +108,8 @@ class OfflineEngine:
 
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        own = ("weight_transfer_config", "worker_extension_cls", "per_request_spec_decode_metrics")
-        self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in own})
+        mtpctl_args = ("weight_transfer_config", "worker_extension_cls", "per_request_spec_decode_metrics")
+        self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in mtpctl_args})
 
     def send(self, load: Load, vocab: int | None, logprobs: bool) -> Run:
         """Send a load. vocab: the cycle model's vocabulary size, to check its answers; None for another model."""

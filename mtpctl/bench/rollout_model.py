@@ -194,8 +194,8 @@ class ModelBench:
         if config is None:
             raise UserError(f"--model: {options.folder} has no config.json")
         self.shape: ModelShape = shape_of(config)
-        most = max(requests_of(options, arm.in_flight, arm.engines) for arm in self.arms)
-        self.prompts = prompts_of(options, -(-most // options.group))
+        max_requests = max(requests_of(options, arm.in_flight, arm.engines) for arm in self.arms)
+        self.prompts = prompts_of(options, -(-max_requests // options.group))
         if self.context > self.shape.max_positions:
             raise UserError(
                 f"--prompt: prompts and responses of up to {options.longest} tokens take {self.context} positions, the model has "

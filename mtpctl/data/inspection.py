@@ -54,10 +54,10 @@ def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequenc
 
     sets = rows_of(data, evaluation, stages)
     reports, end = [], time.monotonic() + seconds
-    for left, (role, rows) in zip(range(len(sets), 0, -1), sets.items(), strict=True):
+    for remaining_sets, (role, rows) in zip(range(len(sets), 0, -1), sets.items(), strict=True):
         now = time.monotonic()
         try:
-            prompts, whole = _read(rows.problems(fetch=False), now + max(0.0, end - now) / left)
+            prompts, whole = _read(rows.problems(fetch=False), now + max(0.0, end - now) / remaining_sets)
         except EnvironmentMissing:
             reports.append(SetReport(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run downloads it from the hub"))
             continue

@@ -272,16 +272,16 @@ class RenderCheck:
         """Raise NotRendered if the rendered text is the same without some part of the input."""
         if not has_droppable_parts(messages, tools):
             return
-        whole = ""
-        for kind, fewer, fewer_tools, fix in self._parts(messages, tools):
+        full_text = ""
+        for kind, reduced, reduced_tools, fix in self._parts(messages, tools):
             if kind in self._checked:
                 continue
-            whole = whole or render(messages, tools)
+            full_text = full_text or render(messages, tools)
             try:
-                rendered = render(fewer, fewer_tools) != whole
+                is_rendered = render(reduced, reduced_tools) != full_text
             except UserError:
-                rendered = True  # the template rejects the conversation without the part, so it uses the part
-            if not rendered:
+                is_rendered = True  # the template rejects the conversation without the part, so it uses the part
+            if not is_rendered:
                 raise NotRendered(f"data.chat_template: the template of {self._name} drops {kind[0]}; {fix}")
             if len(self._checked) >= MAX_CHECKED:  # Clients may send any role.
                 self._checked.clear()

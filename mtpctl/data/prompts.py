@@ -167,15 +167,15 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
     try:
         if has_droppable_parts(messages, tools):
             tokenizer.check_rendered(messages, tools)
-        whole = tokenizer.chat_text(messages, tools, opened=False)
+        text = tokenizer.chat_text(messages, tools, opened=False)
         turns = [
-            _turn_span(tokenizer, messages, number, whole, problem)
+            _turn_span(tokenizer, messages, number, text, problem)
             for number, message in enumerate(messages)
             if message["role"] == "assistant" and message.get("weight") != 0
         ]
     except NotRendered as error:
         raise UserError(f"{problem.prompt_id}: {error}") from error
-    ids, starts = tokenizer.encode_with_offsets(whole)
+    ids, starts = tokenizer.encode_with_offsets(text)
     mask, ended = [0] * len(ids), True
     for begin, end in turns:
         inside = [index for index, start in enumerate(starts) if begin <= start < end]
@@ -183,7 +183,7 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
         trained, ended = _trained_positions(tokenizer, ids, inside, after, ends)
         for index in trained:
             mask[index] = 1
-    if turns and turns[-1][1] == len(whole) and not ended:
+    if turns and turns[-1][1] == len(text) and not ended:
         calls_tool = bool(messages[-1].get("tool_calls"))
         ids, mask = [*ids, ends.appended(templated=True, calls_tool=calls_tool)], [*mask, 1]
     if 1 not in mask:
@@ -192,17 +192,17 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
     return SftSample(ids[:first], ids[first:last], mask[first:last])
 
 
-def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], number: int, whole: str, problem: Problem) -> tuple[int, int]:
+def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], number: int, text: str, problem: Problem) -> tuple[int, int]:
     """Begin and end of message `number` in the text of the whole conversation."""
     tools = problem.tools or ()
     before = tokenizer.chat_text(messages[:number], tools, opened=True)
     through = tokenizer.chat_text(messages[: number + 1], tools, opened=False)
-    if not through.startswith(before) or not whole.startswith(through):
-        at = next((i for i, (a, b) in enumerate(zip(through, whole, strict=False)) if a != b), min(len(through), len(whole)))
+    if not through.startswith(before) or not text.startswith(through):
+        at = next((i for i, (a, b) in enumerate(zip(through, text, strict=False)) if a != b), min(len(through), len(text)))
         what = "renders the generation prompt differently" if not through.startswith(before) else "changes turns when others follow"
         raise UserError(
             f"{problem.prompt_id}: the chat template of {tokenizer.name} {what} (message {number + 1}, near "
-            f"{whole[max(0, at - 20) : at + 20]!r}), so the assistant's tokens cannot be identified; cut the conversation to one assistant "
+            f"{text[max(0, at - 20) : at + 20]!r}), so the assistant's tokens cannot be identified; cut the conversation to one assistant "
             "turn, or give the tokenizer another chat_template"
         )
     return len(before), len(through)

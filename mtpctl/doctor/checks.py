@@ -176,25 +176,25 @@ async def python() -> Finding:
 
 async def machine() -> Finding:
     """How many CPUs and how much memory does the machine have, and which files did killed runs leave? Never fails."""
-    host, left = stack.machine(), leftovers.find()
-    size = sum(each.nbytes for each in left) / 2**30
+    host, leftover_folders = stack.machine(), leftovers.find()
+    size = sum(each.nbytes for each in leftover_folders) / 2**30
     summary = (
         f"{host['cpus']} CPUs, {host['memory_gib']:g} GiB memory, {host['memory_available_gib']:g} of it free, "
         f"{host['shared_memory_free_gib']:g} GiB free in /dev/shm; {host['system']}, {host['arch']}; limits: "
         + ", ".join(f"{'unlimited' if value is None else value} {name}" for name, value in host["limits"].items())
         + "".join(f"; {name}={value}" for name, value in sorted(host["nccl"].items()))
     )
-    if left:
-        summary += f"; killed runs left {len(left)} folder(s), {size:.3g} GiB: the next start removes them, or mtpctl clean"
-    return Finding("ok", summary, {**host, "leftovers": [{"path": str(each.path), "bytes": each.nbytes} for each in left]})
+    if leftover_folders:
+        summary += f"; killed runs left {len(leftover_folders)} folder(s), {size:.3g} GiB: the next start removes them, or mtpctl clean"
+    return Finding("ok", summary, {**host, "leftovers": [{"path": str(each.path), "bytes": each.nbytes} for each in leftover_folders]})
 
 
 async def gpus(cards: list[stack.Gpu], reason: str) -> Finding:
     """Which GPUs does the machine have? `reason`: why there are none."""
     if not cards:
         return Finding("absent", f"none ({reason}): everything runs on the CPU", [])
-    kinds = [(card["name"], card["memory_gib"]) for card in cards]
-    summary = "; ".join(f"{kinds.count(kind)} x {kind[0]}, {kind[1]:g} GiB each" for kind in dict.fromkeys(kinds))
+    models = [(gpu["name"], gpu["memory_gib"]) for gpu in cards]
+    summary = "; ".join(f"{models.count(model)} x {model[0]}, {model[1]:g} GiB each" for model in dict.fromkeys(models))
     return Finding("ok", f"{summary}; driver {cards[0]['driver']}", cards)
 
 

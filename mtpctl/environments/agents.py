@@ -60,9 +60,9 @@ class ExternalAgents:
     async def next(self) -> Assignment:
         """The next problem whose trajectory has not ended."""
         while True:
-            assignment, taken = await self._waiting.get()
+            assignment, accepted = await self._waiting.get()
             if not assignment.finished.is_set():
-                taken.set()
+                accepted.set()
                 return assignment
 
     async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome:
@@ -226,8 +226,9 @@ async def open_generator(
             if single_requests is None:
                 report(f"agents{f' with {key_hint}' if key_hint else ''} get problems at {gateway.address}/v1/trajectories")
             else:
-                single, whole = f"{gateway.address}/v1 for single requests", f"POST {gateway.address}/v1/trajectories for a trajectory"
-                report(f"serving {name}: {single}, {whole}{f', with {key_hint}' if key_hint else ''}")
+                single_requests_url = f"{gateway.address}/v1 for single requests"
+                trajectory_url = f"POST {gateway.address}/v1/trajectories for a trajectory"
+                report(f"serving {name}: {single_requests_url}, {trajectory_url}{f', with {key_hint}' if key_hint else ''}")
         yield AgentGenerator(engines, gateway, player, rollout.agents, report)
 
 

@@ -251,9 +251,9 @@ def _stacked(layers: list[Points]) -> list[Points]:
     height = dict.fromkeys(steps, 0.0)
     result = []
     for pts in layers:
-        own = dict(pts)
+        values = dict(pts)
         for x in steps:
-            height[x] += own.get(x, 0.0)
+            height[x] += values.get(x, 0.0)
         result.append(downsample(_smoothed([(x, height[x]) for x in steps]), _MAX_POINTS))
     return result
 

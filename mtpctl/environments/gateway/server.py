@@ -345,8 +345,8 @@ class Completion:
                     [{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs if position == 1 else None}]
                 )
             # An answer without text still has the log-prob of its end token.
-            left = logprobs if len(deltas) == 1 else None
-            yield self._event([{"index": index, "delta": {}, "finish_reason": each.finish_reason, "logprobs": left}])
+            remaining_logprobs = logprobs if len(deltas) == 1 else None
+            yield self._event([{"index": index, "delta": {}, "finish_reason": each.finish_reason, "logprobs": remaining_logprobs}])
         if usage:
             yield self._event([], usage=self._usage())
         yield "data: [DONE]\n\n"

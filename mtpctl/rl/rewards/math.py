@@ -72,7 +72,7 @@ _VALUE = re.compile(
 )
 _LINK = re.compile(r"\s*(?:,\s*)?(?:and|or|to|through|&|as\s+well\s+as)\s+|\s*[,;]\s*|\s*(?:,\s*)?(?:and|or)\s*\n\s*")
 _UNIT_LINK = re.compile(r"\s+[A-Za-z]+\s+(?:and|or|to)\s+")
-_BEFORE = re.compile(
+_QUALIFIER = re.compile(
     r"(?:\b(?:between|from|either|both|not|negative|minus|plus|under|over|below|above|except|half(?:\s+of)?|power\s+of"
     r"|(?:at|no|not)\s+(?:least|most|more|less)(?:\s+than)?|(?:more|less|fewer|greater|smaller|larger)\s+than|±)\s+)+$",
     re.IGNORECASE,
@@ -81,7 +81,9 @@ _PHRASE = re.compile(r"(?:\s+[A-Za-z]+){1,2}\s+")
 _VERB = re.compile(
     r"\b(?:is|are|was|were|be|so|then|gives?|gets?|equals?|makes?|leaves?|yields?|has|have|costs?|eats?|pays?|[a-z]+ed)\b", re.IGNORECASE
 )
-_BEHIND = re.compile(r"\s*(?:percent(?:age)?|pct|hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)\b", re.IGNORECASE)
+_SCALE_WORD = re.compile(
+    r"\s*(?:percent(?:age)?|pct|hundred|thousand|million|billion|trillion|dozen|squared|cubed|factorial)\b", re.IGNORECASE
+)
 
 
 def score(response: str, problem: Answered, sample: Sample, seconds: float = 5.0) -> float:
@@ -117,8 +119,8 @@ def _compare(gold: Value, stated: Value, seconds: float) -> bool:
 @lru_cache(maxsize=512)
 def _gold(answer: str) -> tuple[Value, ...]:
     """Readings of a row's answer. A worked solution is parsed like a response."""
-    bare = len(answer) <= 200 and "boxed" not in answer and "#" not in answer and "\n" not in answer.strip()
-    return readings(answer) if bare else _stated(answer) or readings(answer)
+    is_short = len(answer) <= 200 and "boxed" not in answer and "#" not in answer and "\n" not in answer.strip()
+    return readings(answer) if is_short else _stated(answer) or readings(answer)
 
 
 def _stated(response: str) -> tuple[Value, ...]:
@@ -344,8 +346,8 @@ def _boxed(text: str) -> tuple[str | None, bool]:
             break
         contents.insert(0, before[2])
         start = before[0]
-    behind = _AFTER_BOX.match(text, end)
-    return ", ".join(dict.fromkeys(contents)) + (f" {behind[1]}" if behind else ""), unclosed
+    unit = _AFTER_BOX.match(text, end)
+    return ", ".join(dict.fromkeys(contents)) + (f" {unit[1]}" if unit else ""), unclosed
 
 
 def _joins(between: str) -> bool:
@@ -392,10 +394,10 @@ def _last_values(text: str) -> str | None:
             break
         first -= 1
     start, end = matches[first].start(), matches[last].end()
-    if before := _BEFORE.search(text, max(0, start - 60), start):
+    if before := _QUALIFIER.search(text, max(0, start - 60), start):
         start = before.start()
-    if behind := _BEHIND.match(text, end):
-        end = behind.end()
+    if suffix := _SCALE_WORD.match(text, end):
+        end = suffix.end()
     if re.match("[-+\u00b1]\\s", text[start : start + 2]) and re.search(r"\w\s*$", text[max(0, start - 60) : start]):
         return None  # a sum with a word: width + 2
     between = text[matches[first - 1].end() : start] if first == last > 0 else ""

@@ -135,16 +135,16 @@ class _Reader:
                 break
         if len(factors) == 1 and not divisors:
             return factors[0]
-        whole: Number = factors[0]
+        product: Number = factors[0]
         if len(factors) == 2 and factors[0].numeral and not factors[0].ten and factors[1].ten:  # scientific notation
-            whole = replace(_times(factors[0], factors[1]), numeral=True)
+            product = replace(_times(factors[0], factors[1]), numeral=True)
         else:
             for factor in factors[1:]:
-                whole = _times(whole, factor)
+                product = _times(product, factor)
             computable |= sum(factor.numeral for factor in factors) > 1
         for divisor in divisors:
-            whole = _divided(whole, divisor)
-        return replace(whole, evaluated=whole.evaluated and not computable, numeral=whole.numeral and not computable)
+            product = _divided(product, divisor)
+        return replace(product, evaluated=product.evaluated and not computable, numeral=product.numeral and not computable)
 
     def _is_factor(self) -> bool:
         """Whether the next token is a number and the last one is not."""

@@ -293,7 +293,7 @@ class Pool:
     def _died(self, worker: _Worker) -> None:
         self._remove(worker)
         for call in list(worker.calls.values()):
-            self._finish(worker, call, None, {}, f"{self._short_reference()}: the process that ran it died; see what it wrote")
+            self._finish(worker, call, None, {}, f"{self._short_reference()}: the process that ran it died; see its output")
         self._dispatch()
 
     def _kill_for_timeout(self, worker: _Worker, late: list[_Call], location: str = "") -> None:

@@ -218,7 +218,7 @@ class Template:
             error = f"{job.role.function}: loading {job.reference} took more than {START_S:g} s; do less when it is imported"
             loaded = Loaded(error=error)
         except EOFError:
-            error = f"{job.role.function}: the process that loaded {job.reference} died; see what it wrote to standard error"
+            error = f"{job.role.function}: the process that loaded {job.reference} died; see its standard error"
             loaded = Loaded(error=error)
         except BaseException:
             _kill_group(process)
