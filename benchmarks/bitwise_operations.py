@@ -170,7 +170,7 @@ def tiles(sizes: Sizes) -> None:
                 f"{tile.rows}x{tile.columns}": milliseconds(partial(invariant.linear, x[:rows], weight, tile=tile), sizes)
                 for tile in (*invariant.TILES, *(TENSOR_CORES_OF_AMPERE if rows == 64 else ()))
             }
-            chosen = invariant.tile_for(rows, outputs, invariant._units(sizes.device))
+            chosen = invariant.tile_for(rows, outputs, invariant._multiprocessors(sizes.device))
             best = min(times, key=times.__getitem__)
             ranked = ", ".join(f"{each} {spent:.3f}" for each, spent in sorted(times.items(), key=itemgetter(1)))
             say(f"{name}, {rows} rows", f"best {best}, chosen {chosen.rows}x{chosen.columns}", f"ms: {ranked}")

@@ -377,18 +377,18 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
     parts: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, local)
     wanted = {name: shape for part in parts for name, shape in part.items()}
-    differ = [f"{name}: {saved[name]} saved, {shape} wanted" for name, shape in wanted.items() if saved.get(name, shape) != shape]
-    lacks = [name for name in wanted if name not in saved]
-    differ += [f"{name}: not saved" for name in lacks]
-    differ += [f"{name}: saved, not wanted" for name in saved if name not in wanted and not name.startswith("optimizer.")]
-    if lacks and len(lacks) == len(differ) and all(name.startswith("optimizer.") for name in lacks):
+    differences = [f"{name}: {saved[name]} saved, {shape} wanted" for name, shape in wanted.items() if saved.get(name, shape) != shape]
+    missing = [name for name in wanted if name not in saved]
+    differences += [f"{name}: not saved" for name in missing]
+    differences += [f"{name}: saved, not wanted" for name in saved if name not in wanted and not name.startswith("optimizer.")]
+    if missing and len(missing) == len(differences) and all(name.startswith("optimizer.") for name in missing):
         raise UserError(
-            f"{path}: its optimizer has no state of {lacks[0].removeprefix('optimizer.')} and {len(lacks) - 1} more that this run "
+            f"{path}: its optimizer has no state of {missing[0].removeprefix('optimizer.')} and {len(missing) - 1} more that this run "
             "trains; train what it trained (train.rl.train_mtp, train.precision), or start in another run_dir"
         )
-    if differ:
-        more = f" and {len(differ) - 6} more" if len(differ) > 6 else ""
-        raise UserError(f"{path} is a checkpoint of another model: {'; '.join(differ[:6])}{more}")
+    if differences:
+        more = f" and {len(differences) - 6} more" if len(differences) > 6 else ""
+        raise UserError(f"{path} is a checkpoint of another model: {'; '.join(differences[:6])}{more}")
 
 
 def _unpadded(wanted: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[int, ...]:

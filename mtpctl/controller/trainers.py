@@ -25,7 +25,7 @@ from mtpctl.sync.protocol import Manifest, Section
 from mtpctl.sync.transports.base import TransferStats
 from mtpctl.telemetry.session import Telemetry
 from mtpctl.trainer.actor import Parameters, TrainerRank
-from mtpctl.trainer.share import deal
+from mtpctl.trainer.share import distribute
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -188,7 +188,7 @@ class TrainerGroup:
         import ray
 
         train = self.recipe.train
-        table, shares = deal(
+        table, shares = distribute(
             samples, minibatches=train.rl.minibatches, tokens_per_microbatch=train.tokens_per_microbatch, dp=train.parallel.dp
         )
         return ray.put(table), [ray.put(share()) for share in shares]

@@ -150,7 +150,7 @@ class Support:
 
 
 def support_of(config: Mapping[str, object]) -> Support:
-    """Report the support for the model of a config. Raises UserError if it is not supported; the message names the missing part."""
+    """How the model of a config is supported. Raises UserError if it is not supported; the message names the missing part."""
     shape = shape_of(config)
     if errors := list(missing_fields(config)):
         raise UserError(errors[0])

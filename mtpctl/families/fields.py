@@ -1,6 +1,6 @@
 """Reads and checks fields of a Hugging Face config: typed access, rotary embeddings, and fields that the trainer does not support.
 
-Rotary embeddings are read as transformers and the engines read them. A config may have `rope_scaling` (the older name) and
+Rotary embeddings are read as transformers and the engines read them. A config may have `rope_scaling` (the legacy name) and
 `rope_parameters`. If both are present, `rope_scaling` replaces `rope_parameters` as a whole. Fields missing in that object are read from
 the config itself.
 
@@ -101,31 +101,31 @@ def rope_fields(family: Family, config: Mapping[str, object], positions: int) ->
 
     Raises UserError if the trainer does not support the scaling, or if a number is missing or of another type.
     """
-    rope, above = Fields(mapping(config, "rope_scaling") or mapping(config, "rope_parameters")), Fields(config)
+    rope, top_level = Fields(mapping(config, "rope_scaling") or mapping(config, "rope_parameters")), Fields(config)
     if family.blocks:
         # Attention has no rotary embedding, although published configs have its fields.
-        return RopeFields(above.number("rope_theta", family.rope_theta), None, 0.0, positions)
+        return RopeFields(top_level.number("rope_theta", family.rope_theta), None, 0.0, positions)
     if family.windows:
         # Engines read the fields of the config itself, and no scaling.
         rope = Fields({})
     if any(isinstance(rope.raw.get(kind), Mapping) for kind in LAYER_KINDS):
         raise UserError(f"model config: rope_parameters for each kind of layer are not supported for {family.name}; use one for all layers")
-    fraction = rope.number("partial_rotary_factor", above.number("partial_rotary_factor", family.rotary_fraction))
+    fraction = rope.number("partial_rotary_factor", top_level.number("partial_rotary_factor", family.rotary_fraction))
     if fraction != family.rotary_fraction and not family.windows and (family.rotary_fraction == 1.0 or family.latent):
         # In these families transformers ignores the field, but engines apply it.
         raise UserError(f"model config: partial_rotary_factor {fraction:g} is not supported for {family.name}; 1 is")
     scaling = _scaling(family, rope, positions)
     if scaling is not None:
-        positions = _covered(scaling, positions)
-    return RopeFields(rope.number("rope_theta", above.number("rope_theta", family.rope_theta)), scaling, fraction, positions)
+        positions = _supported_positions(scaling, positions)
+    return RopeFields(rope.number("rope_theta", top_level.number("rope_theta", family.rope_theta)), scaling, fraction, positions)
 
 
 def _scaling(family: Family, rope: Fields, positions: int) -> RopeScaling | None:
     """The checked scaling fields, None if RoPE is not scaled."""
-    kind, older = (rope.raw.get(name) for name in ("rope_type", "type"))
-    if kind is not None and older is not None and kind != older:
-        raise UserError(f"model config: rope_type {kind!r} and type {older!r} contradict each other; keep rope_type")
-    kind = kind or older or "default"
+    kind, legacy = (rope.raw.get(name) for name in ("rope_type", "type"))
+    if kind is not None and legacy is not None and kind != legacy:
+        raise UserError(f"model config: rope_type {kind!r} and type {legacy!r} contradict each other; keep rope_type")
+    kind = kind or legacy or "default"
     if kind == "default":
         return None
     if not isinstance(kind, str) or kind not in REQUIRED:
@@ -161,7 +161,7 @@ def _check_latent(family: Family, kind: str, rope: Fields) -> None:
         raise UserError(f"model config: mscale and mscale_all_dim of {family.name} must both be given, or neither")
 
 
-def _covered(scaling: RopeScaling, positions: int) -> int:
+def _supported_positions(scaling: RopeScaling, positions: int) -> int:
     """Number of positions for which engines have rotary embeddings. `max_position_embeddings` includes all scalings except linear."""
     if scaling["rope_type"] == "linear":
         return int(positions * scaling["factor"])
@@ -305,7 +305,7 @@ def _check_router(family: Family, fields: Fields) -> None:
     if family.moe is None:
         return
     if not family.moe.unnormalised_topk and fields.raw.get("norm_topk_prob") is False:
-        raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the experts' shares sum to 1")
+        raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: routing weights sum to 1")
     score = "sigmoid" if family.moe.router_bias and not family.moe.softmax_bias else "softmax"
     if (value := fields.raw.get("scoring_func")) not in (None, score):
         raise UserError(f"model config: scoring_func {value!r} is not supported for {family.name}; {score!r} is")
@@ -323,10 +323,10 @@ def _check_router(family: Family, fields: Fields) -> None:
 
 
 class Block(NamedTuple):
-    """A kind of layer: its names in transformers 5 and in older configs, its letter in a pattern, and its mixer."""
+    """A kind of layer: its names in transformers 5 and in legacy configs, its letter in a pattern, and its mixer."""
 
     name: str
-    older: str
+    legacy: str
     letter: str
     mixer: LayerKind
 
@@ -343,7 +343,7 @@ BLOCKS = "layers_block_type"
 _MTP_BLOCKS = "mtp_layers_block_type"
 _PATTERNS = {BLOCKS: "hybrid_override_pattern", _MTP_BLOCKS: "mtp_hybrid_override_pattern"}
 _SUPPORTED_MTP = ["full_attention", "moe"]
-_VALUES = {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "use_conv_bias": True, "n_shared_experts": 1}
+_FIXED_VALUES = {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "use_conv_bias": True, "n_shared_experts": 1}
 """Config fields, each with the only supported value, which is also the default of engines."""
 _INFINITY: tuple[object, ...] = (math.inf, "Infinity", {"__float__": "Infinity"})
 """Infinity, and the ways in which transformers writes it."""
@@ -373,7 +373,7 @@ def check_blocks(family: str, config: Mapping[str, object]) -> None:
         raise UserError(f"model config: num_hidden_layers is {stated!r}, but {BLOCKS} has {layers}; make them equal")
     if mtp != _SUPPORTED_MTP:
         raise UserError(f"model config: {_MTP_BLOCKS} {mtp} is not supported for {family}; {_SUPPORTED_MTP} is")
-    for key, value in _VALUES.items():
+    for key, value in _FIXED_VALUES.items():
         if (stated := config.get(key)) not in (None, value):
             raise UserError(f"model config: {key} {stated!r} is not supported for {family}; {value!r} is")
     if (limit := config.get("time_step_limit")) is not None and limit not in [[0, each] for each in _INFINITY]:

@@ -31,9 +31,9 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), (
 _GROUPS = {part: group for group in _MERGED for part in group}
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[a-z_]+")
 _REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Projections that every tensor-parallel rank holds as a whole."""
+"""Projections that are replicated on all tensor-parallel ranks."""
 _SPLIT_COLUMNS = ("o_proj", "down_proj", "out_proj")
-"""Projections whose columns tensor-parallel ranks share; of others they share the rows."""
+"""Projections that tensor parallelism splits by columns. It splits others by rows."""
 _UNQUANTIZED = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a", "in_proj")
 """Routers, gates, the projections of linear attention with one row per head, and the input projection of Mamba-2, which vLLM splits into
 five matrices over its ranks: the last has one row per head."""
@@ -49,7 +49,7 @@ def fp8_names(shape: ModelShape, *, drafter: bool = True) -> frozenset[str]:
     sizes = _matrices(shape)
     accepted = {module for module, size in sizes.items() if _quantizable(module, size, shape)}
     for module in sizes:
-        group = _partners(module, sizes)
+        group = _merged_group(module, sizes)
         rows = [sizes[each][0] for each in group]
         if not accepted.issuperset(group) or any(each % FP8_BLOCK for each in rows[:-1]):
             accepted.difference_update(group)
@@ -74,7 +74,7 @@ def fp8_config(shape: ModelShape, quantized: Iterable[str], outside: Iterable[st
 
 
 def cut_blocks(shape: ModelShape, quantized: Iterable[str], tp: int) -> str | None:
-    """A matrix whose blocks `tp` ranks would cut, and the size of a rank's part of it; None if there is none."""
+    """A matrix whose blocks `tp` ranks would split, and the size of a rank's part of it; None if there is none."""
     if tp == 1:
         return None
     sizes = tensor_shapes(shape)
@@ -123,13 +123,15 @@ def unquantized_modules(shape: ModelShape, *, quantized: Iterable[str]) -> list[
 def _matrices(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The shapes of all matrices, by module. Embeddings are excluded."""
     matrices = {name.removesuffix(".weight"): size for name, size in tensor_shapes(shape).items() if name.endswith(".weight")}
-    same = {name.removesuffix(".weight") for name in aliases(shape)} | {shape.embedding_name.removesuffix(".weight")}
+    duplicates = {name.removesuffix(".weight") for name in aliases(shape)} | {shape.embedding_name.removesuffix(".weight")}
     return {
-        module: size for module, size in matrices.items() if len(size) == 2 and module not in same and not module.startswith(f"{DRAFTER}.")
+        module: size
+        for module, size in matrices.items()
+        if len(size) == 2 and module not in duplicates and not module.startswith(f"{DRAFTER}.")
     }
 
 
-def _partners(module: str, sizes: dict[str, tuple[int, ...]]) -> list[str]:
+def _merged_group(module: str, sizes: dict[str, tuple[int, ...]]) -> list[str]:
     """The matrices that are merged with a module's, including itself, in order."""
     prefix, _, last = module.rpartition(".")
     group = [f"{prefix}.{part}" for part in _GROUPS.get(last, ())]

@@ -86,7 +86,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
     """The model that `config` (the fields of config.json) describes. Raises UserError for an unknown family or an invalid field."""
     family = family_of(config)
     fields = Fields({**config, **mapping(config, "text_config")})
-    fields = Fields({**fields.raw, **{usual: fields.raw[name] for name, usual in family.renamed if name in fields.raw}})
+    fields = Fields({**fields.raw, **{standard: fields.raw[name] for name, standard in family.renamed if name in fields.raw}})
     positions = stated_positions(config)
     blocks = block_types(fields.raw) if family.blocks else []
     if blocks:

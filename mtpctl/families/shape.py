@@ -44,7 +44,7 @@ class MtpConvention:
     `reads_prenorm`: the first depth reads the trunk's state before the final norm. `passes_prenorm`: later depths read the previous
     depth's state before its final norm. `blanks_first`: engines replace the embedding at position 0 by zeros in the first depth.
     `final_norm`: None if the LM head reads the layer's output directly. `dense`: the layer has a dense MLP even in a model with experts.
-    `kind`: of the layer's attention. `mlp_norm`: name of the norm before the MLP. `unquantized`: matrices of the layer that vLLM never
+    `kind`: kind of the layer's attention. `mlp_norm`: name of the norm before the MLP. `unquantized`: matrices of the layer that vLLM never
     reads in FP8, in addition to the projection.
     """
 
@@ -78,7 +78,7 @@ class Eagle3Shape:
     """An EAGLE-3 drafter (arXiv 2503.01840), which is stored in the subfolder `drafter/` of the model's folder.
 
     It is a Llama layer with the model's attention heads, whose attention reads token embedding and state side by side. `boundaries`: the
-    decoder layers whose inputs it reads at the first depth; the number of layers names the last layer's output. `ffn`: width of its MLP.
+    decoder layers whose inputs it reads at the first depth; the number of layers denotes the last layer's output. `ffn`: width of its MLP.
     """
 
     boundaries: tuple[int, ...]

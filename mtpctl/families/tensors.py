@@ -80,8 +80,8 @@ def count_parameters(shape: ModelShape) -> dict[str, int]:
 
 
 def _count(shape: ModelShape) -> dict[str, int]:
-    same = aliases(shape)
-    sizes = {name: prod(size) for name, size in tensor_shapes(shape).items() if name not in same}
+    duplicates = aliases(shape)
+    sizes = {name: prod(size) for name, size in tensor_shapes(shape).items() if name not in duplicates}
     return {
         "total": sum(sizes.values()),
         "mtp": sum(n for name, n in sizes.items() if section_of(name, shape) == "draft"),

@@ -1,11 +1,11 @@
 """Operations whose results depend neither on the order of summation nor on other rows: fp32 on a CPU, for `numerics: bitwise`.
 
 An engine computes a token's row alone, among drafts, in a chunk of a prompt or in a batch; a trainer computes it in a packed row. Matrix
-libraries select kernels by shape, and each sums in another order, so the last bits of a row depend on its company. Here no sum is rounded:
-before a sum over n terms, both factors are rounded to integer multiples of a power of two, small enough that every partial sum is an
-integer below 2⁵³. Sums of such integers in float64 are exact in any order, for any matrix library, number of threads and CPU (error-free
-matrix products by slicing: Ozaki et al., Numerical Algorithms 59, 2012). The result is rounded once. A row's power of two is set by its own
-largest element, and the number of bits by n, so a factor keeps 19 to 24 bits relative to that element.
+libraries select kernels by shape, and each sums in another order, so the last bits of a row depend on the other rows of the call. Here no
+sum is rounded: before a sum over n terms, both factors are rounded to integer multiples of a power of two, small enough that every partial
+sum is an integer below 2⁵³. Sums of such integers in float64 are exact in any order, for any matrix library, number of threads and CPU
+(error-free matrix products by slicing: Ozaki et al., Numerical Algorithms 59, 2012). The result is rounded once. A row's power of two is
+set by its own largest element, and the number of bits by n, so a factor keeps 19 to 24 bits relative to that element.
 
 All else is elementwise: additions, products, quotients and square roots, which IEEE 754 defines to the last bit. Exponentials, logarithms,
 sines and cosines are polynomials of these in float64, because libraries evaluate them in other ways at the end of an array than in its
@@ -52,7 +52,7 @@ def _largest(x: Tensor) -> Tensor:
     return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
 
 
-def _units(x: Tensor, bits: int, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _fixed_point(x: Tensor, bits: int, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Round each row of x [..., c] to integers of at most 2^bits times a power of two. Returns both in float64: [..., c] and [..., 1].
 
     largest: of each row, [..., 1], if other ranks have parts of the rows.
@@ -79,10 +79,10 @@ def linear(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) ->
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     of_rows, of_columns = largest.split([len(x), len(weight)])
     bits = _bits(x.shape[-1] * (1 if group is None else group.size()))
-    rows, row_step = _units(x, bits, of_rows)
+    rows, row_step = _fixed_point(x, bits, of_rows)
     out = x.new_empty(len(x), len(weight))
     for block in _blocks(len(weight), max(x.shape)):
-        columns, column_step = _units(weight[block], bits, of_columns[block])
+        columns, column_step = _fixed_point(weight[block], bits, of_columns[block])
         product = rows @ columns.T
         if group is not None:
             dist.all_reduce(product, group=group)
@@ -98,7 +98,7 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean x² + eps) · (offset + weight) over the last dimension, in the dtype of x."""
     width = x.shape[-1]
-    units, step = _units(x, _bits(width))
+    units, step = _fixed_point(x, _bits(width))
     squares = units.mul_(units).sum(-1, keepdim=True)
     inverse = (squares.mul_(step).mul_(step).mul_(1.0 / width).add_(eps)).sqrt_().reciprocal_()
     return x.double().mul_(inverse).mul_(weight.double() + offset).to(x.dtype)
@@ -151,18 +151,18 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
     assert keys <= MAX_CONTEXT, f"{keys} keys, at most {MAX_CONTEXT}"
     visible = visible.expand(samples, queries, keys)
     bits, weight_bits = _bits(width), _bits(MAX_CONTEXT)
-    (columns, column_step), (values, value_step) = _units(key, bits), _units(value, weight_bits)
+    (columns, column_step), (values, value_step) = _fixed_point(key, bits), _fixed_point(value, weight_bits)
     out = query.new_empty(samples, heads, queries, value.shape[-1])
     for block in _blocks(queries, samples * heads * keys):
         part, hidden = query[:, :, block], ~visible[:, None, block]
-        rows, row_step = _units(part.reshape(samples, groups, -1, width), bits)
+        rows, row_step = _fixed_point(part.reshape(samples, groups, -1, width), bits)
         scores = (rows @ columns.transpose(2, 3)).mul_(row_step).mul_(column_step.transpose(2, 3)).mul_(scale)
         scores = scores.view(*part.shape[:3], keys).masked_fill_(hidden, float("-inf"))
         weights = exp(scores.sub_(scores.amax(-1, keepdim=True))).masked_fill_(hidden, 0.0)
         mass = total_mass(weights, MAX_CONTEXT)
         # A key's power of two moves from its value to its weight, whose largest over the visible keys then bounds the whole sum.
         weights = weights.view(samples, groups, -1, keys).mul_(value_step.transpose(2, 3))
-        weights, weight_step = _units(weights, weight_bits)
+        weights, weight_step = _fixed_point(weights, weight_bits)
         out[:, :, block] = (weights @ values).mul_(weight_step).view(*part.shape[:3], -1).div_(mass)
     return out
 

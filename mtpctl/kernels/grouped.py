@@ -72,7 +72,7 @@ class WeightStack:
         if stacked_buffers.data_ptr() != first.data_ptr():  # a copy: the buffers are not at equal strides
             buffers, weight_grads = self.buffers, list(_outer_products(grad, x, ends).unbind())
             torch._foreach_copy_(buffers, weight_grads) if stale else torch._foreach_add_(buffers, weight_grads)
-        elif x.is_cuda and weight_grads_refusal(grad, x, stacked_buffers) is None:
+        elif x.is_cuda and weight_grads_unsupported(grad, x, stacked_buffers) is None:
             add_weight_grads_triton(stacked_buffers, grad, x, ends, overwrite=stale)
         elif stale:
             stacked_buffers.copy_(_outer_products(grad, x, ends))
@@ -244,7 +244,7 @@ def add_outer_products_kernel(
         tl.store(pointers, z, mask=inside)
 
 
-def weight_grads_refusal(grad: Tensor, x: Tensor, out: Tensor) -> str | None:
+def weight_grads_unsupported(grad: Tensor, x: Tensor, out: Tensor) -> str | None:
     """Why `add_weight_grads_triton` does not support these tensors, or None."""
     if not (x.is_cuda or INTERPRETED):
         return f"needs CUDA (or TRITON_INTERPRET=1), x is on {x.device}"

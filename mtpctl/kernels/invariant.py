@@ -82,7 +82,7 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
     if not out.numel():
         return out
     x, weight = _aligned(x), _aligned(weight)
-    units = _units(x.device)
+    units = _multiprocessors(x.device)
     tile = tile or tile_for(rows, columns, units)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     # A large tile occupies a whole multiprocessor, so each multiprocessor gets one program, which loops over tiles.
@@ -118,7 +118,7 @@ def tile_for(rows: int, columns: int, units: int) -> Tile:
 
 
 @cache
-def _units(device: torch.device) -> int:
+def _multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 3 in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
@@ -165,7 +165,7 @@ def attention(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     key, value = (x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (key, value))
     strides = (0, key.stride(1), key.stride(0)), (0, value.stride(1), value.stride(0))
-    _attend(query, key, value, out, sums, starts, None, longest, scale, strides, size=0)
+    _launch_attention(query, key, value, out, sums, starts, None, longest, scale, strides, size=0)
     return out, sums
 
 
@@ -176,10 +176,10 @@ def paged_attention(query: Tensor, pages: PagedKV, starts: Tensor, longest: int,
     upper bound.
     """
     strides = tuple((x.stride(0), x.stride(1), x.stride(2)) for x in pages[:2])
-    _attend(query, pages.keys, pages.values, out, out, starts, pages, longest, scale, strides, size=pages.keys.shape[2])
+    _launch_attention(query, pages.keys, pages.values, out, out, starts, pages, longest, scale, strides, size=pages.keys.shape[2])
 
 
-def _attend(
+def _launch_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -60,8 +60,7 @@ def _fla_gated_norm() -> Callable[..., Tensor] | None:
         from fla.modules.norm.fused_norm_gate import rms_norm_gated
     except ImportError:
         return None
-    function: Callable[..., Tensor] = rms_norm_gated
-    return function
+    return rms_norm_gated
 
 
 class _RmsNorm(torch.autograd.Function):

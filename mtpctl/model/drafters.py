@@ -63,8 +63,7 @@ class Eagle3Layer(MtpLayer):
 
     def project(self, states: Tensor) -> Tensor:
         """The trunk's states, concatenated [T, 1, boundaries · H] → [T, 1, H]."""
-        projected: Tensor = self.eh_proj(states)[0]
-        return projected
+        return self.eh_proj(states)[0]
 
     def _proj_and_transformer_layer(
         self,

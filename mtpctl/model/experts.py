@@ -45,14 +45,12 @@ IMBALANCE_LIMIT = 2.0
 
 def gather(tokens: Tensor, order: ExpertOrder) -> Tensor:
     """tokens [T, H] → rows [R, H]. A token's gradient is the sum of its rows' gradients."""
-    rows: Tensor = _Gather.apply(tokens, order.token_of, order.row_of)
-    return rows
+    return _Gather.apply(tokens, order.token_of, order.row_of)
 
 
 def sum_rows(rows: Tensor, order: ExpertOrder) -> Tensor:
     """rows [R, H] → tokens [T, H]: the sum of each token's rows, accumulated in fp32."""
-    sums: Tensor = _Sum.apply(rows, order.token_of, order.row_of)
-    return sums
+    return _Sum.apply(rows, order.token_of, order.row_of)
 
 
 def probs_of_rows(probs: Tensor, order: ExpertOrder) -> Tensor:

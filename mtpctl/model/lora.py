@@ -96,13 +96,13 @@ class LoraColumnParallelLinear(_Adapted, ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(input_, *args, **kwargs)
-        low = F.linear(input_, self.adapter.lora_a)
+        low_rank = F.linear(input_, self.adapter.lora_a)
         if not self.explicit_expert_comm and self.tp_group.size() > 1:
             if self.sequence_parallel:
-                low = gather_from_sequence_parallel_region(low, group=self.tp_group)
+                low_rank = gather_from_sequence_parallel_region(low_rank, group=self.tp_group)
             else:
-                low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return torch.add(out, F.linear(low, self.adapter.lora_b), alpha=self.adapter.scale), bias
+                low_rank = copy_to_tensor_model_parallel_region(low_rank, group=self.tp_group)
+        return torch.add(out, F.linear(low_rank, self.adapter.lora_b), alpha=self.adapter.scale), bias
 
 
 class LoraLayerNormColumnParallelLinear(LayerNormColumnParallelLinear, LoraColumnParallelLinear):
@@ -114,13 +114,13 @@ class LoraRowParallelLinear(_Adapted, RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(input_)
-        low = F.linear(input_, self.adapter.lora_a)
+        low_rank = F.linear(input_, self.adapter.lora_a)
         if not self.explicit_expert_comm and self.tp_group.size() > 1:
             if self.sequence_parallel:
-                low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+                low_rank = reduce_scatter_to_sequence_parallel_region(low_rank, group=self.tp_group)
             else:
-                low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
-        return torch.add(out, F.linear(low, self.adapter.lora_b), alpha=self.adapter.scale), bias
+                low_rank = reduce_from_tensor_model_parallel_region(low_rank, group=self.tp_group)
+        return torch.add(out, F.linear(low_rank, self.adapter.lora_b), alpha=self.adapter.scale), bias
 
 
 class LoraReplicatedLinear(ReplicatedLinear):
@@ -246,11 +246,11 @@ def _adapter(linear: _Linear, path: str, segments: dict[str, int], lora: LoraCon
         parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
     for parameter in replicated:
         # megatron-core sums the gradients of such parameters over the tensor-parallel ranks.
-        parameter.sequence_parallel = _own_tokens(linear)  # type: ignore[attr-defined]
+        parameter.sequence_parallel = _has_partial_gradient(linear)  # type: ignore[attr-defined]
     return adapter
 
 
-def _own_tokens(linear: _Linear) -> bool:
+def _has_partial_gradient(linear: _Linear) -> bool:
     """Whether a replicated matrix's gradient on this rank is partial: from the rank's own tokens or its part of a sum."""
     if isinstance(linear, ReplicatedLinear):
         return bool(cast(Any, linear.weight).sequence_parallel)

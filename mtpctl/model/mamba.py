@@ -54,8 +54,7 @@ class GroupedNorm(MegatronModule):
 def grouped_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """The function of `GroupedNorm`."""
     if x.is_cuda and x.numel() and rmsnorm_fn is not None:  # one kernel per pass; below, each operation stores its result in fp32
-        out: Tensor = rmsnorm_fn(x, weight, None, z=gate, eps=eps, group_size=x.shape[-1] // groups, norm_before_gate=False)
-        return out
+        return rmsnorm_fn(x, weight, None, z=gate, eps=eps, group_size=x.shape[-1] // groups, norm_before_gate=False)
     wide = torch.promote_types(x.dtype, torch.float32)
     gated = (x.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (groups, -1))
     unit = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
@@ -110,8 +109,7 @@ class Mamba2(MegatronModule):
         out = run(packed_seq_params.full_row)
         if ranks > 1:
             out = to_tokens(out, packed_seq_params, cp)
-        result: tuple[Tensor, Tensor | None] = self.out_proj(self.norm(out.flatten(1), gate)[:, None])
-        return result
+        return self.out_proj(self.norm(out.flatten(1), gate)[:, None])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -53,24 +53,27 @@ KINDS = {"probabilistic": "", "greedy": "_greedy"}
 class DepthProbabilities:
     """Probabilities of one depth over the R response tokens, by kind of draft.
 
-    measured: whether the token counts. accepted: probability that a draft is accepted. kept: probability that a draft was accepted, given
-    the sampled token (w in the module docstring).
+    measured: whether the token counts. accepted: probability that a draft is accepted. accept_given_token: probability that a draft was
+    accepted, given the sampled token (w in the module docstring).
     """
 
     measured: Tensor
     accepted: dict[str, Tensor]
-    kept: dict[str, Tensor]
+    accept_given_token: dict[str, Tensor]
 
 
 @dataclass
-class Walk:
+class StepEstimate:
     """Expected steps, and expected accepted drafts by position, for one kind of draft."""
 
     steps: float = 0.0
     accepted: list[float] = field(default_factory=list)
 
-    def add(self, accepted: list[list[float]], kept: list[list[float]], length: int) -> None:
-        """Add a turn of `length` tokens. accepted, kept: a probability per depth and token; depth d does not read its first d tokens."""
+    def add(self, accepted: list[list[float]], accept_given_token: list[list[float]], length: int) -> None:
+        """Add a turn of `length` tokens.
+
+        accepted, accept_given_token: a probability per depth and token; depth d does not read its first d tokens.
+        """
         depths = len(accepted)
         self.accepted = self.accepted or [0.0] * depths
         begins = [1.0] + [0.0] * length
@@ -82,9 +85,9 @@ class Walk:
             for depth in range(min(depths, length - 1 - start)):
                 token = start + depth + 1
                 self.accepted[depth] += reached * accepted[depth][token]
-                through = reached * kept[depth][token]
-                begins[token] += reached - through
-                reached = through
+                accepted_prob = reached * accept_given_token[depth][token]
+                begins[token] += reached - accepted_prob
+                reached = accepted_prob
             if start + depths + 1 < length:
                 begins[start + depths + 1] += reached
 
@@ -107,13 +110,13 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthProbabilities], tokens:
     turns = _turns(mask, set(ends))
     drafted = depths[: drafts or None]
     for kind, suffix in KINDS.items():
-        walk = Walk(accepted=[0.0] * len(drafted))
+        estimate = StepEstimate(accepted=[0.0] * len(drafted))
         accepted = [depth.accepted[kind][:tokens].tolist() for depth in drafted]
-        accept_given_sampled = [depth.kept[kind][:tokens].tolist() for depth in drafted]
+        accept_given_sampled = [depth.accept_given_token[kind][:tokens].tolist() for depth in drafted]
         for begin, end in turns:
-            walk.add([each[begin:end] for each in accepted], [each[begin:end] for each in accept_given_sampled], end - begin)
-        sums[f"steps{suffix}"] = walk.steps
-        sums |= {f"rate{suffix}_{number}": value for number, value in enumerate(walk.accepted, start=1)}
+            estimate.add([each[begin:end] for each in accepted], [each[begin:end] for each in accept_given_sampled], end - begin)
+        sums[f"steps{suffix}"] = estimate.steps
+        sums |= {f"rate{suffix}_{number}": value for number, value in enumerate(estimate.accepted, start=1)}
     return {f"mtp/expected_{name}": torch.as_tensor(value, dtype=torch.float32, device=device) for name, value in sums.items()}
 
 

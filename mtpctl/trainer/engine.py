@@ -198,8 +198,8 @@ class MegatronEngine:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
-        if (share := self._utilization(_in(sequences, passes), seconds, self.depths if self.trains_mtp else 0)) is not None:
-            metrics["perf/mfu"] = share if passes is None else summed([share])[0]
+        if (mfu := self._utilization(_sequences_in(sequences, passes), seconds, self.depths if self.trains_mtp else 0)) is not None:
+            metrics["perf/mfu"] = mfu if passes is None else summed([mfu])[0]
         return metrics
 
     def peak_memory(self) -> dict[str, float]:
@@ -228,7 +228,7 @@ class MegatronEngine:
     ) -> dict[str, float]:
         """Compute the gradients of all losses and write them to the gradient buffers. Returns metrics."""
         depths = self.depths if self.trains_mtp else 0
-        totals = Totals.of(_in(sequences, passes), depths)
+        totals = Totals.of(_sequences_in(sequences, passes), depths)
         if passes is not None:
             totals = totals.over_ranks()
         loss = UpdateLoss(self.head, self.config, objective, totals, temperature=temperature)
@@ -361,6 +361,6 @@ def freeze_trunk(model: MtpModel) -> None:
             parameter.requires_grad_(False)
 
 
-def _in(sequences: list[Sequence], passes: Passes | None) -> list[Sequence]:
+def _sequences_in(sequences: list[Sequence], passes: Passes | None) -> list[Sequence]:
     """The sequences in the microbatches `passes`; all if None."""
     return sequences if passes is None else [sequences[i] for part in passes for i in part]

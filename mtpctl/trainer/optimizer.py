@@ -201,7 +201,7 @@ def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]
         if part.is_stub_optimizer:
             continue
         init_moments(part.optimizer)
-        yield from _sharded(part) if isinstance(part, DistributedOptimizer) else _plain(part, owners)
+        yield from _sharded_slots(part) if isinstance(part, DistributedOptimizer) else _unsharded_slots(part, owners)
 
 
 def init_moments(adam: torch.optim.Optimizer, *, offloaded: bool = False) -> None:
@@ -222,7 +222,7 @@ def _kinds(parameter: Tensor) -> tuple[str, ...]:
     return MOMENTS if parameter.dtype == torch.float32 else (*MOMENTS, "master")
 
 
-def _plain(part: MegatronOptimizer, owners: dict[int, Tensor]) -> Iterator[Slot]:
+def _unsharded_slots(part: MegatronOptimizer, owners: dict[int, Tensor]) -> Iterator[Slot]:
     for master in [p for group in part.optimizer.param_groups for p in group["params"]]:
         parameter = owners[id(master)]
         state = part.optimizer.state[master]
@@ -230,7 +230,7 @@ def _plain(part: MegatronOptimizer, owners: dict[int, Tensor]) -> Iterator[Slot]
         yield Slot(parameter, {kind: master.detach() if kind == "master" else state[kind] for kind in kinds}, kinds)
 
 
-def _sharded(part: DistributedOptimizer) -> Iterator[Slot]:
+def _sharded_slots(part: DistributedOptimizer) -> Iterator[Slot]:
     buckets = [bucket for by_dtype in part.gbuf_ranges for group in by_dtype.values() for bucket in group]
     ranges = {parameter: entry["param"] for bucket in buckets for parameter, entry in bucket["param_map"].items()}
     for buffer in part.buffers:

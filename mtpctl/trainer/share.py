@@ -212,7 +212,7 @@ class Share:
         return [np.repeat(values.next(count), lengths.next(count)) for count in self.spans.tolist()]
 
 
-def deal(
+def distribute(
     samples: Sequence[Sample], *, minibatches: int, tokens_per_microbatch: int, dp: int
 ) -> tuple[BatchTable, list[Callable[[], Share]]]:
     """Return the table of an update's samples, and for each of `dp` ranks a function that creates its share.
@@ -235,11 +235,11 @@ def deal(
         chosen: list[int] = []
         parts = []
         for indices, micros, trajectories in steps:
-            mine = sorted(i for micro in micros[rank] for i in micro)
-            number = {i: n for n, i in enumerate(mine)}
+            local_indices = sorted(i for micro in micros[rank] for i in micro)
+            number = {i: n for n, i in enumerate(local_indices)}
             passes = [[number[i] for i in micro] for micro in micros[rank]]
-            parts.append(Minibatch(list(range(len(chosen), len(chosen) + len(mine))), passes, trajectories))
-            chosen += [indices[i] for i in mine]
+            parts.append(Minibatch(list(range(len(chosen), len(chosen) + len(local_indices))), passes, trajectories))
+            chosen += [indices[i] for i in local_indices]
         return Share.of(samples, chosen, rank, parts, trajectory_tokens)
 
     return table, [partial(share, rank) for rank in range(dp)]

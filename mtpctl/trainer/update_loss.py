@@ -242,7 +242,7 @@ def _depth_probabilities(output: DraftLossOut, draft: DraftRows, count: int, mea
     return DepthProbabilities(
         measured=scatter(torch.ones_like(output.overlap)),
         accepted={"probabilistic": scatter(output.overlap), "greedy": scatter(output.greedy)},
-        kept={"probabilistic": scatter(accept_probs), "greedy": scatter(output.hit)},
+        accept_given_token={"probabilistic": scatter(accept_probs), "greedy": scatter(output.hit)},
     )
 
 

@@ -141,7 +141,7 @@ def test_unsupported_tensors_are_rejected() -> None:
 @pytest.mark.parametrize("counts", [[5, 0, 40, 17, 3, 0], [16], [0, 0, 1]])
 def test_weight_gradients_are_accumulated_per_group(counts: list[int], overwrite: bool) -> None:
     """Partial tiles, groups without rows, and buffers at equal strides with gaps."""
-    from mtpctl.kernels.grouped import add_weight_grads_triton, weight_grads_refusal
+    from mtpctl.kernels.grouped import add_weight_grads_triton, weight_grads_unsupported
 
     torch.manual_seed(0)
     rows, m, n = sum(counts), 56, 40
@@ -149,7 +149,7 @@ def test_weight_gradients_are_accumulated_per_group(counts: list[int], overwrite
     before = torch.randn(len(counts), m * n + 24)
     into = before.clone()
     places = into[:, : m * n].unflatten(1, (m, n))
-    assert weight_grads_refusal(grad, x, places) is None
+    assert weight_grads_unsupported(grad, x, places) is None
     add_weight_grads_triton(places, grad, x, torch.tensor(counts).cumsum(0).to(torch.int32), overwrite=overwrite)
     expected = before.clone()
     if overwrite:

@@ -58,7 +58,7 @@ def test_sums_are_those_of_integers(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         x, weight = _drawn(5, 1024), _drawn(7, 1024, seed=1)
-        (rows, row_step), (columns, column_step) = exact._units(x, exact._bits(1024)), exact._units(weight, exact._bits(1024))
+        (rows, row_step), (columns, column_step) = exact._fixed_point(x, exact._bits(1024)), exact._fixed_point(weight, exact._bits(1024))
         for i in range(5):
             for j in range(7):
                 total = sum(int(a) * int(b) for a, b in zip(rows[i].tolist(), columns[j].tolist(), strict=True))

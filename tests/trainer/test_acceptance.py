@@ -15,7 +15,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.policy import linear_draft_loss
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.schema import KernelsConfig
-from mtpctl.trainer.acceptance import KINDS, Chains, DepthProbabilities, Walk, acceptance_metrics, acceptance_sums
+from mtpctl.trainer.acceptance import KINDS, Chains, DepthProbabilities, StepEstimate, acceptance_metrics, acceptance_sums
 from mtpctl.trainer.batch import DraftRows, Sequence, pack
 from mtpctl.trainer.head import scaled_gradient
 from mtpctl.trainer.objective import NextToken
@@ -75,18 +75,18 @@ def test_walk_over_plain_samples_matches_simulated_drafting(kind: str) -> None:
     _, _, samples = played(p, [p] * DEPTHS, False, 1500)  # of the target alone, whatever drafted
     overlap = [torch.minimum(p, each).sum(1) for each in q]
     first = [p.gather(1, each.argmax(1, keepdim=True)).squeeze(1) for each in q]
-    walk = Walk()
+    estimate = StepEstimate()
     for tokens in samples:
         before, here = torch.tensor([0, *tokens[:-1]]), torch.tensor(tokens)
         chances = [(first if greedy else overlap)[depth][before].tolist() for depth in range(DEPTHS)]
         retained = [
             (each[before].argmax(1) == here).float() if greedy else (each[before, here] / p[before, here]).clamp(max=1) for each in q
         ]
-        walk.add(chances, [each.tolist() for each in retained], len(tokens))
+        estimate.add(chances, [each.tolist() for each in retained], len(tokens))
     for depth in range(DEPTHS):
         # Four standard errors of a share over the steps played, and as much again for those walked.
         share = accepted[depth] / steps
-        assert abs(walk.accepted[depth] / walk.steps - share) < 8 * (share * (1 - share) / steps) ** 0.5
+        assert abs(estimate.accepted[depth] / estimate.steps - share) < 8 * (share * (1 - share) / steps) ** 0.5
 
 
 def test_turns_and_responses_are_walked_separately_up_to_the_limit() -> None:

@@ -22,7 +22,7 @@ from mtpctl.trainer.batch import Sequence, pack
 from mtpctl.trainer.config import TokenScores
 from mtpctl.trainer.objective import PolicyObjective
 from mtpctl.trainer.sending import WeightExporter
-from mtpctl.trainer.share import deal
+from mtpctl.trainer.share import distribute
 from tests.fakes.checkpoint_folders import write_checkpoint
 from tests.fakes.full_disk import full_disk
 
@@ -176,7 +176,7 @@ def recorder(**rl: Any) -> tuple[TrainerRank, Recorder]:
 
 def step(rank: TrainerRank, samples: list[Sample], version: int) -> dict[str, float]:
     """One update of a run with one rank."""
-    table, (share,) = deal(samples, minibatches=rank.recipe.train.rl.minibatches, tokens_per_microbatch=4096, dp=1)
+    table, (share,) = distribute(samples, minibatches=rank.recipe.train.rl.minibatches, tokens_per_microbatch=4096, dp=1)
     return rank.rl_step(table, share(), version)
 
 

@@ -23,7 +23,7 @@ from mtpctl.trainer.actor import TrainerRank
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
-from mtpctl.trainer.share import deal
+from mtpctl.trainer.share import distribute
 from tests.fakes.sequences import sequences_of
 from tests.fakes.tiny import GENTLE, assert_close, drawn_routes, engine, gradients, mimo, sequences
 from tests.fakes.toys import TOYS, toy_folder
@@ -237,7 +237,7 @@ def test_minibatches_replay_the_routes_that_the_recipe_selects(replay: str, tmp_
             return metrics
 
         trainer.update = update  # type: ignore[method-assign]
-        table, (share,) = deal(samples, minibatches=2, tokens_per_microbatch=4096, dp=1)
+        table, (share,) = distribute(samples, minibatches=2, tokens_per_microbatch=4096, dp=1)
         rank.rl_step(table, share(), 0)
     followed = [routes for batch in follow for routes in batch]
     if replay == "off":

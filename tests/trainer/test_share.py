@@ -11,7 +11,7 @@ import pytest
 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.samples import Sample, ids_of, logprobs_of, mask_of
-from mtpctl.trainer.share import deal
+from mtpctl.trainer.share import distribute
 
 
 def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> list[Sample]:
@@ -43,7 +43,7 @@ def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> li
 @pytest.mark.parametrize(("dp", "minibatches", "count"), [(1, 1, 12), (3, 2, 40), (8, 3, 9), (64, 1, 20)])
 def test_every_non_empty_sample_reaches_one_rank_unchanged(dp: int, minibatches: int, count: int) -> None:
     samples = drawn(count)
-    table, created = deal(samples, minibatches=minibatches, tokens_per_microbatch=64, dp=dp)
+    table, created = distribute(samples, minibatches=minibatches, tokens_per_microbatch=64, dp=dp)
     shares = [pickle.loads(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in created]
     assert [share.dp_rank for share in shares] == list(range(dp))
     indices = list(chain.from_iterable(share.indices.tolist() for share in shares))
@@ -73,7 +73,7 @@ def test_every_non_empty_sample_reaches_one_rank_unchanged(dp: int, minibatches:
 def test_optimizer_steps_are_distributed_separately() -> None:
     """A step has whole groups, all ranks have equally many microbatches, and microbatches respect the token budget."""
     samples = drawn(50, seed=1)
-    _, created = deal(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
+    _, created = distribute(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
     shares = [make() for make in created]
     bounds = [0, 20, 36, 50]  # 13 groups of four, the last of two: five groups, and twice four
     for step in range(3):
@@ -115,7 +115,7 @@ def forked(sizes: list[list[int]]) -> list[Sample]:
 def test_update_has_the_recipes_number_of_optimizer_steps(sizes: list[list[int]], minibatches: int, dp: int) -> None:
     """Each has whole groups, for groups of any size and trajectories of several samples."""
     samples = forked(sizes)
-    table, created = deal(samples, minibatches=minibatches, tokens_per_microbatch=16, dp=dp)
+    table, created = distribute(samples, minibatches=minibatches, tokens_per_microbatch=16, dp=dp)
     shares = [make() for make in created]
     assert {len(share.minibatches) for share in shares} == {minibatches}
     steps = [
@@ -137,14 +137,14 @@ def test_step_without_a_sampled_token_is_dropped() -> None:
     samples = forked([[1, 1], [1, 1], [1, 1]])
     for sample in samples[2:4]:
         sample.loss_mask = mask_of([0, 0, 0])
-    _, (make,) = deal(samples, minibatches=3, tokens_per_microbatch=64, dp=1)
+    _, (make,) = distribute(samples, minibatches=3, tokens_per_microbatch=64, dp=1)
     share = make()
     assert [[int(share.indices[i]) for i in part.members] for part in share.minibatches] == [[0, 1], [4, 5]]
 
 
 def test_empty_batch_has_no_optimizer_step() -> None:
     samples = [Sample("p", "g", [1], index, reward=0.0) for index in range(4)]
-    table, created = deal(samples, minibatches=2, tokens_per_microbatch=8, dp=2)
+    table, created = distribute(samples, minibatches=2, tokens_per_microbatch=8, dp=2)
     assert all(make().minibatches == [] and make().sequences() == [] for make in created) and not table.unscored
 
 
@@ -153,7 +153,7 @@ def test_share_takes_at_most_sixteen_bytes_per_token() -> None:
     for sample in samples:
         sample.append([1] * 960, [-1.0] * 960, 0)
         sample.old_logprobs, sample.old_version = sample.behaviour_logprobs, 0
-    _, created = deal(samples, minibatches=1, tokens_per_microbatch=2048, dp=2)
+    _, created = distribute(samples, minibatches=1, tokens_per_microbatch=2048, dp=2)
     assert sum(len(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in created) < 16 * 8 * 1024
 
 
@@ -165,9 +165,9 @@ def test_non_finite_logprob_of_a_trained_token_is_rejected_with_the_sample_name(
         sample.old_logprobs, sample.teacher_logprobs = sample.behaviour_logprobs[:], sample.behaviour_logprobs[:]
     getattr(samples[1], column)[2] = value
     with pytest.raises(RuntimeFailure, match=rf"^sample p0/1: .* gave response token 2 the log-prob {value:g}"):
-        deal(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
+        distribute(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
     samples[1].loss_mask = mask_of([1, 1, 0])
-    deal(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
+    distribute(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
@@ -175,4 +175,4 @@ def test_non_finite_reward_is_rejected(reward: float) -> None:
     samples = drawn(4)
     samples[2].reward = reward
     with pytest.raises(RuntimeFailure, match=r"p0: reward\.function returned -?(nan|inf); return finite numbers"):
-        deal(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
+        distribute(samples, minibatches=1, tokens_per_microbatch=64, dp=1)

@@ -16,7 +16,7 @@ from mtpctl.recipe.rollout import SpeculationConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.trainer.acceptance import Walk
+from mtpctl.trainer.acceptance import StepEstimate
 from tests.fakes.engine_checkpoints import Tensors, write_checkpoint
 from tests.fakes.engines import Loop, cpu_settings
 from tests.rollout.vllm.test_speculation import CASES, CONFIG, check_distribution, exact, requests, toy_tensors
@@ -57,7 +57,7 @@ def check_acceptance(samples: list[Sample], target: torch.Tensor, draft: torch.T
     p = torch.stack([exact(target[token], **case) for token in range(len(target))])
     q = (draft.double() / case["temperature"]).softmax(1)
     overlap = torch.minimum(p, q).sum(1)
-    walk, counted, steps = Walk(), [0] * DRAFTS, 0
+    walk, counted, steps = StepEstimate(), [0] * DRAFTS, 0
     for sample in samples:
         before, here = torch.tensor([3, *sample.response_ids[:-1]]), torch.tensor(sample.response_ids)
         retained = (q[before, here] / p[before, here]).clamp(max=1).tolist()
