@@ -118,9 +118,9 @@ def misses(result: Result, options: Options) -> list[str]:
     """The bounds that a result misses, each in a few words."""
     missed = []
 
-    def check(what: str, value: float, bound: float, unit: str) -> None:
+    def check(name: str, value: float, bound: float, unit: str) -> None:
         if value > bound:
-            missed.append(f"{what} {value:.3f} {unit}, bound {bound:g}")
+            missed.append(f"{name} {value:.3f} {unit}, bound {bound:g}")
 
     if options.device == "cpu":
         check("a sync", statistics.median(result.seconds), BOUNDS["tiny_seconds"], "s")

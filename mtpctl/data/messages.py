@@ -89,19 +89,19 @@ def text_of_parts(parts: Sequence[object]) -> str:
     return "".join(texts)
 
 
-def _message(message: object, what: str, where: str) -> Message:
+def _message(message: object, label: str, where: str) -> Message:
     if not isinstance(message, dict):
-        raise UserError(f"{where}: {what} must be an object with `role` and `content`; it is {message!r:.40}")
+        raise UserError(f"{where}: {label} must be an object with `role` and `content`; it is {message!r:.40}")
     calls = message.get("tool_calls")
     fields = {key: without_nulls(value) for key, value in message.items() if value is not None and key != "tool_calls"}
     if "role" not in fields and isinstance(fields.get("from"), str):
-        fields, calls = _from_sharegpt(fields, calls, what, where)
+        fields, calls = _from_sharegpt(fields, calls, label, where)
     if not isinstance(fields.get("role"), str):
-        raise UserError(f"{where}: {what} must be an object with `role` and `content`; it has {', '.join(map(str, message))}")
+        raise UserError(f"{where}: {label} must be an object with `role` and `content`; it has {', '.join(map(str, message))}")
     if calls is None and isinstance(call := message.get("function_call"), dict):  # OpenAI's form before `tool_calls`
         fields.pop("function_call")
         calls = [{"type": "function", "function": call}]
-    if tool_calls := _calls(calls, what, where):
+    if tool_calls := _calls(calls, label, where):
         fields["tool_calls"] = tool_calls
     content = fields.get("content", "")
     if isinstance(content, list):
@@ -109,23 +109,23 @@ def _message(message: object, what: str, where: str) -> Message:
             content = text_of_parts(content)
         except ValueError as error:
             raise UserError(
-                f"{where}: {what} has {error}, but models are trained only on text; keep parts of the type text, or remove the row"
+                f"{where}: {label} has {error}, but models are trained only on text; keep parts of the type text, or remove the row"
             ) from error
     if not isinstance(content, str) or (not content and not tool_calls and fields["role"] == "user"):
         kind = "" if isinstance(content, str) else ", got an object" if isinstance(content, dict) else f", got {content!r:.40}"
-        raise UserError(f"{where}: `content` of {what} must be non-empty text{kind}; fix or remove the row")
+        raise UserError(f"{where}: `content` of {label} must be non-empty text{kind}; fix or remove the row")
     complete = {**fields, "content": content}
     if LONE_SURROGATE.search(json.dumps(complete, ensure_ascii=False, default=str)) or any(map(_has_lone_surrogate, tool_calls)):
-        raise UserError(f"{where}: {what} contains a lone surrogate, which is not a character; fix or remove the row")
+        raise UserError(f"{where}: {label} contains a lone surrogate, which is not a character; fix or remove the row")
     return complete
 
 
-def _from_sharegpt(message: dict[str, object], calls: object, what: str, where: str) -> tuple[dict[str, object], object]:
+def _from_sharegpt(message: dict[str, object], calls: object, label: str, where: str) -> tuple[dict[str, object], object]:
     """A ShareGPT message, `{from, value}`, as `{role, content}`, and its tool calls."""
     sender = str(message["from"]).strip().lower()
     if sender not in SENDERS:
         raise UserError(
-            f"{where}: {what} is from {message['from']!r}; the sender must be one of {', '.join(SENDERS)}: rename it, or remove the row"
+            f"{where}: {label} is from {message['from']!r}; the sender must be one of {', '.join(SENDERS)}: rename it, or remove the row"
         )
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     value = message.get("value", "")
@@ -133,32 +133,32 @@ def _from_sharegpt(message: dict[str, object], calls: object, what: str, where: 
         return {"role": SENDERS[sender], "content": value, **others}, calls
     parsed = _json(value) if isinstance(value, str) else value
     if not parsed or not isinstance(parsed, dict | list):
-        raise UserError(f"{where}: {what} must be a call, the JSON text of {{name, arguments}}, got {value!r:.40}; fix or remove the row")
+        raise UserError(f"{where}: {label} must be a call, the JSON text of {{name, arguments}}, got {value!r:.40}; fix or remove the row")
     functions = parsed if isinstance(parsed, list) else [parsed]
     return {"role": "assistant", **others}, [{"type": "function", "function": function} for function in functions]
 
 
-def _calls(calls: object, what: str, where: str) -> list[dict[str, object]]:
+def _calls(calls: object, label: str, where: str) -> list[dict[str, object]]:
     """The tool calls of a message, each `{type, function: {name, arguments}}` with its other fields."""
     calls = _json(calls) if isinstance(calls, str) else calls
     if calls is None:
         return []
     if not isinstance(calls, list):
-        raise UserError(f"{where}: `tool_calls` of {what} must be a list of calls; fix or remove the row")
-    return [_call(call, what, where) for call in calls if call is not None]
+        raise UserError(f"{where}: `tool_calls` of {label} must be a list of calls; fix or remove the row")
+    return [_call(call, label, where) for call in calls if call is not None]
 
 
-def _call(call: object, what: str, where: str) -> dict[str, object]:
+def _call(call: object, label: str, where: str) -> dict[str, object]:
     function = call.get("function") if isinstance(call, dict) else None
     nested = isinstance(call, dict) and isinstance(function, dict)
     inner = function if nested else call
     if not isinstance(call, dict) or not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise UserError(f"{where}: a tool call of {what} must be an object with `function: {{name, arguments}}`; fix or remove the row")
+        raise UserError(f"{where}: a tool call of {label} must be an object with `function: {{name, arguments}}`; fix or remove the row")
     arguments = inner.get("arguments")
     arguments = {} if arguments is None or arguments == "" else arguments
     if not isinstance(_json(arguments) if isinstance(arguments, str) else arguments, dict):
         raise UserError(
-            f"{where}: the arguments of the call of {inner['name']!r} in {what} must be an object, or the JSON text of one; "
+            f"{where}: the arguments of the call of {inner['name']!r} in {label} must be an object, or the JSON text of one; "
             "fix or remove the row"
         )
     fields = {key: without_nulls(value) for key, value in inner.items() if value is not None and key not in ("arguments", "id", "type")}

@@ -147,8 +147,8 @@ def check_lengths(
             raise _too_long(problem, f"prompt and solution have {length} tokens", context)
 
 
-def _too_long(problem: Problem, what: str, context: int) -> UserError:
-    return UserError(f"{problem.prompt_id}: {what}, but the context has {context}; shorten or remove the row, or raise rollout.context")
+def _too_long(problem: Problem, size: str, context: int) -> UserError:
+    return UserError(f"{problem.prompt_id}: {size}, but the context has {context}; shorten or remove the row, or raise rollout.context")
 
 
 def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = (), ends: EndTokens | None = None) -> SftSample:
@@ -199,9 +199,9 @@ def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], number: int, t
     through = tokenizer.chat_text(messages[: number + 1], tools, opened=False)
     if not through.startswith(before) or not text.startswith(through):
         at = next((i for i, (a, b) in enumerate(zip(through, text, strict=False)) if a != b), min(len(through), len(text)))
-        what = "renders the generation prompt differently" if not through.startswith(before) else "changes turns when others follow"
+        fault = "renders the generation prompt differently" if not through.startswith(before) else "changes turns when others follow"
         raise UserError(
-            f"{problem.prompt_id}: the chat template of {tokenizer.name} {what} (message {number + 1}, near "
+            f"{problem.prompt_id}: the chat template of {tokenizer.name} {fault} (message {number + 1}, near "
             f"{text[max(0, at - 20) : at + 20]!r}), so the assistant's tokens cannot be identified; cut the conversation to one assistant "
             "turn, or give the tokenizer another chat_template"
         )
