@@ -126,7 +126,7 @@ def unmarked() -> list[Path]:
 
 
 def of_other_namespaces() -> list[Path]:
-    """Folders whose process id cannot be looked up here: it is from another container or, on disk, from an earlier boot."""
+    """Folders whose process id is from another container or, on disk, from an earlier boot."""
     owners = [(folder, _owner(folder)) for folder in _folders() if not _abandoned(folder)]
     return [folder for folder, owner in owners if owner is not None and not _same_namespace(owner)]
 

@@ -129,7 +129,7 @@ class Copies:
             self._failures_since_report += 1
             first = self._failures_since_report == 1
         if first:
-            self._report(f"{error}; training goes on, and it is tried again")
+            self._report(f"{error}; training continues, and it is tried again")
 
     def _record_end(self, behind: int, seconds: float | None = None) -> int:
         """Record that a checkpoint was copied in `seconds`, or that it is damaged. Returns the failed tries before a copy."""

@@ -281,7 +281,7 @@ class Run:
         if resumed is not None:
             await self._restore(trainer, resumed)
             changed = f"; {self.changed}" if stage == "rl" and self.changed else ""
-            self.telemetry.event("resume", f"{stage} goes on after step {self.state.step}, from {resumed.name}{changed}")
+            self.telemetry.event("resume", f"{stage} resumes after step {self.state.step}, from {resumed.name}{changed}")
 
     async def _stage(self, stage: str, trainer: TrainerGroup, starting: StartingActors | None, resumed: Path | None) -> None:
         """Run a stage to its end, including its last checkpoint, or until a stop is requested.

@@ -226,7 +226,7 @@ class RunState:
             if self._due():
                 await self.checkpoint(trainer, wait=not self.train.async_save)
         except SaveFailed as failure:
-            self._record_failure(failure, "training goes on, and a checkpoint is tried again after a later update")
+            self._record_failure(failure, "training continues, and a checkpoint is tried again after a later update")
 
     def _due(self) -> bool:
         now = time.monotonic()

@@ -294,7 +294,7 @@ class Revival:
         path, seconds = await self._restart(lost, lambda: self._restore(choice.path, redraw))
         self.state.lost = False
         source = "the beginning of the stage" if path is None else path.name
-        self._report_restart(seconds, f": {self.state.stage} goes on after step {self.state.step}, from {source}")
+        self._report_restart(seconds, f": {self.state.stage} resumes after step {self.state.step}, from {source}")
         return path
 
     async def at_start(self, lost: TrainerLost) -> Parameters:

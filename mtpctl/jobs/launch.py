@@ -1,4 +1,8 @@
-"""Slurm jobs: writes a script for a recipe that fits the nodes of a partition, submits it, and reads the state of the job."""
+"""Jobs of cluster schedulers that run a recipe.
+
+Slurm: a script that fits the nodes of a partition, its submission, and the state of the job.
+Kubernetes: a RayJob of KubeRay with one pod for each host of the placement, a shared volume for runs, and the recipe in a ConfigMap.
+"""
 
 from __future__ import annotations
 

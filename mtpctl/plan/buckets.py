@@ -2,6 +2,16 @@
 
 The plan depends only on names, shapes and dtypes, so both ends of a transport compute the same plan. Tensors keep their order. A tensor
 that fits a bucket is never split. A larger one starts a new bucket and spans as many as it needs; the next tensor follows its last part.
+
+With `sync.delta` only changed elements are sent, and unchanged tensors are not sent at all (`mtpctl.sync.delta` encodes them). The blob of
+a changed tensor has the layout that is smallest for its number of changed elements. Integers are little-endian, and `values` starts at a
+multiple of 8 bytes:
+
+    whole      every element
+    bitmap     bit `i % 8` of byte `i // 8` is set if element `i` changed │ values of the changed elements
+    offsets    per block of 65,536 elements: int32 number of changed ones │ uint16 position of each in its block │ values
+
+With 1% of the elements changed, `offsets` has 2% of a bf16 tensor's bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +26,6 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.numerics import sends_unquantized_too, sent_in_fp8
-from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import PUSHED, changes_every_element
 
 if TYPE_CHECKING:

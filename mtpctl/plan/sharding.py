@@ -1,4 +1,4 @@
-"""Counts the parameters of one rank under a parallel layout."""
+"""Counts one rank's parameters under a parallel layout, and the elements that its layers save for the backward pass."""
 
 from __future__ import annotations
 

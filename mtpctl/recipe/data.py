@@ -1,4 +1,4 @@
-"""The section `data`: training problems and held-out problems."""
+"""The sections `data` and `evaluation`: training problems, held-out problems, and named held-out sets."""
 
 from __future__ import annotations
 

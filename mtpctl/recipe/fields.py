@@ -1,4 +1,8 @@
-"""The schema as a tree of keys, and errors about keys and values: lookup, hints for unknown keys, and pydantic's errors in plain words."""
+"""The schema as a tree of keys, and errors about keys and values: hints for unknown keys, pydantic's errors in plain words, and secrets.
+
+Recognizable secrets are rejected, because a recipe is printed and written into the run directory. A value of `reward.args`,
+`rollout.agent_args` and `rollout.environment_args` may be `env:NAME`: the environment variable is read when the function is loaded.
+"""
 
 from __future__ import annotations
 

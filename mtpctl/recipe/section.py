@@ -1,4 +1,4 @@
-"""The base class of recipe sections, and the types of their fields."""
+"""The base class of recipe sections, the types of their fields, and the parallel layout, which several sections contain."""
 
 from __future__ import annotations
 

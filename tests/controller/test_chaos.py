@@ -148,9 +148,9 @@ def test_damage_missing_from_the_log_is_reported_as_unnoticed(tmp_path: Path) ->
     message, damage = damage_checkpoint(root, draw, len("before\n"))
     assert damage is not None and damage.file.parent.name == "rl-000004" and message.startswith("rl-000004/")
     assert damage_checkpoint(root, draw, 0)[1] is None, "one checkpoint stays whole"
-    assert unnoticed([damage], root, "before\nrl goes on after step 4, from rl-000004\n")
+    assert unnoticed([damage], root, "before\nrl resumes after step 4, from rl-000004\n")
     line = select_checkpoint(root).lines[0]
-    assert not unnoticed([damage], root, f"before\n{line}\nrl goes on after step 2, from rl-000002\n")
+    assert not unnoticed([damage], root, f"before\n{line}\nrl resumes after step 2, from rl-000002\n")
     shutil.rmtree(root / "rl-000004.damaged")
     assert unnoticed([damage], root, f"before\n{line}\n") == ["rl-000004 was damaged, and is not kept"]
 

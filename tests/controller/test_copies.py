@@ -109,7 +109,7 @@ def test_temporary_store_failure_is_reported_counted_and_recovered_from(run: Pat
     asyncio.run(copies.finish())
     assert newest_copy(store) == "rl-000006" and copies.metrics()["checkpoint/copy_behind"] == 0
     lost, back = message
-    assert lost.startswith(f"cannot write {store.url}/") and lost.endswith("nobody answers; training goes on, and it is tried again")
+    assert lost.startswith(f"cannot write {store.url}/") and lost.endswith("nobody answers; training continues, and it is tried again")
     assert back.startswith(f"rl-000006 is in {store.url}, after ") and back.endswith(" tries that failed")
 
 
@@ -330,4 +330,4 @@ def test_lost_server_does_not_stop_training(server: S3Server, tmp_path: Path) ->
     finally:
         process.kill()
         process.wait()
-    assert any("training goes on, and it is tried again" in row.get("message", "") for row in rows())
+    assert any("training continues, and it is tried again" in row.get("message", "") for row in rows())

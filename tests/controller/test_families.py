@@ -65,7 +65,7 @@ def test_family_trains_end_to_end_and_is_served_by_stock_vllm(family: str, preci
             message = end(serving)
         finally:
             serving.kill()
-    assert "resume: rl goes on after step 2" in resumed
+    assert "resume: rl resumes after step 2" in resumed
     rows = updates(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3], "the second start goes on where the first one ended"
     assert {row["sync/verified"] for row in rows} == {len(tensor_shapes(shape))}, "every tensor of the folder, target's and draft's"
@@ -101,7 +101,7 @@ def test_family_trains_an_adapter_with_its_drafter(family: str, targets: list[st
     options = ("--plain", "--set", f"train.lora={lora}", "--set", f"sync.sections=[{section}, draft]")
     command("-m", "mtpctl", "train", created, *options)
     resumed = command("-m", "mtpctl", "train", created, *options, "--set", "train.rl.steps=3")
-    assert "resume: rl goes on after step 2" in resumed
+    assert "resume: rl resumes after step 2" in resumed
     rows = updates(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["sync/verified"] > 0 for row in rows)
     assert any(row["rollout/spec_accepted"] for row in rows)

@@ -46,7 +46,7 @@ def test_run_completes_and_resumes(family: str, tmp_path: Path) -> None:
         "--set",
         f"run_dir={tmp_path / 'fp8'}",
     )
-    assert "resume: rl goes on after step 2" in resumed
+    assert "resume: rl resumes after step 2" in resumed
     rows = updates(tmp_path / "fp8")
     shape = shape_of(tree["model"]["config"])
     names = fp8_names(shape)

@@ -212,7 +212,7 @@ def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.
     resumed = save(tmp_path / "run", stage, 4, ended=["sft"] if stage == "rl" else [])
     requested, rows = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.sft.steps=9", "train.rl.steps=9"), Rows()
     drive(requested, resumed, monkeypatch, changed="other log-probs", rows=rows)
-    line = next(event for event in rows.events if "goes on after step 4" in event)
+    line = next(event for event in rows.events if "resumes after step 4" in event)
     assert line.endswith("other log-probs") == (stage == "rl")
 
 
@@ -270,7 +270,7 @@ def test_run_without_its_directory_resumes_from_its_copy(
     messages = capsys.readouterr().out
     assert f"fetching sft-000004-end, 0.0 MiB, from file://{copy}" in messages
     assert f"copy: sft-000004-end was fetched from file://{copy} in 0 s" in messages
-    assert "resume: sft goes on after step 4, from sft-000004-end" in messages
+    assert "resume: sft resumes after step 4, from sft-000004-end" in messages
     assert [row.step for row in load_history(home).rows] == [1, 2, 3, 4, 5, 6]
     assert (copy / "checkpoints" / "latest").read_text() == "sft-000006-end"
 

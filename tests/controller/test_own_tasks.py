@@ -404,7 +404,7 @@ def test_user_defined_task_trains_and_resumes(task: Callable[[Path], contextlib.
         mtpctl(tmp_path, "recipe", "check", own.recipe, *sets)
         mtpctl(tmp_path, "train", own.recipe, "--plain", *sets)
         resumed = mtpctl(tmp_path, "train", own.recipe, "--plain", *sets, "--set", "train.rl.steps=3")
-    assert "resume: rl goes on after step 2" in resumed
+    assert "resume: rl resumes after step 2" in resumed
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if row.get("phase") == "rl" and "actor/pg_loss" in row]
     assert [row["step"] for row in updates] == [1, 2, 3], "the second start goes on where the first one ended"

@@ -63,7 +63,7 @@ def test_guide_to_a_pretrained_model_works_as_written(tmp_path: Path) -> None:
     assert "speculation is off" in run(tmp_path, *mtpctl, "train", recipe, "--dry-run")
     run(tmp_path, *mtpctl, "train", recipe, "--plain", *sets)
     resumed = run(tmp_path, *mtpctl, "train", recipe, "--plain", *sets, "--set", "train.rl.steps=3")
-    assert "resume: rl goes on after step 2" in resumed
+    assert "resume: rl resumes after step 2" in resumed
     run(tmp_path, *mtpctl, "convert-hf", run_dir, "models/smollm2-rl", "--verify")
 
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -210,7 +210,7 @@ def test_loss_and_resume_point_are_logged(tmp_path: Path) -> None:
     _, world, _ = rl(recipe_with(), tmp_path, {"rl_step": {4}})
     lost, back = [message for kind, message in world.events if kind == "restart"]
     assert lost == "trainer rank 0, rl_step: ActorDiedError; restarting the trainer, 1 of train.max_restarts: 3"
-    assert back.startswith("trainer back after 0 s: rl goes on after step 2, from rl-000002")
+    assert back.startswith("trainer back after 0 s: rl resumes after step 2, from rl-000002")
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_failed_checkpoint_is_retried_after_a_later_update(tmp_path: Path, monke
         for _ in range(2 + beside):
             await step(state, group)
         failed = f"checkpoint {tmp_path}/sft-000002 was not written: disk full"
-        assert message == [f"{failed}; training goes on, and a checkpoint is tried again after a later update"]
+        assert message == [f"{failed}; training continues, and a checkpoint is tried again after a later update"]
         await step(state, group)
         assert trainer.published == [] and not list(tmp_path.iterdir()), "not at once"
         now[0] += RETRY_S
@@ -246,7 +246,7 @@ def test_checkpoint_without_the_controllers_part_is_abandoned(tmp_path: Path, mo
         message: list[str] = []
         state.report = message.append
         await step(state, group)
-        assert "sft-000002 was not written: No space left on device; training goes on" in message[0]
+        assert "sft-000002 was not written: No space left on device; training continues" in message[0]
         assert trainer.published == [] and not trainer.folder.exists()
         full = False
         assert await state.save_after_failure(group) == tmp_path / "sft-000002"

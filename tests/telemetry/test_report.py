@@ -203,7 +203,7 @@ def test_user_text_is_escaped(run_dir: Path) -> None:
 
 def test_report_shows_when_a_run_was_resumed_and_which_keys_changed(run_dir: Path) -> None:
     assert "Resumed" not in "".join(read(write_report(run_dir)).text)
-    events = [("recipe", "changed since the last start: train.rl.steps: 50 → 60"), ("resume", "rl goes on after step 50")]
+    events = [("recipe", "changed since the last start: train.rl.steps: 50 → 60"), ("resume", "rl resumes after step 50")]
     with (run_dir / "metrics.jsonl").open("a") as file:
         for kind, message in events:
             file.write(json.dumps({"session": 2, "time": 1.8e9, "event": kind, "message": message}) + "\n")
