@@ -23,11 +23,10 @@ from mtpctl.checkpoint import sharded
 from mtpctl.checkpoint.reading import reader_of, reading
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.convert.hf_writer import common
+from mtpctl.convert.hf_writer import common_dtype
 from mtpctl.convert.mappings import ConversionTask, ParamMapping, packs_experts
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.convert.parts import partition
-from mtpctl.convert.skeleton import Skeleton
+from mtpctl.convert.parts import Skeleton, partition
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import UserError
 from mtpctl.model.lora import REPLICATED, ROW, Adapter
@@ -38,7 +37,7 @@ SAMPLED_ROWS = 8
 
 
 def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (`base_model.model.<layer>.lora_A.weight`, [rank, in]) and (`….lora_B.weight`, [out, rank]) of every adapted layer.
+    """Yield (`base_model.model.<layer>.lora_A.weight`, [rank, in]) and (`….lora_B.weight`, [out, rank]) of every adapter_skeleton layer.
 
     Collective: every rank must iterate, and gets all tensors. Raises UserError if PEFT has no name for a target.
     """
@@ -49,7 +48,7 @@ def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: Lor
             continue
         if packs_experts(task):
             raise UserError(
-                f"train.lora.targets: {task.mapping.hf_param} packs all experts, which PEFT has no names for; leave {leaf} out, or "
+                f"train.lora.targets: {task.mapping.hf_param} packs all experts, for which PEFT has no names; leave {leaf} out, or "
                 "publish merged weights"
             )
         a, b = _matrices(task, leaf, lora.rank)
@@ -60,7 +59,7 @@ def export_adapter(bridge: WeightBridge, chunks: list[MegatronModule], lora: Lor
 
 
 def _matrices(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A and B matrices, keyed by the names of the adapted weights."""
+    """A and B matrices, keyed by the names of the adapter_skeleton weights."""
     _clear_caches(task.mapping)
     try:
         return _converted(task, leaf, rank)
@@ -89,13 +88,13 @@ def _converted(task: ConversionTask, leaf: str, rank: int) -> tuple[dict[str, Te
             module = copy.copy(module)
             module.config = config
     if leaf in ROW:
-        return task.mapping.megatron_to_hf(a, task.megatron_module), _same_on_all(task, b)
+        return task.mapping.megatron_to_hf(a, task.megatron_module), _replicated(task, b)
     if leaf in REPLICATED:
-        return _same_on_all(task, a), _same_on_all(task, b)
-    return _same_on_all(task, a), task.mapping.megatron_to_hf(b, module)
+        return _replicated(task, a), _replicated(task, b)
+    return _replicated(task, a), task.mapping.megatron_to_hf(b, module)
 
 
-def _same_on_all(task: ConversionTask, value: Tensor | None) -> dict[str, Tensor]:
+def _replicated(task: ConversionTask, value: Tensor | None) -> dict[str, Tensor]:
     """A matrix that is replicated over tensor-parallel ranks, under each name of the weight."""
     replicated = importlib.import_module("megatron.bridge.models.conversion.param_mapping").ReplicatedMapping
     names = task.mapping.hf_param
@@ -134,10 +133,10 @@ def fingerprint(folder: Path) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
-def adapted(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, precision: str | None = None) -> Skeleton:
+def adapter_skeleton(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, precision: str | None = None) -> Skeleton:
     """The model with (unfilled) adapters that match the checkpoint at `path`, by default in the checkpoint's precision."""
-    wide = all(saved.properties.dtype is torch.float32 for saved in _saved(path).values())
-    return Skeleton(folder, mtp=True, precision=precision or ("fp32" if wide else "bf16"), lora=_config(adapter))
+    all_fp32 = all(saved.properties.dtype is torch.float32 for saved in _saved(path).values())
+    return Skeleton(folder, mtp=True, precision=precision or ("fp32" if all_fp32 else "bf16"), lora=_config(adapter))
 
 
 def require_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
@@ -171,7 +170,7 @@ class MergedReader:
         empty = {name: torch.empty(p.shape, device="meta") for name, p in skeleton.parameters.items()}
         self._trained = {name for name, value in empty.items() if all(piece.key in saved for piece in skeleton.pieces(name, value))}
         types = {name: weights.dtype(name) for name in weights}
-        self.dtypes = {name: common(types, parameter.needs) for name, parameter in skeleton.parameters.items()}
+        self.dtypes = {name: common_dtype(types, parameter.needs) for name, parameter in skeleton.parameters.items()}
         sizes = {name: value.numel() * self.dtypes[name].itemsize for name, value in empty.items()}
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
@@ -206,6 +205,6 @@ def fill_adapter(path: Path, skeleton: Skeleton, base: Path, adapter: sharded.Ad
     Raises UserError if the adapter was trained on other base weights than those in `base`.
     """
     saved = _saved(path)
-    names = {name for name, key in skeleton.saved_as() if key in saved}
+    names = {name for name, key in skeleton.checkpoint_keys() if key in saved}
     contents = sharded.Contents(skeleton.model, None, 0, names, {**adapter, "base": fingerprint(base)})
     sharded.restore(path, contents)

@@ -77,14 +77,14 @@ class WeightBridge:
     def fill(self, chunks: list[MegatronModule], weights: ModelWeights) -> None:
         """Load weights from an open folder into the modules. Each rank reads only its own parameters, one at a time."""
         self._check_same(weights)
-        before = {name: tensor._version for name, tensor in self._filled(chunks)}
+        versions = {name: tensor._version for name, tensor in self._filled(chunks)}
         bridge = self.mapping()
         build = bridge.build_conversion_tasks
         # The task of a parameter without a mapping is None, on which upstream's loop fails without naming the parameter.
         bridge.build_conversion_tasks = lambda *args: [task for task in build(*args) if task is not None]
         bridge.load_weights_hf_to_megatron(self.pretrained(weights, weights, weights.folder.path), chunks)
         # The bridge only logs parameters that it cannot map. `_version` counts in-place writes.
-        unfilled = [name for name, tensor in self._filled(chunks) if tensor._version == before[name]]
+        unfilled = [name for name, tensor in self._filled(chunks) if tensor._version == versions[name]]
         if unfilled:
             more = f" and {len(unfilled) - 8} more" if len(unfilled) > 8 else ""
             raise RuntimeError(f"parameters of {self.folder.shape.architecture} that were not filled: {', '.join(unfilled[:8])}{more}")
@@ -96,21 +96,23 @@ class WeightBridge:
             for path, module in chunk.named_modules():
                 buffers = ((name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set)
                 for name, tensor in (*module._parameters.items(), *buffers):
-                    full = f"{path}.{name}" if path else name
-                    copied = self.folder.shape.tied and "output_layer" in full
-                    if tensor is not None and ".adapter." not in full and not copied:
-                        yield prefix + full, tensor
+                    full_name = f"{path}.{name}" if path else name
+                    is_copy = self.folder.shape.tied and "output_layer" in full_name
+                    if tensor is not None and ".adapter." not in full_name and not is_copy:
+                        yield prefix + full_name, tensor
 
     def _check_same(self, weights: ModelWeights) -> None:
         """Raise UserError if the weights belong to another model."""
-        here, there = self.folder.shape, weights.shape
-        if here.family != there.family:
-            raise UserError(f"{weights.folder.path}: holds a {there.family} ({there.architecture}), the model here is a {here.family}")
-        wanted = tensor_shapes(here)
+        expected, actual = self.folder.shape, weights.shape
+        if expected.family != actual.family:
+            raise UserError(
+                f"{weights.folder.path}: holds a {actual.family} ({actual.architecture}), the model here is a {expected.family}"
+            )
+        sizes = tensor_shapes(expected)
         for name in weights:
-            if weights.size(name) != wanted.get(name):
-                expected = f"makes it {list(wanted[name])}" if name in wanted else "has no place for it"
-                raise UserError(f"{weights.folder.path}: holds {name} as {list(weights.size(name))}, the model here {expected}")
+            if weights.size(name) != sizes.get(name):
+                requirement = f"makes it {list(sizes[name])}" if name in sizes else "does not have it"
+                raise UserError(f"{weights.folder.path}: holds {name} as {list(weights.size(name))}, the model here {requirement}")
 
     @cached_property
     def _stored(self) -> SimpleNamespace:
@@ -141,19 +143,21 @@ class WeightBridge:
         """
         shape = self.folder.shape
         copies: dict[str, list[str]] = {}
-        same = aliases(shape)
-        stored = tensor_shapes(shape) if same and chunks[0].config.mtp_num_layers else {}
-        for name, original in same.items():
+        originals = aliases(shape)
+        stored = tensor_shapes(shape) if originals and chunks[0].config.mtp_num_layers else {}
+        for name, original in originals.items():
             if name in stored:
                 copies.setdefault(original, []).append(name)
 
-        def wanted(name: str) -> bool:
+        def included(name: str) -> bool:
             return self._section_of(name) in sections
 
         tasks = [
-            task for task in self.tasks(chunks) if any(wanted(name) or any(map(wanted, copies.get(name, []))) for name in names_of(task))
+            task
+            for task in self.tasks(chunks)
+            if any(included(name) or any(map(included, copies.get(name, []))) for name in names_of(task))
         ]
-        conversions = map(_merged, tasks) if merged else tasks
+        conversions = map(_merge_adapter, tasks) if merged else tasks
         # `merge_adapter_weights=False`, because the bridge would search the whole model for its own kind of adapter.
         stream = self.mapping().stream_weights_megatron_to_hf(
             chunks, self._stored, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
@@ -162,7 +166,7 @@ class WeightBridge:
             if name in (shape.embedding_name, "lm_head.weight"):
                 tensor = tensor[: shape.vocab]  # Drops the rows that pad the vocabulary for tp.
             for stored_name in (name, *copies.get(name, [])):
-                if wanted(stored_name):
+                if included(stored_name):
                     yield stored_name, tensor
 
 
@@ -202,14 +206,14 @@ def _hf_config(folder: HfFolder) -> PretrainedConfig:
 
     kind = str(folder.config.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise UserError(f"{folder.path / 'config.json'}: model_type {kind!r} is none that transformers knows; it is that of the family")
+        raise UserError(f"{folder.path / 'config.json'}: model_type {kind!r} is unknown to transformers; use that of the family")
     # A copy, because transformers modifies the sections. It writes the infinity of Nemotron-H's field as an object that it cannot read;
     # only its default value is supported.
     config = {key: value for key, value in folder.config.items() if key != "time_step_limit"}
     return CONFIG_MAPPING[kind].from_dict(deepcopy(config))
 
 
-def _merged(task: ConversionTask) -> ConversionTask:
+def _merge_adapter(task: ConversionTask) -> ConversionTask:
     """The task with its adapter merged into its weight, if it has one."""
     adapter = getattr(task.megatron_module, "adapter", None)
     if isinstance(adapter, Adapter) and is_local(task) and task.param_name.endswith(".weight"):
@@ -251,7 +255,7 @@ class WeightStream:
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add an unsharded tensor, and load the parameters that it completes. Its memory must remain valid until `settle`."""
+        """Add an unsharded tensor, and load the parameters that it completes. Its memory must remain valid until `own_tensors`."""
         if not self._uses[name]:
             return
         self._tensors[name] = tensor
@@ -261,7 +265,7 @@ class WeightStream:
         # Releases tensors that no other parameter needs.
         self._tensors = {stored: value for stored, value in self._tensors.items() if self._uses[stored]}
 
-    def settle(self) -> None:
+    def own_tensors(self) -> None:
         """Copy the tensors that are still needed, after which the caller may reuse their memory."""
         self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
 

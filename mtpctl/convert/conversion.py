@@ -21,16 +21,25 @@ import torch
 
 from mtpctl.checkpoint.listing import flush
 from mtpctl.checkpoint.sharded import AdapterRecord, adapter_of
-from mtpctl.convert.adapters import MergedReader, adapted, require_weights, write_adapter
-from mtpctl.convert.fp8_folder import FP8, fp8_layout, names_to_quantize, quantization_config, written_tensors
-from mtpctl.convert.hf_folder import HfFolder, carried_files, carry, check_target, write_config, written_config
-from mtpctl.convert.hf_writer import NAMES, HfWriter, cast, common, main_dtype
-from mtpctl.convert.model_weights import ModelWeights, Stored, plain_layout, recast, save_layout
-from mtpctl.convert.parts import MARKER, PartReader, PartWriter, Reader
-from mtpctl.convert.skeleton import Skeleton
-from mtpctl.convert.source import HF, LAYOUT, Reference, checkpoint_at, has_mtp, names_in, reference_of
+from mtpctl.convert.adapters import MergedReader, adapter_skeleton, require_weights, write_adapter
+from mtpctl.convert.hf_folder import HfFolder, check_target, config_to_write, copied_files, copy_files, write_config
+from mtpctl.convert.hf_writer import (
+    DTYPES,
+    FP8,
+    HfWriter,
+    cast_dtypes,
+    common_dtype,
+    fp8_layout,
+    main_dtype,
+    names_to_quantize,
+    quantization_config,
+    written_tensors,
+)
+from mtpctl.convert.model_weights import ModelWeights, Stored, plain_layout, save_layout, with_dtypes
+from mtpctl.convert.parts import MARKER, PartReader, PartWriter, Reader, Skeleton
+from mtpctl.convert.source import HF, LAYOUT, Reference, checkpoint_at, has_mtp, reference_of, tensor_sizes
 from mtpctl.convert.tensor_files import FolderWeights
-from mtpctl.convert.verification import Verified, verify_adapter, verify_conversion, verify_merged
+from mtpctl.convert.verification import VerificationResult, verify_adapter, verify_conversion, verify_merged
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 
@@ -60,10 +69,10 @@ class ConversionResult:
     tensors: int
     nbytes: int
     seconds: float
-    verified: Verified | None
+    verified: VerificationResult | None
 
 
-_Written = tuple[int, int, Verified | None]
+_Written = tuple[int, int, VerificationResult | None]
 """Numbers of tensors and bytes, and the result of the verification."""
 
 
@@ -97,43 +106,43 @@ def convert(source: Path, target: Path, options: ConversionOptions, *, report: R
 
 def _to_megatron(weights: ModelWeights, target: Path, options: ConversionOptions, progress: Progress) -> _Written:
     folder, layout = weights.folder, weights.layout
-    sizes = names_in(folder.shape, mtp=True)
-    types = cast({name: weights.dtype(name) for name in weights}, sizes, NAMES.get(options.dtype or ""))
-    config = written_config(folder.config, main_dtype(types, sizes), mtp_layers=folder.shape.mtp_layers)
+    sizes = tensor_sizes(folder.shape, mtp=True)
+    types = cast_dtypes({name: weights.dtype(name) for name in weights}, sizes, DTYPES.get(options.dtype or ""))
+    config = config_to_write(folder.config, main_dtype(types, sizes), mtp_layers=folder.shape.mtp_layers)
     extras = [stored for stored in layout if not stored.pieces]
     weights.check_aliases()
     weights.check_extras()
-    described = HfFolder(folder.path, config, shape_of(config))
+    target_model = HfFolder(folder.path, config, shape_of(config))
     with _Output(target) as output:
         hf = output.folder / HF
-        with Skeleton(described, mtp=True) as skeleton:
+        with Skeleton(target_model, mtp=True) as skeleton:
             parameters = skeleton.parameters
-            dtypes = {name: common(types, parameter.needs) for name, parameter in parameters.items()}
+            dtypes = {name: common_dtype(types, parameter.needs) for name, parameter in parameters.items()}
             writer = PartWriter(output.folder, skeleton, dtypes)
-            carried = HfWriter(hf, extras, {}, stem="carried", shard_bytes=1 << 62)
-            count = _started(output, writer.nbytes, carried.nbytes, folder.path, progress)
+            extras_writer = HfWriter(hf, extras, {}, stem="carried", shard_bytes=1 << 62)
+            count = _start_progress(output, writer.nbytes, extras_writer.nbytes, folder.path, progress)
 
-            def make(name: str) -> torch.Tensor:
+            def compute(name: str) -> torch.Tensor:
                 value = skeleton.to_megatron(name, weights).to(dtypes[name])
                 count(value.nbytes)
                 return value
 
             with _in_thread() as run:
                 for number in range(len(writer.parts)):
-                    writer.write(number, make)
+                    writer.write(number, compute)
                     run(partial(writer.flush, number))
             hf.mkdir()
             if extras:
-                carried.allocate()
-                _put_extras(carried, extras, weights.raw)
-            carry(folder.path, hf)
+                extras_writer.allocate()
+                _put_extras(extras_writer, extras, weights.raw)
+            copy_files(folder.path, hf)
             write_config(config, hf)
-            save_layout(recast(layout, types), hf / LAYOUT)
+            save_layout(with_dtypes(layout, types), hf / LAYOUT)
             writer.finish()
         stored_extras = FolderWeights(hf) if extras else None
-        verified = verify_conversion(weights, output.folder, described, carried=stored_extras) if options.verify else None
+        verified = verify_conversion(weights, output.folder, target_model, extra_weights=stored_extras) if options.verify else None
         output.publish()
-    return len(layout), sum(writer.nbytes) + carried.nbytes, verified
+    return len(layout), sum(writer.nbytes) + extras_writer.nbytes, verified
 
 
 def _to_hf(
@@ -151,24 +160,24 @@ def _to_hf(
         report(f"{checkpoint} was saved without MTP layers; the folder will have none")
     if reference.weights is not None:
         reference.weights.check_extras()
-    sizes = names_in(shape, mtp=mtp)
+    sizes = tensor_sizes(shape, mtp=mtp)
     with contextlib.ExitStack() as stack:
-        with adapted(checkpoint, folder, adapter) if adapter else Skeleton(folder, mtp=mtp) as skeleton:
+        with adapter_skeleton(checkpoint, folder, adapter) if adapter else Skeleton(folder, mtp=mtp) as skeleton:
             reader = (
                 MergedReader(checkpoint, skeleton, require_weights(checkpoint, reference.weights), adapter)
                 if adapter
                 else PartReader(checkpoint, skeleton)
             )
             fp8 = names_to_quantize(shape, sizes) if options.dtype == FP8 else frozenset()
-            wanted = torch.bfloat16 if fp8 else NAMES.get(options.dtype or "")
-            types, layout = _types_and_layout(reference, reader, sizes, wanted)
-            config = written_config(folder.config, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
+            dtype = torch.bfloat16 if fp8 else DTYPES.get(options.dtype or "")
+            types, layout = _types_and_layout(reference, reader, sizes, dtype)
+            config = config_to_write(folder.config, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
             if fp8:
                 config["quantization_config"] = quantization_config(shape, fp8, layout)
                 layout = fp8_layout(layout, fp8, shape)
             output = stack.enter_context(_Output(target))
             writer = HfWriter(output.folder, layout, sizes)
-            count = _started(output, reader.nbytes, writer.nbytes - sum(reader.nbytes), folder.path, progress)
+            count = _start_progress(output, reader.nbytes, writer.nbytes - sum(reader.nbytes), folder.path, progress)
             writer.allocate()
             with _in_thread() as run:
                 for number in range(len(reader.parts)):
@@ -177,18 +186,18 @@ def _to_hf(
                             writer.put(hf_name, tensor)
                         count(value.nbytes)
                     run(writer.flush)
-            extras = [] if reference.carried is None else [stored for stored in layout if not stored.pieces]
-            _put_extras(writer, extras, reference.carried)
+            extras = [] if reference.extra_weights is None else [stored for stored in layout if not stored.pieces]
+            _put_extras(writer, extras, reference.extra_weights)
             for source in reference.files:
-                carry(source, output.folder)
+                copy_files(source, output.folder)
             (output.folder / LAYOUT).unlink(missing_ok=True)
             write_config(config, output.folder)
         verified = None
         if options.verify and adapter is not None:
             base = require_weights(checkpoint, reference.weights)
-            verified = verify_merged(ModelWeights(output.folder), checkpoint, base, adapter, carried=reference.carried, fp8=fp8)
+            verified = verify_merged(ModelWeights(output.folder), checkpoint, base, adapter, extra_weights=reference.extra_weights, fp8=fp8)
         elif options.verify:
-            verified = verify_conversion(ModelWeights(output.folder), checkpoint, folder, carried=reference.carried, fp8=fp8)
+            verified = verify_conversion(ModelWeights(output.folder), checkpoint, folder, extra_weights=reference.extra_weights, fp8=fp8)
         output.publish()
     return len(layout), writer.nbytes, verified
 
@@ -200,7 +209,7 @@ def _to_peft(
         report("a PEFT folder cannot contain the trained MTP layers; --merge writes both")
     with _Output(target) as output:
         weights = require_weights(checkpoint, reference.weights)
-        with adapted(checkpoint, weights.folder, adapter) as skeleton:
+        with adapter_skeleton(checkpoint, weights.folder, adapter) as skeleton:
             tensors, nbytes = write_adapter(checkpoint, skeleton, weights.folder, adapter, output.folder)
         verified = verify_adapter(output.folder, checkpoint, weights, adapter) if options.verify else None
         output.publish()
@@ -208,14 +217,14 @@ def _to_peft(
 
 
 def _types_and_layout(
-    reference: Reference, reader: Reader, sizes: dict[str, int], wanted: torch.dtype | None
+    reference: Reference, reader: Reader, sizes: dict[str, int], dtype: torch.dtype | None
 ) -> tuple[dict[str, torch.dtype], list[Stored]]:
     """The dtypes of the model's tensors, and the layout of the folder to write."""
     saved = {name: reader.dtypes[each.name] for each in reader.skeleton.parameters.values() for name in each.needs}
-    like = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in sizes}
-    types = cast({name: saved[name] for name in sizes}, sizes, wanted, like=like or None)
+    folder_dtypes = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in sizes}
+    types = cast_dtypes({name: saved[name] for name in sizes}, sizes, dtype, folder_dtypes=folder_dtypes or None)
     layout = reference.layout if reference.layout is not None else plain_layout(reference.folder.shape, types)
-    return types, recast([stored for stored in layout if all(name in types for name in stored.pieces)], types)
+    return types, with_dtypes([stored for stored in layout if all(name in types for name in stored.pieces)], types)
 
 
 def _put_extras(writer: HfWriter, extras: list[Stored], weights: FolderWeights | None) -> None:
@@ -240,7 +249,7 @@ class _Output:
         try:
             existed = self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
+            self._lock = self._lock_folder()
         except OSError as error:
             raise UserError(f"{target}: cannot be created ({error.strerror}); name another DST") from error
         try:
@@ -254,7 +263,7 @@ class _Output:
             os.close(self._lock)
             raise
 
-    def _locked(self) -> int:
+    def _lock_folder(self) -> int:
         """Open and lock the folder. Raises UserError if another process writes to it, or has just renamed it."""
         handle = os.open(self.folder, os.O_RDONLY)
         try:
@@ -263,7 +272,7 @@ class _Output:
                 raise FileNotFoundError
         except (BlockingIOError, FileNotFoundError) as error:
             os.close(handle)
-            raise UserError(f"{self.folder}: another conversion writes there; wait for its end, or name another DST") from error
+            raise UserError(f"{self.folder}: another conversion writes to it; wait for its end, or name another DST") from error
         return handle
 
     def __enter__(self) -> Self:
@@ -294,22 +303,22 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _started(output: _Output, parts: list[int], tail: int, files: Path, progress: Progress) -> Callable[[int], None]:
+def _start_progress(output: _Output, parts: list[int], tail: int, files: Path, progress: Progress) -> Callable[[int], None]:
     """Check the free disk space. Returns a function that reports progress: it takes the number of bytes just converted.
 
     tail: number of bytes that are written in addition to the parts. Raises UserError if the disk is too full.
     """
-    total, done = sum(parts) + max(0, tail), 0
-    needed = sum(parts) + tail + sum((files / name).stat().st_size for name in carried_files(files))
+    total, converted = sum(parts) + max(0, tail), 0
+    needed = sum(parts) + tail + sum((files / name).stat().st_size for name in copied_files(files))
     free = shutil.disk_usage(output.folder).free
     if needed > free:
         raise UserError(f"{output.target}: needs {needed:,} bytes and {free:,} are free on its disk; free some, or name a DST elsewhere")
-    progress(done, total)
+    progress(converted, total)
 
     def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, total)
+        nonlocal converted
+        converted += nbytes
+        progress(converted, total)
 
     return count
 

@@ -1,8 +1,8 @@
 """Adds a drafter to a model's folder: MTP layers in the model's own format, or an EAGLE-3 or DFlash drafter in a subfolder.
 
 The model's weight files are copied or linked unchanged, so the trunk stays bit-identical. A new drafter is a copy of the model's last
-layers and norms, which work as decoder layers before they are trained. The projection of an MTP layer adds the normed state and embedding.
-That of an EAGLE-3 or DFlash drafter passes the last of its states on.
+layers and norms, which work as decoder layers even before training. The projection of an MTP layer adds the normed state and embedding.
+The projection of an EAGLE-3 or DFlash drafter selects the last of its input states.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def copy_with_drafter(source: Path, trained: Path, target: Path) -> HfFolder:
 def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict[str, Tensor]:
     """The tensors of a new drafter for the model `weights`. `shape` includes the drafter."""
     assert shape.mtp is not None
-    same, sizes = aliases(shape), tensor_shapes(shape)
-    names = {name: size for name, size in sizes.items() if name not in same and section_of(name, shape) == "draft"}
+    originals, sizes = aliases(shape), tensor_shapes(shape)
+    names = {name: size for name, size in sizes.items() if name not in originals and section_of(name, shape) == "draft"}
     dtype = weights.dtype(shape.norm_name)
     generator = torch.Generator().manual_seed(seed)
     if shape.eagle3 is not None:
-        tensors = dict(_of_eagle3(weights, shape, shape.eagle3))
+        tensors = dict(_eagle3_tensors(weights, shape, shape.eagle3))
     elif shape.dflash is not None:
-        tensors = dict(_of_dflash(weights, shape, shape.dflash))
+        tensors = dict(_dflash_tensors(weights, shape, shape.dflash))
     else:
-        tensors = dict(_of_mtp(weights, shape))
+        tensors = dict(_mtp_tensors(weights, shape))
     for name, size in names.items():
         if name not in tensors:
             # The down-projection starts at zero, so a new MLP has no effect at first.
@@ -76,10 +76,10 @@ def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict
     return {name: tensors[name].to(dtype).clone(memory_format=torch.contiguous_format) for name in names}
 
 
-def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def _mtp_tensors(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     mtp, hidden = shape.mtp, shape.hidden
     assert mtp is not None
-    neutral = torch.zeros(hidden) if shape.delta is not None else torch.ones(hidden)
+    identity_norm = torch.zeros(hidden) if shape.delta is not None else torch.ones(hidden)
     for depth in range(shape.mtp_layers):
 
         def name(template: str, depth: int = depth) -> str:
@@ -87,8 +87,8 @@ def _of_mtp(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Ten
 
         # The layer's input is the sum of normed state and normed embedding, so their order in the projection does not matter.
         yield name(mtp.projection), torch.cat([torch.eye(hidden), torch.eye(hidden)], 1)
-        yield name(mtp.embedding_norm), neutral
-        yield name(mtp.hidden_norm), neutral
+        yield name(mtp.embedding_norm), identity_norm
+        yield name(mtp.hidden_norm), identity_norm
         if mtp.final_norm is not None:
             yield name(mtp.final_norm), weights[shape.norm_name]
         for ours, last in _copied_layers(shape, mtp):
@@ -111,7 +111,7 @@ def _copied_layers(shape: ModelShape, mtp: MtpConvention) -> Iterator[tuple[str,
         yield MTP_EXPERT_LAYER, f"{shape.prefix}layers.{sparse}."
 
 
-def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) -> Iterator[tuple[str, Tensor]]:
+def _eagle3_tensors(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) -> Iterator[tuple[str, Tensor]]:
     mtp, hidden = shape.mtp, shape.hidden
     assert mtp is not None
     last = f"{shape.prefix}layers.{shape.layers - 1}."
@@ -123,15 +123,15 @@ def _of_eagle3(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) ->
     yield mtp.final_norm, weights[shape.norm_name]
     yield f"{mtp.layer}post_attention_layernorm.weight", weights[f"{last}post_attention_layernorm.weight"]
     for part in "qkv":
-        of_state = weights[f"{last}self_attn.{part}_proj.weight"]
-        yield f"{mtp.layer}self_attn.{part}_proj.weight", torch.cat([torch.zeros_like(of_state), of_state], 1)
+        state_weight = weights[f"{last}self_attn.{part}_proj.weight"]
+        yield f"{mtp.layer}self_attn.{part}_proj.weight", torch.cat([torch.zeros_like(state_weight), state_weight], 1)
     yield f"{mtp.layer}self_attn.o_proj.weight", weights[f"{last}self_attn.o_proj.weight"]
     for part in ("gate", "up", "down"):
         if f"{last}mlp.{part}_proj.weight" in weights:
             yield f"{mtp.layer}mlp.{part}_proj.weight", weights[f"{last}mlp.{part}_proj.weight"]
 
 
-def _of_dflash(weights: ModelWeights, shape: ModelShape, dflash: DFlashShape) -> Iterator[tuple[str, Tensor]]:
+def _dflash_tensors(weights: ModelWeights, shape: ModelShape, dflash: DFlashShape) -> Iterator[tuple[str, Tensor]]:
     assert shape.mtp is not None and shape.mtp.final_norm is not None
     hidden, copied = shape.hidden, shape.layers - dflash.layers
     # The context is the state at the last boundary.

@@ -59,7 +59,7 @@ class HfFolder:
         return result.completed(FolderWeights(folder)) if weights else result
 
     def completed(self, weights: FolderWeights) -> HfFolder:
-        """This folder with a config that also has the MTP layers and the tying of the head that the weights show."""
+        """This folder with a config completed from the weights: the number of MTP layers, and whether the head is tied."""
         config = dict(self.config)
         family = next(family for family in FAMILIES if family.name == self.shape.family)
         if family.mtp is not None and not (self.shape.mtp_layers and states_mtp_layers(config)):
@@ -71,16 +71,16 @@ class HfFolder:
                 # Qwen3.5 has its own key for the count.
                 config[MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
         text = config.get("text_config") or {}
-        stated = "tie_word_embeddings" in config or "tie_word_embeddings" in text
-        if not stated and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
+        is_explicit = "tie_word_embeddings" in config or "tie_word_embeddings" in text
+        if not is_explicit and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
             config["tie_word_embeddings"] = True
-        if self.shape.tied and (head := _other_head(weights, self.shape)) is not None:
-            _warn_of_head(self.path, head)
+        if self.shape.tied and (head := _untied_head(weights, self.shape)) is not None:
+            _warn_untied_head(self.path, head)
             config["tie_word_embeddings"] = False
         return self if config == self.config else HfFolder(self.path, config, shape_of(config))
 
 
-def _other_head(weights: FolderWeights, shape: ModelShape) -> str | None:
+def _untied_head(weights: FolderWeights, shape: ModelShape) -> str | None:
     """The name of a stored head that differs from the embedding, which transformers and vLLM use; None if there is none."""
     head = next((name for name in HEADS if name in weights), None)
     prefixes = (shape.prefix, *PREFIXES)
@@ -108,7 +108,7 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @cache
-def _warn_of_head(path: Path, head: str) -> None:
+def _warn_untied_head(path: Path, head: str) -> None:
     """Log once that the head is not tied."""
     _LOG.warning(
         f"{path / 'config.json'}: tie_word_embeddings is true, but the folder stores a different {head}; "
@@ -128,39 +128,39 @@ def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: to
     shape = shape_of(config)
     if "vision_config" in config:
         raise UserError(
-            f"model.config: {shape.architecture} has a vision tower, which is carried from a folder and never made; "
-            f"name one by model.path, or take {shape.architecture.replace('ForConditionalGeneration', 'ForCausalLM')}"
+            f"model.config: {shape.architecture} has a vision tower, which is copied from a folder and cannot be created; "
+            f"name one in model.path, or use {shape.architecture.replace('ForConditionalGeneration', 'ForCausalLM')}"
         )
     folder = Path(path)
-    aside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     std = config.get("initializer_range")
     std = 0.02 if std is None else std
     if isinstance(std, bool) or not isinstance(std, int | float) or not 0 <= std < math.inf:
         raise UserError(f"model config: initializer_range must be a number, 0 or above, got {std!r}")
-    same = aliases(shape)
+    originals = aliases(shape)
     tensors = {}
     for name, size in tensor_shapes(shape).items():
-        if name not in same:
-            tensors[name] = _drawn(name, size, shape, std, generator).to(dtype)
+        if name not in originals:
+            tensors[name] = _random_tensor(name, size, shape, std, generator).to(dtype)
     # safetensors rejects tensors that share memory.
-    tensors |= {name: tensors[same[name]].clone() for name in tensor_shapes(shape) if name in same}
+    tensors |= {name: tensors[originals[name]].clone() for name in tensor_shapes(shape) if name in originals}
     target, drafter = split_drafter(tensors)
-    save_file(target, aside / "model.safetensors", metadata={"format": "pt"})
+    save_file(target, partial / "model.safetensors", metadata={"format": "pt"})
     if drafter:
-        (aside / DRAFTER).mkdir()
-        save_file(drafter, aside / DRAFTER / "model.safetensors", metadata={"format": "pt"})
+        (partial / DRAFTER).mkdir()
+        save_file(drafter, partial / DRAFTER / "model.safetensors", metadata={"format": "pt"})
     # These weights are not quantized, even if the config was copied from a folder with quantized weights.
     config = {name: value for name, value in config.items() if name != "quantization_config"}
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    write_config(config, aside)
-    aside.rename(folder)
+    write_config(config, partial)
+    partial.rename(folder)
     return HfFolder(folder, config, shape)
 
 
-def _drawn(name: str, size: tuple[int, ...], shape: ModelShape, std: float, generator: torch.Generator) -> torch.Tensor:
+def _random_tensor(name: str, size: tuple[int, ...], shape: ModelShape, std: float, generator: torch.Generator) -> torch.Tensor:
     import torch
 
     if len(size) > 1 and not name.endswith("bias"):
@@ -171,10 +171,10 @@ def _drawn(name: str, size: tuple[int, ...], shape: ModelShape, std: float, gene
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".distcp")
-"""Suffixes of weight files; `carry` does not copy them."""
+"""Suffixes of weight files; `copy_files` does not copy them."""
 
 
-def carried_files(folder: Path) -> Iterator[Path]:
+def copied_files(folder: Path) -> Iterator[Path]:
     """Files that a conversion copies unchanged (tokenizer, chat template, code), relative to `folder`. Hidden files are skipped."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -183,14 +183,14 @@ def carried_files(folder: Path) -> Iterator[Path]:
             yield name
 
 
-def carry(source: Path, target: Path) -> None:
-    """Copy the files of `carried_files`."""
-    for name in carried_files(source):
+def copy_files(source: Path, target: Path) -> None:
+    """Copy the files of `copied_files`."""
+    for name in copied_files(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
 
 
-def written_config(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
+def config_to_write(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
     """The config of a folder with weights of `dtype` and `mtp_layers` MTP layers.
 
     mtp_layers: 0 also leaves out a drafter in a subfolder, which counts as one. max_position_embeddings is corrected for models whose
@@ -245,8 +245,8 @@ def split_drafter[T](tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, 
 
 def check_target(source: Path, target: Path, *, force: bool) -> None:
     """Raise UserError if the target contains the source, is inside it, is a file, or already exists and `force` is false."""
-    here, there = source.resolve(), target.resolve()
-    if there.is_relative_to(here) or here.is_relative_to(there):
+    source_path, target_path = source.resolve(), target.resolve()
+    if target_path.is_relative_to(source_path) or source_path.is_relative_to(target_path):
         raise UserError(f"{target}: lies inside {source}, or the other way round; name a DST outside of it")
     if target.exists() and not target.is_dir():
         raise UserError(f"{target}: is a file; name a folder")

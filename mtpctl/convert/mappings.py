@@ -144,7 +144,7 @@ def _replace_mtp(bridge: ModelBridge, pairs: Mapping[str, str], inner: str, laye
     """
     auto, qkv = (load_class(f"{CONVERSION}.param_mapping", name) for name in ("AutoMapping", "QKVMapping"))
     attention = {part: f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"}
-    more = [
+    drafter_mappings = [
         *(auto(*pair) for pair in pairs.items()),
         qkv(f"{inner}.self_attention.linear_qkv.weight", **attention),
         auto(f"{inner}.self_attention.linear_proj.weight", f"{layer}.self_attn.o_proj.weight"),
@@ -156,6 +156,6 @@ def _replace_mtp(bridge: ModelBridge, pairs: Mapping[str, str], inner: str, laye
     def mapping_registry() -> MegatronMappingRegistry:
         registry = upstream()
         # The first match counts, and some bridges have mappings for MTP layers.
-        return type(registry)(*more, *(each for each in registry.mappings if not each.megatron_param.startswith("mtp.")))
+        return type(registry)(*drafter_mappings, *(each for each in registry.mappings if not each.megatron_param.startswith("mtp.")))
 
     bridge.mapping_registry = mapping_registry

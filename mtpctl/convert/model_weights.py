@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 FP8 = ("F8_E4M3", "F8_E5M2")
 """The dtype codes of tensors with scales."""
 
-_EXPERT = re.compile(r"(?P<at>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(?P<prefix>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a folder stores a tensor of the model: all of tensor `name`, or for a packed expert, `rows` of its matrix `expert`."""
+    """The location of a model's tensor in a folder: all of tensor `name`, or for a packed expert, `rows` of its matrix `expert`."""
 
     name: str
     expert: int | None = None
@@ -55,16 +55,16 @@ class ModelWeights(Mapping[str, "Tensor"]):
         self.folder = HfFolder.open(path, weights=False).completed(self.raw)
         self.shape = self.folder.shape
         _check_quantization(self.folder)
-        self._prefix = _prefix_in(self.raw, self.shape)
+        self._prefix = _find_prefix(self.raw, self.shape)
         self._aliases = aliases(self.shape)
         stored = {name: size for name, size in tensor_shapes(self.shape).items() if name not in self._aliases}
         self._sizes = {name: size for name, size in stored.items() if mtp or not self._drafts(name)}
         locations = {name: location for name in stored if (location := self._find(name)) is not None}
         self._locations = {name: location for name, location in locations.items() if name in self._sizes}
-        self._unread = {location.name for name, location in locations.items() if name not in self._sizes}
+        self._skipped = {location.name for name, location in locations.items() if name not in self._sizes}
         self._check_names()
         self._check_sizes()
-        self._check_rest()
+        self._check_unexpected()
 
     def __getitem__(self, name: str) -> Tensor:
         location = self._locations[name]
@@ -132,7 +132,9 @@ class ModelWeights(Mapping[str, "Tensor"]):
         """Raise UserError if a tensor outside the language model is FP8: it would be copied without its scales."""
         for name in self.extras:
             if self.raw.entries[name].code in FP8:
-                raise UserError(f"{self.folder.path}: {name} is FP8 and no part of the language model; store it in the dtype of the config")
+                raise UserError(
+                    f"{self.folder.path}: {name} is FP8 and not part of the language model; store it in the dtype of the config"
+                )
 
     def check_aliases(self) -> None:
         """Raise UserError if a stored alias differs from its original. Reads both tensors."""
@@ -162,7 +164,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
             return None
         assert self.shape.moe is not None
         part, width = expert["part"], self.shape.moe.ffn
-        packed = expert["at"] + ("down_proj" if part == "down" else "gate_up_proj")
+        packed = expert["prefix"] + ("down_proj" if part == "down" else "gate_up_proj")
         packed = packed if packed in self.raw else f"{packed}.weight"
         if packed not in self.raw:
             return None
@@ -186,21 +188,21 @@ class ModelWeights(Mapping[str, "Tensor"]):
         return section_of(name, self.shape) == "draft"
 
     def _check_names(self) -> None:
-        lacks = [name for name in self._sizes if name not in self._locations]
-        if not lacks:
+        missing = [name for name in self._sizes if name not in self._locations]
+        if not missing:
             return
-        listed = ", ".join(lacks[:4]) + (f" and {len(lacks) - 4} more" if len(lacks) > 4 else "")
-        if all(map(self._drafts, lacks)):
-            fix = "add them, train with mtp.mode: off, or take the layers out of config.json"
+        listed = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        if all(map(self._drafts, missing)):
+            fix = "add them, train with mtp.mode: off, or remove the layers from config.json"
             raise UserError(f"{self.folder.path}: config.json names MTP layers, and the weights lack {listed}; {fix}")
         raise UserError(f"{self.folder.path}: the config requires {listed}, which the weights lack")
 
     def _check_sizes(self) -> None:
         for name in self._sizes:
             location = self._locations[name]
-            shape, wanted = self.raw.entries[location.name].shape, self._expected(name)
-            if shape != wanted:
-                raise UserError(f"{self.folder.path}: config.json makes {location.name} {list(wanted)}, the weights hold {list(shape)}")
+            shape, expected = self.raw.entries[location.name].shape, self._expected(name)
+            if shape != expected:
+                raise UserError(f"{self.folder.path}: config.json makes {location.name} {list(expected)}, the weights hold {list(shape)}")
             if self.raw.entries[location.name].code in FP8:
                 self._check_scales(location)
 
@@ -210,16 +212,16 @@ class ModelWeights(Mapping[str, "Tensor"]):
             raise UserError(f"{self.folder.path}: {location.name} is FP8 without the scales {scales}; fetch the folder again")
         shape = self.raw.entries[scales].shape[location.expert is not None :]
         sizes, block = self.raw.entries[location.name].shape[-2:], _block(self.folder.config)
-        wanted = tuple(-(-size // width) for size, width in zip(sizes, block, strict=True))
-        if prod(shape) != 1 and shape != wanted:
+        expected = tuple(-(-size // width) for size, width in zip(sizes, block, strict=True))
+        if prod(shape) != 1 and shape != expected:
             raise UserError(
-                f"{self.folder.path}: {scales} holds {list(shape)}, blocks of {list(block)} in {list(sizes)} make {list(wanted)}"
+                f"{self.folder.path}: {scales} holds {list(shape)}, blocks of {list(block)} in {list(sizes)} make {list(expected)}"
             )
 
-    def _check_rest(self) -> None:
+    def _check_unexpected(self) -> None:
         """Raise UserError for decoder tensors that the config does not include. Tensors outside the decoder are extras."""
         decoder = f"{self._prefix}layers."
-        known = {location.name for location in self._locations.values()} | self._unread | self._scales
+        known = {location.name for location in self._locations.values()} | self._skipped | self._scales
         known |= {self._name_of(alias) for alias in self._aliases}
         if (mask := self.folder.path / DRAFTER / "mask_embedding.pt").exists():
             raise UserError(f"{mask}: separate mask embeddings are not supported; use a drafter of mtpctl add-drafter")
@@ -232,8 +234,8 @@ class ModelWeights(Mapping[str, "Tensor"]):
             if name not in known and name.startswith(decoder) and not name.endswith("rotary_emb.inv_freq"):
                 layer = name.removeprefix(decoder).split(".")[0]
                 if layer.isdigit() and int(layer) >= self.shape.layers:
-                    stated = f"config.json says num_hidden_layers {self.shape.layers}"
-                    raise UserError(f"{self.folder.path}: {stated}, the weights hold a layer {layer} ({name})")
+                    count = f"config.json says num_hidden_layers {self.shape.layers}"
+                    raise UserError(f"{self.folder.path}: {count}, the weights hold a layer {layer} ({name})")
                 raise UserError(f"{self.folder.path}: the weights have {name}, which config.json does not include")
 
     def _dequantized(self, location: Location, weight: Tensor) -> Tensor:
@@ -257,7 +259,7 @@ def _check_quantization(folder: HfFolder) -> None:
         raise UserError(f"{folder.path / 'config.json'}: quantization_config.quant_method {method!r} cannot be undone; only fp8 can")
 
 
-def _prefix_in(raw: FolderWeights, shape: ModelShape) -> str:
+def _find_prefix(raw: FolderWeights, shape: ModelShape) -> str:
     for prefix in (shape.prefix, *PREFIXES):
         if f"{prefix}{shape.embedding}.weight" in raw:
             return prefix
@@ -288,12 +290,12 @@ class Stored:
 
 def plain_layout(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
     """The layout of a folder without packed tensors, including the aliases that folders of the family store."""
-    same = aliases(shape)
-    stored = ((name, same.get(name, name), size) for name, size in tensor_shapes(shape).items())
+    originals = aliases(shape)
+    stored = ((name, originals.get(name, name), size) for name, size in tensor_shapes(shape).items())
     return [Stored(name, code_of(dtypes[original]), size, (original,)) for name, original, size in stored]
 
 
-def recast(layout: list[Stored], dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
+def with_dtypes(layout: list[Stored], dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
     """Change the dtypes of the model's tensors in a layout. Other tensors are unchanged."""
     return [replace(stored, code=code_of(dtypes[stored.pieces[0]])) if stored.pieces else stored for stored in layout]
 

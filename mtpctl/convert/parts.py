@@ -1,5 +1,8 @@
 """Writes and reads checkpoints a few parameters at a time, in the format of `mtpctl.checkpoint.sharded`.
 
+A `Skeleton` is a model in one process without weights: its parameters, and their names and shapes in checkpoints and Hugging Face folders.
+It uses almost no memory for a model of any size, because the operating system allocates no memory for pages that are never written.
+
 PyTorch's writer takes the state of a whole rank at once: it plans, writes one file for each rank, and then writes the metadata. Here each
 part has its own plan and file, as if it were a rank, and the metadata is written last. The result loads like any other checkpoint.
 """
@@ -8,15 +11,18 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter, LoadPlan, SavePlan
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -28,15 +34,145 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mtpctl.checkpoint.listing import flush, write_listing
 from mtpctl.checkpoint.reading import reader_of, reading
 from mtpctl.checkpoint.sharded import write_weights_only_record
-from mtpctl.convert.skeleton import Skeleton
+from mtpctl.convert.bridge import StreamMap, WeightBridge
+from mtpctl.convert.hf_folder import HfFolder
+from mtpctl.convert.mappings import LocalTask, names_of, packs_experts
 from mtpctl.errors import UserError
+from mtpctl.families.tensors import aliases, tensor_shapes
+from mtpctl.model.build import build_model, complete_config
+from mtpctl.model.lora import attach_adapters
+from mtpctl.model.parallel import ProcessGroups, Rank
+from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.section import ParallelConfig
+from mtpctl.recipe.train import LoraConfig
+
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A Megatron parameter. needs: names of the model's tensors of which it consists."""
+
+    name: str
+    shape: tuple[int, ...]
+    needs: tuple[str, ...]
+    task: LocalTask
+
+
+class Skeleton:
+    """A model without weights from a folder's config, with MTP layers if `mtp` is set, and with adapters if `lora` is given.
+
+    It uses the same mapping as the trainer. It creates process groups, so it must be closed after use.
+    """
+
+    def __init__(self, folder: HfFolder, *, mtp: bool, precision: str = "bf16", lora: LoraConfig | None = None) -> None:
+        self.shape = shape = folder.shape
+        self.groups = ProcessGroups(Rank(), ParallelConfig())
+        try:
+            self.bridge, config = WeightBridge(folder), MtpConfig(mode="load" if mtp else "off")
+            transformer = complete_config(self.bridge.config(), shape, parallel=ParallelConfig(), precision=precision, mtp=config)
+            self.model = build_model(transformer, shape, config)
+            if lora is not None:
+                attach_adapters(self.model, lora, seed=0)
+            self._state = self.model.sharded_state_dict()
+            self._map = StreamMap(self.bridge, [self.model], {*tensor_shapes(shape), *aliases(shape)})
+            self._check_mapped()
+        except BaseException:
+            self.groups.close()
+            raise
+        self.parameters = {
+            task.param_name: Parameter(task.param_name, tuple(task.param_weight.shape), _needs(task), task) for task in self._map.tasks
+        }
+        self.objects = [value for value in self._state.values() if isinstance(value, ShardedObject)]
+        """The objects that checkpoints store in addition to tensors."""
+
+    def _check_mapped(self) -> None:
+        """Raise UserError if a parameter has no tensor in the mapping."""
+        mapped = {task.param_name for task in self._map.tasks}
+        missing = [name for name, _ in self.model.named_parameters() if name not in mapped and ".adapter." not in name]
+        if missing:
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            raise UserError(
+                f"{self.bridge.folder.path}: no tensor is known for {', '.join(missing[:4])}{more}; such a model cannot be converted"
+            )
+
+    def pieces(self, name: str, value: Tensor) -> Iterator[ShardedTensor]:
+        """The sharded tensors that a checkpoint stores for the parameter, with `value` as their data."""
+        sharded = self._state[name]
+        if isinstance(sharded, ShardedTensorFactory):
+            yield from _build(replace(sharded, data=value))
+        else:
+            yield replace(sharded, data=value, dtype=value.dtype)
+
+    def checkpoint_keys(self) -> Iterator[tuple[str, str]]:
+        """Every name of the state, adapters included, with (the first) key under which a checkpoint stores it."""
+        for name, sharded in self._state.items():
+            if isinstance(sharded, ShardedTensorFactory):
+                yield name, next(_build(sharded)).key
+            elif isinstance(sharded, ShardedTensor):
+                yield name, sharded.key
+
+    def to_megatron(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
+        """Convert the tensors in `weights` to the value of a parameter."""
+        parameter = self.parameters[name]
+        mapping = parameter.task.mapping
+        if packs_experts(parameter.task):
+            # The mapping expects a packed tensor, but also accepts the matrix of a single expert.
+            source: Tensor | dict[str, Tensor] = torch.cat([weights[each] for each in parameter.needs])
+        else:
+            source = self._map.bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, weights)
+        value = mapping.hf_to_megatron(source, parameter.task.megatron_module)
+        assert tuple(value.shape) == parameter.shape, f"{name}: {tuple(value.shape)} converted, {parameter.shape} expected"
+        return value
+
+    @torch.no_grad()
+    def fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Load all parameters except adapters from `weights`."""
+        for name, parameter in self.parameters.items():
+            parameter.task.param_weight.copy_(self.to_megatron(name, weights))
+
+    def to_hf(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """Convert the value of a parameter to the model's tensors, without the rows that pad the vocabulary."""
+        parameter = self.parameters[name]
+        tensors = parameter.task.mapping.megatron_to_hf(value, parameter.task.megatron_module)
+        if packs_experts(parameter.task):
+            (packed,) = tensors.values()
+            tensors = dict(zip(parameter.needs, packed.chunk(len(parameter.needs)), strict=True))
+        else:
+            tensors = dict(self._map.bridge.maybe_modify_converted_hf_weight(parameter.task, tensors, {}))
+        embeddings = (self.shape.embedding_name, "lm_head.weight")
+        return {name: tensor[: self.shape.vocab] if name in embeddings else tensor for name, tensor in tensors.items()}
+
+    def close(self) -> None:
+        self.groups.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _build(factory: ShardedTensorFactory) -> Iterator[ShardedTensor]:
+    return (piece for piece in nested_values({"": factory.build()}) if isinstance(piece, ShardedTensor))
+
+
+def _needs(task: LocalTask) -> tuple[str, ...]:
+    if not packs_experts(task):
+        return names_of(task)
+    expert = _EXPERT.search(task.param_name)
+    assert expert is not None, f"{task.param_name} is packed, but not an expert"
+    prefix, _, kind = names_of(task)[0].rpartition(".")
+    parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+    return tuple(f"{prefix}.{expert[1]}.{part}_proj.weight" for part in parts)
+
 
 PART_BYTES = 512 << 20
 """Maximum size of a part with more than one parameter. A part's tensors are in memory until it is written."""
 MARKER = "conversion.lock"
 """Name of the file that marks the temporary folder of a conversion."""
 
-Make = Callable[[str], Tensor]
+Compute = Callable[[str], Tensor]
 """Computes the value of the named parameter."""
 
 
@@ -91,18 +227,18 @@ class PartWriter:
                 ),
             )
 
-    def write(self, number: int, make: Make) -> None:
-        """Write a part. `make` computes each of its parameters when it is written."""
-        planner = _Resolve(self._objects(), lambda index: self._piece(index, make))
+    def write(self, number: int, compute: Compute) -> None:
+        """Write a part. `compute` returns each of its parameters when it is written."""
+        planner = _Resolve(self._objects(), lambda index: self._piece(index, compute))
         self._results += self._writer.write_data(self._plans[number], planner).wait()
         self._last = ("", {})
 
-    def _piece(self, index: MetadataIndex, make: Make) -> Tensor:
+    def _piece(self, index: MetadataIndex, compute: Compute) -> Tensor:
         assert index.offset is not None
         key = index.fqn, index.offset
         name = self._owners[key]
         if self._last[0] != name:
-            pieces = self.skeleton.pieces(name, make(name))
+            pieces = self.skeleton.pieces(name, compute(name))
             values = {(p.key, torch.Size(p.global_offset)): p.data.reshape(_stored_shape(p)) for p in pieces if p.data is not None}
             self._last = (name, values)
         return self._last[1][key]
@@ -152,10 +288,10 @@ class PartReader:
             saved = self._saved.get(piece.key)
             if saved is None:
                 raise UserError(f"{self.path}: lacks {piece.key}, which its model's config requires")
-            size, wanted = list(saved.size), list(piece.global_shape)
+            size, expected = list(saved.size), list(piece.global_shape)
             # A saved vocabulary may have padding rows.
-            if size != wanted and not (piece.allow_shape_mismatch and size[1:] == wanted[1:] and size[0] > wanted[0]):
-                raise UserError(f"{self.path}: holds {piece.key} as {size}, its model's config makes it {wanted}")
+            if size != expected and not (piece.allow_shape_mismatch and size[1:] == expected[1:] and size[0] > expected[0]):
+                raise UserError(f"{self.path}: holds {piece.key} as {size}, its model's config makes it {expected}")
         return self._saved[pieces[0].key].properties.dtype
 
     def read(self, number: int) -> dict[str, Tensor]:
@@ -175,7 +311,7 @@ class PartReader:
 
 
 class _Fill(DefaultLoadPlanner):
-    """Maps each item to the tensor that its data is read into."""
+    """Maps each item to the tensor into which its data is read."""
 
     def __init__(self, targets: Mapping[tuple[str, torch.Size], Tensor]) -> None:
         super().__init__()

@@ -29,13 +29,13 @@ LAYOUT = "layout.json"
 class Reference:
     """The Hugging Face model of a checkpoint.
 
-    layout: how its folder stores tensors; None for the family's plain layout. carried: the folder's weight files, from which tensors
+    layout: how its folder stores tensors; None for the family's plain layout. extra_weights: the folder's weight files, from which tensors
     outside the language model are copied. files: folders whose other files are copied. weights: the folder's weights, if it has any.
     """
 
     folder: HfFolder
     layout: list[Stored] | None
-    carried: FolderWeights | None
+    extra_weights: FolderWeights | None
     files: list[Path] = field(default_factory=list)
     weights: ModelWeights | None = None
 
@@ -66,12 +66,12 @@ def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None,
                 check_shards(path)
                 report(f"{path} has no checksums: its contents are not verified")
         except Damaged as damage:
-            raise UserError(f"{path}/{damage}; name another checkpoint, or the run for its newest whole one") from damage
+            raise UserError(f"{path}/{damage}; name another checkpoint, or the run for its newest undamaged one") from damage
         return path
     if (path / "config.json").is_file():
         return None
-    below = path / "checkpoints"
-    root = below if below.is_dir() else path if pointer_of(path).exists() or path.name == below.name else None
+    checkpoints = path / "checkpoints"
+    root = checkpoints if checkpoints.is_dir() else path if pointer_of(path).exists() or path.name == checkpoints.name else None
     if root is not None:
         choice = choose(root, contents=contents)
         for line in choice.lines:
@@ -88,18 +88,18 @@ def reference_of(checkpoint: Path, model: Path | None) -> Reference:
     """The Hugging Face model of a checkpoint: `model` if given, else the folder inside the checkpoint or the one in its run's recipe."""
     inside = checkpoint / HF
     if model is None and (inside / LAYOUT).is_file():
-        carried = FolderWeights(inside) if any(inside.glob("*.safetensors")) else None
-        return Reference(HfFolder.open(inside, weights=False), load_layout(inside / LAYOUT), carried, [inside])
+        extra_weights = FolderWeights(inside) if any(inside.glob("*.safetensors")) else None
+        return Reference(HfFolder.open(inside, weights=False), load_layout(inside / LAYOUT), extra_weights, [inside])
     files: list[Path] = []
     if model is None:
-        model, files = _of_run(checkpoint)
+        model, files = _model_of_run(checkpoint)
     if any(model.glob("*.safetensors")) or any(model.glob("*.bin")):
         weights = ModelWeights(model)
         return Reference(weights.folder, weights.layout, weights.raw, [model, *files], weights)
     return Reference(HfFolder.open(model, weights=False), None, None, [model, *files])
 
 
-def _of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
+def _model_of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
     """The model folder of the run that saved a checkpoint, and the folder of the run's own tokenizer, if it has one."""
     run = checkpoint.parent.parent
     file = run / "recipe.resolved.yaml"
@@ -117,32 +117,31 @@ def has_mtp(checkpoint: Path) -> bool:
     return any(name.startswith("mtp.") for name in tensors_in(checkpoint))
 
 
-def names_in(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
+def tensor_sizes(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
     """The number of elements of each of the model's tensors, without aliases. mtp: include the MTP layers."""
-    same = aliases(shape)
-    sizes = tensor_shapes(shape).items()
-    return {name: prod(size) for name, size in sizes if name not in same and (mtp or section_of(name, shape) == "target")}
+    alias_names, sizes = aliases(shape), tensor_shapes(shape).items()
+    return {name: prod(size) for name, size in sizes if name not in alias_names and (mtp or section_of(name, shape) == "target")}
 
 
 def inspect(source: Path, model: Path | None) -> dict[str, object]:
     """The output of `convert-hf --inspect`. Raises UserError if `source` is neither a folder, a checkpoint nor a run."""
     checkpoint = checkpoint_at(source, contents=False)
-    return _folder(source) if checkpoint is None else _checkpoint(checkpoint, model)
+    return _inspect_folder(source) if checkpoint is None else _inspect_checkpoint(checkpoint, model)
 
 
-def _folder(path: Path) -> dict[str, object]:
+def _inspect_folder(path: Path) -> dict[str, object]:
     shape = HfFolder.open(path, weights=False).shape
     try:
         weights = ModelWeights(path)
     except UserError as error:
-        return {"kind": "Hugging Face folder", **_sizes(shape), "missing": str(error)}
+        return {"kind": "Hugging Face folder", **_describe_shape(shape), "missing": str(error)}
     raw = weights.raw
     types = sorted({str(entry.dtype).removeprefix("torch.") for entry in raw.entries.values()})
-    facts = {"kind": "Hugging Face folder", **_sizes(weights.shape), "dtype": types, "bytes": raw.nbytes, "files": len(raw.files)}
+    facts = {"kind": "Hugging Face folder", **_describe_shape(weights.shape), "dtype": types, "bytes": raw.nbytes, "files": len(raw.files)}
     return facts | {"carried": f"{len(weights.extras)} tensors outside the language model", "missing": "nothing"}
 
 
-def _checkpoint(path: Path, model: Path | None) -> dict[str, object]:
+def _inspect_checkpoint(path: Path, model: Path | None) -> dict[str, object]:
     saved = {name: tensor for name, tensor in tensors_in(path).items() if "optimizer." not in name}
     types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in saved.values()})
     facts: dict[str, object] = {"kind": "Megatron checkpoint", "path": str(path)}
@@ -150,11 +149,11 @@ def _checkpoint(path: Path, model: Path | None) -> dict[str, object]:
         shape = reference_of(path, model).folder.shape
     except UserError as error:
         return facts | {"tensors": len(saved), "dtype": types, "missing": str(error)}
-    lacks = "the MTP layers" if shape.mtp_layers and not has_mtp(path) else "nothing"
-    return facts | _sizes(shape) | {"tensors": len(saved), "dtype": types, "missing": lacks}
+    missing = "the MTP layers" if shape.mtp_layers and not has_mtp(path) else "nothing"
+    return facts | _describe_shape(shape) | {"tensors": len(saved), "dtype": types, "missing": missing}
 
 
-def _sizes(shape: ModelShape) -> dict[str, object]:
+def _describe_shape(shape: ModelShape) -> dict[str, object]:
     counts = count_parameters(shape)
     sizes = {
         "family": f"{shape.family} ({shape.architecture})",

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from mtpctl.checkpoint import sharded
 from mtpctl.checkpoint.sharded import AdapterRecord
-from mtpctl.convert.adapters import MergedReader, adapted, export_adapter, fill_adapter
+from mtpctl.convert.adapters import MergedReader, adapter_skeleton, export_adapter, fill_adapter
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.convert.parts import PartReader
-from mtpctl.convert.skeleton import Skeleton
+from mtpctl.convert.parts import PartReader, Skeleton
 from mtpctl.convert.source import has_mtp
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import ThresholdMissed
@@ -34,7 +33,7 @@ BOUND = 1e-5
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerificationResult:
     """The number of tensors that are bitwise equal, and the largest differences of logits and MTP logits on the fixed prompt.
 
     relative_error: the largest of a quantized matrix, as a ratio of Frobenius norms; None if none is quantized.
@@ -47,16 +46,16 @@ class Verified:
 
 
 def verify_conversion(
-    weights: ModelWeights, saved: Path, folder: HfFolder, *, carried: FolderWeights | None = None, fp8: frozenset[str] = frozenset()
-) -> Verified:
+    weights: ModelWeights, saved: Path, folder: HfFolder, *, extra_weights: FolderWeights | None = None, fp8: frozenset[str] = frozenset()
+) -> VerificationResult:
     """Compare a folder's weights with the checkpoint at `saved`. Raises ThresholdMissed if they differ.
 
     Matrices in `fp8` are compared with a new quantization of the checkpoint's. Logits then differ, by any amount.
 
-    folder: provides the config of both. carried: the checkpoint's tensors outside the language model.
+    folder: provides the config of both. extra_weights: the checkpoint's tensors outside the language model.
     """
     mtp = has_mtp(saved)
-    tensors, error = compare_extras(weights, carried), 0.0
+    tensors, error = compare_extras(weights, extra_weights), 0.0
     with Skeleton(folder, mtp=mtp) as skeleton:
         reader = PartReader(saved, skeleton)
         for number in range(len(reader.parts)):
@@ -69,9 +68,9 @@ def verify_conversion(
                     else:
                         compare(hf_name, weights[hf_name].to(tensor.dtype), tensor)
                     tensors += 1
-        wide = all(dtype is torch.float32 for dtype in reader.dtypes.values())
-    precision, bound = "fp32" if wide else "bf16", math.inf if fp8 else BOUND
-    return Verified(tensors, *_logits(weights, saved, folder, mtp=mtp, precision=precision, bound=bound), error if fp8 else None)
+        all_fp32 = all(dtype is torch.float32 for dtype in reader.dtypes.values())
+    precision, bound = "fp32" if all_fp32 else "bf16", math.inf if fp8 else BOUND
+    return VerificationResult(tensors, *_logits(weights, saved, folder, mtp=mtp, precision=precision, bound=bound), error if fp8 else None)
 
 
 def compare_quantized(name: str, weights: ModelWeights, tensor: Tensor) -> float:
@@ -82,44 +81,44 @@ def compare_quantized(name: str, weights: ModelWeights, tensor: Tensor) -> float
     stored = weights.quantized(name)
     if stored is None:
         raise ThresholdMissed(f"verify: {name} is not stored in FP8")
-    for part, here, there in zip((name, name + SCALE), stored, quantize(tensor, name), strict=True):
-        compare(part, here, there)
-    wide = tensor.float()
-    norm = float(wide.norm())
-    return float((dequantize(*stored, torch.float32) - wide).norm()) / norm if norm else 0.0
+    for part, written, expected in zip((name, name + SCALE), stored, quantize(tensor, name), strict=True):
+        compare(part, written, expected)
+    exact = tensor.float()
+    norm = float(exact.norm())
+    return float((dequantize(*stored, torch.float32) - exact).norm()) / norm if norm else 0.0
 
 
-def compare_extras(weights: ModelWeights, carried: FolderWeights | None) -> int:
+def compare_extras(weights: ModelWeights, extra_weights: FolderWeights | None) -> int:
     """Compare a folder's tensors outside the language model. Returns their number. Raises ThresholdMissed if one differs."""
     for name in weights.extras:
-        if carried is None or name not in carried:
+        if extra_weights is None or name not in extra_weights:
             raise ThresholdMissed(f"verify: {name} is missing on one side")
-        compare(name, weights.raw.tensor(name), carried.tensor(name))
+        compare(name, weights.raw.tensor(name), extra_weights.tensor(name))
     return len(weights.extras)
 
 
-def compare(name: str, here: Tensor, there: Tensor) -> None:
+def compare(name: str, first: Tensor, second: Tensor) -> None:
     """Raise ThresholdMissed unless two tensors have the same shape, dtype and bits."""
-    if here.shape != there.shape or here.dtype != there.dtype:
-        raise ThresholdMissed(f"verify: {name} is {here.dtype} {list(here.shape)} here and {there.dtype} {list(there.shape)} there")
-    if here.numel() and not torch.equal(here.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8)):
-        first = int((here.flatten() != there.flatten()).nonzero()[:1].sum())
-        raise ThresholdMissed(f"verify: {name} differs, first at element {first}")
+    if first.shape != second.shape or first.dtype != second.dtype:
+        kinds = " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (first, second))
+        raise ThresholdMissed(f"verify: {name} differs in dtype or shape: {kinds}")
+    if first.numel() and not torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)):
+        index = int((first.flatten() != second.flatten()).nonzero()[:1].sum())
+        raise ThresholdMissed(f"verify: {name} differs, first at element {index}")
 
 
 def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, precision: str, bound: float) -> tuple[float, float | None]:
     """Compare the logits of one model after restoring the checkpoint and after loading the folder, both as the trainer does."""
     with Skeleton(folder, mtp=mtp, precision=precision) as skeleton:
         sharded.restore(saved, sharded.Contents(skeleton.model, None, 0, None, None))
-        there = prompt_logits(skeleton)
+        restored = prompt_logits(skeleton)
         skeleton.bridge.fill([skeleton.model], weights)
-        here = prompt_logits(skeleton)
-    return compare_logits(here, there, bound)
+        return compare_logits(prompt_logits(skeleton), restored, bound)
 
 
-def compare_logits(here: list[Tensor], there: list[Tensor], bound: float) -> tuple[float, float | None]:
+def compare_logits(first: list[Tensor], second: list[Tensor], bound: float) -> tuple[float, float | None]:
     """The largest differences of the trunk's and of the MTP depths' logits. Raises ThresholdMissed if one exceeds `bound`."""
-    differences = [float((a - b).abs().max()) for a, b in zip(here, there, strict=True)]
+    differences = [float((a - b).abs().max()) for a, b in zip(first, second, strict=True)]
     if max(differences) > bound:
         raise ThresholdMissed(f"verify: logits differ by {max(differences):.2g} on the fixed prompt, at most {bound:g} is allowed")
     return differences[0], max(differences[1:], default=None)
@@ -145,16 +144,16 @@ def verify_merged(
     base: ModelWeights,
     adapter: AdapterRecord,
     *,
-    carried: FolderWeights | None = None,
+    extra_weights: FolderWeights | None = None,
     fp8: frozenset[str] = frozenset(),
-) -> Verified:
+) -> VerificationResult:
     """Compare a folder of merged weights with the base weights and the adapter. Raises ThresholdMissed if they differ.
 
     fp8: see `verify_conversion`.
     """
-    tensors, error = compare_extras(written, carried), 0.0
+    tensors, error = compare_extras(written, extra_weights), 0.0
     merged: dict[str, Tensor] = {}
-    with adapted(checkpoint, base.folder, adapter) as skeleton:
+    with adapter_skeleton(checkpoint, base.folder, adapter) as skeleton:
         reader = MergedReader(checkpoint, skeleton, base, adapter)
         for number in range(len(reader.parts)):
             for name, value in reader.read(number).items():
@@ -165,28 +164,23 @@ def verify_merged(
                         compare(hf_name, written[hf_name], tensor.to(written.dtype(hf_name)))
                     merged[hf_name] = tensor
                     tensors += 1
-        wide = all(dtype is torch.float32 for dtype in reader.dtypes.values())
-    logits = _merged_logits(written, merged, wide=wide, bound=math.inf if fp8 else BOUND)
-    return Verified(tensors, *logits, error if fp8 else None)
-
-
-def _merged_logits(written: ModelWeights, merged: Mapping[str, Tensor], *, wide: bool, bound: float) -> tuple[float, float | None]:
-    """Compare the logits of one model filled from the folder and from the merged tensors."""
-    with Skeleton(written.folder, mtp=True, precision="fp32" if wide else "bf16") as skeleton:
+        all_fp32 = all(dtype is torch.float32 for dtype in reader.dtypes.values())
+    with Skeleton(written.folder, mtp=True, precision="fp32" if all_fp32 else "bf16") as skeleton:
         skeleton.bridge.fill([skeleton.model], written)
-        here = prompt_logits(skeleton)
+        from_folder = prompt_logits(skeleton)
         skeleton.fill(merged)
-        return compare_logits(here, prompt_logits(skeleton), bound)
+        logits = compare_logits(from_folder, prompt_logits(skeleton), math.inf if fp8 else BOUND)
+    return VerificationResult(tensors, *logits, error if fp8 else None)
 
 
-def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord) -> Verified:
+def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord) -> VerificationResult:
     """Compare the PEFT files in `written` with the checkpoint. Raises ThresholdMissed if they differ.
 
     Logits are compared between base weights with the PEFT matrices merged, and the checkpoint's adapters applied in their layers.
     """
     stored = load_file(written / "adapter_model.safetensors")
     lora = LoraConfig(rank=adapter["rank"], alpha=adapter["alpha"], targets=adapter["targets"])
-    with adapted(checkpoint, base.folder, adapter, precision="fp32") as skeleton:
+    with adapter_skeleton(checkpoint, base.folder, adapter, precision="fp32") as skeleton:
         fill_adapter(checkpoint, skeleton, base.folder.path, adapter)
         exported = {name: value.clone() for name, value in export_adapter(skeleton.bridge, [skeleton.model], lora)}
         if exported.keys() != stored.keys():
@@ -195,11 +189,11 @@ def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter:
         for name, value in exported.items():
             compare(name, stored[name], value.to(stored[name].dtype))
         skeleton.fill(base)  # Does not change the adapters. The logits of MTP layers are not compared.
-        there = prompt_logits(skeleton)[:1]
+        applied = prompt_logits(skeleton)[:1]
     with Skeleton(base.folder, mtp=False, precision="fp32") as skeleton:
         skeleton.fill(_Merged(base, stored, lora.alpha / lora.rank))
-        logits, _ = compare_logits(prompt_logits(skeleton), there, APPLIED_BOUND)
-    return Verified(len(stored), logits, None)
+        logits, _ = compare_logits(prompt_logits(skeleton), applied, APPLIED_BOUND)
+    return VerificationResult(len(stored), logits, None)
 
 
 class _Merged(Mapping[str, Tensor]):

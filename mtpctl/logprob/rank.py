@@ -260,7 +260,7 @@ class ScoreRank:
                 tensor = self._partial.pop(entry.name)
             for name in (entry.name, *entry.aliases):
                 stream.add(name, tensor.view(entry.shape))
-        stream.settle()
+        stream.own_tensors()
 
     def finish_update(self) -> None:
         """Close the section. The last section of the manifest makes the version current. Raises SyncError if buckets are missing."""

@@ -111,11 +111,11 @@ def test_other_files_are_copied_and_the_config_is_corrected(tmp_path: Path) -> N
 
 
 def test_published_length_of_mimo_7b_is_corrected() -> None:
-    from mtpctl.convert.hf_folder import written_config
+    from mtpctl.convert.hf_folder import config_to_write
     from mtpctl.families.configs import hub_config
 
     config = hub_config("XiaomiMiMo/MiMo-7B-RL") | {"max_position_embeddings": 640000}
-    trainer = written_config(config, torch.bfloat16, mtp_layers=1)
+    trainer = config_to_write(config, torch.bfloat16, mtp_layers=1)
     assert trainer["max_position_embeddings"] == 32768 and config["max_position_embeddings"] == 640000
 
 

@@ -63,7 +63,7 @@ def test_concurrent_conversion_to_the_same_target_is_rejected(tmp_path: Path, mo
         if not attempts:
             attempts.append(number)
             before = set(self.folder.rglob("*"))  # Names only: one file is being written in the meantime.
-            with pytest.raises(UserError, match=r"checkpoint\.partial: another conversion writes there; wait for its end"):
+            with pytest.raises(UserError, match=r"checkpoint\.partial: another conversion writes to it; wait for its end"):
                 converted(folder, tmp_path / "checkpoint")
             assert before <= set(self.folder.rglob("*"))
 

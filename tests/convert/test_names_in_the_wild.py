@@ -200,7 +200,7 @@ def test_fp8_vision_tower_is_rejected(tmp_path: Path) -> None:
     plain = tensors(folder)
     converted(folder, tmp_path / "plain")
     write(folder, plain | tower)
-    with pytest.raises(UserError, match=r"visual\.proj\.weight is FP8 and no part of the language model; "):
+    with pytest.raises(UserError, match=r"visual\.proj\.weight is FP8 and not part of the language model; "):
         converted(folder, tmp_path / "checkpoint")
     # A checkpoint without the model's files, and with a list that does not miss them.
     shutil.rmtree(tmp_path / "plain" / "hf")
