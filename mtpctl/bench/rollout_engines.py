@@ -58,17 +58,9 @@ class Load:
 def make_load(
     name: str, batch: int, count: int, *, prompt: int, tokens: int, spread: float, vocab: int, wrong_drafts: bool = False
 ) -> Load:
-    """Make a load with random prompts for a cycle model.
+    """Make a load of `count` random prompts for a cycle model. The lengths of answers are uniform in `tokens * (1 ± spread)`.
 
-    Args:
-        name: name of the load.
-        batch: maximum number of concurrent requests.
-        count: number of requests.
-        prompt: tokens of each prompt.
-        tokens: mean tokens of an answer; lengths are uniform in `tokens * (1 ± spread)`.
-        spread: see `tokens`.
-        vocab: the model's vocabulary size.
-        wrong_drafts: use answers in the upper half of the vocabulary, with which all drafts are wrong, instead of the lower half.
+    wrong_drafts: use answers in the upper half of the vocabulary, with which all drafts are wrong, instead of the lower half.
     """
     draw = random.Random(f"{name} {batch} {count} {wrong_drafts}")
     half_vocab, max_start = vocab // 2, vocab // 2 - 2 * tokens

@@ -73,15 +73,10 @@ class Options:
 
 
 def extra_gib(before: dict[str, int], after: dict[str, int], *, exclusive: bool) -> float:
-    """GPU memory that syncs needed in addition to what was allocated before, in GiB.
+    """GPU memory in GiB that syncs need beyond the memory allocated before. `before`, `after`: from `gpu_memory`, first with `reset=True`.
 
-    Counts the peak of tensors, memory that torch's allocator reserved beyond that peak due to fragmentation, and, if `exclusive`, the
-    memory of NCCL's buffers and CUDA's kernels.
-
-    Args:
-        before: a reading of `gpu_memory` with `reset=True`.
-        after: a later reading.
-        exclusive: whether no other process uses the GPU.
+    Counts the peak of tensors, memory that torch's allocator reserved beyond that peak due to fragmentation, and, if `exclusive` (no other
+    process uses the GPU), the memory of NCCL's buffers and CUDA's kernels.
     """
     tensors = after["peak"] - before["allocated"]
     reserved = after["peak_reserved"] - before["reserved"]

@@ -44,10 +44,7 @@ def conversation(messages: Sequence[object], column: str, where: str) -> tuple[M
 
 
 def as_messages(prompt: object) -> object:
-    """Convert a struct of lists to a list of messages. Other values are returned unchanged.
-
-    The library `datasets` reads a list of structs as a struct of lists.
-    """
+    """Convert a struct of lists, as which `datasets` reads a list of structs, to a list of messages. Returns other values unchanged."""
     if isinstance(prompt, dict) and prompt and {"role", "from"} & prompt.keys() and all(isinstance(each, list) for each in prompt.values()):
         return [dict(zip(prompt, values, strict=True)) for values in zip(*prompt.values(), strict=False)]
     return prompt

@@ -79,15 +79,7 @@ class Rows:
 def read_problems(
     path: str | Path, field: str = "data.path", *, answers: bool = True, columns: ColumnsConfig | None = None
 ) -> list[Problem]:
-    """All problems of a file or folder, in order. `prompt_id` is `file:line` from 1; `file:row` in Parquet and JSON lists.
-
-    Args:
-        field: the recipe key or option of the path.
-        answers: if false, a row may lack an answer, which is then `NO_ANSWER`.
-
-    Raises:
-        UserError: with file and line, for missing, empty or unsupported files, and for invalid rows.
-    """
+    """All problems of a file or folder, in order. See `Rows.read` for errors. `field`: the recipe key or option of the path."""
     return Rows(str(path), Reading(columns or ColumnsConfig(), answers=answers), field).read()
 
 

@@ -355,13 +355,9 @@ NOT_SYNCED = "does not draft: EAGLE-3 and DFlash drafters cannot be synced to it
 
 
 def examine_model(name: str) -> Diagnosis:
-    """Check a model by its config.
+    """Check a model by its config. Raises UserError if it is not supported.
 
-    Args:
-        name: a Hugging Face folder, a config.json, a hub id, or the last part of a hub id that mtpctl knows, such as GLM-4.5-Air.
-
-    Raises:
-        UserError: if the model is not supported.
+    name: a Hugging Face folder, a config.json, a hub id, or the last part of a hub id that mtpctl knows, such as GLM-4.5-Air.
     """
     began = time.perf_counter()
     findings = _findings(support_of(_config(name)))

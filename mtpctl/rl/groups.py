@@ -9,10 +9,9 @@ _EPS = 1e-6
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ. Dynamic sampling replaces groups whose rewards are equal.
+    """Whether the rewards of a group, before the overlong penalty, differ. Dynamic sampling replaces groups whose rewards are equal.
 
-    DAPO (arXiv 2503.14476, section 3.2) requires an accuracy strictly between 0 and 1. Pass the rewards before the overlong penalty, which
-    would make the rewards of wrong responses differ by length.
+    DAPO (arXiv 2503.14476, section 3.2) requires an accuracy strictly between 0 and 1.
     """
     return len(rewards) > 1 and max(rewards) - min(rewards) > _EPS
 

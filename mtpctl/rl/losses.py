@@ -262,10 +262,7 @@ def policy_loss(inputs: LossInputs, config: RlConfig) -> LossOut:
 
 
 def loss_denominator(config: RlConfig, *, tokens: int, trajectories: int, max_tokens: int) -> int:
-    """Denominator of the summed loss of a whole batch, at least 1.
-
-    Trajectories without trained tokens are counted: Dr. GRPO (arXiv 2503.20783) divides by the number of sampled responses, masked or not.
-    """
+    """Denominator of the summed loss of a whole batch, at least 1. Counts trajectories without trained tokens, like Dr. GRPO."""
     return max({"token": tokens, "sequence": trajectories, "constant": trajectories * max_tokens}[config.aggregate], 1)
 
 

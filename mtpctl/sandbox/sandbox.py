@@ -68,10 +68,7 @@ class Sandbox:
             return process.finish()
 
     def session(self, limits: Limits | None = None) -> Session:
-        """A session whose cells share state. `wall_s` and `output_bytes` limit each cell, the other limits all cells together.
-
-        Cells raise the errors of `run`.
-        """
+        """A session, whose cells share state and all limits except `wall_s` and `output_bytes`. Cells raise the errors of `run`."""
         return Session(lambda: self.start({"kind": "session"}, limits or Limits(), channel=True))
 
     def judge(self, code: str, tests: list[str], *, entry_point: str | None = None, limits: Limits | None = None) -> Judgement:

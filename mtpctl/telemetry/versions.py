@@ -78,10 +78,7 @@ def collect_versions() -> Versions:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs visible to this process, from nvidia-smi; empty without a driver.
-
-    If nvidia-smi fails or hangs, the list contains the reason instead: a run neither fails nor waits for this record.
-    """
+    """Names of the GPUs visible to this process; empty without a driver. If nvidia-smi fails or hangs, the reason instead."""
     return _query_gpus("name")
 
 
