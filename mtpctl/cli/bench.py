@@ -132,9 +132,7 @@ def rollout(
 
     if model is not None and _is_users_model(model):
         if shape or part:
-            raise UserError(
-                f"--{'shape' if shape else 'part'}: applies to the benchmark's own model, and {model} is another one; leave it out"
-            )
+            raise UserError(f"--{'shape' if shape else 'part'}: applies to the benchmark's own model, not to {model}; leave it out")
         return _rollout_of_model(model, batch or [], engines, prompts, prompt, tokens or 0, rounds, eager=eager, json=json)
     if engines > 1 or prompts is not None:
         raise UserError(f"--{'engines' if engines > 1 else 'prompts'}: needs --model with your model's folder")
@@ -232,9 +230,7 @@ def sync_weights(
 
     for name in transport or ():
         if name == "storage":
-            raise UserError(
-                "--transport: storage is not supported, because its speed depends on the object store; choose another transport"
-            )
+            raise UserError("--transport: storage is not supported, because its speed depends on the object store; choose another")
         if name not in TRANSPORTS:
             raise UserError(f"--transport: must be one of {', '.join(each for each in TRANSPORTS if each != 'storage')}, got {name}")
         if shared and TRANSPORTS[name].one_process_per_gpu:

@@ -107,7 +107,7 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
         for field, reward in recipe.rewards.items():
             if reward.function == FROM_ENVIRONMENT:
                 raise UserError(
-                    f"{field}.function: {recipe.rollout.environment} has no method `reward()`; write one, or name another function"
+                    f"{field}.function: {recipe.rollout.environment} has no method `reward()`; add it, or name another function"
                 )
     return trial
 

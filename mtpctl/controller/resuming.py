@@ -129,7 +129,7 @@ def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
     try:
         if store is not None and (name := newest_copy(store)) is not None:
             raise UserError(
-                f"--start-over: train.checkpoint_copy: {store.url} has {name} of this run, which would be overwritten; name another URL"
+                f"--start-over: train.checkpoint_copy: {store.url} has {name} of this run, which would be overwritten; name another"
             )
     except EnvironmentMissing as error:
         raise EnvironmentMissing(f"--start-over: {error}") from error

@@ -131,9 +131,7 @@ def slurm_allocation(recipe: Recipe, request: SlurmRequest, groups: Sequence[Nod
     cpus = request.cpus or min(group.cpus for group in suitable)
     gpus = (request.gpus or min(group.gpus for group in suitable)) if cuda else 0
     if request.nodes is not None and request.nodes > count:
-        raise ClusterResources(
-            f"--nodes: {request.nodes} nodes are requested, but partition {name} has {count} nodes of that size; lower it"
-        )
+        raise ClusterResources(f"--nodes: {request.nodes} nodes are requested, but partition {name} has {count} of that size; lower it")
     for nodes in range(1, count + 1) if request.nodes is None else [request.nodes]:
         try:
             # Other nodes cannot join a run on one node, so that node must have room for the maximum number of engines.

@@ -35,9 +35,7 @@ class GeneratedTask(Section):
     name: Literal["addition", "subtraction", "multiplication", "reverse", "sort"] = Field("addition", description="Kind of task.")
     min_digits: PositiveInt = Field(1, description="Digits of the shortest operand, or characters of the shortest string.")
     max_digits: PositiveInt = Field(3, description="Digits of the longest operand, or characters of the longest string.")
-    length_decay: PositiveFloat = Field(
-        1.0, le=1, description="Ratio of the number of problems of each length to that of the previous length; below 1, long ones are rare."
-    )
+    length_decay: PositiveFloat = Field(1.0, le=1, description="Ratio of the numbers of problems of successive lengths.")
     train_size: PositiveInt = Field(20000, description="Training problems.")
     eval_size: PositiveInt = Field(256, description="Held-out problems, disjoint from the training problems.")
 

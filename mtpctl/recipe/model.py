@@ -41,14 +41,10 @@ class DrafterConfig(Section):
 
 
 class ModelConfig(Section):
-    path: HomePath | None = Field(
-        None, description="Hugging Face folder, or hub id such as Qwen/Qwen3.6-35B-A3B or zai-org/GLM-4.7; mtpctl doctor --model checks it."
-    )
+    path: HomePath | None = Field(None, description="Hugging Face folder, or hub id such as zai-org/GLM-4.7; see mtpctl doctor --model.")
     init: Literal["weights", "random"] = Field("weights", description="weights: load them; random: initialize them from the seed.")
     config: dict[str, object] | None = Field(None, description="Fields of a Hugging Face config.json, of which the run creates a model.")
-    context: PositiveInt | None = Field(
-        None, description="Positions of engine and trainer, if more than in the model's config. They limit a prompt with its response."
-    )
+    context: PositiveInt | None = Field(None, description="Maximum tokens of a prompt with its response, if more than in the config.")
     rope_scaling: dict[str, object] | None = Field(
         None,
         description="RoPE scaling for model.context in transformers' format, for example {rope_type: yarn, factor: 4.0}; default: "
@@ -131,9 +127,7 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     if headless and recipe.mtp.mode != "off":
         yield f"mtp.mode: {recipe.mtp.mode} needs an MTP head, but the model has none; leave mtp.mode out, or set it to off"
     if recipe.mtp.loss == "e2e_tv" and recipe.mtp.mode == "joint":
-        yield (
-            "mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk; set mtp.mode: isolated or mtp.loss: tv"
-        )
+        yield "mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk; set isolated, or mtp.loss: tv"
     if not recipe.mtp.trains and not headless and "draft" in recipe.train.stages:
         yield f"mtp.mode: {recipe.mtp.mode} trains no drafter, which the stage draft does; set it to isolated"
     if headless and "draft" in recipe.train.stages:
@@ -183,9 +177,7 @@ def _check_separate_drafter(recipe: Recipe, shape: ModelShape) -> Complaints:
     if speculation.verification == "block" and speculation.model_tokens:
         yield "rollout.speculation.verification: block is not supported with a DFlash drafter; set token"
     if speculation.auto and speculation.model_tokens:
-        yield (
-            "rollout.speculation.auto: not supported with a DFlash drafter, which is trained for a fixed number of drafts; set it to false"
-        )
+        yield "rollout.speculation.auto: not supported with a DFlash drafter, which is trained for a fixed number of drafts; set false"
 
 
 def model_folder(model: ModelConfig, field: str = "model.path") -> Path | None:

@@ -205,9 +205,7 @@ def check_fp8_rollout(recipe: Recipe, shape: ModelShape | None, config: Mapping[
         yield f"{_FIELD} works only with vLLM; set rollout.engine: vllm, or rollout.quantization: none"
         return
     if recipe.numerics == "bitwise":
-        yield (
-            f"{_FIELD} rounds the engine's weights, which numerics: bitwise excludes; set numerics: default, or rollout.quantization: none"
-        )
+        yield f"{_FIELD} rounds weights, which numerics: bitwise excludes; set numerics: default, or rollout.quantization: none"
     if "adapter" in recipe.sync.sections:
         yield f"{_FIELD} needs merged adapters; set sync.sections: [target, draft], or rollout.quantization: none"
     if recipe.sent_precision != "bf16":

@@ -150,9 +150,7 @@ class RolloutBase(Section):
         description="Maximum number of open trajectories per client address, for agents that connect over the network; default: three "
         "quarters of agents.",
     )
-    agent_idle_s: PositiveFloat = Field(
-        300.0, description="Seconds without a request after which the trajectory of an agent that connects over the network ends."
-    )
+    agent_idle_s: PositiveFloat = Field(300.0, description="Seconds without a request after which a remote agent's trajectory ends.")
     tool_parser: str | None = Field(None, description="vLLM's parser of tool calls in responses to an agent; default: by chat template.")
     max_turns: PositiveInt = Field(8, description="Maximum model turns per response with an environment; maximum requests of an agent.")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: the trainer's precision.")
@@ -166,12 +164,10 @@ class RolloutBase(Section):
     gpus: Annotated[Float, Field(gt=0, le=1)] | None = Field(
         None, description="Share of a GPU per engine rank; default: the share that logprob.gpus leaves."
     )
-    on_trainer_gpus: NonNegativeInt = Field(
-        0, description="Of the engines, the number that run on the trainer's GPUs, on equal parts of the share that train.gpus leaves."
-    )
+    on_trainer_gpus: NonNegativeInt = Field(0, description="Number of engines on the trainer's GPUs, on the share that train.gpus leaves.")
     gpu_memory: Fraction | None = Field(
         None,
-        description="Share of the GPU's memory that the engine may use; default: 0.85, or 0.95 of its share of the GPU if that is less.",
+        description="Share of GPU memory for an engine; default: 0.85, at most 0.95 of its GPU share.",
     )
     deadline_s: PositiveFloat = Field(
         600.0,

@@ -27,9 +27,7 @@ from mtpctl.recipe.train import Replay, TrainConfig
 class AsyncConfig(Section):
     """The section `async`: how far generation may run ahead of training."""
 
-    staleness_threshold: NonNegativeFloat = Field(
-        0.5, description="Samples generated ahead of training, as a fraction of the samples needed until the next sync; 0: none."
-    )
+    staleness_threshold: NonNegativeFloat = Field(0.5, description="Samples generated ahead, as a fraction of those until the next sync.")
     max_staleness: NonNegativeInt = Field(
         8,
         description="Maximum age of a trained token, in weight versions. Groups with older tokens are generated again, and the trainer "
@@ -37,9 +35,7 @@ class AsyncConfig(Section):
     )
     sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
     partial_rollout: bool = Field(True, description="Responses in flight at a sync continue under new weights; false: it waits for them.")
-    deterministic: bool = Field(
-        False, description="Same seed, same losses: nothing is generated ahead, batches are in prompt order, each request has its own seed."
-    )
+    deterministic: bool = Field(False, description="Same seed, same losses: nothing is generated ahead, and batches are in prompt order.")
 
     @property
     def staleness(self) -> float:
@@ -87,9 +83,7 @@ class ClusterConfig(Section):
         "choice, and for gloo the interface of the host's address.",
     )
     actor_deadline_s: PositiveFloat = Field(300.0, description="Timeout for the start of an actor, in seconds.")
-    step_deadline_s: PositiveFloat = Field(
-        1800.0, description="Timeout in seconds for a call to the trainer, and for a batch that receives no response; the run then stops."
-    )
+    step_deadline_s: PositiveFloat = Field(1800.0, description="Timeout in seconds of a trainer call, and of a batch without responses.")
 
 
 LOOPBACK = "127.0.0.1"
@@ -125,9 +119,7 @@ class TelemetryConfig(Section):
         description="HOST:PORT of the status page, /status.json, and /metrics for Prometheus; a port alone binds to 127.0.0.1, and port 0 "
         "to any free port.",
     )
-    samples: NonNegativeInt = Field(
-        8, description="Responses stored as text in `samples/` at each update, and for each held-out set at each evaluation; 0: none."
-    )
+    samples: NonNegativeInt = Field(8, description="Responses stored in `samples/` at each update, and for each held-out set; 0: none.")
     profile: bool = Field(False, description="Profile the third update of each stage; traces and tables are written to `logs/`.")
 
     @property

@@ -79,9 +79,7 @@ class MoeConfig(Section):
 
 
 class TrainConfig(Section):
-    stages: list[Literal["draft", "sft", "rl"]] = Field(
-        ["rl"], description="Stages of the run, in order. draft: trains the drafter alone, on samples of the model."
-    )
+    stages: list[Literal["draft", "sft", "rl"]] = Field(["rl"], description="Stages in order. draft: only the drafter, on own samples.")
     draft: DraftConfig = Field(default_factory=DraftConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
     rl: RlConfig = Field(default_factory=RlConfig)
@@ -100,18 +98,14 @@ class TrainConfig(Section):
     async_save: bool = Field(False, description="Write checkpoints during training; needs host memory of their size.")
     checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints, as well as checkpoint_minutes; 0: none.")
     checkpoint_minutes: NonNegativeFloat = Field(10.0, description="Minutes between checkpoints, written after an update; 0: none by time.")
-    keep_checkpoints: NonNegativeInt = Field(
-        2, description="Number of newest checkpoints to keep; 0: none is written, and the run can be neither resumed nor converted."
-    )
+    keep_checkpoints: NonNegativeInt = Field(2, description="Number of newest checkpoints to keep; 0: none, so no run can resume.")
     checkpoint_copy: str | None = Field(
         None,
         description="URL to which each checkpoint is copied during training, such as s3://bucket/runs/{name}, gs://… or file:///…; {name} "
         "and {seed} are replaced. A run directory without a checkpoint starts from the newest copy.",
     )
     max_bad_steps: PositiveInt = Field(3, description="Consecutive updates skipped for NaN or inf before the run stops.")
-    max_restarts: NonNegativeInt = Field(
-        3, description="Restarts of the trainer from the newest checkpoint within an hour, after a rank is lost, before the run stops."
-    )
+    max_restarts: NonNegativeInt = Field(3, description="Restarts of a lost trainer from a checkpoint within an hour before the run stops.")
     min_dp: PositiveInt | None = Field(
         None,
         description="Minimum data-parallel ranks to continue with after a host is lost and cannot be replaced; default: train.parallel.dp, "

@@ -94,7 +94,7 @@ def test_run_and_preflight_try_user_code_in_the_same_order(tmp_path: Path) -> No
 
 def test_environment_reward_requires_a_reward_method() -> None:
     preflight(recipe(f"rollout.environment={MODULE}:Rewards", "reward.function=environment"))
-    with pytest.raises(UserError, match=r"^reward\.function: tests\.fakes\.user_environments:Echo has no method `reward\(\)`; write one"):
+    with pytest.raises(UserError, match=r"^reward\.function: tests\.fakes\.user_environments:Echo has no method `reward\(\)`; add it"):
         preflight(recipe(f"rollout.environment={MODULE}:Echo", "reward.function=environment"))
 
 

@@ -50,8 +50,8 @@ def lines(text: str) -> list[str]:
     ("arguments", "code", "message"),
     [
         (["--partition", "card"], 2, "--partition: Slurm has no partition card; name one of cards, main"),
-        (["--nodes", "5"], 4, "--nodes: 5 nodes are requested, but partition main has 4 nodes of that size; lower it"),
-        (["--nodes", "4", "--cpus", "4"], 4, "--nodes: 4 nodes are requested, but partition main has 3 nodes of that size; lower it"),
+        (["--nodes", "5"], 4, "--nodes: 5 nodes are requested, but partition main has 4 of that size; lower it"),
+        (["--nodes", "4", "--cpus", "4"], 4, "--nodes: 4 nodes are requested, but partition main has 3 of that size; lower it"),
         (["--time", "2:00:00"], 2, "--time: 2:00:00 is more than the limit of partition main, 60 minutes; lower it"),
         (["--time", "soon"], 2, "--time: soon is not a time of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
         (["--seeds", "a"], 2, "--seeds: a is not a list of numbers; write 0,1,2"),

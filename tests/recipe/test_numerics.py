@@ -78,7 +78,7 @@ def test_a_recipe_without_correction_is_cautioned(old_logprobs: str, staleness: 
         (["rollout.quantization=int4"], "rollout.quantization"),
         (
             ["numerics=bitwise"],
-            "rollout.quantization: fp8 rounds the engine's weights, which numerics: bitwise excludes; set numerics: default",
+            "rollout.quantization: fp8 rounds weights, which numerics: bitwise excludes; set numerics: default",
         ),
         (
             ["train.lora={rank: 4, alpha: 8}", "sync.sections=[adapter, draft]"],
