@@ -17,9 +17,8 @@ from typing import Literal
 from mtpctl.cluster.bundles import Bundles, Options
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.replicas import Lifecycle, Log, Replicas, no_log, start_all
-from mtpctl.logprob.dispatch import Dispatcher, ServerLimits
+from mtpctl.logprob.dispatch import Dispatcher, ServerLimits, Waiting
 from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
-from mtpctl.logprob.queue import Waiting
 from mtpctl.logprob.rank import ReplicaConfig
 from mtpctl.logprob.replica import END_S, Replica, start_replica
 from mtpctl.recipe.schema import ClusterConfig, Recipe

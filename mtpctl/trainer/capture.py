@@ -18,7 +18,7 @@ Rows = dict[str, Tensor]
 
 @contextmanager
 def captured(model: MtpModel, inputs: Mapping[str, Tensor] | None = None) -> Iterator[Rows]:
-    """Record the module outputs of the forward pass in this block, by the names of `mtpctl.rollout.vllm.capture`.
+    """Record the module outputs of the forward pass in this block, by the names of `mtpctl.rollout.vllm.receiver`.
 
     inputs: residual streams of the sequence's first tokens that replace those of this model, so that every module reads the same input as
     in the engine that recorded them, and the output of the final norm, which replaces this model's.

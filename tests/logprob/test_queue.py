@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtpctl.logprob.dispatch import CALLERS, FairQueue, Waiting
 from mtpctl.logprob.protocol import ScoreRequest
-from mtpctl.logprob.queue import CALLERS, FairQueue, Waiting
 
 
 def waiting(tokens: int, caller: str = "a", **fields: int) -> Waiting:

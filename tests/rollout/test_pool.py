@@ -16,9 +16,8 @@ from mtpctl.cluster.rendezvous import host_store
 from mtpctl.environments.environment import EnvironmentClass
 from mtpctl.environments.turns import Turns
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.rollout.pool import ReplicaPool
+from mtpctl.rollout.pool import AFFINITY_SLACK, ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
-from mtpctl.rollout.routing import AFFINITY_SLACK
 from mtpctl.samples import GenerationRequest, Sample, Unwanted
 from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.transports.base import Address

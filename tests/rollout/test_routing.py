@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mtpctl.rollout.pool import Membership
 from mtpctl.rollout.protocol import EngineDead
-from mtpctl.rollout.routing import Membership
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import PauseMode
 from tests.fakes.engines import in_loop
@@ -64,7 +64,7 @@ async def test_request_in_flight_to_a_leaving_replica_is_handed_over() -> None:
     task = asyncio.ensure_future(collect(pool, requests(8)))
     await asyncio.sleep(0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpctl.rollout.routing.ABORT_INTERVAL_S", 0.02)
+        patch.setattr("mtpctl.rollout.pool.ABORT_INTERVAL_S", 0.02)
         await pool.membership.leave(0)
     assert_all_once(await task, 8)
 
@@ -84,7 +84,7 @@ async def test_responses_of_a_hanging_leaver_continue_elsewhere() -> None:
     task = asyncio.ensure_future(collect(pool, requests(16)))
     await asyncio.sleep(0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpctl.rollout.routing.HAND_OVER_S", 0.05)
+        patch.setattr("mtpctl.rollout.pool.HAND_OVER_S", 0.05)
         await pool.membership.leave(0)
     assert_all_once(await task, 16)
     assert pool.membership.taken == [1]

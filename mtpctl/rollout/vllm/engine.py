@@ -194,7 +194,7 @@ class VllmEngine(Engine):
         return state
 
     async def admit_at_once(self, at_once: bool) -> None:
-        """False: hold requests back if that is faster (`mtpctl.rollout.bursts`)."""
+        """False: hold requests back if that is faster (`mtpctl.rollout.vllm.patches.admission`)."""
         await self._with_deadline(self._llm.engine_core.call_utility_async("mtpctl_admit_at_once", at_once), "setting the admission")
 
     @property

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mtpctl.errors import UserError
-from mtpctl.rollout.bursts import AdmissionBursts
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.patches.admission import AdmissionBursts
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, VersionConflict

@@ -12,8 +12,8 @@ from vllm.config import CompilationMode
 from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from mtpctl.rollout.vllm.patches import compilation
-from mtpctl.rollout.vllm.patches.compilation import first_alone, install_shared_compilation
+from mtpctl.rollout.vllm.patches import cores
+from mtpctl.rollout.vllm.patches.cores import first_alone, install_shared_compilation
 
 LONG_S = 60.0
 
@@ -41,7 +41,7 @@ def test_others_wait_for_the_first_and_then_run_at_the_same_time(tmp_path: Path)
 def test_an_engine_that_compiles_takes_the_lock_and_an_eager_one_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert install_shared_compilation()
     assert UniProcExecutor.determine_available_memory is Executor.determine_available_memory
-    monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cores.tempfile, "gettempdir", lambda: str(tmp_path))
 
     def locks(mode: CompilationMode) -> list[str]:
         config = SimpleNamespace(compilation_config=SimpleNamespace(mode=mode), compute_hash=lambda: "graphs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from mtpctl.rollout.vllm.patches import draft_counts
+from mtpctl.rollout.vllm.patches import verification
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ from mtpctl.rollout.vllm.patches import draft_counts
     ],
 )
 def test_drafts_behind_the_end_are_not_counted(accepted: int, retained: int, drafted: int, counted: int) -> None:
-    draft_counts.install_draft_counts()
+    verification.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 2)
     counts.observe(3, accepted)
-    draft_counts.trim_last_step(counts, retained)
+    verification.trim_last_step(counts, retained)
     assert counts.num_draft_tokens == 3 + drafted
     assert sum(counts.histogram) == 2
     assert sum(taken * times for taken, times in enumerate(counts.histogram)) == 2 + counted
@@ -31,16 +31,16 @@ def test_drafts_behind_the_end_are_not_counted(accepted: int, retained: int, dra
 
 def test_trimming_twice_keeps_the_shorter_length() -> None:
     """Where the scheduler ended a response by its length, and the front end finds a stop string before that."""
-    draft_counts.install_draft_counts()
+    verification.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 3)
     for retained in (2, 1):
-        draft_counts.trim_last_step(counts, retained)
+        verification.trim_last_step(counts, retained)
     assert (counts.num_draft_tokens, counts.histogram) == (1, [0, 1, 0, 0])
 
 
 def test_detailed_level_keeps_every_step() -> None:
-    draft_counts.install_draft_counts()
+    verification.install_draft_counts()
     counts = RequestSpecDecodeMetrics.new(3)
     counts.observe(3, 1, detailed=True)
     counts.observe(2, 0, detailed=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mtpctl.rollout.bursts import MAX_HOLD_S, MAX_SHARE, AdmissionBursts, fit
+from mtpctl.rollout.vllm.patches.admission import MAX_HOLD_S, MAX_SHARE, AdmissionBursts, fit
 
 
 @dataclass
