@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, cast
 
 from mtpctl.rollout.vllm.patches import logprobs as deferred_logprobs
-from mtpctl.rollout.vllm.patches import route_requests
+from mtpctl.rollout.vllm.patches import routes as deferred_routes
 from mtpctl.rollout.vllm.patches.guard import assign, patch, require_pinned
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _partial_outputs(self: EngineCore, request_ids: list[str]) -> PartialOutputs
     requests = cast("Scheduler", self.scheduler).requests
     metrics = {each: requests[each].spec_decode_metrics for each in request_ids if each in requests}
     counts = {each: (m.num_spec_tokens, m.histogram, m.num_draft_tokens) for each, m in metrics.items() if m is not None}
-    return counts, deferred_logprobs.pending_of(self.scheduler, request_ids), route_requests.pending_of(self.scheduler, request_ids)
+    return counts, deferred_logprobs.pending_of(self.scheduler, request_ids), deferred_routes.pending_of(self.scheduler, request_ids)
 
 
 async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
@@ -70,7 +70,7 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
             deferred_logprobs.replace(state.logprobs_processor, *columns)
     for each, rows in routes.items():
         if (state := processor.request_states.get(each)) is not None:
-            state.routed_experts_chunks = [route_requests.as_rows(*rows)]
+            state.routed_experts_chunks = [deferred_routes.as_rows(*rows)]
 
 
 async def pause(llm: AsyncLLM, mode: PauseMode, *, clear_cache: bool = True) -> None:

@@ -13,8 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm.patches.logprobs import DEFERRED
-from mtpctl.rollout.vllm.patches.route_requests import SlotConnector, Span, as_rows, group_of, pending_of
-from mtpctl.rollout.vllm.patches.routes import SlotRecorder, slots_of
+from mtpctl.rollout.vllm.patches.routes import SlotConnector, SlotRecorder, Span, as_rows, group_of, pending_of, slots_of
 
 BLOCK, BLOCKS = 4, 40
 SHAPE = (3, 2)
