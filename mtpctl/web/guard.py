@@ -139,26 +139,26 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body, whole = bytearray(), False
+        body, complete = bytearray(), False
         try:
             self._check(scope)
             await self._read(receive, body)
-            whole = True
+            complete = True
             self._check_type(scope, body)
-            await self._answer(scope, receive, send, bytes(body))
+            await self._respond(scope, receive, send, bytes(body))
         except _Rejected as rejected:
-            if not whole:
+            if not complete:
                 await self._drain(receive)
             await _reply(send, rejected)
-        except _Gone:
+        except _Disconnected:
             pass
         finally:
             self.pending_bytes -= len(body)
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
-        if (needed := self._token(scope)) is not None:
-            if not hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + needed.encode()):
+        if (token := self._token(scope)) is not None:
+            if not hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token.encode()):
                 raise _Rejected(401, "a key is needed: send `Authorization: Bearer KEY`", **{"www-authenticate": "Bearer"})
         elif not is_allowed_host(host := headers.get(b"host", b"localhost").decode("latin-1")):
             # Not checked with a key, which a web page of another site does not have.
@@ -196,7 +196,7 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise _Gone
+                        raise _Disconnected
                     chunk = message.get("body", b"")
                     if len(body) + len(chunk) > self.bounds.body_bytes:
                         raise self._too_large()
@@ -220,7 +220,7 @@ class Guard:
                     if message["type"] == "http.disconnect" or not message.get("more_body"):
                         return
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         disconnected = asyncio.Event()
         sent = False
 
@@ -249,7 +249,7 @@ class Guard:
             answering.cancel()
 
 
-class _Gone(Exception):
+class _Disconnected(Exception):
     """The client disconnected before its request was complete."""
 
 
@@ -269,8 +269,8 @@ def with_timeouts(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> t
     """
 
     class TimeoutProtocol(H11Protocol):
-        _late: asyncio.TimerHandle | None = None
-        _stalled: asyncio.TimerHandle | None = None
+        _head_timer: asyncio.TimerHandle | None = None
+        _stall_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: BaseTransport) -> None:
             super().connection_made(cast("Transport", transport))
@@ -281,7 +281,7 @@ def with_timeouts(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> t
             self._expect_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._forget()
+            self._cancel_head_timer()
             self._cancel_check()
             super().connection_lost(exc)
 
@@ -295,7 +295,7 @@ def with_timeouts(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> t
 
         def _schedule_check(self, unread: int) -> None:
             """Check after `stalled_s` seconds how many of the `unread` bytes the client has read."""
-            self._stalled = self.loop.call_later(stalled_s, self._check_client, unread)
+            self._stall_timer = self.loop.call_later(stalled_s, self._check_client, unread)
 
         def _check_client(self, before: int) -> None:
             unread = self.transport.get_write_buffer_size()
@@ -305,20 +305,20 @@ def with_timeouts(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> t
                 self._schedule_check(unread)
 
         def _cancel_check(self) -> None:
-            if self._stalled is not None:
-                self._stalled.cancel()
-                self._stalled = None
+            if self._stall_timer is not None:
+                self._stall_timer.cancel()
+                self._stall_timer = None
 
         def _expect_head(self) -> None:
             between = self.cycle is None or self.cycle.response_complete
             if not between:
-                self._forget()
-            elif self._late is None:
-                self._late = self.loop.call_later(header_s, self.transport.close)
+                self._cancel_head_timer()
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(header_s, self.transport.close)
 
-        def _forget(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
+        def _cancel_head_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
 
     return TimeoutProtocol
