@@ -314,12 +314,13 @@ class Dispatcher:
                     item.answer.set_exception(_ended())
             raise
         except Exception as error:
-            # The pass failed. If ranks hang in a collective, they do not answer the ping, and the replica counts as dead.
-            await self.check_alive(slot, replica)
-            if len(batch) == 1 and not batch[0].answer.done():
-                batch[0].answer.set_exception(_failed(error))
+            # The pass failed, perhaps because another rank has died. Ranks that hang in a collective do not answer the ping either.
+            if not await self.check_alive(slot, replica):
+                self._again(batch, error, died=True)
             elif len(batch) > 1:
                 self._again(batch, error, died=False)
+            elif not batch[0].answer.done():
+                batch[0].answer.set_exception(_failed(error))
         else:
             # A batch that was sent in advance began when the previous one ended.
             began, now = max(began, self._ended_at.get(slot.index, began)), time.monotonic()
@@ -378,12 +379,14 @@ class Dispatcher:
             if not item.answer.done():
                 item.answer.set_exception(error)
 
-    async def check_alive(self, slot: Slot[Replica], replica: Replica) -> None:
-        """Ping a replica, and restart it if it does not answer."""
+    async def check_alive(self, slot: Slot[Replica], replica: Replica) -> bool:
+        """Ping a replica, and restart it if it does not answer. Returns whether it answered."""
         try:
             await asyncio.wait_for(replica.ping(), END_S)
         except (ReplicaDead, TimeoutError) as error:
             self.replicas.lost(slot, replica, error)
+            return False
+        return True
 
     def _start(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -8,7 +8,7 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import prod
+from math import comb, prod
 from typing import NamedTuple
 
 from mtpctl.errors import UserError
@@ -183,7 +183,7 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     - Always split over tp: q, k, v, the attention's output, gate and up.
     - Replicated: the sine and cosine of latent attention (other attention has one table for all layers), three indices and a weight for
       each selected expert, and the tokens that ranks gather if tp splits each expert.
-    - With expert parallelism also the tokens from other ranks, at most one copy per rank, assumed to be as many as this rank sends.
+    - With expert parallelism also the tokens from all ranks, one copy per rank that has an expert of the token, with even routing.
     """
     latent, moe = shape.latent, shape.moe
     entry = 2 * shape.hidden
@@ -198,10 +198,15 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     return entry_width + routing + tables + (attention_width(shape) + 2 * ffn_width(shape)) / parallel.tp
 
 
-def _received(shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Tokens from expert-parallel ranks for each token of this rank, with even routing: a token travels once to each rank at most."""
-    assert shape.moe is not None
-    return min(shape.moe.experts_per_token, parallel.ep) if parallel.ep > 1 else 0
+def _received(shape: ModelShape, parallel: ParallelConfig) -> float:
+    """Tokens from expert-parallel ranks for each token of this rank, with even routing: a token travels once to each rank that has one of
+    its experts."""
+    moe = shape.moe
+    assert moe is not None
+    if parallel.ep == 1:
+        return 0.0
+    elsewhere = moe.experts - moe.experts // parallel.ep
+    return parallel.ep * (1 - comb(elsewhere, moe.experts_per_token) / comb(moe.experts, moe.experts_per_token))
 
 
 def _routing_width(shape: ModelShape, parallel: ParallelConfig) -> float:

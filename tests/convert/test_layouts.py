@@ -16,6 +16,8 @@ from tests.fakes.convert_ranks import saved_again
 from tests.fakes.tiny import mimo
 
 LAYOUTS = ["mimo:tp=2", "mimo:pp=2", "odd:tp=2", "qwen3-moe:dp=2,ep=2"]
+EVEN = {"nemotron-h": {"n_groups": 2}}
+"""Sizes that two ranks can share, of toys with odd ones."""
 PUBLISHED = ["fp8:tp=2:folder", "fp8:pp=2:folder", "packed:dp=2,ep=2:folder", "prefixed:tp=2:folder"]
 
 
@@ -25,7 +27,7 @@ def convert_models(root: Path, cases: list[str]) -> None:
         if name == "odd":
             mimo(root / name / "hf", vocab_size=61)
         else:
-            model(name, root / name / "hf")
+            model(name, root / name / "hf", **EVEN.get(name, {}))
         converted(root / name / "hf", root / name / "checkpoint")
 
 

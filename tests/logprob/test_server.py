@@ -247,6 +247,25 @@ async def test_one_bad_request_fails_alone() -> None:
 
 
 @settled
+async def test_request_is_scored_again_if_its_pass_failed_because_a_rank_died() -> None:
+    """The other ranks report a broken connection before the death is known."""
+    start = Started(poison=310)
+    server = await serve(start, 1)
+    first, call = start.ranks[0], start.ranks[0].call
+    start.rank = {}
+
+    def call_with_a_dead_peer(method: str, *args: Any) -> Awaitable[Any]:
+        if method == "ping":
+            first.kill()
+        return call(method, *args)
+
+    first.call = call_with_a_dead_peer  # type: ignore[method-assign]
+    assert (await server.score(ScoreRequest([1, 310]))).version == 0
+    assert server.replicas.restarts == 1
+    await server.close()
+
+
+@settled
 async def test_requests_fail_when_no_replica_can_start() -> None:
     start = Started(seconds=1e-3)
     server = await serve(start, max_restarts=2)

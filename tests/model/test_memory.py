@@ -92,6 +92,7 @@ def kept_bytes(monkeypatch, folder, **fields) -> tuple[int, int]:
     with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192, **fields) as trainer:
         (micro,) = trainer._micro_batches(sequences(40, low=60, high=100), 0)
         trainer.model.train()
+        trainer.gradients.clear(1)
         with Kept(*trainer.module.parameters()) as memory:
             hidden = trainer.model(micro.input_ids, micro.packing)
         actual = memory.bytes
