@@ -25,7 +25,7 @@ SIDES = ("megatron", "hf")
 
 def convert_hf(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, a Megatron checkpoint, or a run directory.")],
-    target: Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to make.")] = None,
+    target: Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to create.")] = None,
     to: Annotated[str | None, typer.Option("--to", metavar="megatron|hf", help="Format of DST; inferred from SRC by default.")] = None,
     dtype: Annotated[
         str | None,
@@ -47,7 +47,7 @@ def convert_hf(
         if value is not None and value not in known:
             raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
     if inspect == (target is not None):
-        raise UserError("--inspect takes no DST" if inspect else "DST is missing; name the folder to make")
+        raise UserError("--inspect takes no DST" if inspect else "DST is missing; name the folder to create")
     if not source.is_dir():
         raise UserError(f"{source}: there is no such folder")
     # A conversion needs no GPU, and must not take memory of one.

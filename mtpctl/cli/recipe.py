@@ -218,7 +218,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def init(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder to make; its name becomes the run's.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder to create; its name becomes the run's.")],
     template: Annotated[
         Literal["exact", "judge", "tool", "agent", "coding", "reasoning-gym"],
         typer.Option(

@@ -30,7 +30,7 @@ from mtpctl.recipe.schema import Recipe
 WINDOW = 20
 """Updates over which a trend is measured: two periods of the oscillation that occurs with samples one update old.
 
-The run in docs/your-first-run.md gains at least 5 points in this time.
+The run in docs/benchmarks/first-run.md gains at least 5 points in this time.
 """
 MIN_STABILITY_UPDATES = 14
 SWING_STABILITY = 0.4

@@ -1,7 +1,7 @@
 """Creates the files of `mtpctl init --template reasoning-gym`: rows, reward, and a recipe that fits a pretrained model and this machine.
 
 The settings follow from the sizes of model and rows, and from the machine. Each has a reason, which is printed and written into the recipe.
-docs/your-first-run.md shows the curves behind the rules.
+docs/benchmarks/first-run.md shows the runs behind the rules.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mtpctl.recipe.model import ModelConfig, hf_config
 LEARNING_RATES = ((2e6, 2e-4), (1.35e8, 3e-5), (7e9, 1e-6))
 """Learning rate by number of parameters.
 
-The first two were the best of several in the runs of docs/your-first-run.md. The last is the usual rate for 7B without an adapter, also in
-recipes/mimo7b_mtp.yaml.
+The first two were the best of several in the runs of docs/benchmarks/first-run.md. The last is the usual rate for 7B without an adapter,
+also in recipes/mimo7b_mtp.yaml.
 """
 SMALL = 1_000_000_000
 """Number of parameters below which a model is small: the host rather than the GPU limits its rollout, so the trainer mostly waits."""
