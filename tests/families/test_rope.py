@@ -104,10 +104,10 @@ def test_max_positions_include_the_scaling_as_in_the_engine(scaling: dict[str, A
 
 
 def test_a_converted_config_keeps_the_positions_of_its_source() -> None:
-    from mtpctl.convert.hf_folder import written_config
+    from mtpctl.convert.hf_folder import config_to_write
 
     config = {**CONFIGS["llama"], "rope_scaling": LINEAR}
-    assert written_config(config, torch.bfloat16, mtp_layers=0)["max_position_embeddings"] == config["max_position_embeddings"]
+    assert config_to_write(config, torch.bfloat16, mtp_layers=0)["max_position_embeddings"] == config["max_position_embeddings"]
 
 
 def test_window_layers_have_their_own_rotary_embedding() -> None:

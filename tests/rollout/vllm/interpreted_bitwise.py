@@ -22,7 +22,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels import exact, exact_delta, exact_experts, invariant, qkv
 from mtpctl.kernels.invariant import PagedKV
 from mtpctl.kernels.rows import row_sums_triton
-from mtpctl.model import attention, dispatch, experts
+from mtpctl.model import attention, experts
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
@@ -65,7 +65,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("convolve", "recur"):
         monkeypatch.setattr(exact_delta, f"{name}_torch", getattr(exact_delta, f"{name}_triton"))
     monkeypatch.setattr(experts, "exact_product", exact_experts.grouped_linear_triton)
-    for module in (exact_experts, dispatch):
+    for module in (exact_experts, experts):
         monkeypatch.setattr(module, "row_sums", row_sums_triton)
 
     def split_heads(mixed: torch.Tensor, *arguments: Any) -> qkv.Heads:
