@@ -101,7 +101,7 @@ def _request(ids: list[int]) -> ScoreRequest:
 
 @dataclass(frozen=True)
 class Finding:
-    """A figure with its bound, which is a maximum, or with `at_least` a minimum."""
+    """A figure and its bound: a minimum if `at_least`, else a maximum."""
 
     what: str
     value: float | None
@@ -241,7 +241,7 @@ class Bench:
         self.vocab = server.bounds.vocab
 
     async def throughput(self) -> None:
-        """Measure tokens/s with many requests in flight and of a bare pass over the same requests, and the memory for logits."""
+        """Measure tokens/s of the server with many requests in flight and of a bare pass over them, and the memory for logits."""
         load = self.load
         requests = load.draw(self.vocab, load.requests, seed=0)
         tokens = sum(r.tokens for r in requests)

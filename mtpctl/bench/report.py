@@ -1,8 +1,8 @@
 """Output of the benchmarks (the environment, tables, JSON), and the comparison of two results for `mtpctl bench compare`.
 
-In a comparison, every number in the documents is a figure, named by its path. Entries of lists are matched by their keys `name`, `what`,
-`seed` …, so their order does not matter. The name of a figure determines whether higher or lower is better; other figures are shown without
-a verdict.
+A comparison reads two result files. Each number in them is a figure, named by its path. Entries of lists are matched by their keys `name`,
+`what`, `seed` …, so their order does not matter. The name of a figure determines whether higher or lower is better; other figures are shown
+without a verdict.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def changes(before: object, after: object) -> list[Change]:
 
 
 def differing_options(before: object, after: object) -> list[str]:
-    """The options in which two results differ so that their figures are not comparable."""
+    """The options that differ between two results and make their figures incomparable."""
     first, second = (each.get("options", {}) if isinstance(each, dict) else {} for each in (before, after))
     shared = [name for name in first if name in second and name not in _IGNORED_OPTIONS and first[name] != second[name]]
     return [f"{name}: {first[name]} and {second[name]}" for name in shared]

@@ -3,8 +3,8 @@
 `path`: the same requests through vLLM's offline `LLM.generate` and through mtpctl's pool and actor, with the same model, settings and
 device. Also measures the share of the engine's slots that are empty while requests are queued.
 
-`speculation`: an engine that drafts 0, 1, … k tokens, and then selects the number itself (`rollout.speculation.auto`), against one without
-speculation, at every batch size; with a drafter that is right for a known share of tokens, and with one that is always wrong.
+`speculation`: engines that draft 1, … k tokens, and one that selects the number (`rollout.speculation.auto`), against one without
+speculation, at every batch size. Each is measured with a drafter that is right for a known share of tokens, and one that is always wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IDLE_BOUND = 0.03
 AUTO_BOUND = 0.98
 """Minimum throughput of `speculation.auto`, after its first measurement, relative to no speculation."""
 GAIN_BOUND = 0.9
-"""Minimum share of `allowed_gain` that one draft token must reach with up to `GAIN_BATCH` requests."""
+"""With one draft token and at most `GAIN_BATCH` requests, the speed-up must be at least this share of `allowed_gain`."""
 GAIN_BATCH = 64
 RUN_S = 300.0
 TIMER = (

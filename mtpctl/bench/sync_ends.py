@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mtpctl.rollout.vllm.engine import VllmEngine
 
 RECOVERED = 0.9
-"""Share of the throughput before a sync at which it counts as recovered."""
+"""Throughput counts as recovered when it reaches this share of the throughput before the sync."""
 
 
 def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> None:
@@ -184,7 +184,7 @@ class Load:
         return sum(count for at, count in self.arrivals if start <= at < stop) / (stop - start)
 
     def last(self, seconds: float) -> float:
-        """Tokens per second in the last `seconds`. Raises RuntimeFailure if there were none: a sync would then stall nothing."""
+        """Tokens per second in the last `seconds`. Raises RuntimeFailure if there were none, because a sync has nothing to stall."""
         now = time.perf_counter()
         if rate := self.rate(now - seconds, now):
             return rate

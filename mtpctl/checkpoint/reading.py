@@ -111,7 +111,7 @@ def shard_sizes(checkpoint: Path) -> dict[str, int]:
 
 
 def check_shards(checkpoint: Path) -> None:
-    """Check the files of a checkpoint without checksums, by its metadata: raise Damaged if a shard is missing or truncated.
+    """For a checkpoint that has no checksums: raise Damaged if a shard is missing or shorter than its metadata says.
 
     Raises UserError like `shard_sizes`.
     """

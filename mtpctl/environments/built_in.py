@@ -1,4 +1,4 @@
-"""Built-in names of the recipe: the environment `calculator`, and the reward function `environment`."""
+"""What two built-in names in a recipe stand for: the environment `calculator`, and the reward function `environment`."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def environment_reward(response: str, problem: object, sample: Sample) -> float 
     if sample.environment_reward is not None:
         return {"reward": sample.environment_reward, **sample.reward_parts}
     use = sample.environment
-    if use is None or use.errors or use.timeouts:  # None: a row on which the function is tried before there are responses
+    if use is None or use.errors or use.timeouts:  # None: tried before the run, without a response
         return 0.0
     raise ValueError("the environment gives no reward; have its `reward()` return a number, or name another reward.function")

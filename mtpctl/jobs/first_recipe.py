@@ -81,7 +81,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A recipe key, its value, and the reason. The reason also applies to the settings without one that follow."""
+    """A recipe key, its value, and the reason. It also applies to the settings directly after it that have none."""
 
     key: str
     value: object
@@ -89,7 +89,7 @@ class Setting:
 
 
 def learning_rate(parameters: float) -> float:
-    """The learning rate for a model: interpolated between `LEARNING_RATES` in logarithms, constant beyond them, with one digit."""
+    """The learning rate for a model: log-log interpolation of `LEARNING_RATES`, constant outside, rounded to one digit."""
     logs = [(math.log(size), math.log(rate)) for size, rate in LEARNING_RATES]
     x = min(max(math.log(parameters), logs[0][0]), logs[-1][0])
     (x0, y0), (x1, y1) = next(pair for pair in pairwise(logs) if x <= pair[1][0])
@@ -237,10 +237,10 @@ class FirstTask:
 
 
 def first_task(name: str, model: str, task: str, machine: Machine, templates: Path) -> FirstTask:
-    """The files of the task `name`, except README.md, for a model folder or hub id and a dataset of reasoning-gym.
+    """The files of `mtpctl init NAME`, except README.md. model: a folder or hub id. task: a dataset of reasoning-gym.
 
-    Raises UserError for an unknown task, or a model that cannot be read, EnvironmentMissing if reasoning-gym is not installed, or the hub
-    does not respond.
+    Raises UserError for an unknown task or an unreadable model, and EnvironmentMissing if reasoning-gym is not installed or the hub does
+    not respond.
     """
     _check_task(task)
     config = hf_config(ModelConfig(path=model), field="--model")

@@ -30,7 +30,8 @@ from mtpctl.telemetry.run_directory import RunDirectory
 SLURM_TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
 SLURM_SCRIPT, SLURM_ID = "slurm.sh", "slurm.id"
 SIGNAL_LEAD_S = 300
-"""Seconds before the time limit at which Slurm signals the job: time for an update and a checkpoint. At most a quarter of the limit."""
+"""Maximum seconds before the time limit at which Slurm signals the job: time for an update and a checkpoint. If a quarter of the limit is
+less, that is used."""
 COMMAND_TIMEOUT_S = 30.0
 """Timeout of a Slurm command, in seconds."""
 
@@ -82,7 +83,7 @@ def run_slurm(command: str, *arguments: str) -> str:
 
 
 def node_groups() -> list[NodeGroup]:
-    """The partitions of this Slurm cluster."""
+    """The groups of equal nodes of all partitions of this Slurm cluster."""
     groups = []
     for line in run_slurm("sinfo", "--exact", "--noheader", "--format=%P|%D|%c|%G|%l").splitlines():
         name, nodes, cpus, gres, limit = line.strip().split("|")

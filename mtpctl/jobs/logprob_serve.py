@@ -36,7 +36,7 @@ FALLBACK = "tiny_mtp"
 
 @dataclass(frozen=True)
 class Served:
-    """The weights to serve: a model folder and, for a trained run, a checkpoint of it and its version.
+    """The weights to serve: a model folder and, for a trained run, the run's checkpoint and its weight version.
 
     `name` describes their origin; `model_id` is the model's name for clients.
     """

@@ -130,7 +130,7 @@ def origin_of(recipe: Recipe, source: Source) -> Origin:
 
 
 def _extra_end_ids(source: Source) -> list[int]:
-    """The end tokens other than the tokenizer's EOS token; if that is not an end token, -1 and all of them."""
+    """The end tokens other than EOS. If EOS is not an end token: -1, followed by all end tokens."""
     eos, ids = source.tokenizer.eos_id, list(source.ends.ids)
     return [token for token in ids if token != eos] if eos in ids else [-1, *ids]
 
@@ -337,7 +337,7 @@ async def _started(
 
 
 async def _trajectories(recipe: Recipe, source: Source, file: SampleFile | None) -> AsyncIterator[GenerationRequest]:
-    """Requests for trajectories whose problems are unknown, endlessly."""
+    """An endless series of requests, one for each trajectory of an external agent. Their problems are not known here."""
     names = set() if file is None else {prompt_id for prompt_id, _ in file.done}
     for number in itertools.count():
         if (name := f"trajectory/{number}") not in names:

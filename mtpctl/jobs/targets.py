@@ -26,11 +26,11 @@ START = "start"
 
 @dataclass(frozen=True)
 class Target:
-    """A recipe with overlays and sets applied.
+    """A recipe with overlays and `--set` values applied.
 
     Attributes:
         run: the run that the recipe is from.
-        start: the weights, if they are not the newest in the recipe's run directory.
+        start: the checkpoint or folder of the weights; None for the newest checkpoint of the run directory.
         changed: keys in which the recipe differs from that of `run`.
     """
 
@@ -60,10 +60,10 @@ def run_of(target: str | Path) -> Path | None:
 
 
 def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
-    """The recipe that `target` names, with overlays and sets applied.
+    """The recipe that `target` names, with overlays and `--set` values applied.
 
-    The `run_dir` of a run becomes its current directory, so that a run that was moved or copied resumes. Raises UserError as `load_recipe`
-    does, and for a folder that is not a run.
+    `run_dir` is set to the directory where the run is now, so that a run that was moved or copied resumes. Raises UserError as
+    `load_recipe` does, and for a folder that is not a run.
     """
     from mtpctl.recipe.loading import flatten, load_recipe
 
@@ -161,7 +161,7 @@ def has_checkpoint(run: Path) -> bool:
 def _location_keys(recipe: Recipe, run: Path) -> dict[str, str]:
     """The values of `run_dir` and `name` for a run that was moved or copied; empty if its recipe is still correct.
 
-    If `run_dir` ends with `{name}`, it still does, and `name` becomes the folder's name. So `--set name=NAME` creates another run.
+    A `run_dir` that ends with `{name}` keeps this form, and `name` is set to the folder's name. So `--set name=NAME` creates another run.
     """
     from mtpctl.recipe.schema import NAMES
 

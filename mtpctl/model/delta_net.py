@@ -1,7 +1,7 @@
 """Gated DeltaNet (arXiv 2412.06464), the linear attention of Qwen3-Next and Qwen3.5, on packed sequences.
 
-Parameters, tensor parallelism and checkpoints are upstream's. The forward pass differs: it separates packed samples in the convolution and
-the recurrence, and it also runs on a CPU.
+Parameters, tensor parallelism and checkpoints are those of megatron-core's `GatedDeltaNet`. The forward pass differs: it separates packed
+samples in the convolution and the recurrence, and it also runs on a CPU.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _EXACT = "mtpctl_exact_sums"
 
 
 def use_exact_sums(config: TransformerConfig) -> None:
-    """Let the layers of this config compute with `mtpctl.kernels.exact_grad`, for `numerics: bitwise`."""
+    """Let the layers of this config compute with `mtpctl.kernels.exact_grad`, whose sums do not depend on the batch (bitwise numerics)."""
     setattr(config, _EXACT, True)
 
 
@@ -127,7 +127,7 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         if is_buffered(self.weight):
             return buffered_linear(x, self.weight), None
-        # With three dimensions, the product that torch selects, and its rounding, would depend on whether the weight requires a gradient.
+        # For 3-D input, torch selects the matmul, and thus the rounding, by whether the weight requires a gradient.
         return F.linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]), None
 
 
@@ -175,7 +175,7 @@ class RMSNorm(torch.nn.Module):
 class GatedRMSNorm(RMSNorm):
     """Output norm of linear attention. Its weight is centered at 1, as in Hugging Face checkpoints, even if other norms are centered at 0.
 
-    Adding 1 to a stored weight would round it.
+    A weight stored as weight - 1 would be rounded when 1 is added back.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **options: object) -> None:

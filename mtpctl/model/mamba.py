@@ -1,7 +1,7 @@
 """Mamba-2 (arXiv 2405.21060), the recurrent mixer of Nemotron-H, on packed sequences.
 
-megatron-core's mixer requires mamba-ssm, has no packed rows and runs on CUDA alone, so this is a separate module with its parameters. They
-are split over tensor-parallel ranks by groups: each rank has the heads, and the input and output projections of the state, of its groups.
+megatron-core's mixer requires mamba-ssm, does not support packed samples and runs on CUDA alone, so this is a separate module with the same
+parameters. They are split over tensor-parallel ranks by groups: each rank has the heads, B and C of its groups.
 Context-parallel ranks exchange tokens for groups, see `mtpctl.model.packing`.
 
 Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the row, G groups, N state width.
@@ -87,7 +87,7 @@ class Mamba2(MegatronModule):
 
     @property
     def _widths(self) -> list[int]:
-        """Channels of the scan's input, and of the input and output projections of the state, on this tensor-parallel rank."""
+        """Channels of x, B and C on this tensor-parallel rank."""
         return [self.inner, self.groups * self.state, self.groups * self.state]
 
     def forward(
@@ -114,7 +114,7 @@ class Mamba2(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """The state by tensor-parallel rank. Parts of fused tensors are stored separately, so that tp can change."""
+        """The state dict of this tensor-parallel rank. Parts of fused tensors are stored separately, so that tp can change."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state: dict[str, Any] = {}
         for module, path, split in (
@@ -146,7 +146,7 @@ class _Convolution(torch.nn.Module):
 
 
 def _split_parameter(config: TransformerConfig, *size: int) -> torch.nn.Parameter:
-    """A parameter of which each tensor-parallel rank has other rows."""
+    """A parameter whose rows are split over tensor-parallel ranks."""
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     parameter = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1  # type: ignore[attr-defined]

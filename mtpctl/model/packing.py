@@ -5,8 +5,8 @@ passed as Megatron's packed-sequence parameters. Its format is neither `sbhd` no
 instead of sliced per sample in Python.
 
 With context parallelism (CP) the row is split into twice as many equal blocks as there are ranks. Rank r has the r-th block from the front
-and the r-th from the back, which balances the query-key pairs of a long sample over ranks. The queries of a block attend to keys from the
-first token of the sample in which the block begins up to the block's end.
+and the r-th from the back, which balances the query-key pairs of a long sample over ranks. A block's first sample
+may begin in an earlier block, so the block's keys run from that sample's first token to the block's end.
 
 Linear attention and Mamba-2 need all tokens of a sample, but their heads are independent. With CP, ranks therefore exchange some tokens of
 all heads for all tokens of some heads, as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3.1), and reorder the blocks:
@@ -38,7 +38,7 @@ STEP = 32
 
 @dataclass
 class EarlierDepths:
-    """Keys [t, g, d] and values [t, g, w] of this rank's tokens, one per depth of a pass so far; attention appends the current depth's."""
+    """Keys and values [t, KV heads, width] of this rank's tokens, one per MTP depth so far. Attention appends the current depth's."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -46,7 +46,7 @@ class EarlierDepths:
 
 @dataclass
 class Group:
-    """Samples of similar length that are computed together, one per row.
+    """Parts of similar length that are computed as one padded batch.
 
     queries [samples, length]: indices of this rank's tokens. keys [samples, length]: indices of the keys visible to this rank. valid
     [samples, length]: False for padding. mask [queries, keys]: needed if a sample began in an earlier block; None: causal.

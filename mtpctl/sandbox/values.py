@@ -1,4 +1,4 @@
-"""How values pass between an answer and its tests: plain data is encoded as JSON, and other objects become proxies.
+"""How values pass between the process of an answer and that of its tests: plain data as JSON, other objects as proxies.
 
 `encode` and `decode` support an allow-list of types. For an object of another type, `encode` calls `refer`, which returns a numbered
 reference, and `decode` passes it to `resolve`. Decoding calls nothing that the sender names: every constructor is in `_DECODERS`.
@@ -7,8 +7,8 @@ Tests use other objects of the answer by proxies (`Remote`). A proxy has the spe
 `iter` and `bool` treat it like the object. Attributes with two underscores are not forwarded, except those in `_FORWARDED`, because some
 give access to memory: numpy would read the address in `__array_interface__`.
 
-An operator is forwarded between two proxies only. Forwarding data of the tests could reveal the expected value. Therefore a proxy never
-equals such data, except a built-in class that it stands for, and other operators raise TypeError.
+An operator is forwarded between two proxies only. Forwarding data of the tests could reveal the expected value. Therefore
+`proxy == data` is False, except for a built-in class that the proxy stands for, and other operators raise TypeError.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def _iter(self: Remote) -> Iterator[Any]:
 
 
 def _send(self: Remote, value: object) -> NoReturn:
-    """Run the whole coroutine in its process. Only None starts it, as with any coroutine, so that `map(x.send, …)` does not end early."""
+    """Run the whole coroutine in its process. As with a new coroutine, only None starts it: otherwise `map(x.send, …)` would end early."""
     if value is not None:
         raise TypeError("can't send non-None value to a just-started coroutine")
     raise StopIteration(_ask(self, "await"))

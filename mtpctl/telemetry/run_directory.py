@@ -38,7 +38,7 @@ LOCK = ".lock"
 PRIVATE = 0o600
 """File mode of recipes, which may contain names of data, hosts and people."""
 BEGUN = ".begun"
-"""File in the directory of a run that was started over. It contains the new name of the previous run directory."""
+"""File in the new directory of a run that was started over. It contains the name that the old directory was renamed to."""
 _FOLDERS = ("checkpoints", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
 _MIN_FREE = 64 << 20

@@ -35,7 +35,7 @@ def open_log(path: Path) -> TextIO:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The point of a resume: after `step` of `stage`, with the stages that have ended. A new run has an empty stage."""
+    """Where a run resumes: after `step` of `stage`, with the stages that have ended. For a new run, `stage` is empty."""
 
     stage: str = ""
     step: int = 0
