@@ -12,8 +12,9 @@ from tests.environment import TREE
 
 def run_interpreted(file: Path, test: str | None = None, *, seconds: float = 200) -> None:
     """Run the tests of a file, or one of them, in a separate process with the interpreter."""
+    tests = str(file) if test is None else f"{file}::{test}"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file) if test is None else f"{file}::{test}"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={seconds:g}", tests],
         cwd=TREE,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"},
         capture_output=True,
