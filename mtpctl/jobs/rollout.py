@@ -103,7 +103,7 @@ def rollout(
             seconds = _generate(recipe, source, missing, file, folder, progress, by_id, report)
         else:
             report(f"{out} has all {samples} samples")
-        counts = summary(file.tally, made=file.tally.samples - samples, tokens=file.tally.tokens - tokens, seconds=seconds)
+        counts = summary(file.tally, new_samples=file.tally.samples - samples, new_tokens=file.tally.tokens - tokens, seconds=seconds)
         return counts | {"model": source.name, "out": str(out)}
 
 
@@ -244,14 +244,14 @@ async def generate_responses(
     return time.perf_counter() - began
 
 
-def summary(tally: Tally, *, made: int, tokens: int, seconds: float) -> dict[str, Any]:
+def summary(tally: Tally, *, new_samples: int, new_tokens: int, seconds: float) -> dict[str, Any]:
     """Counts and means of a rollout: `made`, `seconds` and `tokens_per_s` of this call, the others of the whole file."""
     speculation = tally.speculation
     return {
         "samples": tally.samples,
-        "made": made,
+        "made": new_samples,
         "seconds": seconds,
-        "tokens_per_s": tokens / seconds if seconds else None,
+        "tokens_per_s": new_tokens / seconds if seconds else None,
         "tokens": tally.tokens,
         "length_mean": tally.tokens / tally.samples if tally.samples else None,
         "reward_mean": tally.reward / tally.rewards if tally.rewards else None,

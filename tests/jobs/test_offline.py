@@ -112,9 +112,9 @@ def test_request_seed_does_not_depend_on_existing_samples(tmp_path: Path) -> Non
 
 def test_summary_means_handle_missing_counts(tmp_path: Path) -> None:
     tally = answer(Echo(), tmp_path / "o", 2)
-    result = summary(tally, made=4, tokens=8, seconds=2.0)
+    result = summary(tally, new_samples=4, new_tokens=8, seconds=2.0)
     assert (result["samples"], result["tokens"], result["tokens_per_s"], result["length_mean"]) == (4, 8, 4.0, 2.0)
     assert (result["accept_rate"], result["accept_length"], result["reward_mean"]) == (0.5, 1.5, 1.0)
     assert result["finish_reasons"] == {"stop": 4}
-    empty = summary(Tally(), made=0, tokens=0, seconds=0.0)
+    empty = summary(Tally(), new_samples=0, new_tokens=0, seconds=0.0)
     assert [empty[name] for name in ("tokens_per_s", "length_mean", "accept_rate", "reward_mean")] == [None] * 4
