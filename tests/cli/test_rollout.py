@@ -50,7 +50,7 @@ def _spec() -> Any:
 def found(**changes: Any) -> dict[str, Any]:
     tally = Tally()
     tally.add(ROW | {"reward": 1.0})
-    return summary(tally, made=1, tokens=3, seconds=1.5) | {"model": "m", "out": "o.jsonl"} | changes
+    return summary(tally, new_samples=1, new_tokens=3, seconds=1.5) | {"model": "m", "out": "o.jsonl"} | changes
 
 
 def test_arguments_are_passed_with_the_recipe_as_set(rollout: Any) -> None:
