@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -240,7 +240,7 @@ def pin(result: Result) -> dict[str, object]:
     return {"losses": result.losses, "gradients": gradients}
 
 
-def pins() -> dict[str, dict[str, object]]:
+def pins() -> dict[str, dict[str, Any]]:
     """The contents of the file of pins: an entry for each case and convention."""
     return {f"{case.name} | {way.supervised} | {way.trunk_state}": pin(reference(case, way)) for case in CASES for way in CONVENTIONS}
 

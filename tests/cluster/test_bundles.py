@@ -123,8 +123,8 @@ def test_a_stop_ends_the_wait_and_a_run_that_never_fits_is_an_error(hosts: Any) 
 def test_a_joined_host_offers_bundles_until_it_is_drained(hosts: Any) -> None:
     """A released bundle can be reserved by others. No bundle is reserved on a host that is drained or removed."""
     import ray
-    from ray._raylet import GcsClient
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
 
     async def main() -> None:
         bundles, claim = Bundles(), Claim("rollout-7", 16, 2)

@@ -101,9 +101,9 @@ def test_scaled_run_trains_every_prompt_once(tmp_path: Path) -> None:
 
 def test_replicas_follow_joining_draining_and_lost_hosts(tmp_path: Path) -> None:
     """Hosts are raylets of this machine: one for the trainer, and others with an engine or two each."""
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.cluster_utils import Cluster
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     first = cluster.add_node(num_cpus=1)

@@ -141,7 +141,7 @@ def test_ernie(tmp_path: Path, case: str) -> None:
 
     model = hf_model(*CASES[case], tmp_path)
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    config = LlamaConfig(**{name: getattr(model.config, name) for name in names}, attn_implementation="eager")
+    config = LlamaConfig(**{name: getattr(model.config, name) for name in names}, attn_implementation="eager")  # type: ignore[call-arg]
     drafter = Drafter(model, LlamaDecoderLayer(config, 0))
     drafter.final_norm = None
     pieces = {

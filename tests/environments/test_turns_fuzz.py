@@ -243,7 +243,7 @@ async def play(family: Family, count: int, seed: int) -> tuple[list[Sample], dic
             await pool._replicas.each(lambda replica, mode=mode: replica.pause(mode))
             await asyncio.sleep(0)
             live[0] += 1
-            await pool._replicas.each(lambda replica: replica.resume())
+            await pool._replicas.each(lambda replica: replica.resume())  # type: ignore[attr-defined]
 
     syncing = asyncio.create_task(syncs())
     try:

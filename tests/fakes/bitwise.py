@@ -281,7 +281,8 @@ def _scores(
 def _score_on_rank(number: int, parallel: ParallelConfig, address: str, out: Path, *arguments: Any) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(number)
-    scores = _scores(*arguments, Rank(number, parallel.world_size, address, number, deadline_s=300), parallel)
+    rank = Rank(number, parallel.world_size, address, number, deadline_s=300)
+    scores = _scores(*arguments, rank=rank, parallel=parallel)
     if number == 0:
         torch.save(scores, out)
 

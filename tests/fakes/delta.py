@@ -62,7 +62,7 @@ def in_steps(sample: Inputs, steps: list[int], drafts: int = 0, accepted: list[i
         return exact_delta.run(rows[0], rows[1], rows[2], weights, starts, cache)[: len(tokens.mixed)]
 
     for index, count in enumerate(steps):
-        part = Inputs(*(x[done : done + count] for x in sample[:3]), weights)
+        part = Inputs(*(x[done : done + count] for x in sample[:3]), weights=weights)
         outputs.append(run(part, first, int(index > 0), index % 4))
         done += count
     table = torch.cat([first, torch.arange(3, 3 + 2 * drafts, device=device).view(2, drafts)], dim=1)
@@ -71,7 +71,7 @@ def in_steps(sample: Inputs, steps: list[int], drafts: int = 0, accepted: list[i
             break
         right = min(count, len(sample.mixed) - done)
         wrong = drawn_inputs(1 + drafts - right, seed=1000 + step, dtype=sample.mixed.dtype, device=str(device))
-        part = Inputs(*(torch.cat([x[done : done + right], y]) for x, y in zip(sample[:3], wrong[:3], strict=True)), weights)
+        part = Inputs(*(torch.cat([x[done : done + right], y]) for x, y in zip(sample[:3], wrong[:3], strict=True)), weights=weights)
         outputs.append(run(part, table, valid, 1 + drafts)[:right])
         done, valid = done + right, right
     assert done == len(sample.mixed)

@@ -43,7 +43,10 @@ class DraftCase:
         valid = self.vocab - self.padding
         labels = torch.multinomial((trunk @ weight[:valid].T).softmax(1), 1, generator=g).squeeze(1)
         labels[::7] = -100
-        options = {"temperature": (torch.rand(self.rows, generator=g) + 0.5).to(device), "valid_vocab": valid} | self.options
+        options: dict[str, Any] = {
+            "temperature": (torch.rand(self.rows, generator=g) + 0.5).to(device),
+            "valid_vocab": valid,
+        } | self.options
         drafts = []
         for number, settings in enumerate(self.drafts):
             rows = (torch.rand(self.rows, generator=g) < 0.9).nonzero().squeeze(1) if number == 0 else None

@@ -45,7 +45,7 @@ class ModuleEngine:
 
     def live(self) -> Tensors:
         """Copies of the live tensors."""
-        models = [dict(model.named_parameters()) for model in self.models.values()]
+        models: list[Tensors] = [dict(model.named_parameters()) for model in self.models.values()]
         return {name: tensor.detach().clone() for tensors in [*models, self.adapter] for name, tensor in tensors.items()}
 
     async def start(self, *, draft: bool) -> None:

@@ -41,7 +41,7 @@ class RouterLog:
         model.register_forward_pre_hook(self._reads, with_kwargs=True)
         for module in model.modules():
             if isinstance(module, MoERunner):
-                module.router._compute_routing = partial(self._chooses, module.layer_id, module.router._compute_routing)
+                module.router._compute_routing = partial(self._chooses, module.layer_id, module.router._compute_routing)  # type: ignore[attr-defined]
         self._execute = self.runner.execute_model
         self.runner.execute_model = self._runs
 

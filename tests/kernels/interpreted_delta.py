@@ -22,7 +22,7 @@ def use_kernels(patch: pytest.MonkeyPatch) -> None:
 def test_kernels_match_the_functions_of_a_cpu(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """bound: 100 roundings of fp32, or 8 of fp16, which has 10 bits."""
     samples = [drawn_inputs(length, seed=length, dtype=dtype) for length in (7, 1, 4)]
-    wide = [Inputs(*(x.float() for x in each[:3]), each.weights._replace(taps=each.weights.taps.float())) for each in samples]
+    wide = [Inputs(*(x.float() for x in each[:3]), weights=each.weights._replace(taps=each.weights.taps.float())) for each in samples]
     expected = packed(wide)
     use_kernels(monkeypatch)
     for actual, usual in zip(packed(samples), expected, strict=True):

@@ -107,8 +107,8 @@ def test_paged_attention_equals_packed_attention() -> None:
     out = torch.empty_like(query)
     invariant.paged_attention(query, PagedKV(keys, values, table, torch.tensor(lengths).int()), starts, 83, 0.2, out)
     for start, count, whole in zip(starts.tolist(), counts, wholes[:3], strict=False):
-        parts = (part.contiguous() for part in whole.split([heads, groups, groups], 1))
-        alone, _ = invariant.attention(*parts, torch.tensor([0, len(whole)]).int(), len(whole), 0.2)
+        q, k, v = (part.contiguous() for part in whole.split([heads, groups, groups], 1))
+        alone, _ = invariant.attention(q, k, v, torch.tensor([0, len(whole)]).int(), len(whole), 0.2)
         assert torch.equal(out[start : start + count], alone[len(whole) - count :])
     assert out[-1].isfinite().all()
 

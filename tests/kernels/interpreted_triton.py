@@ -64,7 +64,7 @@ def test_large_logits_keep_precision() -> None:
 
 
 def test_all_results_are_initialized() -> None:
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         for workspace in (1, 1 << 20):

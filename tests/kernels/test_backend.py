@@ -71,7 +71,7 @@ def bits(rank: int) -> dict[str, float]:
         "invariant mass": (invariant.log_mass(logits[:, columns], 101, group), invariant.log_mass(logits)),
     }
     flat = {name: [torch.cat(each) if isinstance(each, tuple) else each for each in pair] for name, pair in pairs.items()}
-    return {name: (two != one).sum().item() for name, (two, one) in flat.items()}
+    return {name: torch.ne(two, one).sum().item() for name, (two, one) in flat.items()}
 
 
 def _rank(rank: int, meeting: str, folder: str) -> None:
@@ -99,7 +99,7 @@ def _rank(rank: int, meeting: str, folder: str) -> None:
         answer = {
             "logprob": (got.logprob - reference.logprob).abs().max().item(),
             "entropy": (got.entropy - reference.entropy).abs().max().item(),
-            "hit": (got.hit != reference.hit).sum().item(),
+            "hit": torch.ne(got.hit, reference.hit).sum().item(),
             "hidden": relative(grads[0], expected[0]),
             "weight": relative(grads[1], expected[1][half]),
         }

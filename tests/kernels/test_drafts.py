@@ -139,12 +139,12 @@ def test_detached_weight_gets_no_gradient_and_main_grad_accumulates() -> None:
     assert torch.autograd.grad(out.loss_sum, p["weight"], allow_unused=True) == (None,)
     expected = run(p, temperature=1.0, grad_scale=0.5)[2]
     weight = torch.nn.Parameter(p["weight"].detach())
-    weight.main_grad = torch.ones_like(weight)
+    weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
     out = linear_draft_loss(
         p["hidden"], p["teacher"], weight, p["labels"], valid_vocab=VOCAB, grad_scale=0.5, main_grad=True, workspace_bytes=1
     )
     (out.loss_sum * 0.5).backward(retain_graph=True)
-    assert relative(weight.main_grad - 1, expected) < 1e-12
+    assert relative(weight.main_grad - 1, expected) < 1e-12  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="one backward pass"):
         out.loss_sum.backward()
 

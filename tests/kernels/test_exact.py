@@ -94,7 +94,8 @@ def test_query_ignores_the_contents_of_hidden_keys_and_other_samples() -> None:
     whole = exact.attention(query, key, value, causal, 0.2)
     keys, values = (torch.cat([x, 1e6 * torch.ones_like(x[:, :, :58])], dim=2) for x in (key, value))
     visible = torch.nn.functional.pad(causal, (0, 58))
-    batch = exact.attention(*(torch.cat([1e3 * x.flip(2), x]) for x in (query, keys, values)), visible, 0.2)
+    q, k, v = (torch.cat([1e3 * x.flip(2), x]) for x in (query, keys, values))
+    batch = exact.attention(q, k, v, visible, 0.2)
     assert torch.equal(batch[1:], whole)
 
 
@@ -107,7 +108,7 @@ def test_operations_agree_with_float64() -> None:
     cos, sin = exact.cos_sin(angles)
     query, key, value, causal = _attention_case()
     attended = torch.nn.functional.scaled_dot_product_attention(
-        *(each.double() for each in (query, key, value)), causal, scale=0.2, enable_gqa=True
+        query.double(), key.double(), value.double(), causal, scale=0.2, enable_gqa=True
     )
     # A factor keeps at least 21 bits relative to its row's largest element: 2⁻²² each, in units of the product of the largest ones.
     largest = x.abs().amax(1, keepdim=True) * weight.abs().amax(1)
@@ -150,6 +151,7 @@ def test_gradients_are_those_of_the_usual_operations() -> None:
         return torch.cat([part.flatten(1) for part in run(x, layout, HeadNorm(q_weight, k_weight, 1e-6), angles)], 1)
 
     normed = tuple(partial(heads, run) for run in (exact_grad.split_normed_heads, split_heads_torch))
+    inputs: tuple[Tensor, ...]
     for ours, usual, inputs in (*cases, (*normed, (mixed, gain[:16], gain[16:32]))):
         results = []
         for run in (ours, usual):

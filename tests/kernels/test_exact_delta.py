@@ -74,7 +74,7 @@ def test_steps_compute_the_same_bits_on_a_gpu(drafts: int) -> None:
     accepted = [1 + (step * step) % (drafts + 1) for step in range(200)]
     steps = [9] if drafts else [100, 1, 1, 98]
     assert torch.equal(in_steps(samples[0], steps, drafts=drafts, accepted=accepted if drafts else None), whole[0])
-    expected = by_definition(Inputs(*(x.cpu() for x in samples[0][:3]), DeltaWeights(*(_on_cpu(x) for x in samples[0].weights))))
+    expected = by_definition(Inputs(*(x.cpu() for x in samples[0][:3]), weights=DeltaWeights(*(_on_cpu(x) for x in samples[0].weights))))
     assert (whole[0].cpu().double() - expected).norm() <= 0.02 * expected.norm()  # q, k, v and outputs are rounded to 8 bits
 
 

@@ -49,7 +49,7 @@ def test_extreme_logits_keep_the_log_prob() -> None:
 
 
 def test_all_gradients_are_initialized() -> None:
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     try:
         for workspace in (64 << 20, 100 << 20, 1 << 30):

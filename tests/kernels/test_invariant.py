@@ -57,7 +57,8 @@ def test_decoded_and_verified_queries_equal_those_of_a_packed_sample(length: int
         rows = torch.cat([key, value], -1)[page * size : (page + 1) * size]
         cache[pages - 1 - page, :, : len(rows)] = rows.transpose(0, 1)
     table = torch.arange(pages, dtype=torch.int32, device="cuda").flip(0)[None]
-    stored = PagedKV(*cache.split(width, -1), table, torch.tensor([length], dtype=torch.int32, device="cuda"))
+    keys, values = cache.split(width, -1)
+    stored = PagedKV(keys, values, table, torch.tensor([length], dtype=torch.int32, device="cuda"))
     for count in {min(count, length) for count in (1, 2, 3, 4, 8, 17, length)}:
         out = torch.empty_like(query[:count])
         ends = torch.tensor([0, count], dtype=torch.int32, device="cuda")

@@ -149,7 +149,7 @@ def test_large_logits_keep_log_prob_and_entropy(dtype: torch.dtype) -> None:
 
 
 def test_all_results_and_gradients_are_initialized() -> None:
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         for case in (Case(9, 8, 130, torch.bfloat16, padding=5, workspace=1), Case(9, 8, 130, torch.float32, chosen=0.5)):
@@ -208,27 +208,27 @@ def test_main_grad_is_added_to_and_flagged() -> None:
     plain = weight.clone().requires_grad_()
     linear_logprob(hidden, plain, labels).logprob.sum().backward()
     weight = torch.nn.Parameter(weight)
-    weight.main_grad = torch.ones(130, 8)
-    weight.grad_added_to_main_grad = False
+    weight.main_grad = torch.ones(130, 8)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     linear_logprob(hidden, weight, labels, main_grad=True).logprob.sum().backward()
-    assert weight.grad_added_to_main_grad
+    assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
     assert plain.grad is not None
-    assert relative(weight.main_grad - 1, plain.grad) < 1e-2
+    assert relative(weight.main_grad - 1, plain.grad) < 1e-2  # type: ignore[attr-defined]
 
 
 def test_tied_heads_main_grad_keeps_the_embedding_gradient() -> None:
     """Megatron marks such a weight and adds autograd's gradient to `main_grad`."""
     tokens, labels = torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         grads = []
         for fused in (False, True):
             table = torch.nn.Parameter(torch.linspace(-1, 1, 240).view(30, 8))
-            table.main_grad, table.grad_added_to_main_grad, table.zero_out_wgrad = torch.zeros(30, 8), False, True
+            table.main_grad, table.grad_added_to_main_grad, table.zero_out_wgrad = torch.zeros(30, 8), False, True  # type: ignore[attr-defined]
             linear_logprob(torch.nn.functional.embedding(tokens, table), table, labels, main_grad=fused).logprob.sum().backward()
             assert table.grad is not None
-            grads.append(table.main_grad + table.grad)
+            grads.append(table.main_grad + table.grad)  # type: ignore[attr-defined]
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.allclose(*grads, atol=1e-6)

@@ -144,10 +144,10 @@ def test_main_grad_is_added_to_only_for_the_stated_gradient() -> None:
     p = problem()
     expected = torch.autograd.grad(linear_logprob(p["hidden"], p["weight"], p["labels"]).logprob.sum() * 0.5, p["weight"])[0]
     weight = torch.nn.Parameter(p["weight"].detach())
-    weight.main_grad = torch.ones_like(weight)
+    weight.main_grad = torch.ones_like(weight)  # type: ignore[attr-defined]
     out = linear_policy_loss(p["hidden"], weight, p["labels"], summed, grad_scale=0.5, main_grad=True, workspace_bytes=1)
     (out.loss_sum * 0.5).backward()
-    assert relative(weight.main_grad - 1, expected) < 1e-12
+    assert relative(weight.main_grad - 1, expected) < 1e-12  # type: ignore[attr-defined]
     p["hidden"].grad = None
     out = linear_policy_loss(p["hidden"], weight, p["labels"], summed, grad_scale=0.5, main_grad=True)
     with pytest.raises(ValueError, match=r"grad_scale: 0.5, but the loss received a gradient of 1.0"):

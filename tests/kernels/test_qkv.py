@@ -24,7 +24,7 @@ def test_heads_and_gradients_match_the_formulas(device: str, dtype: torch.dtype,
     mixed, layout, norm, angles, grads = case.drawn(dtype, device)
     leaf = mixed.requires_grad_()
     weights = [] if norm is None else [weight.requires_grad_() for weight in norm[:2]]
-    actual = split_heads(leaf, layout, None if norm is None else HeadNorm(*weights, *norm[2:]), angles)
+    actual = split_heads(leaf, layout, None if norm is None else HeadNorm(weights[0], weights[1], *norm[2:]), angles)
     assert all(x.is_contiguous() and x.dtype == dtype for x in actual)
     gradients = torch.autograd.grad(actual, [leaf, *weights], grads)
     case.assert_close([*actual, *gradients, *([None, None] if norm is None else [])], case.by_formula(dtype), bound)

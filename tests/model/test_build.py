@@ -27,8 +27,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch, **at: int) -> dict[str, torch.Tensor]
     model.embedding.word_embeddings = torch.nn.Embedding(6, 4)
     model.split, model.router, model.expert = (torch.nn.Linear(4, 6) for _ in range(3))
     for linear in (model.embedding.word_embeddings, model.split, model.expert):
-        linear.weight.tensor_model_parallel = True
-    model.expert.weight.allreduce = False  # as megatron-core marks it with expert parallelism
+        linear.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    # As megatron-core marks it with expert parallelism.
+    model.expert.weight.allreduce = False  # type: ignore[attr-defined]
     init_random_weights(model, seed=3)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 

@@ -80,5 +80,6 @@ def test_window_includes_the_query_itself(window: int | None, left: int, monkeyp
         "torch.ops.aten._flash_attention_forward",
         SimpleNamespace(default=lambda q, *_, window_size_left, **__: (passed.append(window_size_left) or q, q)),
     )
-    flash_attention(*(x.detach() for x in leaves()), flash_arguments(packed()), 0.1, window)
+    q, k, v = (x.detach() for x in leaves())
+    flash_attention(q, k, v, flash_arguments(packed()), 0.1, window)
     assert passed == [left]

@@ -61,7 +61,7 @@ def scan(tokens: int, dtype: torch.dtype = torch.float64) -> Scan:
         drawn(sum(widths)),
         drawn(tokens, HEADS),
         *(drawn(HEADS) for _ in range(3)),
-        GROUPS,
+        groups=GROUPS,
     )
 
 

@@ -134,7 +134,7 @@ def test_replicas_on_two_hosts_share_the_work_and_outlive_one_of_them() -> None:
     async def drive() -> tuple[set[str], list[Sample]]:
         pool = await ReplicaPool.start(start, 2, max_in_flight=16)
         live = [replica for _, replica in pool._replicas.live()]
-        nodes = {await replica._call(FakeActor.node) for replica in live}
+        nodes = {await replica._call(FakeActor.node) for replica in live}  # type: ignore[attr-defined]
 
         async def lose_a_host() -> None:
             await asyncio.sleep(1.0)

@@ -180,7 +180,7 @@ async def test_cancelled_request_is_cancelled_in_the_engine() -> None:
     await asyncio.sleep(0)
     at_once.cancel()
     await asyncio.sleep(0.01)
-    assert handle.actor._engine.under_way == 0 and handle.actor._tasks == {}
+    assert handle.actor._engine.under_way == 0 and handle.actor._tasks == {}  # type: ignore[attr-defined]
     assert handle.calls.count("drop") <= 2
     assert (await asyncio.wait_for(replica.generate(request("next")), 5)).prompt_id == "next"
 

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,7 +187,7 @@ def test_a_torn_last_line_is_left_out_and_a_broken_one_is_named(tmp_path: Path) 
         read_samples(tmp_path)
 
 
-TAMPERED = {
+TAMPERED: dict[str, list[Any]] = {
     "step": ["1", None, -1, 10**400, [1]],
     "kind": ["train", [], None],
     "prompt": [None, 5, "\ud800"],

@@ -59,7 +59,8 @@ def test_unkillable_nvidia_smi_is_not_waited_for(two_cards: Path, monkeypatch: p
         assert visible_gpus() == ["unknown GPU (nvidia-smi did not answer within 0.1 s)"]
         assert time.monotonic() - began < 5
     finally:
-        os.kill(*pids, signal.SIGKILL)
+        [pid] = pids
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ COMPARED = [case for case in CASES if case.name != case.like]
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of all requested cases. The first test waits for all of them."""
     out = tmp_path_factory.mktemp("ranks") / "results.pt"
-    names = {item.callspec.params["case"].name for item in request.session.items if item.path == request.path}
+    names = {item.callspec.params["case"].name for item in request.session.items if item.path == request.path}  # type: ignore[attr-defined]
     subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.fakes.trainer_ranks", str(out), *sorted(names)], check=True, timeout=1500)
     return torch.load(out, weights_only=False)
 

@@ -87,7 +87,8 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             if metadata is not None:
                 starts = metadata.query_start_loc.int()
                 count, longest = int(starts[-1]), int(starts.diff().max())
-                pages = PagedKV(*kv_cache.split(self.head_size, -1), metadata.block_table.int(), metadata.seq_lens.int())
+                keys, values = kv_cache.split(self.head_size, -1)
+                pages = PagedKV(keys, values, metadata.block_table.int(), metadata.seq_lens.int())
                 invariant.paged_attention(query[:count], pages, starts, longest, self.scale, output[:count])
             return output
 

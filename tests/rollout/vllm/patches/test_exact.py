@@ -74,12 +74,13 @@ def test_paged_attention_equals_attention_to_a_requests_own_tokens(block_bytes: 
     layer = object.__new__(exact_attention_class())
     for table, (keys, values) in zip(tables.tolist(), whole, strict=True):
         slots = torch.tensor([table[i // size] * size + i % size for i in range(keys.shape[1])] + [-1])
-        rows = [torch.cat([x.transpose(0, 1), torch.zeros(1, groups, width)]) for x in (keys, values)]
-        layer.do_kv_cache_update(None, *rows, cache, slots)
+        key_rows, value_rows = (torch.cat([x.transpose(0, 1), torch.zeros(1, groups, width)]) for x in (keys, values))
+        layer.do_kv_cache_update(None, key_rows, value_rows, cache, slots)
     starts = torch.tensor([0, *counts]).cumsum(0)
     metadata = SimpleNamespace(causal=True, query_start_loc=starts, seq_lens=torch.tensor(lengths), block_table=tables)
     output = torch.empty(int(starts[-1]), heads, width)
-    paged_attention(torch.cat(queries), *cache.chunk(2, dim=-1), metadata, 0.2, output)  # type: ignore[arg-type]
+    key_cache, value_cache = cache.chunk(2, dim=-1)
+    paged_attention(torch.cat(queries), key_cache, value_cache, metadata, 0.2, output)  # type: ignore[arg-type]
     for part, query, (keys, values), length, count in zip(output.split(counts), queries, whole, lengths, counts, strict=True):
         visible = torch.ones(length, length, dtype=torch.bool).tril()[length - count :]
         expected = exact.attention(query.transpose(0, 1)[None], keys[None], values[None], visible, 0.2)

@@ -134,6 +134,6 @@ def test_seeded_responses_are_the_same_with_partial_prefills(
     alone = [run(engine.generate(seeded(index))).response_ids for index in range(REQUESTS)]
     assert run(together(engine)) == alone, "discarded samples do not advance a request's generator"
     assert all(len(response) == 40 for response in run(together(engine, pauses=5)))
-    monkeypatch.setattr(CPUModelRunner, "sample_tokens", CPUModelRunner.sample_tokens.__wrapped__)
+    monkeypatch.setattr(CPUModelRunner, "sample_tokens", CPUModelRunner.sample_tokens.__wrapped__)  # type: ignore[attr-defined]
     with pytest.raises(EngineDead):
         run(together(engine))
