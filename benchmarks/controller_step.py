@@ -45,12 +45,11 @@ from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
 from mtpctl.data.tokenizers import load_plain_tokenizer, make_byte_tokenizer
-from mtpctl.plan.partition import partition
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.protocol import Generator
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.session import Telemetry
-from mtpctl.trainer.share import BatchTable, Share
+from mtpctl.trainer.share import BatchTable, Share, partition
 
 PROMPT = 256
 IN_FLIGHT = 512

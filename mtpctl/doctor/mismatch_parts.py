@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,8 +20,10 @@ from mtpctl.routes import RouteShape
 from mtpctl.samples import GenerationRequest, Logprobs, Sample, ids_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
+    from mtpctl.model.gpt import MtpModel
     from mtpctl.rollout.vllm.engine import VllmEngine
 
 FACTOR = 4.0
@@ -202,7 +206,6 @@ def _trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], decod
 
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.trainer.batch import Sequence
-    from mtpctl.trainer.capture import captured
     from mtpctl.trainer.config import EngineConfig
     from mtpctl.trainer.engine import MegatronEngine
 
@@ -226,9 +229,9 @@ def _trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], decod
 
     try:
         streams = {name: rows for name, rows in decode.items() if name.endswith(".stream") or name == "final_norm"}
-        with captured(engine.module) as free:
+        with capture_outputs(engine.module) as free:
             scored = {"eager": logprobs(samples["eager"])}
-        with captured(engine.module, streams) as forced:
+        with capture_outputs(engine.module, streams) as forced:
             head = logprobs(samples["eager"])
         scored |= {name: logprobs(sample) for name, sample in samples.items() if name != "eager"}
         width = max(engine.transformer.hidden_size, engine.transformer.ffn_hidden_size)
@@ -238,6 +241,88 @@ def _trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], decod
         return {"logprobs": scored, "free": free, "forced": forced, "head": head, "rounding": rounding, "moe_layers": layers}
     finally:
         engine.close()
+
+
+@contextmanager
+def capture_outputs(model: MtpModel, inputs: Mapping[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
+    """Record the module outputs of the forward pass in this block. Their names are those of `mtpctl.rollout.vllm.receiver`.
+
+    inputs: the engine's residual streams and final norm output for the sequence's first tokens. They replace this model's, so that every
+    module reads the same input as in the engine.
+    """
+    capture = _Capture(inputs or {})
+    try:
+        capture.install(model)
+        yield capture.rows
+    finally:
+        for handle in capture.handles:
+            handle.remove()
+
+
+class _Capture:
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self.inputs = inputs
+        self.rows: dict[str, Tensor] = {}
+        self.handles: list[RemovableHandle] = []
+
+    def install(self, model: MtpModel) -> None:
+        for layer in model.decoder.layers:
+            number = layer.layer_number - 1
+            self.handles.append(layer.register_forward_pre_hook(self._layer_hook(number), with_kwargs=True))
+            self._record_norm(f"{number}.norm1", layer.input_layernorm, layer.self_attention)
+            self._record_output(f"{number}.attention", layer.self_attention)
+            self.handles.append(layer.pre_mlp_layernorm.register_forward_pre_hook(self._input_hook(f"{number}.norm2.stream")))
+            self._record_norm(f"{number}.norm2", layer.pre_mlp_layernorm, layer.mlp)
+            self._record_output(f"{number}.mlp", layer.mlp)
+        final = model.decoder.final_layernorm
+        self.handles.append(final.register_forward_pre_hook(self._input_hook("final_norm.stream")))
+        self._record_output("final_norm", final)
+        self.handles.append(final.register_forward_hook(lambda module, args, out: self._replace_rows("final_norm", out)))
+
+    def _layer_hook(self, number: int) -> Any:
+        def replace_stream(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            stream = args[0] if args else kwargs["hidden_states"]
+            if number == 0:
+                self._store("embedding", stream)
+            stream = self._replace_rows(f"{number}.norm1.stream", stream)
+            return (stream, *args[1:]) if args else (), kwargs if args else kwargs | {"hidden_states": stream}
+
+        return replace_stream
+
+    def _input_hook(self, name: str) -> Any:
+        return lambda module, args: (self._replace_rows(name, args[0]), *args[1:])
+
+    def _record_norm(self, name: str, norm: nn.Module, module: nn.Module) -> None:
+        """Record a norm's output. Most layers fuse their norm with the linear layer that follows."""
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        from mtpctl.model.layers import LayerNormColumnParallelLinear
+
+        if not isinstance(norm, IdentityOp):
+            self._record_output(name, norm)
+            return
+        linear = next(child for child in module.children() if isinstance(child, LayerNormColumnParallelLinear))
+        self.handles.append(linear.register_forward_pre_hook(lambda fused, args: self._store(name, fused._norm(args[0]))))
+
+    def _record_output(self, name: str, module: nn.Module) -> None:
+        def store(_: nn.Module, args: tuple[Any, ...], out: Tensor | tuple[Tensor, Tensor | None]) -> None:
+            if isinstance(out, tuple):
+                out = out[0] if out[1] is None else out[0] + out[1]
+            self._store(name, out)
+
+        self.handles.append(module.register_forward_hook(store))
+
+    def _store(self, name: str, rows: Tensor) -> None:
+        self.rows[name] = rows.detach().flatten(0, -2).to("cpu", copy=True)
+
+    def _replace_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Replace the first rows with the inputs of this name."""
+        if name not in self.inputs:
+            return rows
+        inputs = self.inputs[name]
+        replaced = rows.clone()
+        replaced.view(-1, rows.shape[-1])[: len(inputs)] = inputs.to(rows)
+        return replaced
 
 
 def _server(request: Request, recipe: Recipe, sample: Sample) -> Logprobs:

@@ -27,7 +27,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.section import check_parallel
 from mtpctl.telemetry.run_directory import RECIPE
 from mtpctl.web.guard import HttpBounds
-from mtpctl.web.server import WebServer, address_of, allow_connections
+from mtpctl.web.server import WebServer, address_of, raise_open_file_limit
 
 Report = Callable[[str], None]
 FALLBACK = "tiny_mtp"
@@ -51,7 +51,7 @@ class Served:
 
 def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | None, report: Report) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    allow_connections()
+    raise_open_file_limit()
     ranks = recipe.logprob.parallel.world_size * recipe.logprob.replicas
     with cluster(recipe.cluster, cpus=0, gpus=0), contextlib.closing(bound):
         import ray

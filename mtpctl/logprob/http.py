@@ -34,8 +34,7 @@ from mtpctl.logprob.schemas import (
 )
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.routes import Routes, from_json, to_json
-from mtpctl.web.guard import Guard, HttpBounds, error_body, http_error
-from mtpctl.web.json_body import BodyInvalid, parse, shown
+from mtpctl.web.guard import BodyInvalid, Guard, HttpBounds, error_body, http_error, parse_json, quote_value
 from mtpctl.web.server import METRICS_TYPE, Series, prometheus_text
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class _StrictRequest(Request):
 
     async def json(self) -> object:
         try:
-            return parse(await self.body())
+            return parse_json(await self.body())
         except BodyInvalid as error:
             raise HTTPException(400, str(error)) from error
 
@@ -135,7 +134,7 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return JSONResponse(error_body(f"{shown(place)[1:-1] or 'body'}: {first['msg']}", "invalid_request_error"), 400)
+        return JSONResponse(error_body(f"{quote_value(place)[1:-1] or 'body'}: {first['msg']}", "invalid_request_error"), 400)
 
     api.add_exception_handler(HTTPException, http_error)
 

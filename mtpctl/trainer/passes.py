@@ -28,13 +28,13 @@ from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.gpt import Hidden, MtpModel
 from mtpctl.model.parallel import largest, reduced
 from mtpctl.model.router import DecoderLayer, gather_recorded
-from mtpctl.plan.partition import partition
 from mtpctl.routes import Routes, RouteShape
 from mtpctl.samples import Logprobs
 from mtpctl.trainer.batch import MicroBatch, Sequence, check, dummy_batch, pack
 from mtpctl.trainer.config import DraftScores, EngineConfig, ScoreOptions, TokenScores
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Sums
+from mtpctl.trainer.share import partition
 
 MicroBatchLoss = Callable[[MicroBatch, Hidden], tuple[Tensor, Sums]]
 """The loss of a microbatch (scalar, differentiable in a training pass) and its metric sums, on the last pipeline stage."""

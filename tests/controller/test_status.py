@@ -116,7 +116,7 @@ def test_resumed_run_shows_its_previous_values(tmp_path: Path) -> None:
 
 
 def test_unusable_address_is_reported_with_its_key() -> None:
-    taken = r"^telemetry\.http: cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\); choose another$"
+    taken = r"^telemetry\.http: cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\); choose another address or port$"
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UserError, match=taken):
         status_socket(TelemetryConfig(http=f"127.0.0.1:{other.getsockname()[1]}"))
     with pytest.raises(UserError, match=r"^telemetry\.http: cannot listen on 192\.0\.2\.77:80 "):

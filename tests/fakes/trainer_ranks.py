@@ -29,12 +29,12 @@ from mtpctl.errors import SaveFailed
 from mtpctl.model import experts
 from mtpctl.model.experts import Experts
 from mtpctl.model.parallel import Rank
-from mtpctl.plan.partition import partition
 from mtpctl.routes import RouteShape
 from mtpctl.trainer import data_parallel
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import DraftsOnly, NextToken, PolicyObjective
+from mtpctl.trainer.share import partition
 from tests.fakes.forked import run_ranks
 from tests.fakes.full_disk import full_disk
 from tests.fakes.tiny import GENTLE, drawn_routes, engine, gradients, mimo, sequences

@@ -20,12 +20,13 @@ from mtpctl.data.tokenizers import load_tokenizer
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.server import LogprobServer
-from mtpctl.web.guard import HttpBounds, with_timeouts
+from mtpctl.web.guard import HttpBounds
+from mtpctl.web.server import with_timeouts
 from tests.fakes.logprob import Started
 from tests.logprob.conftest import serve
 
 KEY = "s3cret"
-BOUNDS = HttpBounds(body_bytes=1 << 20, held_bytes=4 << 20, body_s=0.6, header_s=0.5, drain_s=2.0)
+BOUNDS = HttpBounds(body_bytes=1 << 20, total_bytes=4 << 20, body_s=0.6, header_s=0.5, drain_s=2.0)
 
 
 class Served:

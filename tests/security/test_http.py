@@ -24,7 +24,7 @@ from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.logprob.replica import Replica
 from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.runs import LiveStatus
-from mtpctl.web.guard import HOSTS, Guard, HttpBounds
+from mtpctl.web.guard import HOSTS_VARIABLE, Guard, HttpBounds
 from mtpctl.web.server import address_of, listen, serving
 from tests.fakes.logprob import FakeRank
 from tests.fakes.scripted_engine import Scripted, byte_tokenizer, model_of, request_of
@@ -133,7 +133,7 @@ def test_request_with_a_rebound_host_is_rejected(name: str, tmp_path: Path) -> N
 
 @every_server
 def test_addresses_and_names_of_this_machine_are_accepted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HOSTS, "gate.corp, other.corp")
+    monkeypatch.setenv(HOSTS_VARIABLE, "gate.corp, other.corp")
     hosts = [
         "127.0.0.1:1",
         "localhost:8338",

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, Strict, TypeAdap
 from mtpctl.errors import MtpctlError
 from mtpctl.recipe.rollout import LOWEST_TEMPERATURE
 from mtpctl.samples import GenerationRequest, Steering
-from mtpctl.web.json_body import shown
+from mtpctl.web.guard import quote_value
 
 OVER_BUDGET, OVER_CONTEXT = "budget_exceeded", "context_length_exceeded"
 """Error codes of requests that exceed the budget of a trajectory."""
@@ -118,7 +118,7 @@ def not_honored(others: Mapping[str, object], honored: Collection[str]) -> dict[
             reasons[name] = "is not supported; leave it out"
             continue
         near = difflib.get_close_matches(name[:40], [*honored, *ACCEPTED_VALUES], 1)
-        reasons[shown(name)[1:-1]] = f"is not a field of a chat request{f'; did you mean {near[0]}?' if near else ''}"
+        reasons[quote_value(name)[1:-1]] = f"is not a field of a chat request{f'; did you mean {near[0]}?' if near else ''}"
     return reasons
 
 
@@ -231,7 +231,7 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
 
 def _is_id(token: str) -> bool:
     if not token.isascii() or not token.isdigit() or len(token) > 10:
-        raise ValueError(f"{shown(token)} is not a token id")
+        raise ValueError(f"{quote_value(token)} is not a token id")
     return True
 
 
@@ -399,7 +399,7 @@ class ChatRequest(Sampling):
             if name in _SET_BY_GATEWAY:
                 raise RequestInvalid(f"chat_template_kwargs.{name}: is set by the gateway; leave it out")
             if not re.search(rf"\b{re.escape(name)}\b", template):
-                reasons[f"chat_template_kwargs.{shown(name)[1:-1]}"] = "the chat template has no such variable; leave it out"
+                reasons[f"chat_template_kwargs.{quote_value(name)[1:-1]}"] = "the chat template has no such variable; leave it out"
         return reasons
 
     def _check_tools(self) -> None:

@@ -37,8 +37,7 @@ from mtpctl.environments.gateway.trajectory import REJECT, Answer, Model, Trajec
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import ReadCalls
 from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.web.guard import Guard, HttpBounds, error_body, http_error
-from mtpctl.web.json_body import BodyInvalid, check_text, parse_object, shown
+from mtpctl.web.guard import BodyInvalid, Guard, HttpBounds, check_text, error_body, http_error, parse_json_object, quote_value
 from mtpctl.web.server import address_of, serving
 
 REWARD_HEADER = "mtpctl-reward"
@@ -109,7 +108,7 @@ class Gateway:
         ]
         app = Starlette(routes=routes, exception_handlers={MtpctlError: _refused, HTTPException: http_error})
         app.router.redirect_slashes = False
-        self.app = Guard(app, HttpBounds(), key, open_under="/t/", tokens={"/v1/trajectories": self.token})
+        self.app = Guard(app, HttpBounds(), key, public_prefix="/t/", tokens={"/v1/trajectories": self.token})
         self._serving = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:
@@ -259,13 +258,13 @@ def _chat(body: bytes) -> ChatRequest:
         raise RequestInvalid(str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
-        field = shown(".".join(map(str, first["loc"])))[1:-1] or "body"
+        field = quote_value(".".join(map(str, first["loc"])))[1:-1] or "body"
         raise RequestInvalid(f"{field}: {first['msg']}") from error
 
 
 def _json(body: bytes) -> dict[str, object]:
     try:
-        return parse_object(body)
+        return parse_json_object(body)
     except BodyInvalid as error:
         raise RequestInvalid(str(error)) from error
 
