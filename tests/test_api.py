@@ -15,7 +15,7 @@ from mtpctl.errors import MtpctlError, RuntimeFailure, UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import SampleLog
-from tests.telemetry.test_sample_log import kept as sample
+from tests.fakes.sample_rows import kept as sample
 
 
 @pytest.fixture

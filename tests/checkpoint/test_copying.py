@@ -11,10 +11,15 @@ import pytest
 
 from mtpctl.checkpoint.copying import FIELD, CopyWriter, fetch, newest_copy
 from mtpctl.checkpoint.finding import newest
-from mtpctl.checkpoint.listing import LISTING, read_listing, write_latest, write_listing
+from mtpctl.checkpoint.listing import LISTING
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.errors import UserError
-from tests.fakes.checkpoint_folders import write_checkpoint
+from tests.fakes.copied_runs import contents, make_checkpoint, make_run, relist
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
 
 
 class Faltering(ObjectStore):
@@ -44,38 +49,6 @@ class Faltering(ObjectStore):
             super().remove([name])
 
 
-def make_run(folder: Path) -> Path:
-    """A run directory that has no checkpoint yet."""
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "recipe.resolved.yaml").write_text("name: run\n")
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    (folder / "replicas.json").write_text('{"asked": 3}\n')
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
-    return folder
-
-
-def make_checkpoint(run: Path, name: str) -> Path:
-    """A checkpoint with unique contents."""
-    path = write_checkpoint(run, name)
-    (path / "deeper").mkdir()
-    (path / "deeper" / "__1_0.distcp").write_text(f"of {name} " * 100)
-    relist(path)
-    write_latest(path)
-    return path
-
-
-def relist(path: Path) -> None:
-    """Write the listing of the current files."""
-    listing = read_listing(path)
-    assert listing is not None
-    write_listing(path, listing.number, {})
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def sent_of(checkpoint: Path) -> dict[str, bytes]:
     """The files that a copy sends: all except the listing."""
     return {name: text for name, text in contents(checkpoint).items() if name != LISTING}
@@ -86,11 +59,6 @@ def fetched(store: ObjectStore, place: Path, tell: Callable[[str], None] = lambd
     shutil.rmtree(place, ignore_errors=True)
     (place / "checkpoints").mkdir(parents=True)
     return fetch(store, place, tell)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "run")
 
 
 def test_copied_run_is_fetched(run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.telemetry.run_directory import Answer, RunDirectory, pop_requests
 from mtpctl.telemetry.sample_log import SampleLog
 from tests.fakes.commands import mtpctl as mtpctl
-from tests.telemetry.test_sample_log import kept
+from tests.fakes.sample_rows import kept
 
 ELASTIC = "rollout.replicas={min: 2, max: 4}"
 

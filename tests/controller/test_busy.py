@@ -19,10 +19,10 @@ from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rl.rewards.pool import Rewarder
 from mtpctl.rollout.pool import ReplicaPool
+from tests.fakes.busy import PLACES, Bytes, Steady
 from tests.fakes.chat import NO_CHAT
 from tests.fakes.processes import runs
 from tests.fakes.rl_stage import World, recipe_of, stage_of
-from tests.rollout.test_busy import PLACES, Bytes, Steady
 
 PLAIN = """\
 import time

@@ -26,9 +26,9 @@ from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import TrainConfig
-from tests.checkpoint.test_copying import contents, make_checkpoint, make_run
 from tests.environment import with_tree
 from tests.fakes.checkpoint_folders import with_checksum
+from tests.fakes.copied_runs import contents, make_checkpoint, make_run
 from tests.fakes.s3_server import BUCKET, S3Server, serving
 from tests.fakes.trainer_group import FakeTrainerGroup
 

@@ -20,8 +20,8 @@ from mtpctl.controller.status import Waits
 from mtpctl.recipe.rollout import ReplicaRange, VllmConfig
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.telemetry.run_directory import RunDirectory, request_replicas
+from tests.fakes.fleet import Fleet, assert_all_once, collect, requests
 from tests.fakes.replica import FakeReplica
-from tests.rollout.test_pool import Fleet, assert_all_once, collect, requests
 
 
 @dataclass

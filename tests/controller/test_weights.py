@@ -29,8 +29,8 @@ from mtpctl.sync.protocol import Manifest, Section, SyncError
 from mtpctl.sync.transports.base import Address, TransferStats
 from mtpctl.sync.update import SyncReport
 from tests.fakes.logprob import Started, Store, manifest
+from tests.fakes.logprob_ranks import serve
 from tests.fakes.replica import FakeReplica
-from tests.logprob.conftest import serve
 
 PASS_S = 0.6
 LONG = ScoreRequest([1] * 100)

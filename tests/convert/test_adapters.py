@@ -5,35 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.errors import ThresholdMissed, UserError
-from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.rl import OptimizerConfig
-from mtpctl.recipe.train import LoraConfig
-from mtpctl.trainer.objective import NextToken
 from tests.fakes.convert_models import converted, model, tensors
+from tests.fakes.peft_files import LORA, spoiled, trained
 from tests.fakes.tiny import engine, mimo, sequences
-
-LORA = LoraConfig(rank=4, alpha=8.0)
-
-
-def trained(root: Path, folder: HfFolder, mode: str = "joint") -> dict[str, Tensor]:
-    """Save a checkpoint with nonzero adapters at `root / "step-1"`; returns the tensors that the trainer would publish."""
-    with engine(folder, lora=LORA, mtp=MtpConfig(mode=mode)) as trainer:  # type: ignore[arg-type]
-        trainer.set_optimizer(OptimizerConfig(lr=3e-2, clip_grad=0.0))
-        for seed in range(2):
-            trainer.update(sequences(4, seed=seed, vocab=40), NextToken())
-        trainer.save(root / "step-1")
-        return {name: value.clone() for name, value in trainer.export()}
 
 
 @pytest.mark.parametrize("case", ["mimo", "qwen3-moe", "qwen3.5", "nemotron-h"])
@@ -90,18 +73,6 @@ def test_verify_compares_merged_weights_with_base_and_adapter(tmp_path: Path, ca
     with pytest.raises(ThresholdMissed, match=r"verify: .*o_proj\.weight differs, first at element 0"):
         converted(tmp_path / "step-1", tmp_path / "spoiled", model=tmp_path / "hf", merge=True, verify=True)
     assert not (tmp_path / "spoiled").exists()
-
-
-def spoiled(put: Callable[[HfWriter, str, Tensor], None], ending: str) -> Callable[[HfWriter, str, Tensor], None]:
-    """A writer that changes one tensor by one bit."""
-
-    def write(writer: HfWriter, name: str, tensor: Tensor) -> None:
-        if name.endswith(ending):
-            tensor = tensor.clone()
-            tensor.view(torch.uint8)[0, 0] ^= 1
-        put(writer, name, tensor)
-
-    return write
 
 
 @pytest.mark.parametrize("case", ["mimo", "qwen3.5"])

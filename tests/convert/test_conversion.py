@@ -17,11 +17,10 @@ from mtpctl.convert.source import checkpoint_at, reference_of
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.recipe.model import MtpConfig
-from tests.convert.test_families import assert_like
 from tests.fakes.checkpoint_folders import SHARD, write_checkpoint
-from tests.fakes.convert_models import FAMILIES, assert_same_tensors, change_config, converted, model
+from tests.fakes.convert_models import FAMILIES, assert_like, assert_same_tensors, change_config, converted, model
+from tests.fakes.packed_logits import packed_logits
 from tests.fakes.tiny import engine, mimo, sequences
-from tests.model.test_gpt import packed_logits
 
 
 @pytest.mark.parametrize("case", [*FAMILIES, "qwen3-moe-dense"])

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.model import MtpConfig
-from tests.convert.test_families import CASES, assert_like, hf_model, use_config_epsilon
+from tests.fakes.convert_models import CASES, assert_like, hf_model, use_config_epsilon
 from tests.fakes.mimo_reference import norm
+from tests.fakes.packed_logits import packed_logits
 from tests.fakes.tiny import engine, sequences
-from tests.model.test_gpt import packed_logits
 
 
 class Drafter:

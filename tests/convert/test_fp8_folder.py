@@ -21,10 +21,10 @@ from mtpctl.families.quantization import FP8_BLOCK, fp8_names, unquantized_modul
 from mtpctl.families.tensors import aliases
 from mtpctl.kernels.block_fp8 import dequantize, quantize
 from mtpctl.rollout.vllm.fp8_loading import quantized_names
-from tests.convert.test_adapters import spoiled, trained
 from tests.fakes.convert_found import pack
 from tests.fakes.convert_models import converted, model, tensors, write
 from tests.fakes.fp8_models import SIZES, fp8_model
+from tests.fakes.peft_files import spoiled, trained
 
 
 def assert_quantized(folder: Path, source: ModelWeights) -> None:

@@ -99,8 +99,8 @@ def test_stored_head_of_a_tied_nemotron_is_used(tmp_path: Path) -> None:
 
 
 def test_logits_of_a_differing_tied_head_match_transformers(tmp_path: Path) -> None:
+    from tests.fakes.packed_logits import packed_logits
     from tests.fakes.tiny import engine, sequences
-    from tests.model.test_gpt import packed_logits
 
     reference = model("qwen2-tied", tmp_path)
     stored = tensors(tmp_path)
@@ -184,7 +184,7 @@ def test_index_of_missing_pickled_shards_is_ignored(tmp_path: Path) -> None:
 def test_random_weights_have_identity_norms(tmp_path: Path) -> None:
     """Zero-centered norms are 0, including those before a drafter's projection."""
     from mtpctl.convert.hf_folder import create_hf_folder
-    from tests.convert.test_families import QWEN3_5, SIZES
+    from tests.fakes.convert_models import QWEN3_5, SIZES
 
     config = SIZES | QWEN3_5 | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}
     stored = tensors(create_hf_folder(config, tmp_path / "hf", seed=0).path)

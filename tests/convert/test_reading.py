@@ -16,11 +16,10 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.trainer.objective import NextToken
-from tests.convert.test_families import CASES, LLAMA3_ROPE, assert_like, hf_model
 from tests.fakes.convert_found import fp8, fp8_dense, packed, pickled, prefixed, quantize, unnamed
-from tests.fakes.convert_models import change_config, converted, model, tensors, write
+from tests.fakes.convert_models import CASES, LLAMA3_ROPE, assert_like, change_config, converted, hf_model, model, tensors, write
+from tests.fakes.packed_logits import packed_logits
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences
-from tests.model.test_gpt import packed_logits
 
 
 def updated(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:

@@ -19,8 +19,8 @@ from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR
 from mtpctl.samples import GenerationRequest, Sample, Unwanted
-from tests.environments.gateway.test_trajectory import sampled
 from tests.fakes.scripted_engine import EOS, Scripted, byte_tokenizer
+from tests.fakes.trajectories import sampled
 
 AGENT = '''
 import asyncio, json, os, time, urllib.request

@@ -29,8 +29,8 @@ from mtpctl.rl.rewards.function import Outcome
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.server import listen
-from tests.environments.gateway.test_trajectory import sampled
 from tests.fakes.scripted_engine import EOS, Says, Scripted, byte_tokenizer, model_of, request_of
+from tests.fakes.trajectories import sampled
 
 vf = pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 

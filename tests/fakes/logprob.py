@@ -9,7 +9,7 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.logprob.replica import Replica
 from mtpctl.sync.protocol import Manifest, SectionPlan
-from tests.logprob.conftest import LocalRanks
+from tests.fakes.logprob_ranks import LocalRanks
 
 
 class FakeRank:

@@ -73,3 +73,6 @@ def run(tmp_path: Path) -> Path:
 def leave_checkpoint(run: Path, name: str, version: int) -> Path:
     """What tells of a checkpoint, without its tensors."""
     return write_checkpoint(run, name, version=version)
+
+
+RECIPE = "train:\n  stages: [sft, rl]\n  sft: {steps: 5}\n  rl: {steps: 10}\n"

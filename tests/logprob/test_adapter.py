@@ -18,7 +18,7 @@ from mtpctl.logprob.weights import MergedAdapter
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, TargetDirty, WeightsDiffer
 from mtpctl.sync.update import update_target
 from tests.fakes import adapters
-from tests.logprob.conftest import LocalRanks, Loop, replica_config
+from tests.fakes.logprob_ranks import LocalRanks, Loop, replica_config
 
 Tensors = dict[str, torch.Tensor]
 IDS = [(7 * i) % 300 for i in range(60)]

@@ -21,7 +21,7 @@ from mtpctl.sync.update import update_target
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.engine import MegatronEngine
 from tests.fakes import adapters
-from tests.logprob.conftest import LocalRanks, Loop, replica_config
+from tests.fakes.logprob_ranks import LocalRanks, Loop, replica_config
 
 REQUESTS = [ScoreRequest([(7 * i) % 300 for i in range(60)])]
 

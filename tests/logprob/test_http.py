@@ -23,7 +23,7 @@ from mtpctl.logprob.server import LogprobServer
 from mtpctl.web.guard import HttpBounds
 from mtpctl.web.server import with_timeouts
 from tests.fakes.logprob import Started
-from tests.logprob.conftest import serve
+from tests.fakes.logprob_ranks import serve
 
 KEY = "s3cret"
 BOUNDS = HttpBounds(body_bytes=1 << 20, total_bytes=4 << 20, body_s=0.6, header_s=0.5, drain_s=2.0)
@@ -74,7 +74,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(engine: Any, folder: Path) -> Iterator[Served]:
     from mtpctl.logprob.rank import ScoreRank
-    from tests.logprob.conftest import LocalRanks, replica_config
+    from tests.fakes.logprob_ranks import LocalRanks, replica_config
 
     def make() -> Replica:
         rank = ScoreRank(replica_config(folder), 0)
@@ -144,7 +144,7 @@ def test_mtp_scores_are_those_of_the_drafter(client: httpx.Client, folder: Path)
     from safetensors.torch import load_file
 
     from tests.fakes import mimo_reference
-    from tests.logprob.conftest import CONFIG
+    from tests.fakes.logprob_ranks import CONFIG
 
     ids = sequences([40])[0]
     one = score(client, token_ids=ids, prompt_length=10, mtp=True)["data"][0]

@@ -27,7 +27,7 @@ from mtpctl.recipe.section import ParallelConfig
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.fakes import adapters
-from tests.logprob.conftest import CONFIG, Loop, replica_config
+from tests.fakes.logprob_ranks import CONFIG, Loop, replica_config
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -17,9 +17,9 @@ from mtpctl.logprob.replica import Replica
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.routes import Routes, RouteShape, from_json, to_json
 from mtpctl.web.guard import HttpBounds
+from tests.fakes.logprob_ranks import LocalRanks, Loop, replica_config, serve
 from tests.fakes.tiny import drawn_routes
 from tests.fakes.toys import TOYS, toy_folder
-from tests.logprob.conftest import LocalRanks, Loop, replica_config, serve
 
 TOKENS = [[7 + i * j % 200 for j in range(30)] for i in (3, 5, 7)]
 

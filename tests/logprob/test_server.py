@@ -15,7 +15,7 @@ from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, ScoreReques
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, TargetDirty, WeightsDiffer
 from tests.fakes.logprob import Started, Store, manifest
-from tests.logprob.conftest import Loop, serve
+from tests.fakes.logprob_ranks import Loop, serve
 
 
 def request(tokens: int = 8, **fields: Any) -> ScoreRequest:

@@ -18,8 +18,8 @@ from mtpctl.sync.protocol import Manifest, PlanMismatch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import update_target
+from tests.fakes.logprob_ranks import LocalRanks, Loop, replica_config
 from tests.fakes.toys import TOYS, toy_folder
-from tests.logprob.conftest import LocalRanks, Loop, replica_config
 
 Tensors = dict[str, torch.Tensor]
 BIAS = "e_score_correction_bias"

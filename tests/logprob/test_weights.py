@@ -20,7 +20,7 @@ from mtpctl.sync.protocol import Manifest, PlanMismatch, SyncError, TargetDirty,
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import update_target
-from tests.logprob.conftest import Loop, serve
+from tests.fakes.logprob_ranks import Loop, serve
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,18 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpctl.model.packing import Packing
 from mtpctl.recipe.model import MtpConfig
 from tests.fakes import mimo_reference
+from tests.fakes.packed_logits import packed_logits
 from tests.fakes.tiny import engine, mimo, sequences
-
-
-def packed_logits(trainer, ids, depths):
-    """Logits of the trunk and of each depth, split into samples."""
-    flat = torch.tensor([token for sample in ids for token in sample])
-    with torch.no_grad():
-        hidden = trainer.module(flat, Packing.of([len(sample) for sample in ids], "cpu"), depths=depths)
-        return [(state @ hidden.head.T).split([len(sample) for sample in ids]) for state in (hidden.trunk, *hidden.mtp)]
 
 
 @pytest.mark.parametrize("tied", [False, True])

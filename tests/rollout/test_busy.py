@@ -13,23 +13,11 @@ import pytest
 from mtpctl.environments.environment import EnvironmentClass
 from mtpctl.environments.turns import Turns
 from mtpctl.rollout.pool import MAX_WAITING_FACTOR, ReplicaPool
-from mtpctl.rollout.protocol import Occupancy
 from mtpctl.samples import GenerationRequest, Sample
+from tests.fakes.busy import PLACES, Bytes, Steady
 from tests.fakes.chat import NO_CHAT
 from tests.fakes.engines import in_loop
 from tests.fakes.replica import FakeReplica
-
-PLACES = 8
-
-
-class Bytes:
-    """Text as its bytes."""
-
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode()
 
 
 class Slow:
@@ -48,25 +36,6 @@ class SlowInThreads(Slow):
     def reply(self, turn: str) -> str:  # type: ignore[override]
         time.sleep(1.0)
         return "?"
-
-
-class Steady(FakeReplica):
-    """Takes as many seconds for each turn."""
-
-    def __init__(self, turn_s: float = 0.2) -> None:
-        super().__init__()
-        self.turn_s = turn_s
-        self.occupied = Occupancy(PLACES)
-
-    async def generate(self, request: GenerationRequest) -> Sample:
-        self.in_flight += 1
-        self.occupied.count(self.in_flight)
-        await asyncio.sleep(self.turn_s)
-        self.in_flight -= 1
-        self.occupied.count(self.in_flight)
-        request.sample.append(list(b"so!"), [-1.0] * 3, 0)
-        request.sample.finish_reason = "stop"
-        return request.sample
 
 
 async def busy(kind: type | None) -> float:

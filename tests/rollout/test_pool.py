@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from mtpctl.cluster.rendezvous import host_store
 from mtpctl.environments.environment import EnvironmentClass
 from mtpctl.environments.turns import Turns
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.rollout.pool import AFFINITY_SLACK, ReplicaPool
+from mtpctl.rollout.pool import AFFINITY_SLACK
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
 from mtpctl.samples import GenerationRequest, Sample, Unwanted
 from mtpctl.sync.protocol import Manifest, SyncError
@@ -24,48 +24,8 @@ from mtpctl.sync.transports.base import Address
 from mtpctl.sync.update import SyncReport
 from tests.fakes.chat import NO_CHAT
 from tests.fakes.engines import in_loop
-from tests.fakes.replica import VOCABULARY, FakeReplica
-
-MANIFESTS = {version: Manifest(version, "shm", "/nowhere", {}) for version in range(100)}
-
-
-class Published:
-    """Versions that are kept."""
-
-    def __init__(self) -> None:
-        self.there: list[Manifest] = []
-
-    def versions(self) -> list[int]:
-        return [manifest.version for manifest in self.there]
-
-    def open(self, version: int) -> Manifest:
-        return next(manifest for manifest in self.there if manifest.version == version)
-
-
-class Fleet:
-    """Fakes by seat, newest last, and the versions that a fresh one may take in."""
-
-    def __init__(self, make: Callable[[int], FakeReplica] | None = None) -> None:
-        self.made: dict[int, list[FakeReplica]] = {}
-        self.published = Published()
-        self.make = make or (lambda index: FakeReplica())
-
-    async def start(self, index: int) -> FakeReplica:
-        await asyncio.sleep(0.002)
-        replica = self.make(index)
-        self.made.setdefault(index, []).append(replica)
-        return replica
-
-    async def pool(self, count: int, **options: Any) -> ReplicaPool:
-        return await ReplicaPool.start(self.start, count, published=self.published, **{"max_in_flight": 8, **options})
-
-    @property
-    def live(self) -> list[FakeReplica]:
-        return [replicas[-1] for replicas in self.made.values()]
-
-
-def requests(count: int, max_tokens: int = 20, group: int = 1) -> list[GenerationRequest]:
-    return [GenerationRequest(Sample(f"p{index}", f"g{index // group}", [index % VOCABULARY]), max_tokens) for index in range(count)]
+from tests.fakes.fleet import MANIFESTS, Fleet, assert_all_once, collect, requests
+from tests.fakes.replica import FakeReplica
 
 
 class Bytes:
@@ -80,22 +40,6 @@ class Bytes:
 
 def turns_of(kind: type) -> Turns:
     return Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT)
-
-
-async def collect(pool: ReplicaPool, wanted: list[GenerationRequest]) -> list[Sample]:
-    async def stream() -> AsyncIterator[GenerationRequest]:
-        for request in wanted:
-            yield request
-
-    return [sample async for sample in pool.generate(stream())]
-
-
-def assert_all_once(samples: list[Sample], count: int, tokens: int = 20) -> None:
-    assert sorted(sample.prompt_id for sample in samples) == sorted(f"p{index}" for index in range(count))
-    for sample in samples:
-        first = sample.prompt_ids[0] + 1
-        assert sample.response_ids.tolist() == [(first + step) % VOCABULARY for step in range(tokens)]
-        assert len(sample.behaviour_logprobs) == tokens
 
 
 @in_loop

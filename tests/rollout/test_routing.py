@@ -13,8 +13,8 @@ from mtpctl.rollout.protocol import EngineDead
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import PauseMode
 from tests.fakes.engines import in_loop
+from tests.fakes.fleet import MANIFESTS, Fleet, assert_all_once, collect, requests
 from tests.fakes.replica import FakeReplica, next_token
-from tests.rollout.test_pool import MANIFESTS, Fleet, assert_all_once, collect, requests
 
 
 async def until_serving(membership: Membership, count: int) -> None:

@@ -26,9 +26,10 @@ from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.runs import LiveStatus
 from mtpctl.web.guard import HOSTS_VARIABLE, Guard, HttpBounds
 from mtpctl.web.server import address_of, listen, serving
+from tests.fakes.http_answers import assert_rejected
 from tests.fakes.logprob import FakeRank
+from tests.fakes.logprob_ranks import LocalRanks, serve
 from tests.fakes.scripted_engine import Scripted, byte_tokenizer, model_of, request_of
-from tests.logprob.conftest import LocalRanks, serve
 
 JSON = {"content-type": "application/json"}
 CHAT: Any = {"messages": [{"role": "user", "content": "1+1?"}]}
@@ -107,12 +108,6 @@ def attack(name: str, tmp_path: Path, drive: Callable[[Target, httpx.AsyncClient
             await target.check_alive(web)
 
     asyncio.run(asyncio.wait_for(run(), 120))
-
-
-def assert_rejected(answer: httpx.Response, *statuses: int) -> None:
-    assert answer.status_code in (statuses or range(400, 500)), (answer.status_code, answer.text)
-    message = answer.json()["error"]["message"]
-    assert message and "\n" not in message and len(message) < 500 and "Traceback" not in message
 
 
 # ------------------------------------------------------------------------------------------ requests of other pages

@@ -10,8 +10,8 @@ import httpx
 
 from mtpctl.environments.gateway.server import Assignment, Gateway
 from mtpctl.web.server import listen
+from tests.fakes.http_answers import assert_rejected
 from tests.fakes.scripted_engine import Scripted, byte_tokenizer, model_of, request_of
-from tests.security.test_http import assert_rejected
 
 
 @contextlib.asynccontextmanager

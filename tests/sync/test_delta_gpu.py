@@ -19,14 +19,18 @@ from mtpctl.sync.packing import spec_of
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import cancel_on_error
-from tests.fakes.engine_checkpoints import Tensors
+from tests.fakes.engine_checkpoints import Tensors, write_checkpoint
 from tests.fakes.engines import Loop
 from tests.fakes.engines import run as run
 from tests.fakes.engines import start_engine as start_engine
-from tests.sync.test_gpu import BASE, CARDS, DEVICE, folder, settings
+from tests.fakes.pushed_gpus import BASE, CARDS, CONFIG, DEVICE, settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-folder = folder  # a fixture
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, BASE)
 
 
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.3, 1.0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.cluster.leftovers import SHARED_MEMORY
-from tests.sync.test_adapter_run import SETTINGS, Start
+from tests.fakes.adapter_runs import SETTINGS, Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 

@@ -18,12 +18,11 @@ from mtpctl.logprob.protocol import ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.logprob.replica import Replica
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
-from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
+from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.packing import spec_of
 from mtpctl.sync.protocol import Manifest
@@ -32,31 +31,25 @@ from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import TransferStats
 from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
 from tests.fakes import adapters
-from tests.fakes.engine_checkpoints import Tensors, random_tensors, reference_logprobs, tiny_config, write_checkpoint
+from tests.fakes.engine_checkpoints import Tensors, reference_logprobs, write_checkpoint
 from tests.fakes.engines import Loop
 from tests.fakes.engines import run as run
 from tests.fakes.engines import start_engine as start_engine
+from tests.fakes.logprob_ranks import LocalRanks
+from tests.fakes.pushed_gpus import BASE, CARDS, CONFIG, KV_BYTES, settings, weights
 from tests.fakes.pushing import CONTEXT, send_version
-from tests.logprob.conftest import LocalRanks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-CARDS = torch.cuda.device_count()
-DEVICE = "cuda" if CARDS else "cpu"
-DTYPE = torch.bfloat16 if CARDS else torch.float32
 BOUND = 0.05 if CARDS else 1e-5
 """Bound on the mean difference to the exact log-probs of the same weights, from rounding in bf16 or fp32. Two versions of this policy
 differ by 1 on average."""
-CONFIG = tiny_config(vocab_size=256, torch_dtype=str(DTYPE).removeprefix("torch."))
 PROMPT = [3, 4, 5, 6, 7]
-KV_BYTES = 1 << 30 if CARDS else 64 << 20
 
 
-def weights(seed: int) -> Tensors:
-    return {name: tensor.to(DTYPE) for name, tensor in random_tensors(CONFIG, seed).items()}
-
-
-BASE = weights(0)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, BASE)
 
 
 def version_of(number: int) -> Tensors:
@@ -108,25 +101,6 @@ class Trainer:
 
 
 FIRST, LATER = ("adapter", "target", "draft"), ("adapter", "draft")
-
-
-def settings(folder: Path, *, tp: int = 1, **options: Any) -> VllmSettings:
-    config = VllmConfig(
-        max_in_flight=16,
-        context=256,
-        threads=0 if CARDS else 1,
-        kv_cache_bytes=KV_BYTES,
-        eager=True,
-        gpu_memory=0.2,
-        tp=tp,
-        speculation=SpeculationConfig(num_tokens=1),
-    )
-    return engine_settings(config, model=str(folder), precision="bf16" if CARDS else "fp32", device=DEVICE, **options)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, BASE)
 
 
 @pytest.fixture(scope="module")

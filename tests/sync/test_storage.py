@@ -17,8 +17,9 @@ from mtpctl.sync.remote import URL_FIELD, digests_of, open_cache, prefetch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.update import manifests_to
+from tests.fakes.delta_syncs import Trainer, new_engine, same, update
+from tests.fakes.module_engine import engine_target
 from tests.fakes.s3_server import BUCKET, serving
-from tests.sync.test_delta_syncs import Trainer, engine_target, new_engine, same, update
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from mtpctl.errors import UserError
 from mtpctl.telemetry.run_directory import RunDirectory, store_requested_replicas
 from mtpctl.telemetry.runs import describe_run, find_runs
 from tests.fakes.commands import mtpctl as mtpctl
-
-RECIPE = "train:\n  stages: [sft, rl]\n  sft: {steps: 5}\n  rl: {steps: 10}\n"
+from tests.fakes.runs import RECIPE
 
 
 def run(path: Path, step: int, event: str | None = None, *, stage: str = "rl") -> Path:

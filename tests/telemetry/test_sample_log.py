@@ -15,7 +15,6 @@ from mtpctl.errors import UserError
 from mtpctl.samples import Sample, Speculation
 from mtpctl.telemetry import sample_log
 from mtpctl.telemetry.sample_log import (
-    Kind,
     SampleLog,
     SampleRow,
     facts,
@@ -29,16 +28,17 @@ from mtpctl.telemetry.sample_log import (
     shortened,
     spaced_by_reward,
 )
-
-
-def text(ids: list[int]) -> str:
-    return "".join(map(chr, ids))
+from tests.fakes.sample_rows import kept
 
 
 def sample(reward: float | None = 0.5, response: str = "a") -> Sample:
     created = Sample("p1", "g1", [ord(c) for c in "2+2="], reward=reward)
     created.append([ord(c) for c in response], [0.0] * len(response), 3)
     return created
+
+
+def text(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
 
 
 def row(step: int, response: str = "a", kind: sample_log.Kind = "update") -> SampleRow:
@@ -222,14 +222,6 @@ def test_deeply_nested_line_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "samples" / "000000.jsonl").write_text("[" * 100_000 + "\n")
     with pytest.raises(UserError, match=r"000000\.jsonl:1: not a sample; remove the line$"):
         read_samples(tmp_path)
-
-
-def kept(step: int, reward: float | None, response: str = "a", *, kind: Kind = "update", note: str = "") -> SampleRow:
-    sample = Sample("p", "g", [ord("?")], reward=reward, reward_parts={"format": 1.0}, finish_reason="stop")
-    sample.append([ord(c) for c in response], [0.0] * len(response), 3)
-    sample.append([ord("<")], [0.0], 4, trained=False)
-    sample.speculation = Speculation(drafted=4, accepted=3, steps=2)
-    return sample_row(sample, lambda ids: "".join(map(chr, ids)), step=step, kind=kind, answer="<b>", note=note)
 
 
 def test_a_run_without_samples_has_no_section() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import table
 from tests.fakes.commands import mtpctl as mtpctl
-from tests.telemetry.test_runs import RECIPE
+from tests.fakes.runs import RECIPE
 
 
 def run(path: Path, *rows: dict[str, Any]) -> Path:

@@ -22,7 +22,7 @@ from mtpctl.trainer.objective import NextToken
 from tests.fakes import mimo_reference
 from tests.fakes.batches import packed
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
-from tests.trainer.test_update import sampled
+from tests.fakes.updates import sampled
 
 VOCAB, DEPTHS, LENGTH = 5, 3, 40
 

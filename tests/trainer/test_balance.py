@@ -19,7 +19,7 @@ from mtpctl.trainer.objective import NextToken
 from tests.fakes.tiny import GENTLE, assert_close, engine, gradients, mimo, sequences
 from tests.fakes.toys import TOYS, toy_folder
 from tests.fakes.trainer_cases import MODELS
-from tests.trainer.test_update import Nothing
+from tests.fakes.updates import Nothing
 
 Routed = tuple[Router, Tensor, Tensor]
 BATCH = sequences(9, vocab=61)

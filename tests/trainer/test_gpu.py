@@ -30,10 +30,10 @@ from mtpctl.recipe.schema import KernelsConfig
 from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
-from tests.convert.test_families import CASES, hf_model
+from tests.fakes.convert_models import CASES, hf_model
 from tests.fakes.tiny import MIMO, assert_close, engine, gradients, mimo, sequences
 from tests.fakes.trainer_cards import PAIRS, run
-from tests.trainer.test_update import reference
+from tests.fakes.updates import reference
 
 pytestmark = pytest.mark.gpu
 

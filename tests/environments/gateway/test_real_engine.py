@@ -22,10 +22,10 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from mtpctl.web.server import listen
-from tests.environments.gateway.test_fuzz import Agent, Work, calls
 from tests.fakes.chat_families import FAMILIES, tokenizer_of
 from tests.fakes.engine_checkpoints import random_tensors, reference_logprobs, tiny_config, write_checkpoint
 from tests.fakes.engines import Loop, cpu_settings
+from tests.fakes.fuzzed_agents import Agent, Work, calls
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -15,8 +15,8 @@ from mtpctl.environments.gateway.requests import ACCEPTED_VALUES, WITHOUT_EFFECT
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.samples import GenerationRequest, Sample, Steering
 from mtpctl.web.server import listen
-from tests.environments.gateway.test_trajectory import reader
 from tests.fakes.scripted_engine import EOS, Scripted, byte_tokenizer, model_of, request_of
+from tests.fakes.trajectories import reader
 
 ASK: Any = [{"role": "user", "content": "1+1?"}]
 TRAINING, IGNORING, SERVING = FieldRules(), FieldRules(ignore=True), FieldRules(serving=True)

@@ -15,8 +15,8 @@ import pytest
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.environments.gateway.trajectory import Trajectory
 from mtpctl.web.server import listen
-from tests.environments.gateway.test_trajectory import reader, sampled
 from tests.fakes.scripted_engine import Scripted, byte_tokenizer, model_of, request_of
+from tests.fakes.trajectories import reader, sampled
 
 ASK: Any = [{"role": "user", "content": "1+1?"}]
 JSON = {"content-type": "application/json"}

@@ -10,8 +10,8 @@ import pytest
 
 from mtpctl.environments.gateway.requests import ChatMessage, ChatRequest, RequestInvalid
 from mtpctl.environments.gateway.trajectory import Answer, Trajectory
-from mtpctl.samples import Sample
 from tests.fakes.scripted_engine import EOS, Scripted, byte_tokenizer, model_of, request_of
+from tests.fakes.trajectories import reader, sampled
 
 ASK = {"role": "user", "content": "1+1?"}
 
@@ -21,23 +21,12 @@ def asked(*messages: dict[str, Any] | ChatMessage, **fields: Any) -> ChatRequest
     return ChatRequest.model_validate({"messages": plain, **fields})
 
 
-def reader(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
-    """Calls are `CALL name arguments` in this form."""
-    before, mark, call = text.partition("CALL ")
-    name, _, arguments = call.partition(" ")
-    return (before, [(name, arguments)]) if mark else (text, [])
-
-
 def trajectory_of(engine: Scripted, turns: int = 20, calls: Any = None, context: int = 4096, **fields: Any) -> Trajectory:
     return Trajectory(request_of(**fields), model_of(engine, calls=calls, context=context), turns)
 
 
 def read(ids: Any) -> str:
     return byte_tokenizer().decode(ids, special=True)
-
-
-def sampled(sample: Sample) -> list[int]:
-    return [token for token, retained in zip(sample.response_ids, sample.loss_mask, strict=True) if retained]
 
 
 def one(trajectory: Trajectory, *messages: Any, **fields: Any) -> Answer:

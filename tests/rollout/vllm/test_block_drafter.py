@@ -18,7 +18,7 @@ from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import Sample
 from tests.fakes.engine_checkpoints import write_checkpoint
 from tests.fakes.engines import Loop, cpu_settings
-from tests.rollout.vllm.test_speculation import CASES, CONFIG, check_distribution, requests, toy_tensors
+from tests.fakes.speculation import CASES, CONFIG, check_distribution, requests, toy_tensors
 
 MASK = 100
 """A token that the toy hardly ever says."""

@@ -18,8 +18,7 @@ from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import Sample
 from tests.fakes.engine_checkpoints import write_checkpoint
 from tests.fakes.engines import START_S, Loop, cpu_settings
-from tests.rollout.vllm.test_probabilistic import unlike_tensors
-from tests.rollout.vllm.test_speculation import CASES, CONFIG, check_distribution, exact, requests
+from tests.fakes.speculation import CASES, CONFIG, check_distribution, exact, requests, unlike_tensors
 
 RULES: tuple[Literal["token", "block"], ...] = ("token", "block")
 MIN_GAIN = 1.015

@@ -14,7 +14,7 @@ from tests.fakes import adapters
 from tests.fakes.engines import START_S, Loop, card_settings, cpu_settings
 from tests.fakes.hybrid import answers, mismatch
 from tests.fakes.toys import toy_folder
-from tests.rollout.vllm.test_models import MODELS
+from tests.fakes.vllm_models import MODELS
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -19,83 +19,24 @@ from mtpctl.kernels.block_fp8 import dequantize, quantize
 from mtpctl.rollout.vllm.client import VllmClient
 from mtpctl.rollout.vllm.engine import VllmEngine, check_kernels
 from mtpctl.rollout.vllm.fp8_loading import quantized_names
-from mtpctl.samples import GenerationRequest, Sample
-from mtpctl.sync.protocol import Manifest, PlanMismatch
+from mtpctl.sync.protocol import PlanMismatch
 from mtpctl.sync.sender import Publisher, Sender
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import cancel_on_error
-from tests.fakes.convert_models import change_config, converted, tensors, write
+from tests.fakes.convert_models import write
 from tests.fakes.engines import START_S, Loop, cpu_settings
-from tests.fakes.fp8_models import fp8_model
+from tests.fakes.fp8_models import Model, answer, changed
 from tests.fakes.pushing import CONTEXT, send_version
 from tests.fakes.toys import LLAMA_EAGLE3, toy_folder
-from tests.rollout.vllm.test_models import models, parameters
+from tests.fakes.vllm_models import models, parameters
 
 CASES = {"mimo": 1, "qwen3-moe": 0, "glm4-moe": 1, "ernie4.5-moe": 1, "mimo-v2-flash": 1, "qwen3.5-moe": 1, "deepseek-v3": 1}
 """Draft tokens per step."""
 DEFAULT = ("mimo", "qwen3-moe")
-SIZES: dict[str, dict[str, int]] = {
-    "qwen3.5-moe": {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
-    "deepseek-v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-}
-"""Sizes that vLLM's CPU kernels need."""
-FIELDS: dict[str, dict[str, Any]] = {
-    "qwen3-moe": {"shared_expert_intermediate_size": None},  # vLLM would expect shared experts
-    "deepseek-v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-}
-"""Changes of the toys' configs."""
-PROMPT = [5, 6, 7, 8]
 
 
 def start(run: Loop, folder: Path, case: str, **rollout: Any) -> VllmEngine:
     return run(VllmEngine.start(cpu_settings(folder, k=CASES[case], precision="bf16", context=64, **rollout)), START_S)
-
-
-def changed(weights: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """The weights of a version. Scales differ from those of other versions, but version 2 changes only a few elements of version 1."""
-    if version == 2:
-        weights = changed(weights, 1)
-        for value in weights.values():
-            value.view(-1)[: 1 + value.numel() // 500] *= 1.5
-        return weights
-    generator = torch.Generator().manual_seed(version)
-    return {
-        name: (0.5**version * value + 0.01 * torch.randn(value.shape, generator=generator)).to(value.dtype)
-        for name, value in weights.items()
-    }
-
-
-class Model:
-    """A folder in bf16, and publishers of its changed weights."""
-
-    def __init__(self, root: Path, case: str, **sizes: int) -> None:
-        self.root, self.case = root, case
-        fp8_model(case, root / "hf", **SIZES.get(case, {}) | sizes)
-        change_config(root / "hf", **FIELDS.get(case, {}))
-        write(root / "hf", {name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors(root / "hf").items()})
-        self.weights = dict(ModelWeights(root / "hf").items())
-        self.shape = ModelWeights(root / "hf").shape
-        self.store = VersionStore(root / "store")
-
-    def options(self, *, drafter: bool = True, quantized: bool = True) -> Any:
-        names = fp8_names(self.shape, drafter=drafter) if quantized else frozenset()
-        return {"bucket_bytes": 1 << 16, "section_of": lambda name: section_of(name, self.shape), "quantized": names}
-
-    def publisher(self, *, delta: bool = False, **options: bool) -> Publisher:
-        return Publisher(self.store, delta=delta, **self.options(**options))
-
-    def publish(self, publisher: Publisher, version: int) -> Manifest:
-        return publisher.publish(changed(self.weights, version).items(), version, checksums=True)
-
-    def exported(self, version: int) -> Path:
-        """The folder that `convert-hf --dtype fp8` writes of this version's checkpoint."""
-        plain, checkpoint, folder = (self.root / f"{kind}-{version}" for kind in ("plain", "checkpoint", "fp8"))
-        plain.mkdir()
-        (plain / "config.json").write_bytes((self.root / "hf" / "config.json").read_bytes())
-        write(plain, changed(self.weights, version))
-        converted(plain, checkpoint)
-        converted(checkpoint, folder, dtype="fp8")
-        return folder
 
 
 @pytest.fixture(scope="module", params=[pytest.param(case, marks=() if case in DEFAULT else pytest.mark.slow) for case in CASES])
@@ -103,10 +44,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     result = Model(tmp_path_factory.mktemp(request.param), request.param)
     yield result
     result.store.close()
-
-
-def answer(engine: VllmEngine, run: Loop) -> Sample:
-    return run(engine.generate(GenerationRequest(Sample("p", "g", PROMPT), 16, temperature=0.0)))
 
 
 def test_three_syncs_leave_what_a_new_engine_loads_from_the_exported_folder(model: Model, run: Loop) -> None:

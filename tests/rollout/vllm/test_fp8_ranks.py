@@ -12,7 +12,7 @@ from mtpctl.families.quantization import cut_blocks, fp8_names
 from mtpctl.rollout.vllm.client import VllmClient
 from mtpctl.rollout.vllm.engine import VllmEngine
 from tests.fakes.engines import START_S, Loop, cpu_settings
-from tests.rollout.vllm.test_fp8 import Model, answer
+from tests.fakes.fp8_models import Model, answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

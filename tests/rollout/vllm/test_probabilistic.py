@@ -17,9 +17,9 @@ from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.trainer.acceptance import StepEstimate
-from tests.fakes.engine_checkpoints import Tensors, write_checkpoint
+from tests.fakes.engine_checkpoints import write_checkpoint
 from tests.fakes.engines import Loop, cpu_settings
-from tests.rollout.vllm.test_speculation import CASES, CONFIG, check_distribution, exact, requests, toy_tensors
+from tests.fakes.speculation import CASES, CONFIG, check_distribution, exact, requests, unlike_tensors
 
 DRAFTS = 3
 Generate = Callable[[list[GenerationRequest]], list[Sample]]
@@ -36,20 +36,6 @@ def generate(start_engine: Callable[[VllmSettings], VllmEngine], run: Loop, tmp_
         return await asyncio.gather(*(engine.generate(request) for request in requested))
 
     return lambda requested: run(all_of(requested))
-
-
-def unlike_tensors() -> tuple[Tensors, torch.Tensor, torch.Tensor]:
-    """The toy with a drafter that sees the last token through noise; the target's logits by the last token, and the drafter's."""
-    tensors, target = toy_tensors()
-    embedding = tensors["model.embed_tokens.weight"]
-    width = embedding.shape[1]
-    mixing = torch.eye(width) + 0.04 * torch.randn(width, width, generator=torch.Generator().manual_seed(5))
-    tensors["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.zeros(width, width), mixing], dim=1).contiguous()
-
-    def normed(x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + CONFIG["rms_norm_eps"])
-
-    return tensors, target, normed(normed(embedding) @ mixing.T) @ tensors["lm_head.weight"].T
 
 
 def check_acceptance(samples: list[Sample], target: torch.Tensor, draft: torch.Tensor, case: dict[str, Any]) -> None:
