@@ -39,7 +39,7 @@ from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.buffer import Group, SampleBuffer
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rl import RlStage
-from mtpctl.controller.starting import start_rewards
+from mtpctl.controller.services import start_rewards
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
@@ -76,9 +76,9 @@ class FakeTrainer(TrainerGroup):
         self.ranks = [actors[rank % ACTORS] for rank in range(recipe.train.parallel.world_size)]
         self.seconds: list[float] = []
 
-    def _put(self, samples: Any) -> Any:
+    def _put_shares(self, samples: Any) -> Any:
         began = time.perf_counter()
-        references = super()._put(samples)
+        references = super()._put_shares(samples)
         self.seconds.append(time.perf_counter() - began)
         return references
 
@@ -224,7 +224,7 @@ async def save_buffer(count: int, tokens: int, group: int, folder: Path) -> dict
         await buffer.put(Group(number, Problem(f"p{number}", "1", "1"), group, samples))
     began = time.perf_counter()
     async with record_stall(longest):
-        await asyncio.to_thread(buffer.saving(folder / "buffer.jsonl"))
+        await asyncio.to_thread(buffer.snapshot_writer(folder / "buffer.jsonl"))
     return {"buffer_s": time.perf_counter() - began, "buffer_stall_s": longest[0]}
 
 

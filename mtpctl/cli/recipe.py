@@ -109,7 +109,7 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
 
     Starts nothing, and uses the network only as far as your code does.
     """
-    from mtpctl.controller.preflight import preflight
+    from mtpctl.controller.preflight import check_code
     from mtpctl.data.inspection import inspect_sets, leaks_in
     from mtpctl.recipe.checks import cautions_of
     from mtpctl.recipe.checks import validate as check
@@ -119,7 +119,7 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
     reports = inspect_sets(loaded.recipe.data, loaded.recipe.evaluation, loaded.recipe.train.stages)
     data, leaks = list(map(str, reports)), leaks_in(reports, loaded.recipe.train.stages)
     sources = [str(path) for path in loaded.sources]
-    cautions = [*cautions_of(loaded.recipe), *preflight(loaded.recipe), *filter(None, [leaks])]
+    cautions = [*cautions_of(loaded.recipe), *check_code(loaded.recipe), *filter(None, [leaks])]
     if as_json:
         answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "data": data, "cautions": cautions}))
         return

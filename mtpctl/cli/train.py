@@ -65,7 +65,7 @@ def train(
     from mtpctl.controller.launch import run
 
     if over:
-        from mtpctl.controller.resuming import start_over
+        from mtpctl.controller.resume import start_over
 
         if (previous := start_over(loaded.recipe, [START])) is not None:
             print_progress(f"{loaded.recipe.run_path} begins again; the run that was there is kept as {previous}")

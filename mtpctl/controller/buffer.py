@@ -43,7 +43,7 @@ class Group:
         return f"{self.number}.{self.retries}" if self.retries else str(self.number)
 
     @property
-    def oldest(self) -> int:
+    def oldest_version(self) -> int:
         """Weight version of the oldest token. For an incomplete group, the version at which it was sent out, which is a lower bound."""
         versions = [span.version for sample in self.samples for part in sample.parts for span in part.version_spans]
         return min(versions) if self.complete and versions else self.version
@@ -60,7 +60,7 @@ class SampleBuffer:
     tokens first. Among equally old groups, retried ones come first, then the order of completion decides. If `ordered`, the trainer gets
     groups in the order in which their prompts were drawn.
 
-    Groups that were taken are retained until a checkpoint contains their update (`saved`), in case the trainer is lost.
+    Groups that the trainer took are retained until a checkpoint contains their update (`forget`), in case the trainer is lost.
 
     Attributes:
         requeued: groups whose prompts are sent out again, because they became too old or were unfinished in a checkpoint.
@@ -70,14 +70,14 @@ class SampleBuffer:
         self.requeued: list[Group] = []
         self._ordered = ordered
         self._ready: list[Group] = []
-        self._open: dict[str, Group] = {}
+        self._in_flight: dict[str, Group] = {}
         self._taken: list[tuple[int, Group]] = []
         self._changed = asyncio.Condition()
 
     @property
     def pending(self) -> int:
         """Number of groups in flight or waiting for the trainer."""
-        return len(self._open) + len(self._ready)
+        return len(self._in_flight) + len(self._ready)
 
     @property
     def ready(self) -> int:
@@ -86,60 +86,60 @@ class SampleBuffer:
 
     def begin(self, group: Group) -> None:
         """Mark a group as in flight."""
-        self._open[group.group_id] = group
+        self._in_flight[group.group_id] = group
 
     def problem_of(self, sample: Sample) -> Problem | None:
         """The problem that the sample answers; None if its group is no longer in flight."""
-        group = self._open.get(sample.group_id)
+        group = self._in_flight.get(sample.group_id)
         return None if group is None else group.problem
 
     def add(self, sample: Sample) -> Group | None:
         """Add a sample to its group if that is in flight. Returns the group if it is now complete: the caller puts or drops it."""
-        group = self._open.get(sample.group_id)
+        group = self._in_flight.get(sample.group_id)
         if group is None:
             return None
         group.samples.append(sample)
         if not group.complete:
             return None
-        group.samples.sort(key=lambda s: s.index)
+        group.samples.sort(key=lambda sample: sample.index)
         return group
 
     def expire(self, min_version: int) -> int:
         """Discard and requeue all groups that have, or may get, tokens of versions before `min_version`. Returns their number."""
-        old = [group for group in (*self._open.values(), *self._ready) if group.oldest < min_version]
-        for group in old:
+        expired = [group for group in (*self._in_flight.values(), *self._ready) if group.oldest_version < min_version]
+        for group in expired:
             group.unwanted.set()
-            self._open.pop(group.group_id, None)
+            self._in_flight.pop(group.group_id, None)
             self.requeued.append(Group(group.number, group.problem, group.size, retries=group.retries + 1))
         self._ready = [group for group in self._ready if not group.unwanted.is_set()]
         self.requeued.sort(key=lambda group: group.number)
-        return len(old)
+        return len(expired)
 
     async def put(self, group: Group) -> None:
         """Make a complete group available to the trainer, unless it was discarded meanwhile."""
         async with self._changed:
             if group.unwanted.is_set():
                 return
-            self._open.pop(group.group_id, None)
+            self._in_flight.pop(group.group_id, None)
             # `insort` inserts after equal keys, so ties stay in the order of completion.
             insort(self._ready, group, key=self._order)
             self._changed.notify_all()
 
     def _order(self, group: Group) -> tuple[int, int]:
-        return (group.number, 0) if self._ordered else (group.oldest, -group.retries)
+        return (group.number, 0) if self._ordered else (group.oldest_version, -group.retries)
 
     async def drop(self, group: Group) -> bool:
         """Remove a complete group that is not to be trained on. Returns whether it was still in flight."""
         async with self._changed:
             self._changed.notify_all()
-            return self._open.pop(group.group_id, None) is not None
+            return self._in_flight.pop(group.group_id, None) is not None
 
-    async def wait(self, count: int, *, due: int = -1, later: int = 0) -> None:
+    async def wait(self, count: int, *, due_version: int = -1, deferrable: int = 0) -> None:
         """Wait until `count` groups can be taken.
 
         If `ordered`, also waits for every group with a smaller number than the last one of the batch. Otherwise also waits for retried
-        groups with tokens of version `due` or earlier, because the next version would make them too old. Up to `later` of these are left to
-        later batches before that version.
+        groups with tokens of `due_version` or earlier, because the next version would make them too old. Up to `deferrable` of these may
+        wait for later batches before that version.
         """
 
         def batch_is_ready() -> bool:
@@ -148,11 +148,11 @@ class SampleBuffer:
             if self._ordered:
                 return all(group.number > self._ready[count - 1].number for group in self.unfinished())
 
-            def due_in(groups: Iterable[Group]) -> int:
-                return sum(bool(group.retries) and group.oldest <= due for group in groups)
+            def count_due(groups: Iterable[Group]) -> int:
+                return sum(bool(group.retries) and group.oldest_version <= due_version for group in groups)
 
-            ready, in_flight = due_in(self._ready), due_in(self._open.values())
-            return ready >= min(ready + in_flight - later, count)
+            ready, in_flight = count_due(self._ready), count_due(self._in_flight.values())
+            return ready >= min(ready + in_flight - deferrable, count)
 
         async with self._changed:
             await self._changed.wait_for(batch_is_ready)
@@ -163,9 +163,9 @@ class SampleBuffer:
         self._taken += [(step, group) for group in batch]
         return batch
 
-    def saved(self, step: int) -> None:
+    def forget(self, step: int) -> None:
         """Forget the groups of updates up to `step`, which a checkpoint contains."""
-        self._taken = [(of, group) for of, group in self._taken if of > step]
+        self._taken = [(update, group) for update, group in self._taken if update > step]
 
     async def restore_taken(self) -> int:
         """Put the groups of updates that no checkpoint contains back into the buffer. Returns the number of groups.
@@ -183,15 +183,15 @@ class SampleBuffer:
 
     def unfinished(self) -> list[Group]:
         """Groups in flight and requeued groups, in the order of drawing. A resumed run sends their prompts out again."""
-        return sorted([*self._open.values(), *self.requeued], key=lambda g: g.number)
+        return sorted([*self._in_flight.values(), *self.requeued], key=lambda group: group.number)
 
-    def saving(self, path: Path) -> Callable[[], Entry]:
+    def snapshot_writer(self, path: Path) -> Callable[[], Entry]:
         """Return a function that atomically writes a snapshot of the buffer, in any thread, and returns the file's size and checksum."""
         return partial(_write, path, [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()])
 
     def save(self, path: Path) -> None:
         """Write the buffer now."""
-        self.saving(path)()
+        self.snapshot_writer(path)()
 
     @staticmethod
     def load(path: Path) -> tuple[list[Group], list[Group]]:
@@ -210,10 +210,10 @@ def _write(path: Path, groups: list[tuple[Group, list[Sample]]]) -> Entry:
     """Write one line of JSON per group: ready groups with their samples, unfinished groups without."""
     partial_file, checksum = path.with_suffix(".partial"), Checksum()
     with partial_file.open("wb") as file:
-        for group, complete in groups:
-            samples = [s.to_dict(packed=True) for s in complete]
+        for group, samples in groups:
+            sample_rows = [s.to_dict(packed=True) for s in samples]
             problem = group.problem.to_json()
-            line = {"number": group.number, "problem": problem, "size": group.size, "again": group.retries, "samples": samples}
+            line = {"number": group.number, "problem": problem, "size": group.size, "again": group.retries, "samples": sample_rows}
             encoded = (json.dumps(line) + "\n").encode()
             checksum.update(encoded)
             file.write(encoded)

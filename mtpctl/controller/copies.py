@@ -19,17 +19,17 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.sync import remote
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 
-FIRST_S, MAX_S = 1.0, 60.0
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 """Initial and maximum delay between two attempts, in seconds."""
-END_S = 300.0
+FINAL_RETRY_S = 300.0
 """How long a run that is ending retries a failing store, in seconds."""
-FETCH_TRIES = 5
+FETCH_ATTEMPTS = 5
 POLL_S = 0.05
 
 Report = Callable[[str], None]
 
 
-class Copies:
+class CheckpointCopier:
     """Copies checkpoints in a background thread. Only the newest queued checkpoint is copied.
 
     If the store fails, training continues and the copy is retried with exponential backoff. `report` receives a line when the store begins
@@ -40,11 +40,11 @@ class Copies:
         self.store, self._report = store, report
         self._writer = CopyWriter(store, run_dir, keep)
         self._changed = threading.Condition()
-        self._waiting: Path | None = None
+        self._queued: Path | None = None
         self._copying: Path | None = None
-        self._ending: float | None = None  # deadline of retries
+        self._retry_deadline: float | None = None  # set when the run is ending
         self._failures_since_report = 0
-        self._failures, self._behind = 0, 0
+        self._failures, self._uncopied = 0, 0
         self._seconds: float | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint copies", daemon=True)
@@ -53,35 +53,35 @@ class Copies:
     def queue(self, checkpoint: Path) -> None:
         """Queue a complete checkpoint. It replaces one that is still queued. Does not block."""
         with self._changed:
-            self._waiting = checkpoint
-            self._behind += 1
+            self._queued = checkpoint
+            self._uncopied += 1
             self._changed.notify_all()
 
     @property
     def in_use(self) -> Sequence[str]:
         """Names of the checkpoints that must not be deleted: the one being copied, and the queued one."""
         with self._changed:
-            return [path.name for path in (self._copying, self._waiting) if path is not None]
+            return [path.name for path in (self._copying, self._queued) if path is not None]
 
     def metrics(self) -> dict[str, float]:
         """Checkpoints that are not copied yet, failed attempts since the last call, and duration of the latest copy."""
         with self._changed:
-            metrics = {"checkpoint/copy_failures": float(self._failures), "checkpoint/copy_behind": float(self._behind)}
+            metrics = {"checkpoint/copy_failures": float(self._failures), "checkpoint/copy_behind": float(self._uncopied)}
             if self._seconds is not None:
                 metrics["timing_s/checkpoint_copy"] = self._seconds
             self._failures, self._seconds = 0, None
         return metrics
 
     async def finish(self) -> None:
-        """Wait until the newest checkpoint is copied. If the store fails for `END_S`, gives up and reports it."""
+        """Wait until the newest checkpoint is copied. If the store fails for `FINAL_RETRY_S`, gives up and reports it."""
         with self._changed:
-            self._ending = time.monotonic() + END_S
+            self._retry_deadline = time.monotonic() + FINAL_RETRY_S
             self._changed.notify_all()
         while self._thread.is_alive():  # Polls: a join in `to_thread` would block a second Ctrl-C.
             await asyncio.sleep(POLL_S)
         if self._error is not None:
             raise self._error
-        if self._behind:
+        if self._uncopied:
             self._report(f"the newest checkpoint was not copied to {self.store.url}; start the same command again once it answers")
 
     def _run(self) -> None:
@@ -93,15 +93,15 @@ class Copies:
 
     def _next(self) -> Path | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._ending is not None)
-            self._copying, self._waiting = self._waiting, None
+            self._changed.wait_for(lambda: self._queued is not None or self._retry_deadline is not None)
+            self._copying, self._queued = self._queued, None
             return self._copying
 
     def _copy(self, checkpoint: Path) -> None:
         """Copy a checkpoint. Retries until it succeeds, a newer one is queued, or the deadline of an ending run has passed."""
-        pause = FIRST_S
+        delay = FIRST_DELAY_S
         with self._changed:
-            behind = self._behind
+            uncopied = self._uncopied
         while True:
             began = time.monotonic()
             try:
@@ -110,18 +110,19 @@ class Copies:
                 self._record_failure(error)
             except (Damaged, OtherVersion) as error:
                 path = f"{checkpoint.parent.parent}/" if isinstance(error, Damaged) else ""
-                self._record_end(behind)
+                self._record_result(uncopied)
                 return self._report(f"{path}{error}; {checkpoint.name} is not copied")
             else:
-                failures = self._record_end(behind, time.monotonic() - began)
+                failures = self._record_result(uncopied, time.monotonic() - began)
                 if failures:
-                    self._report(f"{checkpoint.name} is in {self.store.url}, after {failures} tries that failed")
+                    self._report(f"{checkpoint.name} is in {self.store.url}, after {failures} failed attempts")
                 return
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None, pause if self._ending is None else min(pause, FIRST_S))
-                if self._waiting is not None or (self._ending is not None and time.monotonic() > self._ending):
+                timeout = delay if self._retry_deadline is None else min(delay, FIRST_DELAY_S)
+                self._changed.wait_for(lambda: self._queued is not None, timeout)
+                if self._queued is not None or (self._retry_deadline is not None and time.monotonic() > self._retry_deadline):
                     return
-            pause = min(2 * pause, MAX_S)
+            delay = min(2 * delay, MAX_DELAY_S)
 
     def _record_failure(self, error: Exception) -> None:
         with self._changed:
@@ -129,12 +130,12 @@ class Copies:
             self._failures_since_report += 1
             first = self._failures_since_report == 1
         if first:
-            self._report(f"{error}; training continues, and it is tried again")
+            self._report(f"{error}; training continues, and the copy is retried")
 
-    def _record_end(self, behind: int, seconds: float | None = None) -> int:
-        """Record that a checkpoint was copied in `seconds`, or that it is damaged. Returns the failed tries before a copy."""
+    def _record_result(self, uncopied: int, seconds: float | None = None) -> int:
+        """Record that a checkpoint was copied in `seconds`, or is damaged (None). Returns the number of failed attempts before the copy."""
         with self._changed:
-            self._behind -= behind
+            self._uncopied -= uncopied
             self._copying = None
             if seconds is None:
                 return 0
@@ -174,7 +175,8 @@ def check_copies(recipe: Recipe) -> None:
     if text is not None:
         name = yaml12.parse(text.decode("utf-8", errors="replace"), f"{store.url}/{RECIPE}").value
         if isinstance(name, dict) and name.get("name") != recipe.name:
-            raise UserError(f"{FIELD}: {store.url} has the run {name.get('name')}, not {recipe.name}; use {{name}} in it, or name another")
+            problem = f"{store.url} contains the run {name.get('name')}, not {recipe.name}"
+            raise UserError(f"{FIELD}: {problem}; put {{name}} into the URL, or use another URL")
 
 
 def _has_checkpoint(directory: RunDirectory) -> bool:
@@ -195,7 +197,7 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
     store, directory = store_of(recipe), RunDirectory(recipe.run_path)
     if store is None or _has_checkpoint(directory):
         return ""
-    for tries in range(1, FETCH_TRIES + 1):
+    for attempt in range(1, FETCH_ATTEMPTS + 1):
         try:
             if newest_copy(store) is None:
                 return ""
@@ -204,19 +206,19 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
                 name = fetch(store, directory.path, report)
             return f"{name} was fetched from {store.url} in {time.monotonic() - began:.0f} s" if name else ""
         except StoreFailed as error:
-            if tries == FETCH_TRIES:
+            if attempt == FETCH_ATTEMPTS:
                 raise EnvironmentMissing(f"{FIELD}: {error}; start again once it answers; fetched files are kept") from error
             report(f"{error}; trying again")
-            time.sleep(FIRST_S * 2**tries)
-    raise AssertionError("the last try returns or raises")
+            time.sleep(FIRST_DELAY_S * 2**attempt)
+    raise AssertionError("the last attempt returns or raises")
 
 
-def start_copier(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, report: Report) -> Copies | None:
+def start_copier(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, report: Report) -> CheckpointCopier | None:
     """Start copying for a run, first the checkpoint that it resumes from. None if the recipe configures no copies."""
     store = store_of(recipe)
     if store is None:
         return None
-    copies = Copies(store, directory.path, recipe.train.keep_checkpoints, report)
+    copier = CheckpointCopier(store, directory.path, recipe.train.keep_checkpoints, report)
     if checkpoint is not None:
-        copies.queue(checkpoint)
-    return copies
+        copier.queue(checkpoint)
+    return copier

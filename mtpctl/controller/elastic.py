@@ -1,4 +1,4 @@
-"""Scales the rollout replicas of a run to the requested number, as far as hosts have capacity (`rollout.replicas: {min, max}`).
+"""Scales the rollout replicas of a run to the requested number, up to the capacity of the hosts (`rollout.replicas: {min, max}`).
 
 Once a second, the controller answers requests of `mtpctl scale`, removes surplus replicas and those whose host is lost or draining, and
 adds missing replicas on hosts with capacity. The trainer and the log-prob server take precedence: while one of their actors waits for a
@@ -31,11 +31,11 @@ from mtpctl.telemetry.run_directory import (
 POLL_S = 1.0
 """Interval between checks of requests and hosts, in seconds."""
 YIELD_S = 10.0
-"""Seconds that another actor waits for a host to join before a replica above the minimum leaves to free capacity for it."""
+"""How long another actor waits for a host before a replica above the minimum leaves to free capacity for it, in seconds."""
 
 
 class ElasticRollout:
-    """Answers requests inside `watching`; adds and removes replicas of a pool inside `following`.
+    """Answers requests inside `watching`; adds and removes replicas of a pool inside `scaling`.
 
     Attributes:
         requested: the last number requested by `mtpctl scale`, clipped to the recipe's bounds; by default the maximum.
@@ -65,8 +65,8 @@ class ElasticRollout:
         """Check once a second while the block runs. An error of a check is raised when the block ends."""
         clear_requests(self._directory)
         if self._earlier_request:
-            limit = "" if self.requested == self._earlier_request else f", but rollout.replicas allows {self.requested}"
-            self._report(f"{self._earlier_request} replica(s) are requested, by an earlier mtpctl scale{limit}")
+            clipping = "" if self.requested == self._earlier_request else f", but rollout.replicas allows {self.requested}"
+            self._report(f"{self._earlier_request} replica(s) are requested, by an earlier mtpctl scale{clipping}")
         task = asyncio.create_task(self._run(), name="elastic rollout")
         try:
             yield
@@ -76,7 +76,7 @@ class ElasticRollout:
                 await task
 
     @contextlib.asynccontextmanager
-    async def following(self, membership: Membership, claim: Claim) -> AsyncIterator[None]:
+    async def scaling(self, membership: Membership, claim: Claim) -> AsyncIterator[None]:
         """Add and remove replicas of a pool while the block runs. `claim`: the resources of one replica."""
         self._membership, self._claim = membership, claim
         try:
@@ -94,9 +94,9 @@ class ElasticRollout:
                 self._answer_requests()
                 if self._membership is not None and not self._state.stopping.is_set():
                     # In a thread: if the GCS server has ended, Ray reports it only after a minute. The run saves its checkpoint meanwhile.
-                    alive, drained = await in_thread(lambda: (live_nodes(), draining_nodes()))
+                    live, draining = await in_thread(lambda: (live_nodes(), draining_nodes()))
                     if self._membership is not None:
-                        self._check(self._membership, alive, drained)
+                        self._check(self._membership, live, draining)
                 await asyncio.sleep(POLL_S)
         except Exception as error:
             self._report(f"replicas can no longer join or leave: {one_line(error)}")
@@ -123,11 +123,11 @@ class ElasticRollout:
         self._report(message)
         return Answer(message)
 
-    def _check(self, membership: Membership, alive: set[str], drained: set[str]) -> None:
+    def _check(self, membership: Membership, live: set[str], draining: set[str]) -> None:
         for index in membership.taken:
             node = self._bundles.by_actor[_actor(index)].node
-            if node not in alive or node in drained:
-                self._leave(membership, index, "its host is being drained" if node in alive else "its host is lost")
+            if node not in live or node in draining:
+                self._leave(membership, index, "its host is being drained" if node in live else "its host is lost")
         for index in membership.taken[: -self.requested]:
             self._leave(membership, index, f"{self.requested} are requested")
         if (actor := self._starved_actor()) and not self._leaving and len(membership.taken) > self.rollout.replica_range.min:
@@ -142,9 +142,9 @@ class ElasticRollout:
             self._join_task = asyncio.create_task(self._join(membership))
         self._show_wait(len(membership.taken))
 
-    def _leave(self, membership: Membership, index: int, why: str) -> None:
+    def _leave(self, membership: Membership, index: int, reason: str) -> None:
         if index not in self._leaving:
-            self._report(f"replica {index} leaves: {why}")
+            self._report(f"replica {index} leaves: {reason}")
             self._joining.discard(index)
             self._leaving[index] = asyncio.create_task(self._end_replica(membership, index))
 
@@ -161,7 +161,7 @@ class ElasticRollout:
 
     async def _join(self, membership: Membership) -> None:
         """Add replicas until none is missing or no host has capacity."""
-        while len(membership.taken) < self.requested and not self._state.lost and not self._other_waits():
+        while len(membership.taken) < self.requested and not self._state.weights_lost and not self._waiting_actors():
             index = next(i for i in range(self.requested + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
             actor = _actor(index)
             if await self._bundles.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
@@ -170,14 +170,14 @@ class ElasticRollout:
             membership.join(index)
             self._joining.add(index)
 
-    def _other_waits(self) -> dict[str, float]:
+    def _waiting_actors(self) -> dict[str, float]:
         """Actors of the trainer and the log-prob server that wait for a bundle, with the start of the wait."""
         return {actor: since for actor, since in self._bundles.awaited.items() if not actor.startswith("rollout-")}
 
     def _starved_actor(self) -> str:
         """A trainer or log-prob actor that lost its host and has waited for `YIELD_S` since a replica left; empty if there is none."""
-        limit = time.monotonic() - YIELD_S
-        lost = self._bundles.lost([actor for actor, since in self._other_waits().items() if max(since, self._last_left_at) <= limit])
+        latest = time.monotonic() - YIELD_S
+        lost = self._bundles.lost([actor for actor, since in self._waiting_actors().items() if max(since, self._last_left_at) <= latest])
         return lost[0] if lost else ""
 
     def _show_wait(self, placed: int) -> None:

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from mtpctl.cluster.deadlines import finished_before
-from mtpctl.controller.metrics import SampleRecorder, cut_share, speculation
+from mtpctl.controller.metrics import SampleRecorder, finish_reason_share, speculation_metrics
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.rollout_loop import RolloutLoop, request_of
+from mtpctl.controller.rollout_loop import RolloutLoop, build_request
 from mtpctl.controller.state import RunState
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED
@@ -28,18 +28,18 @@ Responses = Mapping[str, list[tuple[Problem, list[Sample]]]]
 
 
 @dataclass(slots=True)
-class HeldOut:
+class HeldOutSet:
     """One held-out set in an evaluation: its problems, the responses to each so far, and the number of failed rewards.
 
-    `unseen`: for each problem, whether no training row has its prompt.
+    `is_unseen`: for each problem, whether no training row has its prompt.
     """
 
     name: str
     config: EvaluationSetConfig
     problems: list[Problem]
-    unseen: list[bool]
+    is_unseen: list[bool]
     responses: list[list[Sample]] = field(init=False)
-    errors: int = 0
+    reward_errors: int = 0
 
     def __post_init__(self) -> None:
         self.responses = [[] for _ in self.problems]
@@ -59,20 +59,21 @@ class HeldOut:
         mean = sum(map(sum, rewards)) / len(samples)
         values = {"accuracy": mean} if self.name == UNNAMED else {}
         mean_name = "accuracy" if self.name == UNNAMED else f"avg@{n}"
-        unseen = [reward for each, new in zip(rewards, self.unseen, strict=True) for reward in each if new]
-        if unseen and len(unseen) < len(samples):
-            values[f"unseen_{mean_name}"] = sum(unseen) / len(unseen)
-        if not all(self.unseen):
-            values["unseen_problems"] = float(sum(self.unseen))
+        unseen_rewards = [r for group, is_unseen in zip(rewards, self.is_unseen, strict=True) for r in group if is_unseen]
+        if unseen_rewards and len(unseen_rewards) < len(samples):
+            values[f"unseen_{mean_name}"] = sum(unseen_rewards) / len(unseen_rewards)
+        if not all(self.is_unseen):
+            values["unseen_problems"] = float(sum(self.is_unseen))
         if self.name != UNNAMED or n > 1:
-            correct = [sum(reward >= self.config.right_from for reward in each) for each in rewards]
+            correct = [sum(reward >= self.config.right_from for reward in group) for group in rewards]
             values |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(correct, n).items()}
         values |= {"problems": float(len(self.problems)), "length_mean": sum(len(s.response_ids) for s in samples) / len(samples)}
-        values |= {"truncated_fraction": cut_share(samples, "length"), "deadline_fraction": cut_share(samples, DEADLINE)}
-        if self.errors:
-            values["reward_errors"] = float(self.errors)
+        values["truncated_fraction"] = finish_reason_share(samples, "length")
+        values["deadline_fraction"] = finish_reason_share(samples, DEADLINE)
+        if self.reward_errors:
+            values["reward_errors"] = float(self.reward_errors)
         metrics = {prefix + name: value for name, value in values.items()}
-        return metrics | {name.replace("rollout/", prefix): value for name, value in speculation(samples).items()}
+        return metrics | {name.replace("rollout/", prefix): value for name, value in speculation_metrics(samples).items()}
 
 
 async def evaluate(
@@ -88,20 +89,21 @@ async def evaluate(
     on_progress: Callable[[], None] = lambda: None,
     on_end: Callable[[Responses], None] = lambda responses: None,
 ) -> dict[str, float]:
-    """Generate and reward responses to all held-out problems. Returns `eval/*`; empty if there are no held-out problems.
+    """Generate and reward responses to all held-out problems. Returns the metrics `eval/*`; empty if there are no held-out problems.
 
-    Responses are rewarded while others are generated. A failed reward counts as 0. `rewards`: by the name of the set; other sets use
-    `rewards[UNNAMED]`. `version`: of the engines at the start; `eval/mixed_fraction` is the share of responses with a token of another one.
-    `n`: overrides the number of responses to each problem.
+    Responses are rewarded while others are generated. A failed reward counts as 0.
+
+    `rewards`: by the name of the set; other sets use `rewards[UNNAMED]`. `n`: overrides the number of responses to each problem.
+    `version`: weights of the engines at the start; `eval/mixed_fraction` is the share of responses with a token of another version.
     """
     sets = []
     for name, problems in prepared.problems.held_out.items():
         config = recipe.evaluation.of(name)
-        unseen = [not prepared.problems.is_seen(problem) for problem in problems]
-        sets.append(HeldOut(name, config if n is None else config.model_copy(update={"n": n}), problems, unseen))
+        is_unseen = [not prepared.problems.is_seen(problem) for problem in problems]
+        sets.append(HeldOutSet(name, config if n is None else config.model_copy(update={"n": n}), problems, is_unseen))
     if not sets:
         return {}
-    problem_of: dict[str, tuple[HeldOut, int]] = {}
+    problem_of: dict[str, tuple[HeldOutSet, int]] = {}
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for held_out in sets:
@@ -110,14 +112,14 @@ async def evaluate(
                 problem_of[group] = held_out, number
                 for index in range(held_out.config.n):
                     on_request()
-                    yield _request(recipe, prepared, held_out.config, problem, group, index, seed=number * held_out.config.n + index)
+                    yield _build_request(recipe, prepared, held_out.config, problem, group, index, seed=number * held_out.config.n + index)
 
     async def reward(sample: Sample) -> None:
         held_out, number = problem_of[sample.group_id]
-        text = await prepared.text_of(sample)
+        text = await prepared.decode_response(sample)
         outcome = await rewards.get(held_out.name, rewards[UNNAMED])(text, held_out.problems[number], sample)
         sample.reward, sample.reward_parts = outcome.reward or 0.0, outcome.parts
-        held_out.errors += bool(outcome.error)
+        held_out.reward_errors += bool(outcome.error)
         held_out.responses[number].append(sample)
         on_progress()
 
@@ -141,23 +143,23 @@ async def evaluate(
     return metrics
 
 
-def cut_responses(recipe: Recipe, metrics: Mapping[str, float]) -> tuple[int, int]:
+def count_deadline_truncations(recipe: Recipe, metrics: Mapping[str, float]) -> tuple[int, int]:
     """The number of responses of an evaluation that `rollout.deadline_s` truncated, and the number of all its responses."""
-    cut = total = 0
+    truncated = total = 0
     for name, share in metrics.items():
         if name.endswith("/deadline_fraction"):
             prefix = name.removesuffix("deadline_fraction")
             config = recipe.evaluation.sets.get(prefix.removeprefix("eval/").strip("/"), EvaluationSetConfig())
             responses = round(metrics[f"{prefix}problems"]) * config.n
-            cut, total = cut + round(share * responses), total + responses
-    return cut, total
+            truncated, total = truncated + round(share * responses), total + responses
+    return truncated, total
 
 
-def _request(
+def _build_request(
     recipe: Recipe, prepared: Prepared, config: EvaluationSetConfig, problem: Problem, group: str, index: int, seed: int
 ) -> GenerationRequest:
     """The request for one response, with the sampling parameters of the set."""
-    request = request_of(recipe, prepared, problem, group_id=group, index=index, seed=seed)
+    request = build_request(recipe, prepared, problem, group_id=group, index=index, seed=seed)
     if config.temperature is not None:
         request = replace(request, temperature=config.temperature)
     if config.max_tokens is not None:
@@ -166,8 +168,8 @@ def _request(
     return request
 
 
-class Evaluations:
-    """The evaluations of the RL stage. At most one runs at a time, concurrently with training unless the recipe configures otherwise."""
+class Evaluator:
+    """Runs the evaluations of the RL stage: at most one at a time, concurrently with training unless the recipe configures otherwise."""
 
     def __init__(
         self,
@@ -186,10 +188,10 @@ class Evaluations:
 
     @property
     def running(self) -> bool:
-        """Whether an evaluation has started whose end was not awaited yet."""
+        """Whether an evaluation was started and not awaited yet."""
         return self._current is not None
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether `train.eval_every` requires an evaluation at this step. False at the final update, which is always evaluated."""
         every, step = self.recipe.train.eval_every, self.state.step
         return bool(every) and step % every == 0 and step < self.recipe.train.rl.steps
@@ -234,17 +236,17 @@ class Evaluations:
             self.generator,
             self.rewards,
             version=version,
-            on_request=self.rollout.request_sent,
-            on_sample=self.rollout.response_received,
+            on_request=self.rollout.count_request,
+            on_sample=self.rollout.count_response,
             # Engines that are busy with held-out problems are not stuck.
-            on_progress=self.rollout.progressed,
+            on_progress=self.rollout.record_progress,
             on_end=lambda responses: self.recorder.record_evaluation(step, responses),
         )
         if not metrics:
             return
         metrics["timing_s/evaluation"] = time.perf_counter() - began
-        cut, responses = cut_responses(self.recipe, metrics)
-        if cut:
-            message = f"{cut} of {responses} held-out responses were truncated by rollout.deadline_s"
+        truncated, responses = count_deadline_truncations(self.recipe, metrics)
+        if truncated:
+            message = f"{truncated} of {responses} held-out responses were truncated by rollout.deadline_s"
             self.telemetry.event("eval", f"{message}: {self.recipe.rollout.deadline_s:g}, and are rewarded as they are; raise it")
         self.telemetry.log(step, metrics, "rl")

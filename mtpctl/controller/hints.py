@@ -11,8 +11,8 @@ If samples are stale and not corrected, the reward overshoots and turns back. In
 opposite signs, so a negative autocorrelation at some lag distinguishes it from noise.
 
 `HintWatch` detects other common problems. Hints use means over the latest updates, so a single update triggers none. A hint is reported
-when its condition first holds, and again if it still holds `REPEAT` updates later. `IdleTrainer` reports a long wait for samples at the end
-of the stage.
+when its condition first holds, and again if it still holds `REPEAT_UPDATES` updates later. `IdleWatch` reports a long wait for samples
+at the end of the stage.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ WINDOW = 20
 The run in docs/benchmarks/first-run.md gains at least 5 points in this time.
 """
 MIN_STABILITY_UPDATES = 14
-SWING_STABILITY = 0.4
-SWING_CORRELATION = 0.3
-SWING_ERRORS = 3.0
-FALL_WINDOW = 8
-FALL_ERRORS = 4.0
-MIN_FALL = 0.08
-"""Minimum drop that is reported, of the mean reward over `FALL_WINDOW` updates below the best such mean.
+OSCILLATION_STABILITY = 0.4
+OSCILLATION_CORRELATION = 0.3
+OSCILLATION_ERRORS = 3.0
+DROP_WINDOW = 8
+DROP_ERRORS = 4.0
+MIN_DROP = 0.08
+"""Minimum drop that is reported, of the mean reward over `DROP_WINDOW` updates below the best such mean.
 
 Smaller drops may be due to the data.
 """
@@ -47,16 +47,16 @@ ENTROPY_GROWTH = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """Statistics of one update: the mean unfiltered reward of its groups, the squared standard error of that mean, and the metrics."""
+class UpdateStats:
+    """Statistics of one update: the mean unfiltered reward of its groups, the sampling variance of that mean, and the metrics."""
 
     reward: float
-    error2: float
+    variance: float
     metrics: Mapping[str, float]
 
     @classmethod
-    def of(cls, group_means: Sequence[float], metrics: Mapping[str, float]) -> Update | None:
-        """From the mean rewards of all groups, including dropped ones; None for fewer than two groups."""
+    def from_group_means(cls, group_means: Sequence[float], metrics: Mapping[str, float]) -> UpdateStats | None:
+        """Statistics from the mean rewards of all groups, including dropped ones; None for fewer than two groups."""
         if len(group_means) < 2:
             return None
         return cls(statistics.fmean(group_means), statistics.variance(group_means) / len(group_means), dict(metrics))
@@ -76,39 +76,39 @@ def autocorrelation(values: Sequence[float], lag: int) -> float:
     return statistics.fmean(products) / square if square else 0.0
 
 
-def stability(updates: Sequence[Update]) -> float:
+def stability(updates: Sequence[UpdateStats]) -> float:
     """The stability as defined in the module docstring, from 0 to 1; 1 if all mean rewards are equal."""
     means = [u.reward for u in updates]
     if min(means) == max(means):
         return 1.0
     # A parabola takes three degrees of freedom.
-    residual2 = sum(r * r for r in residuals(means)) / (len(means) - 3)
-    expected = statistics.fmean(u.error2 for u in updates)
-    return min(1.0, expected / residual2) if residual2 > 0 else 1.0
+    residual_variance = sum(r * r for r in residuals(means)) / (len(means) - 3)
+    sampling_variance = statistics.fmean(u.variance for u in updates)
+    return min(1.0, sampling_variance / residual_variance) if residual_variance > 0 else 1.0
 
 
-def swings(updates: Sequence[Update]) -> bool:
+def oscillates(updates: Sequence[UpdateStats]) -> bool:
     """Whether the reward of a run of low stability oscillates: it drops, and residuals half a period apart have opposite signs.
 
     A run that learns within a few updates does not follow a parabola either, but its reward does not drop.
     """
     pairs = [(a.reward + b.reward) / 2 for a, b in itertools.pairwise(updates)]
     drops = [best - value for best, value in zip(itertools.accumulate(pairs, max), pairs, strict=True)]
-    if max(drops) <= SWING_ERRORS * statistics.fmean(u.error2 for u in updates) ** 0.5:  # sampling explains the drops
+    if max(drops) <= OSCILLATION_ERRORS * statistics.fmean(u.variance for u in updates) ** 0.5:  # sampling explains the drops
         return False
     errors = residuals([u.reward for u in updates])
-    return min(autocorrelation(errors, lag) for lag in range(2, len(errors) // 2 + 1)) < -SWING_CORRELATION
+    return min(autocorrelation(errors, lag) for lag in range(2, len(errors) // 2 + 1)) < -OSCILLATION_CORRELATION
 
 
-def fall(updates: Sequence[Update]) -> float:
-    """How far the mean reward of the last `FALL_WINDOW` updates is below the best such mean; 0 if sampling may explain it."""
-    if len(updates) < 2 * FALL_WINDOW:
+def reward_drop(updates: Sequence[UpdateStats]) -> float:
+    """How far the mean reward of the last `DROP_WINDOW` updates is below the best such mean; 0 if sampling may explain it."""
+    if len(updates) < 2 * DROP_WINDOW:
         return 0.0
-    windows = [updates[i : i + FALL_WINDOW] for i in range(len(updates) - FALL_WINDOW + 1)]
+    windows = [updates[i : i + DROP_WINDOW] for i in range(len(updates) - DROP_WINDOW + 1)]
     means = [statistics.fmean(u.reward for u in window) for window in windows]
     latest, best = means[-1], max(means)
-    error = (2 * statistics.fmean(u.error2 for u in updates) / FALL_WINDOW) ** 0.5
-    return best - latest if best - latest > max(MIN_FALL, FALL_ERRORS * error) else 0.0
+    error = (2 * statistics.fmean(u.variance for u in updates) / DROP_WINDOW) ** 0.5
+    return best - latest if best - latest > max(MIN_DROP, DROP_ERRORS * error) else 0.0
 
 
 class StabilityWatch:
@@ -116,42 +116,42 @@ class StabilityWatch:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._updates: deque[Update] = deque(maxlen=4 * WINDOW)
-        self._quiet = 0
+        self._updates: deque[UpdateStats] = deque(maxlen=4 * WINDOW)
+        self._quiet_updates = 0
 
     def update(self, group_means: Sequence[float], metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
         """Returns metrics to log with the update, and a warning if any. `group_means`: rewards of all groups, dropped ones included."""
-        if (update := Update.of(group_means, metrics)) is None:
+        if (update := UpdateStats.from_group_means(group_means, metrics)) is None:
             return {}, None
         self._updates.append(update)
-        self._quiet = max(0, self._quiet - 1)
+        self._quiet_updates = max(0, self._quiet_updates - 1)
         latest = list(self._updates)[-WINDOW:]
         if len(latest) < MIN_STABILITY_UPDATES:
             return {}, None
         value = stability(latest)
-        warning = None if self._quiet else self._warning(latest, value, metrics)
+        warning = None if self._quiet_updates else self._warning(latest, value, metrics)
         if warning is not None:
-            self._quiet = WINDOW
+            self._quiet_updates = WINDOW
         return {"rl/stability": value}, warning
 
-    def _warning(self, latest: list[Update], value: float, metrics: dict[str, float]) -> str | None:
-        if value < SWING_STABILITY and swings(latest):
+    def _warning(self, latest: list[UpdateStats], value: float, metrics: dict[str, float]) -> str | None:
+        if value < OSCILLATION_STABILITY and oscillates(latest):
             low, high = min(u.reward for u in latest), max(u.reward for u in latest)
             problem = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {value:.2f})"
-        elif drop := fall(list(self._updates)):
-            problem = f"the reward has fallen by {drop:.2f} under the best of its last {len(self._updates)} updates"
-        elif grown := self._entropy_growth():
-            problem = f"the policy's entropy has grown {grown:.1f} times in {len(self._updates)} updates"
+        elif drop := reward_drop(list(self._updates)):
+            problem = f"the reward has fallen by {drop:.2f} below the best of its last {len(self._updates)} updates"
+        elif growth := self._entropy_growth():
+            problem = f"the policy's entropy has grown {growth:.1f} times in {len(self._updates)} updates"
         else:
             return None
         staleness = metrics.get("async/staleness_mean", 0.0)
-        return f"{problem}; samples are {staleness:.1f} versions old in the mean: {self._fix(staleness)}"
+        return f"{problem}; samples are {staleness:.1f} versions old on average: {self._fix(staleness)}"
 
     def _entropy_growth(self) -> float:
         entropies = [u.metrics["actor/entropy"] for u in self._updates if "actor/entropy" in u.metrics]
-        if len(entropies) < 2 * FALL_WINDOW:
+        if len(entropies) < 2 * DROP_WINDOW:
             return 0.0
-        early, late = statistics.fmean(entropies[:FALL_WINDOW]), statistics.fmean(entropies[-FALL_WINDOW:])
+        early, late = statistics.fmean(entropies[:DROP_WINDOW]), statistics.fmean(entropies[-DROP_WINDOW:])
         return late / early if late > ENTROPY_GROWTH * early > 0 else 0.0
 
     def _fix(self, staleness: float) -> str:
@@ -164,28 +164,28 @@ class StabilityWatch:
         return "lower train.rl.optimizer.lr, or raise train.rl.prompts_per_step"
 
 
-RECENT = 5
+RECENT_UPDATES = 5
 """Updates over which a level is averaged, such as the share of truncated responses."""
-REPEAT = 100
+REPEAT_UPDATES = 100
 """Updates after which a hint is repeated if it still holds."""
-FLAT_ERRORS = 2.0
+RISE_ERRORS = 2.0
 """The reward has risen if the means of the two halves differ by more than this many standard errors."""
-STILL_RATIO = 0.01
+UNCHANGED_RATIO = 0.01
 """Distance of `actor/ratio_mean` from 1 below which the policy hardly moves: a twentieth of the clip range, 0.2."""
-STILL_KL = 1e-3
+UNCHANGED_KL = 1e-3
 """KL in nats per token (`actor/ref_kl`, else `actor/ppo_kl`) below which the policy hardly moves. Runs that learn have ten times that."""
-STILL_ENTROPY = 0.05
+UNCHANGED_ENTROPY = 0.05
 """Relative change of the entropy between the halves below which it is constant. In runs that learn it falls by half in 20 updates."""
-COLLAPSED = 0.05
+COLLAPSED_ENTROPY = 0.05
 """Entropy relative to the first updates below which it has collapsed, unless the reward still rises."""
-FEW_SIGNALS = 0.1
+LOW_SIGNAL_FRACTION = 0.1
 """Share of groups with signal below which a hint is given: more than nine tenths of the responses are discarded."""
-SOME_SIGNALS = 0.02
+MIN_SIGNAL_FRACTION = 0.02
 """Share of groups with signal from which a larger learning rate can help. Dynamic sampling fills every update with such groups."""
-TRUNCATED = 0.2
+HIGH_TRUNCATED_FRACTION = 0.2
 """Share of truncated responses above which a hint is given. They rarely contain an answer, so their rewards are decided by the limit."""
 MIN_IDLE_UPDATES = 5
-"""The hint about waits needs more updates. The first is not in the times, because it also waits for generation to start."""
+"""The idle hint requires more updates than this. Times exclude the first, because it also waits for generation to start."""
 HIGH_IDLE = 0.5
 """Idle share of the trainer's time from which generation is the bottleneck."""
 
@@ -195,50 +195,50 @@ class HintWatch:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._updates: deque[Update] = deque(maxlen=WINDOW)
+        self._updates: deque[UpdateStats] = deque(maxlen=WINDOW)
         self._first_entropies: list[float] = []
         self._count = 0
         self._reported: dict[str, int] = {}
         self._hints: tuple[tuple[str, Callable[[], str]], ...] = (
-            ("equal", self._equal_groups),
-            ("truncated", self._truncated),
-            ("collapsed", self._collapsed),
-            ("still", self._unchanged_policy),
+            ("equal", self._equal_rewards_hint),
+            ("truncated", self._truncation_hint),
+            ("collapsed", self._collapsed_entropy_hint),
+            ("unchanged", self._unchanged_policy_hint),
         )
 
     def update(self, group_means: Sequence[float], metrics: Mapping[str, float]) -> list[str]:
         """The hints that an update triggers. `group_means`: rewards of all groups, dropped ones included."""
-        if (update := Update.of(group_means, metrics)) is None:
+        if (update := UpdateStats.from_group_means(group_means, metrics)) is None:
             return []
         self._count += 1
         self._updates.append(update)
-        if len(self._first_entropies) < RECENT and "actor/entropy" in metrics:
+        if len(self._first_entropies) < RECENT_UPDATES and "actor/entropy" in metrics:
             self._first_entropies.append(metrics["actor/entropy"])
         lines = []
         for name, hint in self._hints:
-            quiet_until = self._reported.get(name, -REPEAT) + REPEAT
+            quiet_until = self._reported.get(name, -REPEAT_UPDATES) + REPEAT_UPDATES
             if self._count >= quiet_until and (line := hint()):
                 self._reported[name] = self._count
                 lines.append(line)
         return lines
 
-    def _recent(self, name: str, updates: int = RECENT) -> float | None:
+    def _recent(self, name: str, updates: int = RECENT_UPDATES) -> float | None:
         """Mean of a metric over the latest updates; None if one of them does not have it, or if there are fewer."""
         values = [step.metrics.get(name) for step in list(self._updates)[-updates:]]
         present = [value for value in values if value is not None]
         return statistics.fmean(present) if len(present) == updates else None
 
-    def _rises(self) -> bool:
+    def _reward_rises(self) -> bool:
         """Whether the reward of the window's second half is above that of the first by more than sampling explains."""
         half = len(self._updates) // 2
         early, late = list(self._updates)[:half], list(self._updates)[-half:]
         difference = statistics.fmean(s.reward for s in late) - statistics.fmean(s.reward for s in early)
-        error = (sum(s.error2 for s in early) + sum(s.error2 for s in late)) ** 0.5 / half
-        return difference > FLAT_ERRORS * error
+        error = (sum(s.variance for s in early) + sum(s.variance for s in late)) ** 0.5 / half
+        return difference > RISE_ERRORS * error
 
-    def _equal_groups(self) -> str:
-        share = self._recent("reward/signal_fraction", 2 * RECENT)
-        if share is None or share >= FEW_SIGNALS:
+    def _equal_rewards_hint(self) -> str:
+        share = self._recent("reward/signal_fraction", 2 * RECENT_UPDATES)
+        if share is None or share >= LOW_SIGNAL_FRACTION:
             return ""
         reward = statistics.fmean(step.reward for step in self._updates)
         group = self._recipe.train.rl.group_size
@@ -248,9 +248,9 @@ class HintWatch:
             f"train.rl.group_size: {group}"
         )
 
-    def _truncated(self) -> str:
+    def _truncation_hint(self) -> str:
         share = self._recent("response/truncated_fraction")
-        if share is None or share <= TRUNCATED:
+        if share is None or share <= HIGH_TRUNCATED_FRACTION:
             return ""
         limit = self._recipe.rollout.max_tokens
         return (
@@ -258,12 +258,12 @@ class HintWatch:
             "rollout.context, or ask for shorter responses in the prompt"
         )
 
-    def _collapsed(self) -> str:
+    def _collapsed_entropy_hint(self) -> str:
         entropy = self._recent("actor/entropy")
-        if entropy is None or len(self._updates) < WINDOW or len(self._first_entropies) < RECENT:
+        if entropy is None or len(self._updates) < WINDOW or len(self._first_entropies) < RECENT_UPDATES:
             return ""
         first = statistics.fmean(self._first_entropies)
-        if entropy >= COLLAPSED * first or self._rises():
+        if entropy >= COLLAPSED_ENTROPY * first or self._reward_rises():
             return ""
         clip = self._recipe.train.rl.clip_high
         return (
@@ -271,32 +271,32 @@ class HintWatch:
             f"little; raise train.rl.clip_high: {clip:g} or train.rl.entropy_coef, lower train.rl.optimizer.lr, or use harder rows"
         )
 
-    def _unchanged_policy(self) -> str:
+    def _unchanged_policy_hint(self) -> str:
         signal = self._recent("reward/signal_fraction", WINDOW)
-        if signal is None or signal < SOME_SIGNALS or self._rises():
+        if signal is None or signal < MIN_SIGNAL_FRACTION or self._reward_rises():
             return ""
         ratio, kl = self._recent("actor/ratio_mean", WINDOW), self._recent("actor/ppo_kl", WINDOW)
-        start = self._recent("actor/ref_kl")
-        moved = start if start is not None else kl
-        if ratio is None or moved is None or abs(ratio - 1) > STILL_RATIO or abs(moved) > STILL_KL or self._entropy_moves():
+        ref_kl = self._recent("actor/ref_kl")
+        distance = ref_kl if ref_kl is not None else kl
+        if ratio is None or distance is None or abs(ratio - 1) > UNCHANGED_RATIO or abs(distance) > UNCHANGED_KL or self._entropy_changes():
             return ""
-        distance = f"KL to the start is {moved:.1e}" if start is not None else f"KL of an update is {moved:.1e}"
+        kind = "KL to the start" if ref_kl is not None else "KL of an update"
         lr = self._recipe.train.rl.optimizer.lr
         return (
-            f"nothing moves: over {WINDOW} updates the reward is flat, actor/ratio_mean is {ratio:.3f}, and the {distance} nats; raise "
-            f"train.rl.optimizer.lr: {lr:g} by a factor of 3, or raise train.rl.minibatches"
+            f"nothing moves: over {WINDOW} updates the reward is flat, actor/ratio_mean is {ratio:.3f}, and the {kind} is {distance:.1e} "
+            f"nats; raise train.rl.optimizer.lr: {lr:g} by a factor of 3, or raise train.rl.minibatches"
         )
 
-    def _entropy_moves(self) -> bool:
+    def _entropy_changes(self) -> bool:
         values = [step.metrics["actor/entropy"] for step in self._updates if "actor/entropy" in step.metrics]
         half = len(values) // 2
         if not half:
             return False
         early, late = statistics.fmean(values[:half]), statistics.fmean(values[-half:])
-        return abs(late - early) > STILL_ENTROPY * abs(early)
+        return abs(late - early) > UNCHANGED_ENTROPY * abs(early)
 
 
-class IdleTrainer:
+class IdleWatch:
     """Accumulates the idle times of the trainer and of the engines."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -305,7 +305,7 @@ class IdleTrainer:
         self._seconds = self._trainer_idle_s = self._rollout_idle_s = 0.0
 
     def observe(self, times: Mapping[str, float]) -> None:
-        """Add an update. times: the result of `BusyClock.read`."""
+        """Add the times of an update. `times`: the result of `BusyClock.read`."""
         self._updates += 1
         if self._updates > 1:
             seconds = times["timing_s/step"]
@@ -326,7 +326,7 @@ class IdleTrainer:
         rollout, train = self._recipe.rollout, self._recipe.train
         if self._recipe.device == "cpu":
             return "raise rollout.replicas if the machine has idle cores, or rollout.max_in_flight"
-        ways = ["raise rollout.replicas (for a small model with several engines per GPU, for example rollout.gpus: 0.3)"]
+        fixes = ["raise rollout.replicas (for a small model with several engines per GPU, for example rollout.gpus: 0.3)"]
         if rollout.tp == 1 and not rollout.elastic and not rollout.on_trainer_gpus and train.gpus == 1:
-            ways.append("run an engine on the trainer's GPU as well (rollout.on_trainer_gpus: 1, train.gpus: 0.5, sync.transport: ipc)")
-        return ", or ".join(ways)
+            fixes.append("run an engine on the trainer's GPU as well (rollout.on_trainer_gpus: 1, train.gpus: 0.5, sync.transport: ipc)")
+        return ", or ".join(fixes)

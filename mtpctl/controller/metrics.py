@@ -16,7 +16,7 @@ from mtpctl.telemetry.sample_log import sample_row, spaced_by_reward
 from mtpctl.telemetry.session import Telemetry
 
 
-def speculation(samples: list[Sample]) -> dict[str, float]:
+def speculation_metrics(samples: list[Sample]) -> dict[str, float]:
     """`rollout/spec_*`: acceptance of draft tokens, overall and by position, and tokens per decoding step. Empty without drafts."""
     stats = SpecStats()
     for sample in samples:
@@ -34,25 +34,25 @@ def speculation(samples: list[Sample]) -> dict[str, float]:
     return metrics
 
 
-def prefix_cache(samples: list[Sample]) -> dict[str, float]:
+def prefix_cache_metrics(samples: list[Sample]) -> dict[str, float]:
     """`rollout/prefix_cache_hit_rate`: share of prompt tokens that were in the engines' prefix cache. Empty without a prefix cache."""
     cached = [(sample.cached_tokens, len(sample.prompt_ids)) for sample in samples if sample.cached_tokens is not None]
     tokens = sum(length for _, length in cached)
     return {"rollout/prefix_cache_hit_rate": sum(hits for hits, _ in cached) / tokens} if tokens else {}
 
 
-def reward_parts(samples: list[Sample]) -> dict[str, float]:
+def reward_part_metrics(samples: list[Sample]) -> dict[str, float]:
     """`reward/<part>`: the mean of each part over the trajectories whose reward has it."""
     names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
     return {f"reward/{name}": statistics.fmean(s.reward_parts[name] for s in samples if name in s.reward_parts) for name in names}
 
 
-def cut_share(samples: list[Sample], reason: str) -> float:
+def finish_reason_share(samples: list[Sample], reason: str) -> float:
     """Share of responses with this finish reason. For trajectories of agents, pass only the last sample."""
     return sum(sample.finish_reason == reason for sample in samples) / len(samples)
 
 
-def environment_use(samples: list[Sample]) -> dict[str, float]:
+def environment_metrics(samples: list[Sample]) -> dict[str, float]:
     """`environment/*`: mean replies, seconds, errors and timeouts per response. Empty if no environment is configured."""
     uses = [sample.environment for sample in samples if sample.environment is not None]
     if not uses:
@@ -71,7 +71,7 @@ def environment_use(samples: list[Sample]) -> dict[str, float]:
     return metrics
 
 
-def teacher_kl(samples: list[Sample]) -> dict[str, float]:
+def teacher_metrics(samples: list[Sample]) -> dict[str, float]:
     """`teacher/kl`: mean of policy log-prob minus teacher log-prob over sampled tokens (a KL estimate). Empty without a teacher."""
     scored = [(sample, sample.teacher_logprobs) for sample in samples if sample.teacher_logprobs is not None]
     if not scored:
@@ -85,12 +85,12 @@ def teacher_kl(samples: list[Sample]) -> dict[str, float]:
     return {"teacher/kl": difference / max(sum(sample.sampled for sample, _ in scored), 1)}
 
 
-def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 1, ahead: int = 0) -> dict[str, float]:
+def trajectory_metrics(trajectories: list[Sample], version: int, sync_every: int = 1, updates_since_sync: int = 0) -> dict[str, float]:
     """Reward, length and staleness of one update.
 
     Rewards and finish reasons count once per trajectory. Lengths, staleness and speculation include all samples. Staleness in versions is
     the distance from the version that sampled a token to `version`, the latest published one. Staleness in updates counts each version as
-    `sync_every` updates, and adds `ahead`, the updates since `version` was published.
+    `sync_every` updates, and adds `updates_since_sync`, the updates since `version` was published.
 
     `trajectories`: the last sample of each; its field `earlier` has the previous samples.
     """
@@ -106,17 +106,17 @@ def of_trajectories(trajectories: list[Sample], version: int, sync_every: int = 
         "reward/std": statistics.pstdev(rewards),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
-        "response/truncated_fraction": cut_share(trajectories, "length"),
-        "response/deadline_fraction": cut_share(trajectories, DEADLINE),
+        "response/truncated_fraction": finish_reason_share(trajectories, "length"),
+        "response/deadline_fraction": finish_reason_share(trajectories, DEADLINE),
         "async/staleness_mean": sum(staleness) / len(staleness),
         "async/staleness_max": float(max(staleness)),
         "async/staleness_tokens_mean": by_token,
-        "async/staleness_updates_mean": ahead + sync_every * by_token,
-        "async/staleness_updates_max": float(ahead + sync_every * max(staleness)),
+        "async/staleness_updates_mean": updates_since_sync + sync_every * by_token,
+        "async/staleness_updates_max": float(updates_since_sync + sync_every * max(staleness)),
         "async/partial_ratio": partial / len(samples),
     }
-    metrics |= teacher_kl(samples) | reward_parts(trajectories) | speculation(samples) | prefix_cache(samples)
-    return metrics | environment_use(trajectories)
+    metrics |= teacher_metrics(samples) | reward_part_metrics(trajectories) | speculation_metrics(samples) | prefix_cache_metrics(samples)
+    return metrics | environment_metrics(trajectories)
 
 
 class BusyClock:
@@ -168,22 +168,22 @@ class SampleRecorder:
         if not self.count:
             return
         problems = {group.group_id: group.problem for group in groups}
-        chosen = spaced_by_reward([sample for group in groups for sample in group.samples], self.count)
-        self._record(chosen, [problems[sample.group_id] for sample in chosen], step=step, kind="update")
+        selected = spaced_by_reward([sample for group in groups for sample in group.samples], self.count)
+        self._record(selected, [problems[sample.group_id] for sample in selected], step=step, kind="update")
 
     def record_evaluation(self, step: int, responses: Mapping[str, Sequence[tuple[Problem, list[Sample]]]]) -> None:
         """Record the responses of an evaluation after the update `step`. responses: by name of the held-out set."""
         for name, pairs in responses.items() if self.count else ():
             problems = {id(sample): problem for problem, samples in pairs for sample in samples}
-            samples = [sample for _, each in pairs for sample in each]
-            chosen = spaced_by_reward(samples, self.count)
-            self._record(chosen, [problems[id(sample)] for sample in chosen], step=step, kind="eval", held_out=name)
+            samples = [sample for _, responses_to_problem in pairs for sample in responses_to_problem]
+            selected = spaced_by_reward(samples, self.count)
+            self._record(selected, [problems[id(sample)] for sample in selected], step=step, kind="eval", held_out=name)
 
     def record_dropped(self, step: int, group: Group, reason: str) -> None:
         """Record one sample of a group that was dropped before the update `step`."""
-        before = self._dropped[1] if self._dropped[0] == step else 0
-        if before < self.count and group.samples:
-            self._dropped = (step, before + 1)
+        recorded = self._dropped[1] if self._dropped[0] == step else 0
+        if recorded < self.count and group.samples:
+            self._dropped = (step, recorded + 1)
             self._record(group.samples[:1], [group.problem], step=step, kind="dropped", note=reason)
 
     def _record(self, samples: Sequence[Sample], problems: Sequence[Problem], **fields: Any) -> None:

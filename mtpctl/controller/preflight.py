@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mtpctl.environments.trial import EnvironmentTrial
     from mtpctl.rl.rewards.function import Outcome
 
-MAX_CHECKED = 500
+MAX_CHECKED_ROWS = 500
 """Maximum number of a set's own solutions on which a verifier (a function that only compares answers) is checked."""
 TRIAL_ROWS = 3
 """Number of rows on which other reward functions are tried. Few, because a function may call a model or run a program."""
@@ -70,20 +70,21 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool) ->
     return CodeTrial(environment, (warning,) if warning else ())
 
 
-def preflight(recipe: Recipe) -> list[str]:
+def check_code(recipe: Recipe) -> list[str]:
     """Try the recipe's code on the first problems, without tokenizer and model. Returns warnings. Raises like `try_code`."""
     if "rl" not in recipe.train.stages:
         return []
     hint = recipe.train.rl.teacher is not None and recipe.train.rl.teacher.hint is not None
-    needed = hint or recipe.rollout.environment != "single" or any(reward.function not in VERIFIERS for reward in recipe.rewards.values())
-    if not needed:
+    custom_rewards = any(reward.function not in VERIFIERS for reward in recipe.rewards.values())
+    needs_rows = hint or recipe.rollout.environment != "single" or custom_rewards
+    if not needs_rows:
         return list(try_code(recipe, ProblemSets([], [], []), check_verifiers=False).warnings)
-    first = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIAL_ROWS, recipe.rollout)
-    named = {name: first[f"eval/{name}"] for name in recipe.evaluation.sets}
-    problems = ProblemSets(first["train"], first.get("eval", []), [], named)
+    first_rows = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIAL_ROWS, recipe.rollout)
+    sets = {name: first_rows[f"eval/{name}"] for name in recipe.evaluation.sets}
+    problems = ProblemSets(first_rows["train"], first_rows.get("eval", []), [], sets)
     warnings = list(try_code(recipe, problems, check_verifiers=False).warnings)
-    if not first["train"]:
-        warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, and is tried on rows when the run starts")
+    if not first_rows["train"]:
+        warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, but is tried on rows only when the run starts")
     return warnings
 
 
@@ -152,17 +153,17 @@ def try_reward(config: RewardConfig, problems: list[Problem], field: str = "rewa
     if config.function == FROM_ENVIRONMENT:
         return ""  # no environment has run yet
     try:
-        return asyncio.run(_try(config, problems[:TRIAL_ROWS], held_out))
+        return asyncio.run(_check_outcomes(config, problems[:TRIAL_ROWS], held_out))
     except UserError as error:
         # The processes that load and call the function always report the section `reward`.
         raise UserError(f"{field}{str(error).removeprefix('reward')}") from error
 
 
-def try_set_rewards(recipe: Recipe, named: Mapping[str, list[Problem]]) -> None:
-    """Try the rewards of individual held-out sets, so that a mistake is found before the first evaluation."""
+def try_set_rewards(recipe: Recipe, sets: Mapping[str, list[Problem]]) -> None:
+    """Try the rewards of individual held-out sets, so that a mistake is reported before the first evaluation."""
     for name, held_out in recipe.evaluation.sets.items():
         if held_out.reward is not None and held_out.reward.function not in VERIFIERS:
-            try_reward(held_out.reward, named.get(name, []), f"evaluation.sets.{name}.reward")
+            try_reward(held_out.reward, sets.get(name, []), f"evaluation.sets.{name}.reward")
 
 
 def check_verifier(config: RewardConfig, problems: ProblemSets) -> str:
@@ -172,25 +173,26 @@ def check_verifier(config: RewardConfig, problems: ProblemSets) -> str:
     """
     warnings = []
     sets = {"training": problems.train, "held-out": problems.evaluation}
-    checked = {name: rows[:: -(-len(rows) // MAX_CHECKED)] for name, rows in sets.items() if rows}
-    all_outcomes = iter(asyncio.run(_reward(config, [row for rows in checked.values() for row in rows])))
-    for name, rows in checked.items():
-        wrong = [row for row, outcome in zip(rows, all_outcomes, strict=False) if not outcome.reward]
-        if not wrong:
+    checked_rows = {name: rows[:: -(-len(rows) // MAX_CHECKED_ROWS)] for name, rows in sets.items() if rows}
+    all_outcomes = iter(asyncio.run(_call_reward(config, [row for rows in checked_rows.values() for row in rows])))
+    for name, rows in checked_rows.items():
+        rejected = [row for row, outcome in zip(rows, all_outcomes, strict=False) if not outcome.reward]
+        if not rejected:
             continue
-        first, kind = wrong[0], config.function
+        example, function = rejected[0], config.function
         warning = (
-            f"{first.prompt_id}: reward.function: {kind} gives 0 for the row's own {'answer' if first.solution is None else 'solution'} "
-            f"(answer {first.answer[-40:]!r}), and for {len(wrong)} of {len(rows)} checked {name} problems"
+            f"{example.prompt_id}: reward.function: {function} gives 0 for the row's own "
+            f"{'answer' if example.solution is None else 'solution'} (answer {example.answer[-40:]!r}), and for {len(rejected)} of "
+            f"{len(rows)} checked {name} problems"
         )
-        if len(wrong) == len(rows):
-            raise UserError(f"{warning}: no response could be correct; fix `answer`, or set reward.function: {_OTHER_VERIFIER[kind]}")
+        if len(rejected) == len(rows):
+            raise UserError(f"{warning}: no response could be correct; fix `answer`, or set reward.function: {_OTHER_VERIFIER[function]}")
         warnings.append(warning)
     return "; ".join(warnings)
 
 
-async def _try(config: RewardConfig, rows: list[Problem], held_out: Sequence[Problem]) -> str:
-    outcomes = await _reward(config, [*rows, *held_out])
+async def _check_outcomes(config: RewardConfig, rows: list[Problem], held_out: Sequence[Problem]) -> str:
+    outcomes = await _call_reward(config, [*rows, *held_out])
     for row, outcome in zip([*rows, *held_out], outcomes, strict=True):
         if outcome.error:
             if outcome.error.startswith("reward."):  # a built-in function reports its own key and fix
@@ -199,11 +201,11 @@ async def _try(config: RewardConfig, rows: list[Problem], held_out: Sequence[Pro
             raise UserError(f"reward.function: {outcome.error}, for {row.prompt_id} with the row's own solution as response; {fix}")
     rewards = {outcome.reward for outcome in outcomes[: len(rows)]}
     if len(rewards) == 1 and not any(rewards):
-        return f"reward.function: {config.function} gives 0 for the own solutions of the first {len(rows)} training problems"
+        return f"reward.function: {config.function} gives 0 for the solutions of the first {len(rows)} training problems themselves"
     return ""
 
 
-async def _reward(config: RewardConfig, rows: list[Problem]) -> list[Outcome]:
+async def _call_reward(config: RewardConfig, rows: list[Problem]) -> list[Outcome]:
     from mtpctl.rl.rewards.pool import Rewarder
 
     async with Rewarder(config) as rewarder:

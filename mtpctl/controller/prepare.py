@@ -42,33 +42,33 @@ DECODE_BATCH = 16
 
 
 class Decoder:
-    """Decodes responses outside the event loop, in one thread at a time: a long response takes milliseconds, and a step has thousands."""
+    """Decodes responses in a thread, so that they do not block the event loop: a step has thousands, and a long one takes milliseconds."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[Ids, asyncio.Future[str]]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def text(self, tokenizer: Tokenizer, ids: Ids) -> str:
-        decoded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._queue.append((ids, decoded))
+    async def decode(self, tokenizer: Tokenizer, ids: Ids) -> str:
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._queue.append((ids, future))
         if self._task is None:
-            self._task = asyncio.create_task(self._decode(tokenizer))
-        return await decoded
+            self._task = asyncio.create_task(self._decode_queue(tokenizer))
+        return await future
 
-    async def _decode(self, tokenizer: Tokenizer) -> None:
+    async def _decode_queue(self, tokenizer: Tokenizer) -> None:
         try:
             while self._queue:
                 batch, self._queue = self._queue[:DECODE_BATCH], self._queue[DECODE_BATCH:]
                 try:
                     texts = await asyncio.to_thread(lambda responses: list(map(tokenizer.decode, responses)), [ids for ids, _ in batch])
                 except Exception as error:
-                    for _, decoded in batch:
-                        if not decoded.done():
-                            decoded.set_exception(error)
+                    for _, future in batch:
+                        if not future.done():
+                            future.set_exception(error)
                     continue
-                for (_, decoded), text in zip(batch, texts, strict=True):
-                    if not decoded.done():  # cancelled when the run ends
-                        decoded.set_result(text)
+                for (_, future), text in zip(batch, texts, strict=True):
+                    if not future.done():  # cancelled when the run ends
+                        future.set_result(text)
         finally:
             self._task = None
 
@@ -101,8 +101,8 @@ class Prepared:
         """The tokens that end a response."""
         return (self.tokenizer.eos_id,) if self.ends is None else self.ends.ids
 
-    async def text_of(self, sample: Sample) -> str:
-        return await self._decoder.text(self.tokenizer, sample.response_ids)
+    async def decode_response(self, sample: Sample) -> str:
+        return await self._decoder.decode(self.tokenizer, sample.response_ids)
 
     def prompt_ids(self, problem: Problem, config: DataConfig) -> Ids:
         """Token ids of the problem's prompt. Cached, because the responses to a prompt share them."""
@@ -115,31 +115,34 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
-    """Find, download or create the recipe's inputs. Raises UserError if they are missing or do not match, EnvironmentMissing."""
+    """Find, download or create the recipe's inputs.
+
+    Raises UserError if they are missing or do not match, and EnvironmentMissing if the hub or a sandbox is unavailable.
+    """
     from mtpctl.convert.model_weights import ModelWeights
 
     # Fast checks first: they find the most common mistakes.
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages, rollout=recipe.rollout)
     trial = try_code(recipe, problems, check_verifiers=True)
-    model = model_of(recipe, run_dir)
+    model = open_model(recipe, run_dir)
     if recipe.train.generates and not recipe.rollout.traits.own_environment:
         check_importable(model.config)
     # Finds tensors with wrong names, sizes or scales before any rank is started.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
-    tokenizer = tokenizer_of(recipe, model, run_dir)
+    tokenizer = open_tokenizer(recipe, model, run_dir)
     for folder in (run_dir / "model", run_dir / "tokenizer"):
         if folder.is_dir() and not (folder / LISTING).exists():
             write_listing(folder, 0, {})
     check_fits_model(tokenizer, model.shape.vocab)
-    ends = ends_of(recipe, model, tokenizer)
+    ends = end_tokens_of(recipe, model, tokenizer)
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(
             f"rollout.context: the model has {model.shape.max_positions} positions, got {context}; lower it, or raise model.context"
         )
     # Cluster resources are checked when the cluster is known.
-    if mistake := next((misfit.error for misfit in misfits(recipe, model.shape) if isinstance(misfit.error, UserError)), None):
-        raise mistake
+    if error := next((misfit.error for misfit in misfits(recipe, model.shape) if isinstance(misfit.error, UserError)), None):
+        raise error
     tools: Sequence[object] = ()
     if trial.environment is not None:
         trial.environment.check_text(tokenizer)
@@ -152,19 +155,19 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
         check_lengths(tokenizer, held_out, recipe.data, context=context, tools=tools)
     teacher = None
     if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.served:
-        teacher = _teacher_of(recipe.train.rl.teacher, tokenizer)
-    leaked, count = problems.count_seen(), sum(map(len, problems.held_out.values()))
+        teacher = _open_teacher(recipe.train.rl.teacher, tokenizer)
+    leak_count, held_out_count = problems.count_seen(), sum(map(len, problems.held_out.values()))
     end_warnings = [ends.disagreement, _teacher_end_warning(recipe, teacher, ends)]
-    warnings = [*trial.warnings, *filter(None, [leak_warning(leaked, count), *end_warnings])]
+    warnings = [*trial.warnings, *filter(None, [leak_warning(leak_count, held_out_count), *end_warnings])]
     return Prepared(model, tokenizer, problems, context, warnings, tools, teacher, ends)
 
 
-def ends_of(recipe: Recipe, model: HfFolder, tokenizer: Tokenizer) -> EndTokens:
+def end_tokens_of(recipe: Recipe, model: HfFolder, tokenizer: Tokenizer) -> EndTokens:
     """The tokens that end a response of `model`, which may be in a run directory. Raises UserError like `config_end_ids`."""
     return end_tokens(tokenizer, recipe.rollout, config_end_ids(recipe.model, model.config), vocab=model.shape.vocab)
 
 
-def _teacher_of(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
+def _open_teacher(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.convert.model_weights import ModelWeights
 
@@ -172,8 +175,10 @@ def _teacher_of(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
     field = "train.rl.teacher.path"
     folder = HfFolder.open(local_folder(config.path, field), field=field)
     ModelWeights(folder.path, mtp=False)
-    if folder.shape.vocab < (needed := tokenizer.vocab_size):
-        raise UserError(f"{field}: {folder.path} has {folder.shape.vocab} tokens and the policy's tokenizer {needed}; use another teacher")
+    if folder.shape.vocab < (policy_vocab := tokenizer.vocab_size):
+        raise UserError(
+            f"{field}: {folder.path} has {folder.shape.vocab} tokens and the policy's tokenizer {policy_vocab}; use another teacher"
+        )
     return folder
 
 
@@ -186,11 +191,11 @@ def _teacher_end_warning(recipe: Recipe, teacher: HfFolder | None, ends: EndToke
         return ""
     return (
         f"train.rl.teacher.path: {teacher.path} ends a response at {', '.join(map(str, teacher_ends))}, and the run at "
-        f"{', '.join(map(str, ends.tokens))}: to the teacher every end is unlikely; set rollout.end_ids, or use another teacher"
+        f"{', '.join(map(str, ends.tokens))}: the teacher gives every end a low probability; set rollout.end_ids, or use another teacher"
     )
 
 
-def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
+def open_model(recipe: Recipe, run_dir: Path) -> HfFolder:
     """The folder of the recipe's model: created in the run directory, or the folder or hub id that the recipe names.
 
     Its path is absolute, because actors of a joined cluster have another working directory.
@@ -201,11 +206,11 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     if recipe.model.randomly_initialized:
         assert folder is not None
         if folder.exists():
-            _verify_created(folder)
+            _verify_listing(folder)
             return HfFolder.open(folder)
-        fields = hf_config(config)
-        assert fields is not None, "the hub was contacted"
-        return create_hf_folder(fields, folder, recipe.seed)
+        config_fields = hf_config(config)
+        assert config_fields is not None, "the hub was contacted"
+        return create_hf_folder(config_fields, folder, recipe.seed)
     assert config.path is not None, "the recipe's checks reject a model without path and config"
     source = local_folder(config.path, "model.path")
     if folder is None or folder.exists():
@@ -213,16 +218,16 @@ def model_of(recipe: Recipe, run_dir: Path) -> HfFolder:
     from mtpctl.convert.drafter import add_drafter, derive_folder
 
     if config.context is not None:
-        longer = run_dir.absolute() / LONG_CONTEXT
-        if not longer.exists():
-            derive_folder(source, longer, with_context(HfFolder.open(source).config, config.context, config.rope_scaling), {}, link=True)
-        source = longer
+        extended = run_dir.absolute() / LONG_CONTEXT
+        if not extended.exists():
+            derive_folder(source, extended, with_context(HfFolder.open(source).config, config.context, config.rope_scaling), {}, link=True)
+        source = extended
     if config.drafter is None:
         return HfFolder.open(source)
     return add_drafter(source, folder, config.drafter.kind, config.drafter.layers, seed=recipe.seed)
 
 
-def _verify_created(folder: Path) -> None:
+def _verify_listing(folder: Path) -> None:
     """Compare a folder that the run has created with its checksums. Raises UserError if it is damaged."""
     try:
         if (listing := read_listing(folder)) is not None:
@@ -231,7 +236,7 @@ def _verify_created(folder: Path) -> None:
         raise UserError(f"{folder}/{damage}; restore the file, or remove {folder}: the run creates it again") from damage
 
 
-def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
+def open_version_store(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
     """The version store of a run in `folder`. Requires a connection to Ray, which knows whether readers are on other hosts.
 
     If replicas may join on hosts that the cluster does not have yet, the store is in `folder`, which those hosts share.
@@ -245,41 +250,41 @@ def store_in(folder: Path, recipe: Recipe, shape: ModelShape) -> VersionStore:
         # The store of unquantized versions is a subfolder.
         size += sum(bucket.nbytes for buckets in section_buckets(recipe, shape).values() for bucket in buckets)
     if recipe.sync.delta:
-        # `default_root` multiplies the size by three versions, so this adds 3/4 of a version for the changes.
+        # `default_root` reserves three versions of this size, so this adds 3/4 of a version for the deltas.
         size += size // 4
     return VersionStore(default_root(name_of(folder), size, folder / "versions"), remote)
 
 
-def local_folder(named: str, field: str) -> Path:
+def local_folder(name: str, field: str) -> Path:
     """The absolute path of a model folder, given by its path or hub id. `field`: its recipe key, for messages.
 
     Raises UserError if there is neither, EnvironmentMissing if the hub does not answer.
     """
-    if Path(named).is_dir():
-        return Path(named).absolute()
+    if Path(name).is_dir():
+        return Path(name).absolute()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(named, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except RepositoryNotFoundError as error:
-        raise UserError(f"{field}: {named} is neither a folder on this machine nor a model on the hub") from error
+        raise UserError(f"{field}: {name} is neither a folder on this machine nor a model on the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise EnvironmentMissing(
-            f"{field}: {named} is not in the cache and could not be downloaded from the hub; download it, or name a folder"
+            f"{field}: {name} is not in the cache and could not be downloaded from the hub; download it, or name a folder"
         ) from error
 
 
-def tokenizer_of(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
+def open_tokenizer(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
     """The tokenizer that the recipe names, or the one in the model's folder."""
-    named = recipe.model.tokenizer
-    if named != "bytes":
-        path = named or (recipe.model.path if recipe.model.randomly_initialized else None) or model.path
+    name = recipe.model.tokenizer
+    if name != "bytes":
+        path = name or (recipe.model.path if recipe.model.randomly_initialized else None) or model.path
         return load_tokenizer(path, ignore_tools=recipe.data.ignore_tools)
     # Written to the folder of a model that was created for this run, so that the folder can be served; else to the run directory.
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
     if folder != model.path and folder.exists():
-        _verify_created(folder)
+        _verify_listing(folder)
     if not (folder / "tokenizer.json").exists():
         make_byte_tokenizer(folder)
     return load_plain_tokenizer(folder, ignore_tools=recipe.data.ignore_tools)

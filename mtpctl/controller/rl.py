@@ -15,8 +15,8 @@ The engines load them without ending the responses in flight.
 Staleness is bounded in two ways. `Admission` bounds the number of groups that are generated ahead (`async.staleness_threshold`). `publish`
 bounds the age of a trained token: at most `async.max_staleness` versions older than the latest published version. After each sync, groups
 that exceed or may exceed this bound are discarded, whether in flight or complete, and their prompts are the first to be sent out under the
-new weights. Such a retried group is trained on before a new version would make it too old (`SampleBuffer.wait`, `due`), so a prompt whose
-responses always take longer than the bound is still trained on.
+new weights. Such a retried group is trained on before a new version would make it too old (`due_version` of `SampleBuffer.wait`), so a
+prompt whose responses always take longer than the bound is still trained on.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.controller.buffer import Group, SampleBuffer
-from mtpctl.controller.evaluate import Evaluations
-from mtpctl.controller.hints import HintWatch, IdleTrainer, StabilityWatch
-from mtpctl.controller.metrics import BusyClock, SampleRecorder, of_trajectories
+from mtpctl.controller.evaluate import Evaluator
+from mtpctl.controller.hints import HintWatch, IdleWatch, StabilityWatch
+from mtpctl.controller.metrics import BusyClock, SampleRecorder, trajectory_metrics
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, Score, TeacherScore
 from mtpctl.controller.sft import count_skipped
 from mtpctl.controller.state import RunState
-from mtpctl.controller.trainers import Revive, TrainerGroup, TrainerLost, not_revived
+from mtpctl.controller.trainers import RecoverTrainer, TrainerGroup, TrainerLost, no_recovery
 from mtpctl.data.sets import UNNAMED
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
@@ -42,8 +42,8 @@ from mtpctl.rl.rewards.function import Reward
 from mtpctl.rollout.protocol import Generator
 from mtpctl.telemetry.session import Telemetry
 
-COLD_CACHE = (
-    "It stores complete blocks, which are hundreds of tokens long in models with linear attention; with drafts the last matching block is "
+COLD_CACHE_REASON = (
+    "It stores complete blocks, which are hundreds of tokens long in models with linear attention; with drafts, the last matching block is "
     "computed again (rollout/prefix_cache_hit_rate)"
 )
 Sync = Callable[[int], Awaitable[dict[str, float]]]
@@ -64,11 +64,11 @@ class RlStage:
         telemetry: Telemetry,
         state: RunState,
         score: Score | None = None,
-        revive: Revive = not_revived,
+        recover: RecoverTrainer = no_recovery,
         teacher: TeacherScore | None = None,
     ) -> None:
         self.recipe, self.trainer, self.generator, self.sync = recipe, trainer, generator, sync
-        self.telemetry, self.state, self.revive = telemetry, state, revive
+        self.telemetry, self.state, self.recover = telemetry, state, recover
         self.buffer = SampleBuffer(ordered=recipe.async_.deterministic)
         self.clock = BusyClock()
         self.recorder = SampleRecorder(telemetry, prepared.tokenizer, recipe.telemetry.samples)
@@ -85,13 +85,13 @@ class RlStage:
             recorder=self.recorder,
             teacher=teacher,
         )
-        self.evaluations = Evaluations(recipe, prepared, generator, rewards, telemetry, state, self.rollout, self.recorder)
+        self.evaluator = Evaluator(recipe, prepared, generator, rewards, telemetry, state, self.rollout, self.recorder)
         self.stability = StabilityWatch(recipe)
-        self.idle_trainer = IdleTrainer(recipe)
+        self.idle_watch = IdleWatch(recipe)
         self.hints = HintWatch(recipe)
         self._replaying = False  # the updates since the newest checkpoint are to be repeated
         self._evaluation_wait_s = 0.0  # since the last update
-        self._updated = asyncio.Event()  # set at the end of each update
+        self._update_done = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
         self._reported_choices = {""}  # the engines' messages about their number of draft tokens
         self._truncation_reported = False
@@ -105,38 +105,38 @@ class RlStage:
         for group in complete:
             await self.buffer.put(group)
         self.buffer.requeued = unfinished
-        self.rollout.admission.synced(len(complete))
+        self.rollout.admission.begin_interval(len(complete))
 
     async def run(self) -> None:
         """Run rollout and training until all updates are done or a stop is requested, with held-out evaluations before and after."""
         self.state.buffer = self.buffer
         # A checkpoint is written before the evaluation that is due at its step, so a resumed run evaluates. If that evaluation had already
         # ended, its row is logged again for the same weights.
-        if self.state.step == 0 or self.evaluations.due():
-            await self.evaluations.start(background=True)
+        if self.state.step == 0 or self.evaluator.is_due():
+            await self.evaluator.start(background=True)
         try:
-            await self._rollout_and_training()
+            await self._run_rollout_and_training()
             if self.state.step == self.recipe.train.rl.steps:
                 # The next version would replace the weights of the evaluation in progress.
-                await self.evaluations.wait()
+                await self.evaluator.wait()
                 if self.state.synced_at != self.state.step:
                     await self.publish()
-                await self.evaluations.start()
+                await self.evaluator.start()
         finally:
-            await self.evaluations.cancel()
-            if (hint := self.idle_trainer.hint()) is not None:
+            await self.evaluator.cancel()
+            if (hint := self.idle_watch.hint()) is not None:
                 self.telemetry.event("hint", hint)
 
-    async def _rollout_and_training(self) -> None:
+    async def _run_rollout_and_training(self) -> None:
         rollout = asyncio.create_task(self.rollout.run(), name="rollout")
-        training = asyncio.create_task(self._train(), name="training")
+        training = asyncio.create_task(self._run_training(), name="training")
         # Training ends the stage by finishing, by a stop, or by failing; rollout ends it only by failing.
         await asyncio.wait({rollout, training}, return_when=asyncio.FIRST_COMPLETED)
         rollout.cancel()
-        self._updated.clear()
+        self._update_done.clear()
         if self.state.updating:
             # The weights cannot be saved in the middle of an update.
-            await finished_before(training, self._updated)
+            await finished_before(training, self._update_done)
         training.cancel()
         for error in await asyncio.gather(training, rollout, return_exceptions=True):
             while isinstance(error, ExceptionGroup):
@@ -144,7 +144,7 @@ class RlStage:
             if isinstance(error, Exception):
                 raise error
 
-    async def _train(self) -> None:
+    async def _run_training(self) -> None:
         """The training task. If the trainer is lost, rollout continues, and the updates since its checkpoint are repeated afterwards.
 
         Their groups were retained, so no prompt is lost or trained on twice.
@@ -153,14 +153,14 @@ class RlStage:
             try:
                 if self._replaying:
                     await self.publish()
-                return await self._updates()
+                return await self._run_updates()
             except TrainerLost as lost:
                 self.clock.set("trainer", False)
-                await self.revive(lost)
+                await self.recover(lost)
                 self._replaying = True
                 self._skipped_in_a_row = 0
 
-    async def _updates(self) -> None:
+    async def _run_updates(self) -> None:
         """Repeat batch, update, publish, checkpoint and evaluation until all updates are done or a stop is requested."""
         self.clock.read()
         while self.state.step < self.recipe.train.rl.steps:
@@ -179,13 +179,13 @@ class RlStage:
                 self.telemetry.log(self.state.step, metrics, "rl")
                 self.recorder.record_update(self.state.step, groups)
             await self.state.checkpoint_if_due(self.trainer)
-            if self.evaluations.due():
-                await self.evaluations.start(background=True)
-                if not self.evaluations.running:
+            if self.evaluator.is_due():
+                await self.evaluator.start(background=True)
+                if not self.evaluator.running:
                     # The evaluation's time does not count for the next update, but it does for the rate of tokens generated meanwhile.
                     self._evaluation_wait_s += self.clock.read()["timing_s/step"]
             else:
-                await self.evaluations.raise_if_failed()
+                await self.evaluator.raise_if_failed()
 
     # --------------------------------------------------------------------------------------------------------- batch
 
@@ -194,27 +194,27 @@ class RlStage:
         if self.state.stopping.is_set():
             return None
         count, every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
-        due = self.state.version - self.recipe.async_.max_staleness
+        due_version = self.state.version - self.recipe.async_.max_staleness
         # Number of groups in the later batches before the next sync. Retried groups that are due may wait for these batches.
-        later = (every - 1 - self.state.step % every) * count
-        ready = asyncio.create_task(self._while_progressing(self.buffer.wait(count, due=due, later=later)))
+        deferrable = (every - 1 - self.state.step % every) * count
+        ready = asyncio.create_task(self._while_progressing(self.buffer.wait(count, due_version=due_version, deferrable=deferrable)))
         if not await finished_before(ready, self.state.stopping):
             return None
         ready.result()
         groups = self.buffer.take(count, self.state.step + 1)
-        if not self.recipe.train.revives:
-            self.buffer.saved(self.state.step + 1)
+        if not self.recipe.train.restarts_trainer:
+            self.buffer.forget(self.state.step + 1)
         return groups
 
     async def _while_progressing(self, work: Awaitable[None]) -> None:
         """Wait for `work` while responses keep arriving. Raises RuntimeFailure after `cluster.step_deadline_s` without progress."""
         deadline = self.recipe.cluster.step_deadline_s
         # The deadline starts now: responses that arrived while the trainer was busy do not count.
-        self.rollout.progressed()
+        self.rollout.record_progress()
         task = asyncio.ensure_future(work)
         try:
-            while (left := self.rollout.last_progress + deadline - time.monotonic()) > 0:
-                if (await asyncio.wait({task}, timeout=left))[0]:
+            while (remaining_s := self.rollout.last_progress + deadline - time.monotonic()) > 0:
+                if (await asyncio.wait({task}, timeout=remaining_s))[0]:
                     return task.result()
         finally:
             task.cancel()
@@ -236,18 +236,18 @@ class RlStage:
         seconds = time.perf_counter() - began
         self._skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)
-        metrics |= of_trajectories(trajectories, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
+        metrics |= trajectory_metrics(trajectories, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
         self._warn_of_deadlines(metrics["response/deadline_fraction"], len(trajectories))
         self._warn_of_cold_cache(metrics)
         self.state.step += 1
         self.state.updating = False
-        self._updated.set()
+        self._update_done.set()
         return metrics, seconds
 
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
         times, counts = self.clock.read(), self.rollout.take_counts()
-        self.idle_trainer.observe(times)
+        self.idle_watch.observe(times)
         seconds_generating, self._evaluation_wait_s = times["timing_s/step"] + self._evaluation_wait_s, 0.0
         means, rollout_metrics = counts.reward_means(), counts.metrics(groups, seconds_generating)
         stability, warning = self.stability.update(means, metrics)
@@ -283,11 +283,11 @@ class RlStage:
         self.state.version, self.state.synced_at = version, self.state.step
         if self._replaying:
             self._replaying = False
-            self.buffer.saved(self.state.step)
+            self.buffer.forget(self.state.step)
             await self.buffer.restore_taken()
         # Groups of this interval that were trained on before the stop. Nonzero only if a resumed run publishes between two syncs.
         trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
-        self.rollout.published(version, trained)
+        self.rollout.on_publish(version, trained)
         return metrics
 
     async def _draft_counts(self) -> dict[str, float]:
@@ -305,8 +305,9 @@ class RlStage:
         if share and not self._truncation_reported:
             self._truncation_reported = True
             deadline_s = self.recipe.rollout.deadline_s
-            cut = f"{round(share * responses)} of {responses} responses were truncated by rollout.deadline_s: {deadline_s:g}"
-            self.telemetry.event("rollout", f"{cut}; raise it, or lower rollout.max_tokens or max_in_flight (response/deadline_fraction)")
+            message = f"{round(share * responses)} of {responses} responses were truncated by rollout.deadline_s: {deadline_s:g}"
+            fix = "raise it, or lower rollout.max_tokens or max_in_flight (response/deadline_fraction)"
+            self.telemetry.event("rollout", f"{message}; {fix}")
 
     def _warn_of_cold_cache(self, metrics: Mapping[str, float]) -> None:
         """Log an event if the first update had no prefix cache hit. Later updates only have the metric."""
@@ -314,5 +315,5 @@ class RlStage:
         group = self.recipe.train.rl.group_size
         if not reported and group > 1 and metrics.get("rollout/prefix_cache_hit_rate") == 0:
             self.telemetry.event(
-                "rollout", f"no prompt token was in the prefix cache: engines compute each prompt {group} times. {COLD_CACHE}"
+                "rollout", f"no prompt token was in the prefix cache: engines compute each prompt {group} times. {COLD_CACHE_REASON}"
             )

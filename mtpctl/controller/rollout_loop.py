@@ -56,21 +56,21 @@ class Admission:
         self._admitted = 0
 
     @property
-    def open(self) -> bool:
+    def has_room(self) -> bool:
         """Whether another group may be sent out before the next sync."""
         return self._admitted < self.limit
 
     def admit(self) -> None:
         """Count a group that is sent out."""
-        assert self.open
+        assert self.has_room
         self._admitted += 1
 
-    def drop(self) -> None:
-        """Uncount a dropped group, which another one replaces."""
+    def release(self) -> None:
+        """Stop counting a dropped group, so that another one may replace it."""
         self._admitted -= 1
 
-    def synced(self, pending: int, trained: int = 0) -> None:
-        """Begin the interval after a sync, with `pending` groups of older weights. `trained`: groups of it that were trained on before."""
+    def begin_interval(self, pending: int, trained: int = 0) -> None:
+        """Begin the interval after a sync, with `pending` groups of older weights. `trained`: groups of it that were already trained on."""
         self._admitted = pending + trained
 
 
@@ -80,52 +80,52 @@ class RolloutCounts:
 
     Attributes:
         tokens: generated tokens, including responses to held-out problems.
-        dropped: groups without signal.
+        dropped: groups dropped because they have no signal.
         expired: groups that became too old.
-        rewards: rewards of each complete group, including groups without signal.
-        rewarded: calls of the reward function.
-        errors: failed calls.
-        timeouts: calls that timed out.
-        seconds: total duration of the calls.
+        group_rewards: rewards of each complete group, including groups without signal.
+        reward_calls: calls of the reward function.
+        reward_errors: failed calls.
+        reward_timeouts: calls that timed out.
+        reward_seconds: total duration of the calls.
         unrewarded: groups dropped because a reward failed.
     """
 
     tokens: int = 0
     dropped: int = 0
     expired: int = 0
-    rewards: list[list[float]] = field(default_factory=list)
-    rewarded: int = 0
-    errors: int = 0
-    timeouts: int = 0
-    seconds: float = 0.0
+    group_rewards: list[list[float]] = field(default_factory=list)
+    reward_calls: int = 0
+    reward_errors: int = 0
+    reward_timeouts: int = 0
+    reward_seconds: float = 0.0
     unrewarded: int = 0
 
     def add(self, outcome: Outcome) -> None:
         """Count one call of the reward function."""
-        self.rewarded += 1
-        self.errors += bool(outcome.error)
-        self.timeouts += outcome.timed_out
-        self.seconds += outcome.seconds
+        self.reward_calls += 1
+        self.reward_errors += bool(outcome.error)
+        self.reward_timeouts += outcome.timed_out
+        self.reward_seconds += outcome.seconds
 
     def reward_means(self) -> list[float]:
         """The mean reward of each complete group, including groups without signal."""
-        return [statistics.fmean(rewards) for rewards in self.rewards]
+        return [statistics.fmean(rewards) for rewards in self.group_rewards]
 
     def metrics(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
         """Metrics of the interval before an update on `groups`, in which responses were generated for `seconds`."""
         with_signal = sum(has_signal([sample.reward or 0.0 for sample in group.samples]) for group in groups)
         metrics = {
-            "timing_s/reward": self.seconds / max(self.rewarded, 1),
-            "reward/errors": float(self.errors),
-            "reward/timeouts": float(self.timeouts),
+            "timing_s/reward": self.reward_seconds / max(self.reward_calls, 1),
+            "reward/errors": float(self.reward_errors),
+            "reward/timeouts": float(self.reward_timeouts),
             "reward/dropped": float(self.unrewarded),
             "reward/signal_fraction": with_signal / (self.dropped + len(groups)),
             "rollout/tokens_per_s": self.tokens / seconds,
             "async/asked_again": float(self.expired),
         }
-        if self.rewards:
-            # With dynamic sampling, groups are neither all wrong nor all right, so `reward/mean` stays near one half.
-            metrics["reward/unfiltered_mean"] = statistics.fmean(itertools.chain.from_iterable(self.rewards))
+        if self.group_rewards:
+            # With dynamic sampling, groups with equal rewards are dropped, so `reward/mean` stays near one half.
+            metrics["reward/unfiltered_mean"] = statistics.fmean(itertools.chain.from_iterable(self.group_rewards))
         return metrics
 
 
@@ -133,7 +133,7 @@ class RolloutLoop:
     """Keeps the generator as busy as admission allows. `run` never returns; it raises if generation or rewarding fails.
 
     Attributes:
-        counts: since the last `take_counts`.
+        counts: counts since the last `take_counts`.
         last_progress: when a sample last made progress (`time.monotonic`).
     """
 
@@ -166,12 +166,12 @@ class RolloutLoop:
         self.last_progress = time.monotonic()
         self._admission_changed = asyncio.Event()
         self._failures = Failures()
-        self._without_signal = 0  # groups in a row
-        self._generating = 0  # responses
-        self._rewarding = 0
+        self._dropped_in_a_row = 0  # groups
+        self._responses_in_flight = 0
+        self._rewards_in_flight = 0
 
-    def progressed(self) -> None:
-        """Record progress, or a wait that the run already reports: generation is not stuck."""
+    def record_progress(self) -> None:
+        """Postpone the deadline for progress: a sample has arrived or was scored, or the run reports that it waits."""
         self.last_progress = time.monotonic()
 
     def take_counts(self) -> RolloutCounts:
@@ -179,11 +179,14 @@ class RolloutLoop:
         counts, self.counts = self.counts, RolloutCounts()
         return counts
 
-    def published(self, version: int, trained: int) -> None:
-        """Discard groups that are too old for `version`, which every engine has now, and admit more prompts. `trained`: see `synced`."""
+    def on_publish(self, version: int, trained: int) -> None:
+        """Discard groups that are too old for `version`, which every engine has now, and admit more prompts.
+
+        `trained`: see `Admission.begin_interval`.
+        """
         self.counts.expired += self.buffer.expire(version - self.recipe.async_.max_staleness)
-        self.acceptance.synced(version)
-        self.admission.synced(self.buffer.pending, trained)
+        self.acceptance.begin_version(version)
+        self.admission.begin_interval(self.buffer.pending, trained)
         self._admission_changed.set()
 
     async def run(self) -> None:
@@ -191,18 +194,18 @@ class RolloutLoop:
         # Each sample has its own task, so that none waits for the scores of another.
         async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.generator.generate(self._requests())) as samples:
             async for sample in samples:
-                self.progressed()
-                self.response_received(sample)
+                self.record_progress()
+                self.count_response(sample)
                 if (failure := self._failures.first(sample)) is not None:
                     self.telemetry.event("environment", failure)
-                tasks.create_task(self._process(sample))
+                tasks.create_task(self._process_sample(sample))
 
     # ------------------------------------------------------------------------------------------- prompt and admission
 
     async def _requests(self) -> AsyncIterator[GenerationRequest]:
         """Requests for group after group, each as soon as it is admitted."""
         while True:
-            while not self.admission.open:
+            while not self.admission.has_room:
                 self._admission_changed.clear()
                 await self._admission_changed.wait()
             group = self.next_group()
@@ -212,18 +215,18 @@ class RolloutLoop:
             for index in range(group.size):
                 if group.unwanted.is_set():
                     break
-                request = self._request(group, index)
-                self.request_sent()
+                request = self._build_request(group, index)
+                self.count_request()
                 yield request
 
-    def request_sent(self) -> None:
+    def count_request(self) -> None:
         """Count a request to the engines. Concurrent evaluations count their requests here as well."""
-        self._generating += 1
+        self._responses_in_flight += 1
         self.clock.set("rollout", True)
 
-    def response_received(self, sample: Sample) -> None:
-        self._generating -= 1
-        self.clock.set("rollout", self._generating > 0)
+    def count_response(self, sample: Sample) -> None:
+        self._responses_in_flight -= 1
+        self.clock.set("rollout", self._responses_in_flight > 0)
         self.counts.tokens += sum(part.sampled for part in sample.parts)
 
     def next_group(self) -> Group:
@@ -234,17 +237,17 @@ class RolloutLoop:
         self.state.cursor = self.cursor.state_dict()
         return Group(self.cursor.drawn - 1, problem, self.recipe.train.rl.group_size)
 
-    def _request(self, group: Group, index: int) -> GenerationRequest:
+    def _build_request(self, group: Group, index: int) -> GenerationRequest:
         seed = None
         if self.recipe.async_.deterministic:
             seed = (self.recipe.seed * 1_000_003 + group.number) * group.size + index
-        request = request_of(self.recipe, self.prepared, group.problem, group_id=group.group_id, index=index, seed=seed)
+        request = build_request(self.recipe, self.prepared, group.problem, group_id=group.group_id, index=index, seed=seed)
         request.unwanted = group.unwanted
         return request
 
     # ------------------------------------------------------------------------------------------------ score and reward
 
-    async def _process(self, sample: Sample) -> None:
+    async def _process_sample(self, sample: Sample) -> None:
         """Score and reward a finished sample concurrently, and add it to its group."""
         problem = self.buffer.problem_of(sample)
         if problem is None:
@@ -258,28 +261,28 @@ class RolloutLoop:
             part.reward, part.reward_parts = outcome.reward, outcome.parts
         group = self.buffer.add(sample)
         if group is not None:
-            await self._complete(group, outcome)
+            await self._finish_group(group, outcome)
 
     async def _score(self, sample: Sample) -> None:
         if self.score is not None:
             await asyncio.gather(*(self.score(part) for part in sample.parts if part.response_ids))
-            self.progressed()
+            self.record_progress()
 
     async def score_by_teacher(self, sample: Sample, problem: Problem) -> None:
         """Fill in the teacher's log-probs of all samples of the trajectory, if there is a teacher."""
         if self.teacher is not None:
             await asyncio.gather(*(self.teacher(part, problem) for part in sample.parts if part.response_ids))
-            self.progressed()
+            self.record_progress()
 
     async def _reward(self, sample: Sample, problem: Problem) -> Outcome:
-        self._rewarding += 1
+        self._rewards_in_flight += 1
         self.clock.set("reward", True)
         try:
-            outcome = await self.reward(await self.prepared.text_of(sample), problem, sample)
+            outcome = await self.reward(await self.prepared.decode_response(sample), problem, sample)
         finally:
-            self._rewarding -= 1
-            self.clock.set("reward", self._rewarding > 0)
-        self.progressed()
+            self._rewards_in_flight -= 1
+            self.clock.set("reward", self._rewards_in_flight > 0)
+        self.record_progress()
         self.counts.add(outcome)
         return outcome
 
@@ -289,19 +292,20 @@ class RolloutLoop:
                 raise RuntimeFailure(f"sync.on_collapse: {collapse}")
             self.telemetry.event("alarm", str(collapse))
 
-    async def _complete(self, group: Group, last: Outcome) -> None:
+    async def _finish_group(self, group: Group, last_outcome: Outcome) -> None:
         """Put a complete group into the buffer. Drop it if a reward is missing, or dynamic sampling finds no signal in it."""
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         if len(rewards) < group.size:
             self.counts.unrewarded += 1
-            self.recorder.record_dropped(self.state.step + 1, group, f"no reward: {last.error}")
-            await self._drop(group, f"reward.on_error: {{}} groups in a row were dropped (the last: {last.error}); fix the reward function")
+            self.recorder.record_dropped(self.state.step + 1, group, f"no reward: {last_outcome.error}")
+            error = last_outcome.error
+            await self._drop(group, f"reward.on_error: {{}} groups in a row were dropped (the last: {error}); fix the reward function")
             return
-        self.counts.rewards.append(rewards)
+        self.counts.group_rewards.append(rewards)
         signal = has_signal(rewards)
         self.cursor.record_signal(group.problem, signal=signal)
         if self.teacher is not None or not self.recipe.train.rl.dynamic_sampling or signal:
-            self._without_signal = 0
+            self._dropped_in_a_row = 0
             await self.buffer.put(group)
             return
         self.counts.dropped += 1
@@ -314,15 +318,17 @@ class RolloutLoop:
 
     async def _drop(self, group: Group, message: str) -> None:
         """Drop a group, so that another one replaces it. Raises RuntimeFailure after too many in a row; their number replaces `{}`."""
-        self._without_signal += 1
-        if self._without_signal >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
-            raise RuntimeFailure(message.replace("{}", str(self._without_signal)))
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
+            raise RuntimeFailure(message.replace("{}", str(self._dropped_in_a_row)))
         if await self.buffer.drop(group):
-            self.admission.drop()
+            self.admission.release()
             self._admission_changed.set()
 
 
-def request_of(recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None) -> GenerationRequest:
+def build_request(
+    recipe: Recipe, prepared: Prepared, problem: Problem, *, group_id: str, index: int, seed: int | None
+) -> GenerationRequest:
     """The request for one response to a problem, with the sampling parameters of the recipe."""
     prompt = prepared.prompt_ids(problem, recipe.data)
     sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)

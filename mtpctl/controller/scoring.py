@@ -27,21 +27,21 @@ from mtpctl.samples import Ids, Sample, ids_of, logprobs_of
 if TYPE_CHECKING:
     import httpx
 
-KEY = "MTPCTL_TEACHER_KEY"
+KEY_VARIABLE = "MTPCTL_TEACHER_KEY"
 """Environment variable with the API key of the teacher's server, if it requires one."""
 FIELD = "train.rl.teacher"
 _MAX_CONNECTIONS = 32
 _RETRYABLE = (408, 429, 502, 503, 504)
 
 
-class Scoring:
+class OldLogprobScorer:
     """The `Score` of the RL stage: one request per sample, answered under the server's current weights."""
 
     def __init__(self, server: LogprobServer, temperature: float, deadline_s: float = 600.0, *, replay: Replay = "off") -> None:
         """`deadline_s`: time limit of one answer in seconds, queueing included. `replay`: `train.moe.replay`."""
         self.server, self.temperature, self.deadline_s, self.replay = server, temperature, deadline_s, replay
-        self._last = dict.fromkeys(("busy_s", "wait_s", "tokens", "requests", "stall_s"), 0.0)
-        self._late, self._unscored = 0, 0
+        self._last_totals = dict.fromkeys(("busy_s", "wait_s", "tokens", "requests", "stall_s"), 0.0)
+        self._late_count, self._unscored_count = 0, 0
 
     async def __call__(self, sample: Sample) -> Sample:
         """Fill in a sample's old log-probs, the weight version that computed them, and with `recompute` its routes.
@@ -62,31 +62,31 @@ class Scoring:
             try:
                 scores = await self.server.score(request)
             except Late:
-                self._late += 1
+                self._late_count += 1
                 continue
             sample.old_logprobs, sample.old_version = scores.logprobs, scores.version
             if request.record and scores.routes is not None:
                 # Ray's array is a view that would keep the whole batch's answer in the object store.
                 sample.routes = scores.routes.copy()
             return sample
-        self._unscored += 1
+        self._unscored_count += 1
         return sample
 
     def metrics(self) -> dict[str, float]:
         """`logprob/*` since the last call; empty if the server had no requests."""
-        totals = {name: float(getattr(self.server.counters, name)) for name in self._last}
-        delta = {name: totals[name] - before for name, before in self._last.items()}
-        self._last = totals
-        late, unscored = self._late, self._unscored
-        self._late = self._unscored = 0
-        if not delta["requests"] and not late:
+        totals = {name: float(getattr(self.server.counters, name)) for name in self._last_totals}
+        delta = {name: totals[name] - last for name, last in self._last_totals.items()}
+        self._last_totals = totals
+        late_count, unscored_count = self._late_count, self._unscored_count
+        self._late_count = self._unscored_count = 0
+        if not delta["requests"] and not late_count:
             return {}
         metrics = {
             "timing_s/logprob_server": delta["busy_s"],
             "logprob/tokens_per_s": delta["tokens"] / delta["busy_s"] if delta["busy_s"] else 0.0,
             "logprob/stall_seconds": delta["stall_s"],
-            "logprob/late": float(late),
-            "logprob/left_to_trainer": float(unscored),
+            "logprob/late": float(late_count),
+            "logprob/left_to_trainer": float(unscored_count),
         }
         if delta["requests"]:
             metrics["logprob/wait_seconds"] = delta["wait_s"] / delta["requests"]
@@ -107,32 +107,32 @@ class TeacherScores:
     """Log-probs of the response's tokens (0 for masked ones), and the candidates of each position with their log-probs."""
 
     logprobs: Sequence[float]
-    ids: Sequence[Sequence[int]] = ()
-    candidates: Sequence[Sequence[float]] = ()
+    candidate_ids: Sequence[Sequence[int]] = ()
+    candidate_logprobs: Sequence[Sequence[float]] = ()
 
 
-class Source(Protocol):
+class TeacherSource(Protocol):
     """A source of a teacher's log-probs. `name` identifies it in error messages."""
 
     name: str
 
-    async def tokens_of(self, text: str) -> list[int] | None:
+    async def tokenize(self, text: str) -> list[int] | None:
         """The teacher's tokens of a text, without those it adds at the start; None if it has no tokenizer."""
 
-    async def scored(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
+    async def score(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
         """Score the sample's response after `prompt`. Raises TimeoutError, RuntimeFailure."""
 
 
-class ServedInRun:
+class LocalSource:
     """A log-prob server of the run, for a teacher or the policy. `tokenizer`: None skips the comparison with the policy's tokens."""
 
     def __init__(self, server: LogprobServer, name: str, tokenizer: Tokenizer | None) -> None:
         self.server, self.name, self._tokenizer = server, name, tokenizer
 
-    async def tokens_of(self, text: str) -> list[int] | None:
+    async def tokenize(self, text: str) -> list[int] | None:
         return None if self._tokenizer is None else self._tokenizer.encode(text, special=True)
 
-    async def scored(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
+    async def score(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
         request = ScoreRequest(
             prompt + sample.response_ids,
             len(prompt),
@@ -150,17 +150,17 @@ class ServedInRun:
         return TeacherScores(scores.logprobs, scores.topk_ids, scores.topk_logprobs)
 
 
-class ServedAtUrl:
+class RemoteSource:
     """A log-prob server at a URL, as an async context manager."""
 
     def __init__(self, url: str) -> None:
         self.name = url.rstrip("/").removesuffix("/v1")
 
-    async def __aenter__(self) -> ServedAtUrl:
+    async def __aenter__(self) -> RemoteSource:
         """Connect. Raises UserError if there is no log-prob server at the URL, or it rejects the key."""
         import httpx
 
-        key = os.environ.get(KEY)
+        key = os.environ.get(KEY_VARIABLE)
         self._client = httpx.AsyncClient(
             headers={"authorization": f"Bearer {key}"} if key else {}, timeout=None, limits=httpx.Limits(max_connections=_MAX_CONNECTIONS)
         )
@@ -171,7 +171,7 @@ class ServedAtUrl:
             await self._client.aclose()
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"{FIELD}.url: nothing answers at {self.name} ({cause}); start mtpctl logprob-serve") from error
-        if (reason := _why_not_logprob_server(response)) is not None:
+        if (reason := _server_mismatch(response)) is not None:
             await self._client.aclose()
             raise UserError(f"{FIELD}.url: {self.name} {reason}")
         return self
@@ -179,16 +179,16 @@ class ServedAtUrl:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._client.aclose()
 
-    async def tokens_of(self, text: str) -> list[int] | None:
+    async def tokenize(self, text: str) -> list[int] | None:
         response = await self._client.post(f"{self.name}/v1/logprobs", json={"text": text})
         if response.status_code == 400 and "tokenizer" in response.text:
             return None
         if response.status_code != 200:
             raise UserError(f"{FIELD}.url: {self.name} refused {text[:40]!r}: {response.text[:300]}")
-        ids: list[int] = _data(response)["token_ids"]
+        ids: list[int] = _first_item(response)["token_ids"]
         return ids
 
-    async def scored(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
+    async def score(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
         body = {
             "token_ids": (prompt + sample.response_ids).tolist(),
             "prompt_length": len(prompt),
@@ -201,16 +201,17 @@ class ServedAtUrl:
             response = await self._post(body)
         if response.status_code != 200:
             raise RuntimeFailure(f"{FIELD}: {self.name} refused {sample.name}: {response.text[:300]}")
-        data = _data(response)
+        data = _first_item(response)
         logprobs = [0.0 if value is None else value for value in data["logprobs"]]
         rows = data.get("top_logprobs") or ()
-        return TeacherScores(logprobs, [[each["id"] for each in row] for row in rows], [[each["logprob"] for each in row] for row in rows])
+        ids, candidate_logprobs = ([[token[key] for token in row] for row in rows] for key in ("id", "logprob"))
+        return TeacherScores(logprobs, ids, candidate_logprobs)
 
     async def _post(self, body: Mapping[str, object]) -> httpx.Response:
         """Post a request, and retry while the server is busy or down. The caller bounds the time."""
         import httpx
 
-        wait = 0.1
+        delay = 0.1
         while True:
             try:
                 response = await self._client.post(f"{self.name}/v1/logprobs", json=body)
@@ -218,11 +219,11 @@ class ServedAtUrl:
                     return response
             except httpx.TransportError:
                 pass  # The server may be restarting.
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, 2.0)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 2.0)
 
 
-class Hint:
+class HintRenderer:
     """Renders the prompt that the teacher gets instead of the problem's own."""
 
     def __init__(self, text: str, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[object]) -> None:
@@ -236,7 +237,7 @@ class Hint:
 class Teacher:
     """Fills in a teacher's log-probs of samples. `temperature`: that of rollout; both distributions are compared at it."""
 
-    def __init__(self, config: TeacherConfig, source: Source, temperature: float, hint: Hint | None = None) -> None:
+    def __init__(self, config: TeacherConfig, source: TeacherSource, temperature: float, hint: HintRenderer | None = None) -> None:
         self._config, self._source, self._temperature, self._hint = config, source, temperature, hint
 
     async def check(self, tokenizer: Tokenizer, problems: Sequence[Problem]) -> None:
@@ -247,7 +248,7 @@ class Teacher:
             ids = tokenizer.encode(problem.prompt, special=True)
             if len(ids) < 2:
                 continue
-            teacher_ids = await self._source.tokens_of(problem.prompt)
+            teacher_ids = await self._source.tokenize(problem.prompt)
             if teacher_ids is not None and (not teacher_ids or teacher_ids != ids[len(ids) - len(teacher_ids) :]):
                 raise UserError(
                     f"{FIELD}: {self._source.name} has another tokenizer: {problem.prompt[:40]!r} is {ids[:8]} for the policy and "
@@ -258,7 +259,7 @@ class Teacher:
         """Fill in the teacher's log-probs of the sample's response. Raises RuntimeFailure if it does not answer in time."""
         prompt, timeout_s = sample.prompt_ids if self._hint is None else self._hint(problem), self._config.timeout_s
         try:
-            scores = await self._source.scored(sample, prompt, TeacherOptions(self._temperature, self._config.topk, timeout_s))
+            scores = await self._source.score(sample, prompt, TeacherOptions(self._temperature, self._config.topk, timeout_s))
         except TimeoutError as error:
             raise RuntimeFailure(
                 f"{FIELD}: {self._source.name} returned no log-probs of {sample.name} within {timeout_s:g} s; "
@@ -267,21 +268,21 @@ class Teacher:
         sample.teacher_logprobs = logprobs_of(scores.logprobs)
         if topk := self._config.topk:
             # Tokens that were not sampled have no candidates; the loss masks them.
-            sample.candidates = ids_of(chain.from_iterable(row or [0] * topk for row in scores.ids))
-            sample.candidate_logprobs = logprobs_of(chain.from_iterable(row or [0.0] * topk for row in scores.candidates))
+            sample.candidates = ids_of(chain.from_iterable(row or [0] * topk for row in scores.candidate_ids))
+            sample.candidate_logprobs = logprobs_of(chain.from_iterable(row or [0.0] * topk for row in scores.candidate_logprobs))
             if len(sample.candidates) != topk * len(sample.response_ids):
                 raise RuntimeFailure(f"{FIELD}.topk: {self._source.name} did not return {topk} candidates per token of {sample.name}")
 
 
-def _data(response: httpx.Response) -> dict[str, Any]:
+def _first_item(response: httpx.Response) -> dict[str, Any]:
     data: dict[str, Any] = response.json()["data"][0]
     return data
 
 
-def _why_not_logprob_server(response: httpx.Response) -> str | None:
-    """Why a response to `GET /version` is not from a log-prob server; None if it is. vLLM returns a string there."""
+def _server_mismatch(response: httpx.Response) -> str | None:
+    """The reason why a response to `GET /version` is not from a log-prob server; None if it is. vLLM returns a version string."""
     if response.status_code == 401:
-        return f"requires a key: set {KEY}"
+        return f"requires a key: set {KEY_VARIABLE}"
     if response.status_code != 200:
         return f"is not a log-prob server (status {response.status_code})"
     try:
@@ -291,6 +292,6 @@ def _why_not_logprob_server(response: httpx.Response) -> str | None:
     if isinstance(version, int):
         return None
     return (
-        "is an inference engine such as vLLM, not a log-prob server: its prompt log-probs are wrong for some requests if it speculates; "
+        "is an inference engine such as vLLM, not a log-prob server: with speculation, its prompt log-probs are wrong for some requests; "
         "serve the model with mtpctl logprob-serve"
     )

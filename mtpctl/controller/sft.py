@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
-from mtpctl.controller.trainers import Revive, TrainerGroup, TrainerLost, not_revived
+from mtpctl.controller.trainers import RecoverTrainer, TrainerGroup, TrainerLost, no_recovery
 from mtpctl.data.problems import PromptCursor
 from mtpctl.data.prompts import SftSample, encode_sft
 from mtpctl.errors import RuntimeFailure
@@ -25,7 +25,7 @@ from mtpctl.rollout.protocol import Generator, request_for
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.session import Telemetry
 
-WINDOW = 10
+LOSS_WINDOW = 10
 """Updates over which the loss is averaged for `until_loss`."""
 
 
@@ -33,8 +33,8 @@ class SftStage:
     """Runs the updates of `train.sft.steps` that are not done yet. `name`: the section of `train` with its settings.
 
     Args:
-        background: starts the actors of the next stage. If it fails, this stage fails at its next step.
-        revive: restarts a lost trainer.
+        startup_task: starts the actors of the next stage. If it fails, this stage fails at its next step.
+        recover: restarts a lost trainer.
     """
 
     name: Literal["sft", "draft"] = "sft"
@@ -47,11 +47,11 @@ class SftStage:
         telemetry: Telemetry,
         state: RunState,
         *,
-        background: asyncio.Task[object] | None = None,
-        revive: Revive = not_revived,
+        startup_task: asyncio.Task[object] | None = None,
+        recover: RecoverTrainer = no_recovery,
     ) -> None:
         self.recipe, self.prepared, self.trainer, self.telemetry, self.state = recipe, prepared, trainer, telemetry, state
-        self.background, self.revive = background, revive
+        self.startup_task, self.recover = startup_task, recover
         self._reset_cursor()
 
     def _reset_cursor(self) -> None:
@@ -64,31 +64,31 @@ class SftStage:
         """Run the updates. If the trainer is lost, those since the newest checkpoint are repeated."""
         while True:
             try:
-                return await self._updates()
+                return await self._run_updates()
             except TrainerLost as lost:
-                await self.revive(lost, redraw=True)
+                await self.recover(lost, redraw=True)
                 self._reset_cursor()
 
-    async def _updates(self) -> None:
+    async def _run_updates(self) -> None:
         """Run updates and checkpoints until all are done, the loss reaches `until_loss`, or a stop is requested."""
         train, skipped = self.recipe.train, 0
         stage = train.draft if self.name == "draft" else train.sft
         update = self.trainer.draft_step if self.name == "draft" else self.trainer.sft_step
         while self.state.step < stage.steps and not self.state.stopping.is_set():
             losses = self.state.losses
-            if len(losses) == WINDOW and sum(losses) / WINDOW <= train.sft.until_loss:
-                self.telemetry.event("sft", f"mean loss {sum(losses) / WINDOW:.3g} after {self.state.step} updates: the stage ends")
+            if len(losses) == LOSS_WINDOW and sum(losses) / LOSS_WINDOW <= train.sft.until_loss:
+                self.telemetry.event("sft", f"mean loss {sum(losses) / LOSS_WINDOW:.3g} after {self.state.step} updates: the stage ends")
                 return
-            if self.background is not None and self.background.done():
-                self.background.result()
+            if self.startup_task is not None and self.startup_task.done():
+                self.startup_task.result()
             began = time.perf_counter()
-            sequences = [self._sequence() for _ in range(stage.batch_size)]
+            sequences = [self._next_sequence() for _ in range(stage.batch_size)]
             self.state.updating = True
             metrics = await update(sequences)
             seconds = time.perf_counter() - began
             skipped = count_skipped(metrics, skipped, train.max_bad_steps)
             if "sft/loss" in metrics and not metrics["skipped"]:
-                self.state.losses = [*losses, metrics["sft/loss"]][-WINDOW:]
+                self.state.losses = [*losses, metrics["sft/loss"]][-LOSS_WINDOW:]
             self.state.step += 1
             self.state.cursor = self.cursor.state_dict()
             self.state.updating = False
@@ -97,7 +97,7 @@ class SftStage:
             self.telemetry.log(self.state.step, metrics, self.name)
             await self.state.checkpoint_if_due(self.trainer)
 
-    def _sequence(self) -> SftSample:
+    def _next_sequence(self) -> SftSample:
         return encode_sft(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools, self.prepared.ends)
 
 
@@ -110,7 +110,7 @@ def count_skipped(metrics: dict[str, float], count: int, limit: int) -> int:
     return count + 1
 
 
-SAMPLES = "draft_samples.jsonl"
+SAMPLES_FILE = "draft_samples.jsonl"
 """File of this stage's samples in the run directory. Each line has the sample's number, prompt ids, response ids and loss mask."""
 
 
@@ -133,33 +133,33 @@ class DraftStage(SftStage):
         """Generate the missing samples, and run the updates. Raises RuntimeFailure if no response has a token."""
         if self.generator is not None and self.state.step < self.recipe.train.draft.steps:
             _remove_partial_line(self.file)
-            stored = dict(_read_samples(self.file))
-            await self._generate(self.generator, stored)
+            samples_by_number = dict(_read_samples(self.file))
+            await self._generate(self.generator, samples_by_number)
             # By number, because short responses finish first.
-            self.samples = [stored[number] for number in sorted(stored) if stored[number].target]
+            self.samples = [samples_by_number[number] for number in sorted(samples_by_number) if samples_by_number[number].target]
             if not self.samples and not self.state.stopping.is_set():
                 raise RuntimeFailure("train.draft.samples: no response has a token; check the prompts and rollout.max_tokens")
         if not self.state.stopping.is_set():
             await super().run()
 
-    def _sequence(self) -> SftSample:
+    def _next_sequence(self) -> SftSample:
         if self.generator is None:
-            return super()._sequence()
+            return super()._next_sequence()
         number = self.cursor.drawn
         next(self.cursor)  # Counts the drawn samples. Checkpoints contain the cursor.
         return self.samples[number % len(self.samples)]
 
-    async def _generate(self, generator: Generator, stored: dict[int, SftSample]) -> None:
-        """Add the missing samples to `stored` and to the file. Returns early if a stop is requested."""
+    async def _generate(self, generator: Generator, samples_by_number: dict[int, SftSample]) -> None:
+        """Add the missing samples to `samples_by_number` and to the file. Returns early if a stop is requested."""
         recipe, prepared = self.recipe, self.prepared
-        missing = [number for number in range(recipe.train.draft.samples) if number not in stored]
-        if not missing:
+        missing_numbers = [number for number in range(recipe.train.draft.samples) if number not in samples_by_number]
+        if not missing_numbers:
             return
-        self.telemetry.event("draft", f"generating {len(missing):,} samples with the model")
+        self.telemetry.event("draft", f"generating {len(missing_numbers):,} samples with the model")
         problems = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle).take(recipe.train.draft.samples)
 
         async def requests() -> AsyncIterator[GenerationRequest]:
-            for number in missing:
+            for number in missing_numbers:
                 problem = problems[number]
                 sample = Sample(problem.prompt_id, str(number), prepared.prompt_ids(problem, recipe.data), index=number)
                 yield request_for(recipe.rollout, sample, context=prepared.context, end_ids=prepared.end_ids, problem=problem)
@@ -168,11 +168,12 @@ class DraftStage(SftStage):
             async with contextlib.aclosing(generator.generate(requests())) as samples:
                 async for sample in samples:
                     row = SftSample(sample.prompt_ids.tolist(), sample.response_ids.tolist(), sample.loss_mask.tolist())
-                    stored[sample.index] = row
+                    samples_by_number[sample.index] = row
                     stream.write(json.dumps([sample.index, *row]) + "\n")
                     if self.state.stopping.is_set():
                         return
-        self.telemetry.event("draft", f"{len(stored):,} samples, {sum(len(row.target) for row in stored.values()):,} tokens")
+        tokens = sum(len(row.target) for row in samples_by_number.values())
+        self.telemetry.event("draft", f"{len(samples_by_number):,} samples, {tokens:,} tokens")
 
 
 def _remove_partial_line(file: Path) -> None:

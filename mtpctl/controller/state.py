@@ -22,14 +22,14 @@ from mtpctl.recipe.train import TrainConfig
 from mtpctl.telemetry.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from mtpctl.controller.copies import Copies
+    from mtpctl.controller.copies import CheckpointCopier
     from mtpctl.controller.trainers import TrainerGroup
 
 Report = Callable[[str], None]
-Waiting = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Returns a context manager that shows what the run waits for."""
+ShowWait = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Shows a message while the returned context manager is open, because the run waits."""
 _UNSAVED = -1
-"""Value of `RunState.saved` after a failed checkpoint."""
+"""Value of `RunState.saved_step` after a failed checkpoint."""
 RETRY_S = 10.0
 """Minimum time between attempts to write a checkpoint after a failure, in seconds."""
 MAX_FAILURES, FAILURE_PERIOD_S = 3, 300.0
@@ -52,7 +52,7 @@ class SavedState(TypedDict):
 
 def ended_stages(root: Path) -> list[str]:
     """The stages that had ended at the newest checkpoint under `root`. Raises UserError if all checkpoints are damaged."""
-    return list(saved_state(newest(root))["ended"])
+    return list(load_state(newest(root))["ended"])
 
 
 def newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
@@ -60,14 +60,14 @@ def newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
     choice = choose(root, contents=True)
     for line in choice.lines:
         report(line)
-    return choice.path, int(saved_state(choice.path)["version"])
+    return choice.path, int(load_state(choice.path)["version"])
 
 
 def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Path, Path, int]:
     """Resolve `--from`, which names a checkpoint or a run. Returns the run directory, the checkpoint and its weight version.
 
     For a run, its newest checkpoint is used. Raises UserError for a run without a checkpoint, for a damaged checkpoint, and for any other
-    path. `other_kinds`: kinds of paths that the caller accepts as well, for that message.
+    path. `other_kinds`: other kinds of paths that the caller accepts, for the error message.
     """
     path = Path(text).absolute()
     if (path / RUN).is_file():
@@ -76,7 +76,7 @@ def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Pa
         except Damaged as damage:
             raise UserError(f"--from: {path}/{damage}; name another checkpoint, or the run to use its newest undamaged one") from damage
         try:
-            return path.parent.parent, path, int(saved_state(path)["version"])
+            return path.parent.parent, path, int(load_state(path)["version"])
         except (KeyError, TypeError) as error:
             raise UserError(f"--from: {text} is an incomplete checkpoint; name another") from error
     recipe = RunDirectory(path).recipe
@@ -89,9 +89,9 @@ def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Pa
     return path, checkpoint, version
 
 
-def resumed_from(checkpoint: Path | None, train: TrainConfig) -> SavedState:
+def load_resume_state(checkpoint: Path | None, train: TrainConfig) -> SavedState:
     """The state in a checkpoint, or that of a new run. If the stage that ended last has more updates in `train`, it has not ended."""
-    state = saved_state(checkpoint)
+    state = load_state(checkpoint)
     if checkpoint is not None and continues_last_stage(state["stage"], state["step"], state["ended"], train):
         state["ended"].remove(state["stage"])
     return state
@@ -99,8 +99,8 @@ def resumed_from(checkpoint: Path | None, train: TrainConfig) -> SavedState:
 
 def continues_last_stage(stage: str, step: int, ended: Sequence[str], train: TrainConfig) -> bool:
     """Whether `train` has more updates for the stage that ended last, unless `until_loss` may have ended it."""
-    more = step < getattr(train, stage).steps
-    return bool(more) and list(ended[-1:]) == [stage] and not (stage == "sft" and train.sft.until_loss)
+    has_updates = step < getattr(train, stage).steps
+    return bool(has_updates) and list(ended[-1:]) == [stage] and not (stage == "sft" and train.sft.until_loss)
 
 
 def check_stages(checkpoint: Path | None, state: SavedState, stages: Sequence[str]) -> None:
@@ -109,11 +109,11 @@ def check_stages(checkpoint: Path | None, state: SavedState, stages: Sequence[st
     if stage and stage not in (*state["ended"], *stages):
         raise UserError(
             f"train.stages: {checkpoint} is within {stage}, which is missing; add it, with train.{stage}.steps: {state['step']} to end it "
-            "there, or name another run_dir"
+            "there, or use another run_dir"
         )
 
 
-def saved_state(checkpoint: Path | None) -> SavedState:
+def load_state(checkpoint: Path | None) -> SavedState:
     """The state in a checkpoint, or that of a new run. Raises UserError if it cannot be read."""
     if checkpoint is None:
         return SavedState(stage="", step=0, version=0, synced_at=-1, cursor=None, losses=[], ended=[])
@@ -139,17 +139,17 @@ class RunState:
         losses: the latest losses of a supervised stage.
         ended: the stages that have ended.
         buffer: the stage's sample buffer, if it has one. Saved in checkpoints.
-        saving: the checkpoint that is being written.
+        pending_checkpoint: the checkpoint that is being written.
         updating: an update is in progress, so the weights may be ahead of `step`.
-        lost: no trainer has the weights of `step`.
-        saved: the step of the newest checkpoint of this stage, or the step at which the stage began; `_UNSAVED` after a failure.
+        weights_lost: no trainer has the weights of `step`.
+        saved_step: the step of the newest checkpoint of this stage, or the step at which the stage began; `_UNSAVED` after a failure.
         sent_version: the version that was sent last, even if not every target received it. It is never reused for other weights.
         saved_at: when the newest checkpoint was written (`time.monotonic`).
-        failed_at: when checkpoints since then failed (`time.monotonic`).
+        failure_times: when later attempts to write one failed (`time.monotonic`).
         stopping: set when a stop is requested. Stages return at their next step.
-        waiting: shows what the run waits for.
+        show_wait: shows what the run waits for.
         report: logs a line.
-        copies: copies published checkpoints to object storage, if configured.
+        copier: copies published checkpoints to object storage, if configured.
     """
 
     root: Path
@@ -162,18 +162,18 @@ class RunState:
     losses: list[float] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     buffer: SampleBuffer | None = None
-    saving: Path | None = None
+    pending_checkpoint: Path | None = None
     updating: bool = False
-    lost: bool = False
-    saved: int = 0
+    weights_lost: bool = False
+    saved_step: int = 0
     sent_version: int = 0
     saved_at: float = field(default_factory=time.monotonic)
-    failed_at: list[float] = field(default_factory=list)
+    failure_times: list[float] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: Waiting = contextlib.nullcontext
+    show_wait: ShowWait = contextlib.nullcontext
     report: Report = lambda line: None
-    copies: Copies | None = None
-    _buffer_written: asyncio.Future[Entry] | None = None
+    copier: CheckpointCopier | None = None
+    _buffer_write: asyncio.Future[Entry] | None = None
     _entries: dict[str, Entry] = field(default_factory=dict)
     """Sizes and checksums of the controller's files in the checkpoint that is being written."""
 
@@ -186,7 +186,7 @@ class RunState:
         """Begin a stage, at its first step unless the run was resumed within it."""
         if self.stage != stage:
             self.stage, self.step, self.synced_at, self.cursor, self.losses, self.buffer = stage, 0, -1, None, [], None
-        self.updating, self.saved, self.saved_at = False, self.step, time.monotonic()
+        self.updating, self.saved_step, self.saved_at = False, self.step, time.monotonic()
 
     def load(self, saved: SavedState) -> None:
         """Load the state of the checkpoint that the run resumes from."""
@@ -200,38 +200,38 @@ class RunState:
         Returns whether the checkpoint is within this stage; if it is not, the stage begins again. `redraw`: the samples are lost too, and
         the prompts since the checkpoint are drawn again.
         """
-        if self.saving is not None:
-            shutil.rmtree(self.saving.with_name(f"{self.saving.name}.partial"), ignore_errors=True)
-            self.saving = None
-        if self._buffer_written is not None:
+        if self.pending_checkpoint is not None:
+            shutil.rmtree(self.pending_checkpoint.with_name(f"{self.pending_checkpoint.name}.partial"), ignore_errors=True)
+            self.pending_checkpoint = None
+        if self._buffer_write is not None:
             # Retrieves the exception: the write may fail, because its folder was removed.
-            self._buffer_written.add_done_callback(lambda written: written.exception())
-            self._buffer_written = None
-        saved = resumed_from(checkpoint, self.train)
+            self._buffer_write.add_done_callback(lambda write: write.exception())
+            self._buffer_write = None
+        saved = load_resume_state(checkpoint, self.train)
         within_stage = saved["stage"] == self.stage and self.stage not in saved["ended"]
         self.step, self.losses = (saved["step"], saved["losses"]) if within_stage else (0, [])
         if redraw:
             self.cursor = saved["cursor"] if within_stage else None
         self.ended, self.synced_at, self.updating = saved["ended"], -1, False
-        self.saved, self.saved_at = self.step, time.monotonic()
+        self.saved_step, self.saved_at = self.step, time.monotonic()
         return within_stage
 
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
         """Publish a checkpoint that has been written in the background, and begin the next one if it is due.
 
-        If it cannot be written, the run continues and a later call tries again. Raises RuntimeFailure after too many failures.
+        If it cannot be written, the run continues and a later call attempts again. Raises RuntimeFailure after too many failures.
         """
         try:
             await self.publish_pending(trainer, wait=False)
-            if self._due():
+            if self._is_due():
                 await self.checkpoint(trainer, wait=not self.train.async_save)
         except SaveFailed as failure:
-            self._record_failure(failure, "training continues, and a checkpoint is tried again after a later update")
+            self._record_failure(failure, "training continues, and a later update writes the next checkpoint")
 
-    def _due(self) -> bool:
+    def _is_due(self) -> bool:
         now = time.monotonic()
-        if self.failed_at:
-            return self.saving is None and now - self.failed_at[-1] >= RETRY_S
+        if self.failure_times:
+            return self.pending_checkpoint is None and now - self.failure_times[-1] >= RETRY_S
         by_step = self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0
         by_time = self.train.checkpoint_minutes and now - self.saved_at >= 60 * self.train.checkpoint_minutes
         return bool(by_step or by_time)
@@ -239,11 +239,11 @@ class RunState:
     def _record_failure(self, failure: SaveFailed, consequence: str) -> None:
         """Record that a checkpoint could not be written, and report it. Raises RuntimeFailure after too many failures."""
         now = time.monotonic()
-        self.saving, self.saved = None, _UNSAVED
-        self.failed_at.append(now)
-        count, seconds = len(self.failed_at), now - self.failed_at[0]
+        self.pending_checkpoint, self.saved_step = None, _UNSAVED
+        self.failure_times.append(now)
+        count, seconds = len(self.failure_times), now - self.failure_times[0]
         if count >= MAX_FAILURES and seconds >= FAILURE_PERIOD_S:
-            message = f"{failure}; {count} tries within {seconds / 60:.0f} minutes failed; free space and start the same command again"
+            message = f"{failure}; {count} attempts in {seconds / 60:.0f} minutes failed; free space and start the same command again"
             raise RuntimeFailure(message) from failure
         self.report(f"{failure}; {consequence}")
 
@@ -258,18 +258,18 @@ class RunState:
         try:
             await self.publish_pending(trainer)
         except SaveFailed as failure:
-            self._record_failure(failure, "the next one takes its place")
+            self._record_failure(failure, "the next checkpoint replaces it")
         path = self.root / f"{self.stage}-{self.step:06d}{'-end' if self.stage in self.ended else ''}"
-        with self.waiting(f"trainer: saving {path.name}"):
+        with self.show_wait(f"trainer: saving {path.name}"):
             folder = await trainer.begin_save(path)
         # State and buffer are snapshots of this moment; rollout continues while the buffer is written.
         text = json.dumps({name: getattr(self, name) for name in SavedState.__annotations__})
-        async with self._written(trainer, path):
+        async with self._writing(trainer, path):
             (folder / RUN).write_text(text)
         self._entries = {RUN: entry_of_text(text)}
         if self.buffer is not None:
-            self._buffer_written = asyncio.ensure_future(asyncio.to_thread(self.buffer.saving(folder / BUFFER)))
-        self.saving, self.saved = path, self.step
+            self._buffer_write = asyncio.ensure_future(asyncio.to_thread(self.buffer.snapshot_writer(folder / BUFFER)))
+        self.pending_checkpoint, self.saved_step = path, self.step
         if wait:
             await self.publish_pending(trainer)
         # The interval starts after the write: otherwise a large model, whose checkpoints take minutes, would only write checkpoints.
@@ -278,33 +278,33 @@ class RunState:
 
     async def retry_save[T](self, save: Callable[[], Awaitable[T]]) -> T:
         """Call `save`, and retry while the disk is full. Raises RuntimeFailure after `FAILURE_PERIOD_S`."""
-        began, tries = time.monotonic(), 0
+        began, attempts = time.monotonic(), 0
         while True:
             try:
                 return await save()
             except SaveFailed as failure:
-                self.saving, self.saved, tries = None, _UNSAVED, tries + 1
+                self.pending_checkpoint, self.saved_step, attempts = None, _UNSAVED, attempts + 1
                 minutes = FAILURE_PERIOD_S / 60
                 if time.monotonic() - began + RETRY_S > FAILURE_PERIOD_S:
-                    message = f"{failure}; {tries} tries within {minutes:.0f} minutes failed; free space and start the same command again"
+                    message = f"{failure}; {attempts} attempts in {minutes:.0f} minutes failed; free space and start the same command again"
                     raise RuntimeFailure(message) from failure
-                if tries == 1:
+                if attempts == 1:
                     self.report(f"{failure}; free space: it is retried every {RETRY_S:.0f} seconds, for {minutes:.0f} minutes")
                 await asyncio.sleep(RETRY_S)
 
     @contextlib.asynccontextmanager
-    async def _written(self, trainer: TrainerGroup, path: Path) -> AsyncIterator[None]:
+    async def _writing(self, trainer: TrainerGroup, path: Path) -> AsyncIterator[None]:
         """Write the controller's part of a checkpoint in the block. If that fails, abandons the trainer's part and raises SaveFailed."""
         try:
             yield
         except OSError as error:
-            self.saving, self.saved = None, _UNSAVED
+            self.pending_checkpoint, self.saved_step = None, _UNSAVED
             await trainer.abandon_save()
             raise SaveFailed(f"checkpoint {path} was not written: {error.strerror}") from error
 
     def copy_metrics(self) -> dict[str, float]:
         """Metrics of the copies of checkpoints since the last call; empty if none are made."""
-        return {} if self.copies is None else self.copies.metrics()
+        return {} if self.copier is None else self.copier.metrics()
 
     async def save_after_failure(self, trainer: TrainerGroup) -> Path | None:
         """Write a checkpoint of a stage that has failed.
@@ -312,31 +312,31 @@ class RunState:
         Returns None if there was no update since the newest checkpoint, if the weights are in the middle of an update or lost, or if the
         recipe keeps no checkpoints. Raises RuntimeFailure if the trainer does not write it within `LAST_SAVE_S`.
         """
-        if not self.within_stage or self.lost:
+        if not self.within_stage or self.weights_lost:
             return None
-        if self.updating or self.step == self.saved:
+        if self.updating or self.step == self.saved_step:
             await within(self.publish_pending(trainer), LAST_SAVE_S, "checkpoint")
             return None
         return await within(self.checkpoint(trainer), LAST_SAVE_S, "checkpoint")
 
     async def publish_pending(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
         """Publish the checkpoint that is being written when it is complete; with `wait=False` only if it already is. Raises SaveFailed."""
-        if self.saving is None:
+        if self.pending_checkpoint is None:
             return
-        if self._buffer_written is not None:
-            if not wait and not self._buffer_written.done():
+        if self._buffer_write is not None:
+            if not wait and not self._buffer_write.done():
                 return
-            written, self._buffer_written = self._buffer_written, None
-            async with self._written(trainer, self.saving):
-                self._entries[BUFFER] = await written
-        with self.waiting(f"trainer: writing {self.saving.name}"):
+            write, self._buffer_write = self._buffer_write, None
+            async with self._writing(trainer, self.pending_checkpoint):
+                self._entries[BUFFER] = await write
+        with self.show_wait(f"trainer: writing {self.pending_checkpoint.name}"):
             complete = await trainer.finish_save(wait=wait, entries=self._entries)
         if complete:
-            path, step = self.saving, self.saved
-            in_use = [] if self.copies is None else self.copies.in_use
+            path, step = self.pending_checkpoint, self.saved_step
+            in_use = [] if self.copier is None else self.copier.in_use
             await trainer.publish_checkpoint(path, self.train.keep_checkpoints, in_use)
-            if self.copies is not None:
-                self.copies.queue(path)
-            self.saving, self.failed_at = None, []
+            if self.copier is not None:
+                self.copier.queue(path)
+            self.pending_checkpoint, self.failure_times = None, []
             if self.buffer is not None:
-                self.buffer.saved(step)
+                self.buffer.forget(step)

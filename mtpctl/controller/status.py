@@ -27,7 +27,7 @@ from mtpctl.web.server import METRICS_TYPE, Series, listen, prometheus_text
 REFRESH_S = 5
 """Refresh interval of the page in a browser, in seconds."""
 
-Replicas = Callable[[], ReplicaCounts | None]
+GetReplicaCounts = Callable[[], ReplicaCounts | None]
 """Returns the counts of rollout replicas; None before they are started."""
 
 
@@ -37,20 +37,20 @@ def status_socket(telemetry: TelemetryConfig) -> socket.socket | None:
     return None if address is None else listen(*address, fields=("telemetry.http", "telemetry.http"))
 
 
-def status_app(live: LiveStatus, replicas: Replicas) -> Guard:
+def status_app(live: LiveStatus, get_counts: GetReplicaCounts) -> Guard:
     """The ASGI application with the routes `/`, `/status.json` and `/metrics`."""
 
-    async def shown(_: Request) -> Response:
-        return HTMLResponse(render_status(live, replicas()), headers={"refresh": str(REFRESH_S)})
+    async def page(_: Request) -> Response:
+        return HTMLResponse(render_status(live, get_counts()), headers={"refresh": str(REFRESH_S)})
 
-    async def as_json(_: Request) -> Response:
-        counts = replicas()
+    async def status_json(_: Request) -> Response:
+        counts = get_counts()
         return JSONResponse(live.as_json() | {"replicas": None if counts is None else asdict(counts)})
 
     async def metrics(_: Request) -> Response:
-        return PlainTextResponse(prometheus_text("mtpctl_", _series(live, replicas())), media_type=METRICS_TYPE)
+        return PlainTextResponse(prometheus_text("mtpctl_", _series(live, get_counts())), media_type=METRICS_TYPE)
 
-    routes = [Route("/", shown), Route("/status.json", as_json), Route("/metrics", metrics)]
+    routes = [Route("/", page), Route("/status.json", status_json), Route("/metrics", metrics)]
     app = Starlette(routes=routes, exception_handlers={HTTPException: http_error})
     app.router.redirect_slashes = False
     return Guard(app, HttpBounds(body_bytes=0), None)
@@ -71,32 +71,32 @@ def _series(live: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:
         yield Series("run_replicas_asked", "gauge", "Rollout replicas that are requested.", counts.asked, run)
         yield Series("run_replica_restarts_total", "counter", "Rollout replicas that replaced a failed one.", counts.restarts, run)
     # Names that differ only in characters such as `/` collide. Prometheus rejects a series with two values, so one of them is dropped.
-    named = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live.metrics.items())}
-    for name, (metric, value) in named.items():
+    metrics = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live.metrics.items())}
+    for name, (metric, value) in metrics.items():
         yield Series(name, "gauge", describe(metric).meaning or metric, value, run)
 
 
-REPORT_S = 1.0
+REPORT_INTERVAL_S = 1.0
 """Interval of reports of waits, in seconds."""
 
 
 @dataclass(eq=False)
 class Wait:
-    """One wait: its reason, its actors, and its start. `begun` is wall-clock time, which may be adjusted during the wait."""
+    """One wait: its reason, its actors, and its start. `begin_time` is wall-clock time, which may be adjusted during the wait."""
 
     reason: str
     actors: Sequence[str] = ()
-    begun: float = field(default_factory=time.time)
-    _began: float = field(default_factory=time.monotonic)
+    begin_time: float = field(default_factory=time.time)
+    _begin: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
         """Its duration so far."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self._begin
 
     def line(self, logs: Path) -> str:
         """The wait as text, such as `trainer: loading, 12 s`, with the newest line that one of the actors has logged since."""
-        lines = [line for actor in self.actors if (line := newest_line(logs, actor, since=self.begun))]
+        lines = [line for actor in self.actors if (line := newest_line(logs, actor, since=self.begin_time))]
         newest = f" · {lines[-1]}" if lines else ""
         return f"{self.reason}, {self.seconds:.0f} s{newest}"
 
@@ -121,6 +121,6 @@ class Waits:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(REPORT_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
             if self._waits:
                 self._report([wait.line(self._logs) for wait in self._waits])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-ALIVE_S = 15.0
+LIVENESS_TIMEOUT_S = 15.0
 """Time limit for an idle rank to answer before it counts as lost, in seconds. It includes the time that Ray needs to detect a lost host."""
 CAPACITY_WAIT_S = 30.0
 """Seconds to wait for capacity for all ranks before fewer are started. Until then Ray may not know which hosts are free or lost."""
@@ -45,7 +45,7 @@ class HostLost(TrainerLost):
     """A host was lost while ranks were starting on it. It belongs to the previous loss, because Ray detects lost hosts late."""
 
 
-class Revive(Protocol):
+class RecoverTrainer(Protocol):
     """Restarts a lost trainer, and resets the run's state to the newest checkpoint."""
 
     async def __call__(self, lost: TrainerLost, *, redraw: bool = False) -> object:
@@ -53,15 +53,15 @@ class Revive(Protocol):
         ...
 
 
-async def not_revived(lost: TrainerLost, *, redraw: bool = False) -> None:
-    """The `Revive` of a trainer that is never restarted."""
+async def no_recovery(lost: TrainerLost, *, redraw: bool = False) -> None:
+    """The `RecoverTrainer` of a trainer that is never restarted."""
     raise lost
 
 
 class TrainerGroup:
     """The trainer ranks, as Ray actors.
 
-    A method with the name of a `TrainerRank` method calls it on every rank, and returns the result of rank 0.
+    A method that has the name of a `TrainerRank` method calls that method on every rank, and returns the result of rank 0.
 
     Attributes:
         recipe: the recipe of the ranks. After the loss of a host it may have fewer data-parallel ranks than the run's recipe.
@@ -134,8 +134,8 @@ class TrainerGroup:
         """Call `method` on every rank with the same arguments. A list is written into the object store once for all ranks."""
         import ray
 
-        shared = tuple(ray.put(each) if isinstance(each, list) else each for each in args)
-        return await self._call_each(method, lambda rank: shared, self.recipe.cluster.step_deadline_s)
+        shared_args = tuple(ray.put(arg) if isinstance(arg, list) else arg for arg in args)
+        return await self._call_each(method, lambda rank: shared_args, self.recipe.cluster.step_deadline_s)
 
     async def _call_each[T](self, method: Callable[..., T], args: Callable[[int], tuple[object, ...]], deadline_s: float) -> T:
         """Call `method` of `TrainerRank` on every rank with the arguments `args(rank)`. Returns the result of rank 0.
@@ -147,17 +147,17 @@ class TrainerGroup:
         if not self.ranks:
             raise TrainerLost(f"trainer, {name}: no rank runs")
         refs = [getattr(actor, name).remote(*args(rank)) for rank, actor in enumerate(self.ranks)]
-        waits: list[asyncio.Future[T]] = [
+        answers: list[asyncio.Future[T]] = [
             asyncio.ensure_future(within(ref, deadline_s, f"trainer rank {i}, {name}")) for i, ref in enumerate(refs)
         ]
         try:
-            return (await asyncio.gather(*waits))[0]
+            return (await asyncio.gather(*answers))[0]
         except RuntimeFailure as error:
             await self._raise_if_lost(error)
             raise
         finally:
-            for wait in waits:
-                wait.cancel()
+            for answer in answers:
+                answer.cancel()
 
     async def _raise_if_lost(self, error: RuntimeFailure) -> None:
         """Raise TrainerLost if a rank is dead or does not answer, because that explains the errors of the other ranks."""
@@ -169,7 +169,7 @@ class TrainerGroup:
         # An MtpctlError is the rank's own error, unless another rank has died, which may have caused it.
         own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
         checks: list[Coroutine[None, None, ActorLocation]] = [
-            within(rank.location.remote(), ALIVE_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
+            within(rank.location.remote(), LIVENESS_TIMEOUT_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
         ]
         for answer in await asyncio.gather(*checks, return_exceptions=True):
             died = isinstance(answer, BaseException) and isinstance(answer.__cause__, ray.exceptions.RayActorError)
@@ -178,12 +178,12 @@ class TrainerGroup:
 
     async def rl_step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
         """One policy update: each rank gets its share of the samples, which are ordered by group."""
-        table, shares = await asyncio.to_thread(self._put, samples)
+        table, shares = await asyncio.to_thread(self._put_shares, samples)
         parallel = self.recipe.train.parallel
         deadline_s = self.recipe.cluster.step_deadline_s
         return await self._call_each(TrainerRank.rl_step, lambda rank: (table, shares[parallel.dp_rank(rank)], version), deadline_s)
 
-    def _put(self, samples: Sequence[Sample]) -> tuple[ObjectRef, list[ObjectRef]]:
+    def _put_shares(self, samples: Sequence[Sample]) -> tuple[ObjectRef, list[ObjectRef]]:
         """Write the table of the samples and the share of each data-parallel rank into Ray's object store, each once."""
         import ray
 
@@ -204,25 +204,25 @@ class TrainerGroup:
         """Wait until every rank has started, and check its bundle. Raises HostLost if a host is lost meanwhile."""
         if self.bundles is None:
             return
-        waits: list[asyncio.Future[ActorLocation]] = [
+        answers: list[asyncio.Future[ActorLocation]] = [
             asyncio.ensure_future(within(rank.location.remote(), deadline_s, f"trainer rank {i}, start"))
             for i, rank in enumerate(self.ranks)
         ]
         try:
-            while (await asyncio.wait(waits, timeout=POLL_S))[1]:
+            while (await asyncio.wait(answers, timeout=POLL_S))[1]:
                 if lost := self.bundles.lost(self.names):
                     raise HostLost(f"{lost[0]}: its host is lost")
-            for name, wait in zip(self.names, waits, strict=True):
+            for name, answer in zip(self.names, answers, strict=True):
                 try:
-                    location: ActorLocation = wait.result()
+                    location: ActorLocation = answer.result()
                 except RuntimeFailure as error:
                     raise TrainerLost(str(error)) from error
                 self.bundles.check(name, location)
         finally:
-            for wait in waits:
-                wait.cancel()
+            for answer in answers:
+                answer.cancel()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill every rank's process."""
         import ray
 
@@ -237,18 +237,18 @@ class TrainerGroup:
         that once and waits. Raises TrainerLost if a stop is requested meanwhile.
         """
         assert self.bundles is not None, "ranks without bundles cannot be restarted"
-        self.end()
+        self.kill()
         train = self._run_recipe.train
         parallel = train.parallel
         # Megatron must be able to divide the experts among the ranks.
-        smaller = [dp for dp in range(parallel.dp - 1, (train.min_dp or parallel.dp) - 1, -1) if dp * parallel.cp % parallel.ep == 0]
+        smaller_dp = [dp for dp in range(parallel.dp - 1, (train.min_dp or parallel.dp) - 1, -1) if dp * parallel.cp % parallel.ep == 0]
         began, reported = time.monotonic(), False
         names = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
         self.bundles.compact(names)
         with self.bundles.awaiting(names):
             while True:
                 waited_long = time.monotonic() - began > CAPACITY_WAIT_S
-                for dp in [parallel.dp, *smaller] if waited_long else [parallel.dp]:
+                for dp in [parallel.dp, *smaller_dp] if waited_long else [parallel.dp]:
                     layout = train.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
                     self.recipe = self._run_recipe.model_copy(update={"train": layout})
                     bundles = await self.bundles.try_take(self.names, together=parallel.tp)
@@ -262,7 +262,7 @@ class TrainerGroup:
                 await asyncio.sleep(POLL_S)
 
 
-class Revival:
+class TrainerRecovery:
     """Restarts a lost trainer while rollout continues.
 
     Args:
@@ -279,12 +279,12 @@ class Revival:
         self._counts: Parameters
 
     async def __call__(self, lost: TrainerLost, *, redraw: bool = False) -> Path | None:
-        """Restart the ranks, and reset the run's state to the newest checkpoint. `redraw`: see `Revive`.
+        """Restart the ranks, and reset the run's state to the newest checkpoint. `redraw`: see `RecoverTrainer`.
 
         Returns the checkpoint, or None if it is not within this stage, which then begins again. Raises RuntimeFailure after too many
         restarts, and `lost` if the recipe permits none, or if a checkpoint is damaged and the samples are not redrawn.
         """
-        self.state.updating, self.state.lost = False, True
+        self.state.updating, self.state.weights_lost = False, True
         choice = await asyncio.to_thread(select_checkpoint, self.state.root)
         for line in choice.lines:
             self.telemetry.event("checkpoint", line)
@@ -292,7 +292,7 @@ class Revival:
             # The groups of earlier updates are gone, so the stage has to continue with those of the previous checkpoint.
             raise lost
         path, seconds = await self._restart(lost, lambda: self._restore(choice.path, redraw))
-        self.state.lost = False
+        self.state.weights_lost = False
         source = "the beginning of the stage" if path is None else path.name
         self._report_restart(seconds, f": {self.state.stage} resumes after step {self.state.step}, from {source}")
         return path
@@ -308,8 +308,8 @@ class Revival:
 
     def _report_restart(self, seconds: float, details: str) -> None:
         ranks, configured = self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
-        fewer = f" with {ranks} of {configured} ranks" if ranks < configured else ""
-        self.telemetry.event("restart", f"trainer back{fewer} after {seconds:.0f} s{details}")
+        reduced = f" with {ranks} of {configured} ranks" if ranks < configured else ""
+        self.telemetry.event("restart", f"trainer back{reduced} after {seconds:.0f} s{details}")
 
     async def _restart[T](self, lost: TrainerLost, restore: Callable[[], Awaitable[T]]) -> tuple[T, float]:
         """Restart the ranks and call `restore`, again if the trainer is lost meanwhile. Returns its result, and the total seconds."""
@@ -325,14 +325,14 @@ class Revival:
                     await self.trainer.restart(lambda line: self.telemetry.event("restart", line), self.state.stopping)
                     self._counts = await self.trainer.build(self.folder)
                     return await restore(), time.monotonic() - began
-            except TrainerLost as again:
-                lost = again
+            except TrainerLost as next_loss:
+                lost = next_loss
 
     def _count_loss(self, lost: TrainerLost) -> int:
         """The number of losses within an hour, including this one. Raises RuntimeFailure, or `lost`, if there are too many."""
         train, now = self.recipe.train, time.monotonic()
         self._lost_at = [*(lost_at for lost_at in self._lost_at if now - lost_at < FORGET_S), now]
-        if not train.revives or not train.max_restarts:
+        if not train.restarts_trainer or not train.max_restarts:
             raise lost
         if len(self._lost_at) > train.max_restarts:
             raise RuntimeFailure(f"{lost}; train.max_restarts: {train.max_restarts} within an hour are used up") from lost

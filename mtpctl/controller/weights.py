@@ -18,9 +18,9 @@ from mtpctl.sync.protocol import Manifest, PauseMode, Section, SyncError
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.update import Generators, LogprobReplicas, Parties, SyncReport, Trainer, WeightUpdate
 
-WINDOW = 200
+WINDOW_DRAFTS = 200
 MEAN_WINDOWS = 10
-COLLAPSE_SHARE = 0.5
+COLLAPSE_RATIO = 0.5
 MIN_ACCEPTED = 20
 """A collapse is reported only if the running mean amounts to at least this number of accepted drafts per window."""
 
@@ -52,7 +52,7 @@ class WeightSync:
     async def __call__(self, version: int, *, verify: bool | None = None) -> dict[str, float]:
         """Update every target to `version`. Returns `sync/*`, and the result of `metrics`. Raises the errors of `WeightUpdate.run`.
 
-        `verify`: compare the checksums of every tensor on both ends; default: `sync.verify`. A pushed version is tried twice.
+        `verify`: compare the checksums of every tensor on both ends; by default as `sync.verify` configures. A failed push is retried once.
         """
         began = time.perf_counter()
         if verify is None:
@@ -130,7 +130,7 @@ class _NoEngines:
 
 
 def _changed_shares(manifest: Manifest) -> dict[str, float]:
-    """The share of elements that changed since the previous version, in all and by section; empty if the sender did not compare them."""
+    """The share of elements that changed since the previous version, overall and by section; empty if the sender did not compare them."""
     counts = {name: (plan.changed, plan.numel) for name, plan in manifest.sections.items() if plan.changed is not None}
     if not counts:
         return {}
@@ -140,21 +140,21 @@ def _changed_shares(manifest: Manifest) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """A collapse of draft acceptance: over the first window under `version`, and the mean before it."""
+    """A collapse of draft acceptance: the acceptance in the first window of `version`, and the running mean before it."""
 
     version: int
     acceptance: float
-    before: float
+    earlier_mean: float
 
     def __str__(self) -> str:
         return (
-            f"draft acceptance fell to {self.acceptance:.1%} over the {WINDOW} drafts after the sync of version {self.version}, "
-            f"from {self.before:.1%} before: the drafter's weights may not be the trainer's (sync.verify: always compares them)"
+            f"draft acceptance fell to {self.acceptance:.1%} over the {WINDOW_DRAFTS} drafts after the sync of version {self.version}, "
+            f"from {self.earlier_mean:.1%} before: the drafter's weights may not be the trainer's (sync.verify: always compares them)"
         )
 
 
 class AcceptanceWatch:
-    """Compares the first window of `WINDOW` drafts after each sync with the mean of the last `MEAN_WINDOWS` windows.
+    """Compares the first window of `WINDOW_DRAFTS` drafts after each sync with the mean of the last `MEAN_WINDOWS` windows.
 
     Drafts of outdated or wrong weights are almost always rejected. A collapse is a first window below half of the mean.
     """
@@ -170,24 +170,24 @@ class AcceptanceWatch:
         """The running mean; 0 before the first window."""
         return sum(self._windows) / len(self._windows) if self._windows else 0.0
 
-    def synced(self, version: int) -> None:
-        """Report that `version` is live."""
+    def begin_version(self, version: int) -> None:
+        """Start the first window of `version`, which is now live."""
         self._version, self._checked = version, False
         self._drafted = self._accepted = 0
 
     def observe(self, sample: Sample) -> Collapse | None:
         """Count a sample if the live version drafted most of its tokens. Returns a collapse at the end of a version's first window."""
-        new = sum(span.end - span.start for span in sample.version_spans if span.version >= self._version)
-        if 2 * new <= len(sample.response_ids):
+        new_tokens = sum(span.end - span.start for span in sample.version_spans if span.version >= self._version)
+        if 2 * new_tokens <= len(sample.response_ids):
             return None
         self._drafted += sample.speculation.drafted
         self._accepted += sample.speculation.accepted
-        if self._drafted < WINDOW:
+        if self._drafted < WINDOW_DRAFTS:
             return None
-        acceptance, before = self._accepted / self._drafted, self.mean
+        acceptance, earlier_mean = self._accepted / self._drafted, self.mean
         checked, self._checked = self._checked, True
         self._drafted = self._accepted = 0
-        if not checked and before * WINDOW >= MIN_ACCEPTED and acceptance < COLLAPSE_SHARE * before:
-            return Collapse(self._version, acceptance, before)
+        if not checked and earlier_mean * WINDOW_DRAFTS >= MIN_ACCEPTED and acceptance < COLLAPSE_RATIO * earlier_mean:
+            return Collapse(self._version, acceptance, earlier_mean)
         self._windows.append(acceptance)
         return None

@@ -18,7 +18,7 @@ from mtpctl.checkpoint.listing import Damaged, read_listing
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.links import Link, measure_links, slow
 from mtpctl.cluster.local import cluster
-from mtpctl.controller.resuming import REFERENCE
+from mtpctl.controller.resume import REFERENCE
 from mtpctl.doctor import stack
 from mtpctl.doctor.parts import Agreement, PartTimeout, run_part
 from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed, UserError

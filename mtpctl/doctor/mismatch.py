@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpctl.controller.prepare import model_of, tokenizer_of
+from mtpctl.controller.prepare import open_model, open_tokenizer
 from mtpctl.data.prompts import encode_prompt
 from mtpctl.data.sets import first_problems
 from mtpctl.data.tokenizers import check_fits_model
@@ -170,8 +170,8 @@ async def _run(folder: Path) -> dict[str, Any]:
 def _request(recipe: Recipe, scratch: Path) -> Request:
     run = recipe.run_path.absolute()
     home = run if recipe.model.randomly_initialized and (run / "model").is_dir() else scratch
-    model = model_of(recipe, home)
-    tokenizer = tokenizer_of(recipe, model, home)
+    model = open_model(recipe, home)
+    tokenizer = open_tokenizer(recipe, model, home)
     check_fits_model(tokenizer, model.shape.vocab)
     problems = first_problems(recipe.data, recipe.seed, recipe.evaluation, 1, recipe.rollout).get("train")
     if not problems:

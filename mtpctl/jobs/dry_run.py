@@ -15,7 +15,7 @@ from pathlib import Path
 from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.copies import check_copies
-from mtpctl.controller.preflight import preflight
+from mtpctl.controller.preflight import check_code
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
 from mtpctl.data.inspection import inspect_sets, leaks_in
@@ -156,7 +156,7 @@ def dry_run(recipe: Recipe) -> Plan:
     leaks = leaks_in(reports or [], recipe.train.stages)
     for check in (partial(check_weights, recipe), partial(check_rows, recipe, shape)):
         run_check(check)
-    warnings = run_check(partial(preflight, recipe)) if reports is not None else None
+    warnings = run_check(partial(check_code, recipe)) if reports is not None else None
     resumes = run_check(partial(_resumes, recipe))
     ends, missing = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
     sharing = [] if placement is None else sharing_cautions(recipe, placement, hosts)
@@ -184,7 +184,7 @@ def _resumes(recipe: Recipe) -> list[str]:
     if not RunDirectory(recipe.run_path).checkpoints.is_dir():
         return []
     # Imported here: a plan without a run does not need these modules.
-    from mtpctl.controller.resuming import describe_start
+    from mtpctl.controller.resume import describe_start
 
     return describe_start(recipe)
 

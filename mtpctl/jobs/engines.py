@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
-from mtpctl.controller.prepare import ends_of, model_of, store_in, tokenizer_of
+from mtpctl.controller.prepare import end_tokens_of, open_model, open_tokenizer, open_version_store
 from mtpctl.controller.state import newest_version, resolve_checkpoint
 from mtpctl.data.end_tokens import EndTokens
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model
@@ -70,10 +70,10 @@ def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) 
             "this recipe; run mtpctl train first, set run_dir to that of a run, or name weights: --from FOLDER"
         )
     run_dir = run if recipe.model.randomly_initialized or checkpoint is not None else scratch
-    model_folder = model_of(recipe, run_dir)
-    tokenizer = tokenizer_of(recipe, model_folder, run_dir)
+    model_folder = open_model(recipe, run_dir)
+    tokenizer = open_tokenizer(recipe, model_folder, run_dir)
     check_fits_model(tokenizer, model_folder.shape.vocab)
-    ends = ends_of(recipe, model_folder, tokenizer)
+    ends = end_tokens_of(recipe, model_folder, tokenizer)
     return Source(model_folder, tokenizer, ends, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
 
 
@@ -97,7 +97,7 @@ def engine_cluster(recipe: Recipe, source: Source, folder: Path) -> Iterator[Ver
     placement = _engines(recipe)
     with contextlib.ExitStack() as stack:
         stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))
-        store = store_in(folder, recipe, source.model.shape)
+        store = open_version_store(folder, recipe, source.model.shape)
         store.claim()
         stack.callback(store.close)
         yield store

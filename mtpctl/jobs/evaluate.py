@@ -13,7 +13,7 @@ from typing import TypedDict
 from mtpctl.controller.evaluate import evaluate
 from mtpctl.controller.preflight import check_sandbox
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.starting import start_rewards
+from mtpctl.controller.services import start_rewards
 from mtpctl.data.prompts import check_lengths
 from mtpctl.data.sets import load_held_out
 from mtpctl.environments.agents import open_generator

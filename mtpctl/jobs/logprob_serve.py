@@ -13,7 +13,7 @@ from pathlib import Path
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
-from mtpctl.controller.prepare import model_of, tokenizer_of
+from mtpctl.controller.prepare import open_model, open_tokenizer
 from mtpctl.controller.state import newest_version
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
@@ -153,14 +153,14 @@ def with_layout(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | 
 
 def served_model(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
     """The model to serve: the newest checkpoint of the run, else the recipe's model, which is created in `scratch` if necessary."""
-    folder = model_of(recipe, run or scratch)
+    folder = open_model(recipe, run or scratch)
     if recipe.model.path is not None and recipe.model.tokenizer is None:
         try:
             tokenizer = load_tokenizer(folder.path)
         except MtpctlError:
             tokenizer = None
     else:
-        tokenizer = tokenizer_of(recipe, folder, run or scratch)
+        tokenizer = open_tokenizer(recipe, folder, run or scratch)
     if run is not None:
         checkpoint, version = newest_version(run.absolute() / "checkpoints", print_progress)
         if checkpoint is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
-from mtpctl.controller.prepare import model_of, store_in
+from mtpctl.controller.prepare import open_model, open_version_store
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.controller.weights import WeightSync
 from mtpctl.jobs import print_progress
@@ -79,8 +79,8 @@ async def _sync(
     recipe: Recipe, placement: Placement, weights: Weights | None, engines: list[ServedEngine], scratch: Path, *, verify: bool, repeat: int
 ) -> list[SyncResult]:
     run, checkpoint = weights or (scratch, None)
-    model = model_of(recipe, run)
-    store = store_in(scratch, recipe, model.shape)
+    model = open_model(recipe, run)
+    store = open_version_store(scratch, recipe, model.shape)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(store.close)
         trainer = TrainerGroup(recipe, placement)

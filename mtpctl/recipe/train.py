@@ -126,7 +126,7 @@ class TrainConfig(Section):
         return "sft" in self.stages or ("draft" in self.stages and not self.draft.samples)
 
     @property
-    def revives(self) -> bool:
+    def restarts_trainer(self) -> bool:
         """Whether checkpoints are taken during training, from which a lost trainer can resume."""
         return bool(self.keep_checkpoints and (self.checkpoint_every or self.checkpoint_minutes))
 

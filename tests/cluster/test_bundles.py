@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mtpctl.cluster.bundles import ActorBundle, ActorLocation, Bundles, Claim, current_location, draining_nodes, live_nodes, ray_hosts
-from mtpctl.controller.starting import reserve_bundles
+from mtpctl.controller.services import reserve_bundles
 from mtpctl.controller.status import Waits
 from mtpctl.errors import ClusterResources, RuntimeFailure
 from mtpctl.plan.placement import Placement

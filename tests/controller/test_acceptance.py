@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtpctl.controller.weights import WINDOW, AcceptanceWatch, Collapse
+from mtpctl.controller.weights import WINDOW_DRAFTS, AcceptanceWatch, Collapse
 from mtpctl.samples import Sample, Speculation
 
 
@@ -20,26 +20,26 @@ def feed(watch: AcceptanceWatch, rate: float, version: int, samples: int = 8) ->
 
 def test_a_collapse_is_reported_once_after_enough_drafts() -> None:
     watch = AcceptanceWatch()
-    watch.synced(1)
+    watch.begin_version(1)
     assert not feed(watch, 0.8, 1)
-    watch.synced(2)
-    assert not feed(watch, 0.02, 2, samples=WINDOW // 50 - 1)
+    watch.begin_version(2)
+    assert not feed(watch, 0.02, 2, samples=WINDOW_DRAFTS // 50 - 1)
     [collapse] = feed(watch, 0.02, 2)
-    assert (collapse.version, collapse.acceptance, collapse.before) == (2, 0.02, 0.8)
+    assert (collapse.version, collapse.acceptance, collapse.earlier_mean) == (2, 0.02, 0.8)
     assert "fell to 2.0% over the 200 drafts after the sync of version 2, from 80.0%" in str(collapse)
 
 
 def test_half_the_mean_is_no_collapse() -> None:
     watch = AcceptanceWatch()
     feed(watch, 0.8, 0)
-    watch.synced(1)
+    watch.begin_version(1)
     assert not feed(watch, 0.4, 1)
 
 
 def test_responses_of_the_previous_version_do_not_count() -> None:
     watch = AcceptanceWatch()
     feed(watch, 0.8, 0)
-    watch.synced(1)
+    watch.begin_version(1)
     assert not [c for _ in range(20) if (c := watch.observe(sample(0.0, [0])))]
     assert not [c for _ in range(20) if (c := watch.observe(sample(0.0, [0, 1])))]
     assert [c for _ in range(20) if (c := watch.observe(sample(0.0, [0, 1, 1])))]
@@ -48,7 +48,7 @@ def test_responses_of_the_previous_version_do_not_count() -> None:
 def test_a_drafter_with_low_acceptance_cannot_collapse() -> None:
     watch = AcceptanceWatch()
     feed(watch, 0.06, 0)
-    watch.synced(1)
+    watch.begin_version(1)
     assert not feed(watch, 0.0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints: beside training, with a store that comes and goes, and fetched by a machine that has none of them."""
+"""Copies of a run's checkpoints: during training, with a store that comes and goes, and fetched by a machine that has none of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtpctl.checkpoint.finding import newest, publish_checkpoint
 from mtpctl.checkpoint.listing import LISTING, Listing
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.controller import copies as module
-from mtpctl.controller.copies import Copies, check_copies, fetch_if_lost
+from mtpctl.controller.copies import CheckpointCopier, check_copies, fetch_if_lost
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import EnvironmentMissing, UserError
@@ -60,7 +60,7 @@ def wait_for(met: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("FIRST_S", 0.01), ("MAX_S", 0.02), ("END_S", 0.1)):
+    for name, seconds in (("FIRST_DELAY_S", 0.01), ("MAX_DELAY_S", 0.02), ("FINAL_RETRY_S", 0.1)):
         monkeypatch.setattr(module, name, seconds)
 
 
@@ -69,56 +69,56 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def copies_in(store: ObjectStore, run: Path) -> tuple[Copies, list[str]]:
+def copies_in(store: ObjectStore, run: Path) -> tuple[CheckpointCopier, list[str]]:
     message = list[str]()
-    return Copies(store, run, 2, message.append), message
+    return CheckpointCopier(store, run, 2, message.append), message
 
 
 def test_checkpoints_are_copied_in_the_background_and_complete_at_the_end(run: Path) -> None:
     store = Store()
-    copies, message = copies_in(store, run)
+    copier, message = copies_in(store, run)
     for step in (2, 4):
-        copies.queue(make_checkpoint(run, f"rl-{step:06d}"))
-    asyncio.run(copies.finish())
+        copier.queue(make_checkpoint(run, f"rl-{step:06d}"))
+    asyncio.run(copier.finish())
     assert newest_copy(store) == "rl-000004" and message == []
-    result = copies.metrics()
+    result = copier.metrics()
     assert result.pop("timing_s/checkpoint_copy") >= 0
     assert result == {"checkpoint/copy_failures": 0, "checkpoint/copy_behind": 0}
-    assert "timing_s/checkpoint_copy" not in copies.metrics(), "each is told once"
+    assert "timing_s/checkpoint_copy" not in copier.metrics(), "each is told once"
 
 
 def test_temporary_store_failure_is_reported_counted_and_recovered_from(run: Path) -> None:
     store = Store()
-    copies, message = copies_in(store, run)
-    copies.queue(make_checkpoint(run, "rl-000002"))
-    wait_for(lambda: copies.metrics()["checkpoint/copy_behind"] == 0)
+    copier, message = copies_in(store, run)
+    copier.queue(make_checkpoint(run, "rl-000002"))
+    wait_for(lambda: copier.metrics()["checkpoint/copy_behind"] == 0)
     store.down = True
     for step in (4, 6):
-        copies.queue(make_checkpoint(run, f"rl-{step:06d}"))
+        copier.queue(make_checkpoint(run, f"rl-{step:06d}"))
     failures = 0.0
 
     def failed_again() -> bool:
         nonlocal failures
-        failures += copies.metrics()["checkpoint/copy_failures"]
+        failures += copier.metrics()["checkpoint/copy_failures"]
         return failures > 3
 
     wait_for(failed_again)
-    assert copies.metrics()["checkpoint/copy_behind"] == 2
+    assert copier.metrics()["checkpoint/copy_behind"] == 2
     assert newest_copy(store) == "rl-000002", "what was there stays"
     store.down = False
-    asyncio.run(copies.finish())
-    assert newest_copy(store) == "rl-000006" and copies.metrics()["checkpoint/copy_behind"] == 0
+    asyncio.run(copier.finish())
+    assert newest_copy(store) == "rl-000006" and copier.metrics()["checkpoint/copy_behind"] == 0
     lost, back = message
-    assert lost.startswith(f"cannot write {store.url}/") and lost.endswith("nobody answers; training continues, and it is tried again")
-    assert back.startswith(f"rl-000006 is in {store.url}, after ") and back.endswith(" tries that failed")
+    assert lost.startswith(f"cannot write {store.url}/") and lost.endswith("nobody answers; training continues, and the copy is retried")
+    assert back.startswith(f"rl-000006 is in {store.url}, after ") and back.endswith(" failed attempts")
 
 
 def test_run_without_its_store_reports_it_and_ends(run: Path) -> None:
     store = Store()
     store.down = True
-    copies, message = copies_in(store, run)
-    copies.queue(make_checkpoint(run, "rl-000002"))
-    asyncio.run(asyncio.wait_for(copies.finish(), WAIT_S))
+    copier, message = copies_in(store, run)
+    copier.queue(make_checkpoint(run, "rl-000002"))
+    asyncio.run(asyncio.wait_for(copier.finish(), WAIT_S))
     assert message[-1] == f"the newest checkpoint was not copied to {store.url}; start the same command again once it answers"
 
 
@@ -127,10 +127,10 @@ def test_bug_is_raised_instead_of_retried(run: Path) -> None:
         def put(self, file: Path, name: str) -> None:
             raise ZeroDivisionError
 
-    copies, _ = copies_in(Wrong(), run)
-    copies.queue(make_checkpoint(run, "rl-000002"))
+    copier, _ = copies_in(Wrong(), run)
+    copier.queue(make_checkpoint(run, "rl-000002"))
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(asyncio.wait_for(copies.finish(), WAIT_S))
+        asyncio.run(asyncio.wait_for(copier.finish(), WAIT_S))
 
 
 def test_a_checkpoint_is_not_deleted_while_it_is_copied(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_copied(tmp_path: Path) -> None:
     async def main() -> None:
         store, run = Store(), make_run(tmp_path / "run")
         state = RunState(run / "checkpoints", TrainConfig(checkpoint_every=1, keep_checkpoints=1))
-        state.copies, _ = copies_in(store, run)
+        state.copier, _ = copies_in(store, run)
         trainer = cast(TrainerGroup, Writing())
         state.begin("sft")
         store.slow = True
@@ -154,10 +154,10 @@ def test_a_checkpoint_is_not_deleted_while_it_is_copied(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             state.step = step
             await state.checkpoint_if_due(trainer)
-            await asyncio.to_thread(wait_for, lambda: state.copies is not None and "sft-000001" in state.copies.in_use)
+            await asyncio.to_thread(wait_for, lambda: state.copier is not None and "sft-000001" in state.copier.in_use)
         assert here() == ["sft-000001", "sft-000002", "sft-000003"], "the one that is copied, the one that waited, and the newest"
         store.slow = False
-        await state.copies.finish()
+        await state.copier.finish()
         state.step = 4
         await state.checkpoint(trainer)
         assert newest_copy(store) == "sft-000003" and here() == ["sft-000004"]
@@ -175,10 +175,10 @@ def recipe_in(run_dir: Path, url: str, **keys: Any) -> Recipe:
 def copied(run: Path, *names: str) -> str:
     """A copy of the run with these checkpoints; returns its URL."""
     store = Store()
-    copies, _ = copies_in(store, run)
+    copier, _ = copies_in(store, run)
     for name in names:
-        copies.queue(make_checkpoint(run, name))
-        wait_for(lambda: copies.metrics()["checkpoint/copy_behind"] == 0)
+        copier.queue(make_checkpoint(run, name))
+        wait_for(lambda: copier.metrics()["checkpoint/copy_behind"] == 0)
     return store.url
 
 
@@ -213,10 +213,10 @@ def test_checkpoint_of_another_version_is_neither_copied_over_nor_renamed(run: P
 
 def test_copier_reports_a_copy_of_another_version(run: Path) -> None:
     store = Store()
-    copies, lines = copies_in(store, run)
+    copier, lines = copies_in(store, run)
     listing = json.loads(Listing(1, {}).to_json())
     store.write(f"checkpoints/rl-000002/{LISTING}", json.dumps(with_checksum(listing | {"format": 4})).encode())
-    copies.queue(make_checkpoint(run, "rl-000004"))
+    copier.queue(make_checkpoint(run, "rl-000004"))
     wait_for(lambda: lines)
     assert "was saved by another version of mtpctl" in lines[0] and lines[0].endswith("rl-000004 is not copied")
 
@@ -230,7 +230,7 @@ def test_copy_of_another_run_is_rejected(run: Path, tmp_path: Path) -> None:
     url = copied(run, "rl-000002")
     check_copies(recipe_in(tmp_path / "elsewhere", url))
     other = recipe_in(tmp_path / "elsewhere", url).model_copy(update={"name": "other"})
-    message = f"train.checkpoint_copy: {url} has the run run, not other; use {{name}} in it, or name another"
+    message = f"train.checkpoint_copy: {url} contains the run run, not other; put {{name}} into the URL, or use another URL"
     with pytest.raises(UserError, match=message.replace("{", r"\{").replace("}", r"\}")):
         check_copies(other)
 
@@ -326,8 +326,8 @@ def test_lost_server_does_not_stop_training(server: S3Server, tmp_path: Path) ->
         wait(lambda: rows()[-1].get("step", 0) > at + 4)
         server.start()
         server.make_bucket()
-        wait(lambda: any("tries that failed" in row.get("message", "") for row in rows()))
+        wait(lambda: any("failed attempts" in row.get("message", "") for row in rows()))
     finally:
         process.kill()
         process.wait()
-    assert any("training continues, and it is tried again" in row.get("message", "") for row in rows())
+    assert any("training continues, and the copy is retried" in row.get("message", "") for row in rows())

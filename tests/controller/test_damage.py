@@ -56,7 +56,7 @@ def test_run_with_a_damaged_checkpoint_resumes_from_the_previous_one_with_equal_
     (root / "latest").unlink()
     message = train(run, 6)
     lines = [line for line in message.splitlines() if "has changed since it was saved" in line]
-    assert len(lines) == 1 and lines[0].endswith("sft-000003 is used instead; sft-000004-end is kept as it is, under another name")
+    assert len(lines) == 1 and lines[0].endswith("sft-000003 is used instead; sft-000004-end is kept under another name")
     assert "sft resumes after step 3, from sft-000003" in message
     assert [path.name for path in damaged_in(root)] == ["sft-000004-end.damaged"]
     assert [row.step for row in load_history(run).rows] == [1, 2, 3, 4, 5, 6]

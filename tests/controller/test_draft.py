@@ -13,7 +13,7 @@ import pytest
 from mtpctl.checkpoint.finding import newest
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.sft import DraftStage
-from mtpctl.controller.state import RunState, resumed_from
+from mtpctl.controller.state import RunState, load_resume_state
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
@@ -75,7 +75,7 @@ def train(root: Path, learner: Learner, generator: ScriptedGenerator | None, *, 
     async def main() -> None:
         state = learner.state = RunState(root / "checkpoints", recipe.train)
         if (checkpoint := newest(root / "checkpoints")) is not None:
-            state.load(resumed_from(checkpoint, recipe.train))
+            state.load(load_resume_state(checkpoint, recipe.train))
         state.begin("draft")
         if generator is not None:
             generator.state = state

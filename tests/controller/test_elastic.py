@@ -100,12 +100,12 @@ async def world(path: Path, room: dict[str, int], *, least: int = 1, most: int =
         pool = await fleet.pool(least, **options)
         said: list[str] = []
         state, waits = (
-            cast(RunState, type("State", (), {"lost": False, "stopping": asyncio.Event()})()),
+            cast(RunState, type("State", (), {"weights_lost": False, "stopping": asyncio.Event()})()),
             Waits(lambda lines: None, run.logs),
         )
         rollout = VllmConfig(replicas=ReplicaRange(min=least, max=most))
         elastic = ElasticRollout(rollout, run, cast(Bundles, hosts), state, waits, said.append)
-        async with elastic.watching(), elastic.following(pool.membership, Claim("rollout-0", 1.0)):
+        async with elastic.watching(), elastic.scaling(pool.membership, Claim("rollout-0", 1.0)):
             yield World(hosts, run, fleet, pool, elastic, state, waits, said)
         await pool.close()
 
@@ -264,11 +264,11 @@ async def test_run_without_room_for_the_minimum_shows_its_wait(tmp_path: Path) -
 @in_loop
 async def test_no_replica_joins_while_the_trainer_is_lost(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 1}) as it:
-        it.state.lost = True
+        it.state.weights_lost = True
         it.hosts.room["b"] = 1
         await asyncio.sleep(0.05)
         await it.settled(0)
-        it.state.lost = False
+        it.state.weights_lost = False
         await it.settled(0, 1)
 
 

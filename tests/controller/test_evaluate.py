@@ -11,7 +11,7 @@ import pytest
 
 from mtpctl.controller.evaluate import evaluate
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.starting import start_rewards
+from mtpctl.controller.services import start_rewards
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure, UserError

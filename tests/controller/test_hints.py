@@ -12,10 +12,10 @@ import pytest
 from mtpctl.controller.hints import (
     MIN_IDLE_UPDATES,
     MIN_STABILITY_UPDATES,
-    REPEAT,
+    REPEAT_UPDATES,
     WINDOW,
     HintWatch,
-    IdleTrainer,
+    IdleWatch,
     StabilityWatch,
     autocorrelation,
     residuals,
@@ -109,8 +109,12 @@ def test_truncated_responses_are_reported() -> None:
 
 
 def test_hint_is_repeated_only_if_it_persists() -> None:
-    assert [t for t, _ in hints(2 * REPEAT + 10, truncated_fraction=constant(0.4), reward=lambda t: 0.2 + 0.003 * t)] == [4, 104, 204]
-    once = hints(2 * REPEAT, truncated_fraction=lambda t: 0.4 if t < 50 else 0.0, reward=lambda t: 0.2 + 0.003 * t)
+    assert [t for t, _ in hints(2 * REPEAT_UPDATES + 10, truncated_fraction=constant(0.4), reward=lambda t: 0.2 + 0.003 * t)] == [
+        4,
+        104,
+        204,
+    ]
+    once = hints(2 * REPEAT_UPDATES, truncated_fraction=lambda t: 0.4 if t < 50 else 0.0, reward=lambda t: 0.2 + 0.003 * t)
     assert [t for t, _ in once] == [4]
 
 
@@ -123,7 +127,7 @@ GPUS = ["cluster.device=cuda", "sync.transport=ipc", "rollout.kv_cache_bytes=nul
 
 
 def idle_hint(*sets: str, trainer: float, rollout: float, updates: int = MIN_IDLE_UPDATES + 1) -> str | None:
-    idle = IdleTrainer(load_recipe("tiny_mtp", sets=list(sets)).recipe)
+    idle = IdleWatch(load_recipe("tiny_mtp", sets=list(sets)).recipe)
     # The first update includes the start, and does not count.
     idle.observe({"timing_s/step": 1000.0, "async/trainer_idle": 1 - trainer, "async/rollout_idle": 0.0})
     for _ in range(updates - 1):

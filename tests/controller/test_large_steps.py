@@ -64,7 +64,7 @@ def test_buffer_checkpoint_is_a_snapshot_and_does_not_block_the_loop(tmp_path: P
                 sample.old_logprobs, sample.old_version = logprobs_of([-0.25] * 4000), 3
             groups.append(Group(number, Problem(f"p{number}", "1", "1"), 4, samples))
             await buffer.put(groups[-1])
-        turns, write = 0, asyncio.ensure_future(asyncio.to_thread(buffer.saving(tmp_path / "buffer.jsonl")))
+        turns, write = 0, asyncio.ensure_future(asyncio.to_thread(buffer.snapshot_writer(tmp_path / "buffer.jsonl")))
         buffer.take(8)  # what is trained on meanwhile is in the checkpoint, as it was when it was taken
         while not write.done():
             await asyncio.sleep(0)

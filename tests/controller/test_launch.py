@@ -17,9 +17,9 @@ from mtpctl.checkpoint.listing import write_latest
 from mtpctl.cluster.bundles import Bundles
 from mtpctl.controller import launch
 from mtpctl.controller.launch import Run
-from mtpctl.controller.prepare import Prepared, model_of, prepare
-from mtpctl.controller.resuming import Start, changed_old_logprobs, check_random_init
-from mtpctl.controller.state import resumed_from
+from mtpctl.controller.prepare import Prepared, open_model, prepare
+from mtpctl.controller.resume import Start, check_random_init, old_logprobs_change
+from mtpctl.controller.state import load_resume_state
 from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement
 from mtpctl.recipe.loading import dump_resolved
@@ -70,10 +70,10 @@ def drive(
     monkeypatch.setattr(launch, "TrainerGroup", Trainer)
     monkeypatch.setattr(launch, "reserve_bundles", anywhere)
     home = recipe.run_path
-    prepared = Prepared(model_of(recipe, home), cast(Any, None), cast(Any, None), 64)
-    start = Start(folder, resumed_from(folder, recipe.train))
+    prepared = Prepared(open_model(recipe, home), cast(Any, None), cast(Any, None), 64)
+    start = Start(folder, load_resume_state(folder, recipe.train))
     run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, rows or Rows()), changed, start=start)
-    return asyncio.run(run.drive()), requested
+    return asyncio.run(run.run()), requested
 
 
 def test_completed_run_prints_its_summary_and_starts_nothing(
@@ -85,7 +85,7 @@ def test_completed_run_prints_its_summary_and_starts_nothing(
     monkeypatch.setattr(launch, "cluster", None)
     monkeypatch.setattr(launch, "prepare", None)
     assert launch.run(recipe(home, *SFT, "train.sft.until_loss=0")) == 0
-    assert "has ended, sft-000004; raise train.sft.steps to go on" in capsys.readouterr().out
+    assert "has ended, sft-000004; raise train.sft.steps to continue" in capsys.readouterr().out
     assert not RunDirectory(home).recipe.exists()
     assert launch.run(recipe(home, *SFT, "train.sft.until_loss=0.5", "train.sft.steps=9")) == 0, "it may have ended by its loss"
     assert "raise" not in capsys.readouterr().out
@@ -139,7 +139,7 @@ def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str,
     """No checkpoint is there that could tell: the run was ended before its first one."""
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     with RunDirectory.create(begun.run_path, dump_resolved(begun)):
-        model_of(begun, begun.run_path)
+        open_model(begun, begun.run_path)
     check_random_init(begun, RunDirectory(begun.run_path))
     with pytest.raises(UserError, match=messages):
         launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
@@ -151,8 +151,8 @@ def test_drafter_of_another_recipe_is_rejected(tmp_path: Path) -> None:
     sets = [*SFT, "cluster.num_cpus=2", "model.config=null", "model.init=weights", f"model.path={model}", "model.drafter={}"]
     begun = recipe(tmp_path / "run", *sets)
     with RunDirectory.create(begun.run_path, dump_resolved(begun)):
-        folder = model_of(begun, begun.run_path)
-    assert folder.path == begun.run_path / "model_with_drafter" and model_of(begun, begun.run_path).shape == folder.shape
+        folder = open_model(begun, begun.run_path)
+    assert folder.path == begun.run_path / "model_with_drafter" and open_model(begun, begun.run_path).shape == folder.shape
     check_random_init(begun, RunDirectory(begun.run_path))
     for key, now, before in (("seed", "1", "0"), ("model.drafter.layers", "2", "1")):
         with pytest.raises(UserError) as caught:
@@ -164,7 +164,7 @@ def test_drafter_of_another_recipe_is_rejected(tmp_path: Path) -> None:
 def test_damaged_recipe_of_a_run_is_a_one_line_error(tmp_path: Path, contents: bytes) -> None:
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     with RunDirectory.create(begun.run_path, dump_resolved(begun)) as run:
-        model_of(begun, begun.run_path)
+        open_model(begun, begun.run_path)
     run.recipe.write_bytes(contents)
     with pytest.raises(UserError) as caught:
         launch.run(begun)
@@ -186,10 +186,10 @@ STALE = "async.staleness_threshold=0.5"
 def test_changed_old_log_probs_are_reported(tmp_path: Path, then: list[str], now: list[str], said: str) -> None:
     """Also where not the recipe but the default has changed: the resolved recipe of the run holds what was the default then."""
     requested = recipe(tmp_path / "run", STALE, *now)
-    assert changed_old_logprobs(requested, RunDirectory(requested.run_path)) == "", "there is no run yet"
+    assert old_logprobs_change(requested, RunDirectory(requested.run_path)) == "", "there is no run yet"
     begun = recipe(tmp_path / "run", STALE, *then)
     RunDirectory.create(begun.run_path, dump_resolved(begun)).close()
-    messages = changed_old_logprobs(requested, RunDirectory(requested.run_path))
+    messages = old_logprobs_change(requested, RunDirectory(requested.run_path))
     assert said in messages and bool(messages) == bool(said)
 
 
@@ -199,14 +199,14 @@ def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.
         return None, None
 
     class Stopped:
-        def __init__(self, *requested: Any, background: Any, revive: Any) -> None:
+        def __init__(self, *requested: Any, startup_task: Any, recover: Any) -> None:
             self.state = requested[-1]
 
         async def run(self) -> None:
             self.state.stopping.set()
 
     monkeypatch.setattr(Run, "_start_actors", nothing)
-    monkeypatch.setattr(Run, "_rl", nothing)
+    monkeypatch.setattr(Run, "_run_rl", nothing)
     monkeypatch.setattr(launch, "SftStage", Stopped)
     monkeypatch.setattr(launch.RunState, "checkpoint", nothing)
     resumed = save(tmp_path / "run", stage, 4, ended=["sft"] if stage == "rl" else [])
@@ -311,7 +311,7 @@ def test_failed_stage_saves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     home, rows = begun.run_path, Rows()
     run = Run(begun, prepare(begun, home), RunDirectory(home), cast(Telemetry, rows))
     with pytest.raises(type(failure), match=str(failure)):
-        asyncio.run(run.drive())
+        asyncio.run(run.run())
     saved = home / "checkpoints" / f"sft-{done:06d}"
     assert json.loads((saved / "run.json").read_text())["step"] == done < 10
     assert rows.events[-1] == f"failed in sft at step {done}; checkpoint {saved}"
@@ -319,6 +319,6 @@ def test_failed_stage_saves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_path_of_a_model_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    model_of(recipe(tmp_path), tmp_path)
+    open_model(recipe(tmp_path), tmp_path)
     named = recipe(tmp_path / "run", "model.config=null", "model.path=model", "model.init=weights")
-    assert model_of(named, named.run_path).path == tmp_path / "model"
+    assert open_model(named, named.run_path).path == tmp_path / "model"

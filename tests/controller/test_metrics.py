@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtpctl.controller.metrics import BusyClock, of_trajectories, speculation
+from mtpctl.controller.metrics import BusyClock, speculation_metrics, trajectory_metrics
 from mtpctl.samples import EnvironmentUse, Sample, Speculation
 from mtpctl.trainer.actor import mean_of
 
@@ -17,7 +17,7 @@ def sample(*versions: tuple[int, int], reward: float = 1.0) -> Sample:
 
 
 def test_staleness_is_counted_from_the_oldest_token() -> None:
-    metrics = of_trajectories([sample((2, 3), (2, 5)), sample((4, 5), reward=0.0)], version=5)
+    metrics = trajectory_metrics([sample((2, 3), (2, 5)), sample((4, 5), reward=0.0)], version=5)
     assert metrics["async/staleness_mean"] == 1.0
     assert metrics["async/staleness_max"] == 2.0
     assert metrics["async/partial_ratio"] == 0.5
@@ -26,7 +26,7 @@ def test_staleness_is_counted_from_the_oldest_token() -> None:
 
 def test_staleness_is_averaged_over_tokens_and_counted_in_updates() -> None:
     """Published every 4 updates, 3 ago: a token of the version before is 7 updates old."""
-    metrics = of_trajectories([sample((1, 4), (2, 5)), sample((5, 5))], version=5, sync_every=4, ahead=3)
+    metrics = trajectory_metrics([sample((1, 4), (2, 5)), sample((5, 5))], version=5, sync_every=4, updates_since_sync=3)
     assert metrics["async/staleness_tokens_mean"] == 1 / 8
     assert metrics["async/staleness_mean"] == 1 / 2
     assert (metrics["async/staleness_updates_mean"], metrics["async/staleness_updates_max"]) == (3.5, 7.0)
@@ -36,7 +36,7 @@ def test_truncated_fraction_counts_any_length_limit() -> None:
     """The prompt may leave less room in the context than `max_tokens`; and an end may come at the last token."""
     cut, ended, empty = sample((3, 1)), sample((4, 1)), sample()
     cut.finish_reason, ended.finish_reason, empty.finish_reason = "length", "stop", "deadline"
-    metrics = of_trajectories([cut, ended, empty], version=2)
+    metrics = trajectory_metrics([cut, ended, empty], version=2)
     assert metrics["response/truncated_fraction"] == metrics["response/deadline_fraction"] == pytest.approx(1 / 3)
     assert metrics["async/staleness_mean"] == pytest.approx(2 / 3)
 
@@ -45,7 +45,7 @@ def test_environment_metrics_are_means_over_responses() -> None:
     plain, failed, quick = sample((3, 1)), sample((3, 1)), sample((3, 1))
     failed.environment = EnvironmentUse(turns=1, seconds=3.0, errors=1)
     quick.environment, quick.environment_reward = EnvironmentUse(turns=4, seconds=1.0, timeouts=1), 0.5
-    metrics = of_trajectories([failed, quick], version=1)
+    metrics = trajectory_metrics([failed, quick], version=1)
     assert {name: value for name, value in metrics.items() if name.startswith("environment/")} == {
         "environment/turns": 2.5,
         "environment/seconds": 2.0,
@@ -53,13 +53,13 @@ def test_environment_metrics_are_means_over_responses() -> None:
         "environment/timeouts": 0.5,
         "environment/reward": 0.5,
     }
-    assert not any(name.startswith("environment/") for name in of_trajectories([plain], version=1))
+    assert not any(name.startswith("environment/") for name in trajectory_metrics([plain], version=1))
 
 
 def test_agent_metrics_are_means_over_trajectories() -> None:
     one, two = sample((3, 1)), sample((3, 1))
     one.environment, two.environment = EnvironmentUse(turns=4, samples=3, rewritten=1), EnvironmentUse(turns=2, samples=1)
-    metrics = of_trajectories([one, two], version=1)
+    metrics = trajectory_metrics([one, two], version=1)
     assert (metrics["environment/samples"], metrics["environment/rewritten"], metrics["environment/turns"]) == (2.0, 0.25, 3.0)
 
 
@@ -70,7 +70,7 @@ def test_a_trajectory_counts_once_in_rewards_and_finish_reasons() -> None:
     one.reward_parts, one.finish_reason = {"format": 1.0}, "deadline"
     for part in forked.parts:
         part.reward_parts, part.finish_reason = {"format": 0.0}, "length"
-    metrics = of_trajectories([one, forked], version=1)
+    metrics = trajectory_metrics([one, forked], version=1)
     assert metrics["reward/mean"] == metrics["reward/std"] == metrics["reward/format"] == 0.5
     assert metrics["response/deadline_fraction"] == metrics["response/truncated_fraction"] == 0.5
     assert metrics["response/length_mean"] == pytest.approx((2 * 3 + 8 * 2) / 10), "lengths are of samples"
@@ -80,14 +80,14 @@ def test_acceptance_is_counted_over_drafts_and_by_position_over_steps() -> None:
     one, two = sample((3, 1)), sample((3, 1))
     one.speculation = Speculation(drafted=8, accepted=5, accepted_by_position=[3, 2], steps=4)
     two.speculation = Speculation(drafted=2, accepted=1, accepted_by_position=[1, 0], steps=1)
-    metrics = speculation([one, two])
+    metrics = speculation_metrics([one, two])
     assert metrics["rollout/spec_accept_rate"] == pytest.approx(0.6)
     assert metrics["rollout/spec_accept_length"] == pytest.approx(1 + 6 / 5)
     assert (metrics["rollout/spec_accept_rate_1"], metrics["rollout/spec_accept_rate_2"]) == pytest.approx((0.8, 0.4))
 
 
 def test_without_drafts_there_is_no_acceptance() -> None:
-    assert speculation([sample((2, 1))]) == {}
+    assert speculation_metrics([sample((2, 1))]) == {}
 
 
 def test_a_mean_is_over_the_parts_that_have_the_metric() -> None:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mtpctl.cli.app import app, main
-from mtpctl.controller.preflight import preflight
+from mtpctl.controller.preflight import check_code
 from mtpctl.controller.prepare import prepare
 from mtpctl.data import rows
 from mtpctl.errors import UserError
@@ -27,14 +27,14 @@ def recipe(*sets: str) -> Recipe:
 
 
 def test_working_environment_is_tried_on_three_problems() -> None:
-    preflight(recipe(f"rollout.environment={MODULE}:Echo", "rollout.environment_args={times: 2}"))
-    preflight(recipe())
+    check_code(recipe(f"rollout.environment={MODULE}:Echo", "rollout.environment_args={times: 2}"))
+    check_code(recipe())
 
 
 def test_failing_environment_is_rejected_with_its_line(tmp_path: Path) -> None:
     failing = recipe(f"rollout.environment={MODULE}:Raises")
     with pytest.raises(UserError, match=TOLD):
-        preflight(failing)
+        check_code(failing)
     with pytest.raises(UserError, match=TOLD):
         prepare(failing, tmp_path / "run")
 
@@ -46,11 +46,11 @@ def test_environment_failing_on_held_out_rows_is_rejected_with_the_row(tmp_path:
         "class Own:\n    stop = []\n    def __init__(self, problem): self.times = problem.fields['times']\n    def reply(self, turn): ...\n"
     )
     own = ["data.task=", f"data.path={tmp_path}/rows.jsonl", f"rollout.environment={tmp_path}/own.py:Own"]
-    preflight(recipe(*own))
+    check_code(recipe(*own))
     message = r"^rollout\.environment: own\.py:3: KeyError: 'times' \(with the held-out row held\.jsonl:1\)$"
     for held_out in (f"data.eval_path={tmp_path}/held.jsonl", f"evaluation.sets.a={{path: {tmp_path}/held.jsonl}}"):
         with pytest.raises(UserError, match=message):
-            preflight(recipe(*own, held_out))
+            check_code(recipe(*own, held_out))
 
 
 def test_reward_failing_on_held_out_rows_is_rejected_with_the_row(tmp_path: Path) -> None:
@@ -58,12 +58,12 @@ def test_reward_failing_on_held_out_rows_is_rejected_with_the_row(tmp_path: Path
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
     (tmp_path / "own.py").write_text("def score(response, problem, sample): return problem.fields['points']\n")
     own = ["data.task=", f"data.path={tmp_path}/rows.jsonl", f"reward.function={tmp_path}/own.py:score"]
-    preflight(recipe(*own))
+    check_code(recipe(*own))
     held_out = f"evaluation.sets.a={{path: {tmp_path}/held.jsonl%s}}"
-    preflight(recipe(*own, held_out % ", reward: {function: exact}"))
+    check_code(recipe(*own, held_out % ", reward: {function: exact}"))
     for wrong in (f"data.eval_path={tmp_path}/held.jsonl", held_out % ""):
         with pytest.raises(UserError, match=r"^reward\.function: own\.py:1: KeyError: 'points', for held\.jsonl:1 with the"):
-            preflight(recipe(*own, wrong))
+            check_code(recipe(*own, wrong))
 
 
 def test_run_and_preflight_try_user_code_in_the_same_order(tmp_path: Path) -> None:
@@ -87,19 +87,19 @@ def test_run_and_preflight_try_user_code_in_the_same_order(tmp_path: Path) -> No
         wrong = recipe(*mistakes)
         message = mistakes.pop(next(iter(mistakes)))
         with pytest.raises(UserError, match=message):
-            preflight(wrong)
+            check_code(wrong)
         with pytest.raises(UserError, match=message):
             prepare(wrong, tmp_path / "run")
 
 
 def test_environment_reward_requires_a_reward_method() -> None:
-    preflight(recipe(f"rollout.environment={MODULE}:Rewards", "reward.function=environment"))
+    check_code(recipe(f"rollout.environment={MODULE}:Rewards", "reward.function=environment"))
     with pytest.raises(UserError, match=r"^reward\.function: tests\.fakes\.user_environments:Echo has no method `reward\(\)`; add it"):
-        preflight(recipe(f"rollout.environment={MODULE}:Echo", "reward.function=environment"))
+        check_code(recipe(f"rollout.environment={MODULE}:Echo", "reward.function=environment"))
 
 
 def test_environment_is_not_tried_without_rl() -> None:
-    preflight(recipe(f"rollout.environment={MODULE}:Raises", "train.stages=[sft]"))
+    check_code(recipe(f"rollout.environment={MODULE}:Raises", "train.stages=[sft]"))
 
 
 def test_rollout_command_tries_the_environment(tmp_path: Path) -> None:
@@ -126,13 +126,13 @@ def test_failing_user_code_is_a_one_line_error_with_exit_code_2(
 
 def test_arguments_of_a_verifier_are_checked_without_rows() -> None:
     with pytest.raises(UserError, match=r"^reward\.args: score\(.*second=1\): .*'second'; did you mean seconds\?$"):
-        preflight(recipe("reward.function=math", "reward.args={second: 1}"))
+        check_code(recipe("reward.function=math", "reward.args={second: 1}"))
 
 
 def test_only_tried_rows_are_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3 + "no JSON\n")
-    preflight(recipe("data.task=", f"data.path={path}", f"rollout.environment={MODULE}:Echo"))
+    check_code(recipe("data.task=", f"data.path={path}", f"rollout.environment={MODULE}:Echo"))
 
 
 def test_uncached_dataset_does_not_contact_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ def test_uncached_dataset_does_not_contact_the_hub(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", asked)
     monkeypatch.setattr("mtpctl.data.rows._cached", absent)
     sets = ["data.task=", "data.path=openai/gsm8k", f"rollout.environment={MODULE}:Echo"]
-    (warning,) = preflight(recipe(*sets))
-    assert warning == "openai/gsm8k is not in the cache yet: your code was loaded, and is tried on rows when the run starts"
+    (warning,) = check_code(recipe(*sets))
+    assert warning == "openai/gsm8k is not in the cache yet: your code was loaded, but is tried on rows only when the run starts"
 
 
 def absent(name: str) -> None:
@@ -199,7 +199,7 @@ def test_mistakes_in_a_reward_are_reported(tmp_path: Path, judge: str, reward: s
 
 def test_reward_of_zero_for_every_solution_is_a_caution(tmp_path: Path) -> None:
     code, output = check(tmp_path, "def score(response, problem, sample): return 0.0")
-    assert code == 0 and "gives 0 for the own solutions of the first 3 training problems" in output
+    assert code == 0 and "gives 0 for the solutions of the first 3 training problems themselves" in output
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.controller.prepare import model_of, prepare, store_in
-from mtpctl.controller.rollout_loop import request_of
+from mtpctl.controller.prepare import open_model, open_version_store, prepare
+from mtpctl.controller.rollout_loop import build_request
 from mtpctl.errors import UserError
 from mtpctl.families.quantization import fp8_names
 from mtpctl.families.reading import shape_of
@@ -31,20 +31,20 @@ def weights(folder: Path) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return model_of(recipe("seed=1"), tmp_path / "other").path
+    return open_model(recipe("seed=1"), tmp_path / "other").path
 
 
 def test_model_folder_is_used_in_place(folder: Path, tmp_path: Path) -> None:
     named = recipe("model.config=null", f"model.path={folder}", "model.init=weights")
-    assert model_of(named, tmp_path / "run").path == folder
+    assert open_model(named, tmp_path / "run").path == folder
     assert not (tmp_path / "run").exists()
 
 
 def test_random_model_is_created_in_the_run_directory(folder: Path, tmp_path: Path) -> None:
     drawn = recipe("model.config=null", f"model.path={folder}", "model.init=random", "seed=2")
-    created = model_of(drawn, tmp_path / "run")
+    created = open_model(drawn, tmp_path / "run")
     assert created.path == tmp_path / "run" / "model"
-    assert weights(created.path) == weights(model_of(recipe("seed=2"), tmp_path / "same").path) != weights(folder)
+    assert weights(created.path) == weights(open_model(recipe("seed=2"), tmp_path / "same").path) != weights(folder)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -80,7 +80,8 @@ def test_version_store_of_an_elastic_run_is_in_the_run_directory(tmp_path: Path,
     monkeypatch.setattr("mtpctl.controller.prepare.default_root", lambda *_: Path("/shared"))
     shape, elastic = shape_of(recipe().model.config or {}), "rollout.replicas={min: 1, max: 2}"
     roots = [
-        store_in(tmp_path, recipe(*sets), shape).root for sets in ([elastic, "cluster.address=auto"], [elastic], ["cluster.address=auto"])
+        open_version_store(tmp_path, recipe(*sets), shape).root
+        for sets in ([elastic, "cluster.address=auto"], [elastic], ["cluster.address=auto"])
     ]
     assert roots == [tmp_path / "versions", Path("/shared"), Path("/shared")]
 
@@ -94,7 +95,7 @@ def test_store_has_room_for_both_forms_of_quantized_weights(monkeypatch: pytest.
     shape = shape_of(created.model.config or {})
     fp8 = created.model_copy(update={"rollout": created.rollout.model_copy(update={"quantization": "fp8"})})
     for each in (created, fp8):
-        store_in(tmp_path, each, shape)
+        open_version_store(tmp_path, each, shape)
     matrices = fp8_names(shape)
     quantized = sum(prod(tensor_shapes(shape)[name]) for name in matrices)
     # One byte instead of two for each quantized value, without scales, and embeddings as they are.
@@ -164,7 +165,7 @@ def test_requests_have_the_end_tokens_of_the_models_configs(folder: Path, tmp_pa
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 35]}))
     named = recipe("model.config=null", f"model.path={folder}", "model.init=weights", "model.tokenizer=bytes", "rollout.stop_ids=[42]")
     prepared = prepare(named, tmp_path / "run")
-    request = request_of(named, prepared, prepared.problems.train[0], group_id="g", index=0, seed=None)
+    request = build_request(named, prepared, prepared.problems.train[0], group_id="g", index=0, seed=None)
     assert request.stop_token_ids == [258, 35, 42]
     assert not any("end" in warning for warning in prepared.warnings)
 

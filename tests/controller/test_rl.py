@@ -215,7 +215,7 @@ def test_reported_wait_suspends_the_deadline(tmp_path: Path) -> None:
         running = asyncio.ensure_future(stage.run())
         for _ in range(20):
             await asyncio.sleep(0.05)
-            stage.rollout.progressed()
+            stage.rollout.record_progress()
         there.set()
         await asyncio.wait_for(running, 20)
 

@@ -41,7 +41,7 @@ class Stopping(FakeTrainer):
 
     async def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
         if len(self.world.batches) + 1 == self.stop:
-            while self.full and (self.stage.rollout.admission.open or self.stage.buffer.ready < self.stage.buffer.pending):
+            while self.full and (self.stage.rollout.admission.has_room or self.stage.buffer.ready < self.stage.buffer.pending):
                 await asyncio.sleep(0.001)
             self.stage.state.stopping.set()
         return await super().rl_step(samples, version)

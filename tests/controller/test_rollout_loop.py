@@ -39,7 +39,7 @@ def test_groups_in_flight_do_not_depend_on_data_parallel_ranks(tmp_path: Path, d
         world = World()
         stage = stage_of(recipe, world, tmp_path, generator=Silent(world, lambda s: ""))
         running = asyncio.ensure_future(stage.run())
-        while stage.rollout.admission.open:
+        while stage.rollout.admission.has_room:
             await asyncio.sleep(0.001)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -98,7 +98,7 @@ def test_cold_prefix_cache_is_reported_once(tmp_path: Path, share: float | None,
 
 def let_out(admission: Admission) -> int:
     count = 0
-    while admission.open:
+    while admission.has_room:
         admission.admit()
         count += 1
     return count
@@ -112,14 +112,14 @@ def test_admission_is_limited_to_one_plus_threshold_times_the_consumption(thresh
 def test_groups_still_pending_at_a_sync_count_against_the_next_interval() -> None:
     admission = Admission(groups_per_step=8, sync_every=1, threshold=0.5)
     let_out(admission)
-    admission.synced(pending=4)
+    admission.begin_interval(pending=4)
     assert let_out(admission) == 8
 
 
 def test_a_dropped_group_makes_room_for_its_replacement() -> None:
     admission = Admission(groups_per_step=2, sync_every=1, threshold=0.0)
     let_out(admission)
-    admission.drop()
+    admission.release()
     assert let_out(admission) == 1
 
 
@@ -127,4 +127,4 @@ def test_every_group_after_a_sync_has_the_new_weights_without_staleness() -> Non
     admission = Admission(groups_per_step=3, sync_every=1, threshold=0.0)
     for _ in range(4):
         assert let_out(admission) == 3
-        admission.synced(pending=0)
+        admission.begin_interval(pending=0)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mtpctl.controller.scoring import ATTEMPTS, Scoring
+from mtpctl.controller.scoring import ATTEMPTS, OldLogprobScorer
 from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.dispatch import Counters
 from mtpctl.logprob.protocol import Late, Scored, ScoreRequest
@@ -37,21 +37,21 @@ class Server:
         return Scored(3, [-1.0, -2.0], [0.5, 0.5], routes=RECORDED if request.record else None)
 
 
-def scored(server: Server) -> tuple[Sample, dict[str, float]]:
-    scoring = Scoring(cast(LogprobServer, server), temperature=0.7)
+def score(server: Server) -> tuple[Sample, dict[str, float]]:
+    scoring = OldLogprobScorer(cast(LogprobServer, server), temperature=0.7)
     sample = Sample("p", "g", [5], response_ids=[1, 2])
     return asyncio.run(scoring(sample)), scoring.metrics()
 
 
 def test_late_answer_is_requested_again() -> None:
-    sample, metrics = scored(server := Server(late=1))
+    sample, metrics = score(server := Server(late=1))
     assert (list(sample.old_logprobs or ()), sample.old_version) == ([-1.0, -2.0], 3)
     assert (metrics["logprob/late"], metrics["logprob/left_to_trainer"]) == (1, 0)
     assert [request.temperature for request in server.asked] == [0.7, 0.7]
 
 
 def test_trainer_scores_requests_that_time_out_twice() -> None:
-    sample, metrics = scored(server := Server(late=99))
+    sample, metrics = score(server := Server(late=99))
     assert (sample.old_logprobs, sample.old_version) == (None, None)
     assert len(server.asked) == ATTEMPTS
     assert (metrics["logprob/late"], metrics["logprob/left_to_trainer"]) == (2, 1)
@@ -60,14 +60,14 @@ def test_trainer_scores_requests_that_time_out_twice() -> None:
 
 def test_lost_server_ends_the_run() -> None:
     with pytest.raises(RuntimeFailure, match="every log-prob replica failed"):
-        scored(Server(0, RuntimeFailure("every log-prob replica failed: 0: …")))
+        score(Server(0, RuntimeFailure("every log-prob replica failed: 0: …")))
 
 
 @pytest.mark.parametrize(("replay", "retained"), [("rollout", GIVEN), ("recompute", RECORDED), ("off", GIVEN)])
 def test_sample_is_scored_with_its_routes_or_gets_those_of_the_pass(replay: Any, retained: Routes) -> None:
     server = Server(0)
     sample = Sample("p", "g", [5], response_ids=[1, 2], routes=GIVEN, index=3)
-    asyncio.run(Scoring(cast(LogprobServer, server), temperature=0.7, replay=replay)(sample))
+    asyncio.run(OldLogprobScorer(cast(LogprobServer, server), temperature=0.7, replay=replay)(sample))
     (request,) = server.asked
     assert sample.routes is not None and np.array_equal(sample.routes, retained) and request.name == "p/3"
     assert (request.routes is GIVEN, request.record) == (replay == "rollout", replay == "recompute")

@@ -10,8 +10,8 @@ import pytest
 
 from mtpctl.checkpoint.finding import newest
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.sft import WINDOW, SftStage
-from mtpctl.controller.state import RunState, resumed_from
+from mtpctl.controller.sft import LOSS_WINDOW, SftStage
+from mtpctl.controller.state import RunState, load_resume_state
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets
@@ -40,7 +40,7 @@ async def train(learner: Learner, *, resumed: bool = False) -> int:
     trainer = cast(TrainerGroup, learner)
     learner.state = RunState(learner.root, recipe.train)
     if resumed:
-        learner.state.load(resumed_from(newest(learner.root), recipe.train))
+        learner.state.load(load_resume_state(newest(learner.root), recipe.train))
     learner.state.begin("sft")
     await SftStage(recipe, prepared, trainer, cast(Any, Rows(World())), learner.state).run()
     if learner.state.stopping.is_set():
@@ -54,7 +54,7 @@ def test_stage_ends_at_until_loss_across_a_stop(tmp_path: Path, stop_at: int) ->
         reached = await train(Learner(tmp_path, stop_at))
         return await train(Learner(tmp_path), resumed=True) if reached == stop_at else reached
 
-    assert asyncio.run(main()) == 5 + WINDOW
+    assert asyncio.run(main()) == 5 + LOSS_WINDOW
 
 
 def test_conversation_is_masked_to_the_assistants_turns(tmp_path: Path) -> None:

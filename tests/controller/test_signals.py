@@ -21,7 +21,7 @@ import pytest
 
 from mtpctl.checkpoint.finding import newest
 from mtpctl.cluster.leftovers import SHARED_MEMORY
-from mtpctl.controller.state import resumed_from
+from mtpctl.controller.state import load_resume_state
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.signals import exit_code
 from mtpctl.telemetry.metrics_file import read_rows
@@ -196,7 +196,7 @@ def test_signals_end_a_run_with_a_checkpoint_and_nothing_left(
         assert not left, [process.cmdline() for process in left]
         assert not shared()
         path = newest(run_dir / "checkpoints")
-        state = resumed_from(path, load_recipe(run_dir / "recipe.resolved.yaml").recipe.train)
+        state = load_resume_state(path, load_recipe(run_dir / "recipe.resolved.yaml").recipe.train)
         if times == 1 and phase not in ("Ray", "start"):
             assert path is not None
             steps = [row["step"] for row in read_rows(run_dir / "metrics.jsonl") if row.get("phase") == state["stage"]]

@@ -16,7 +16,7 @@ import pytest
 from mtpctl.checkpoint.listing import entry_of_text
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.sft import count_skipped
-from mtpctl.controller.state import FAILURE_PERIOD_S, RETRY_S, RunState, ended_stages, newest_version, resolve_checkpoint, resumed_from
+from mtpctl.controller.state import FAILURE_PERIOD_S, RETRY_S, RunState, ended_stages, load_resume_state, newest_version, resolve_checkpoint
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
@@ -172,7 +172,7 @@ def test_failed_checkpoint_is_retried_after_a_later_update(tmp_path: Path, monke
         for _ in range(2 + beside):
             await step(state, group)
         failed = f"checkpoint {tmp_path}/sft-000002 was not written: disk full"
-        assert message == [f"{failed}; training continues, and a checkpoint is tried again after a later update"]
+        assert message == [f"{failed}; training continues, and a later update writes the next checkpoint"]
         await step(state, group)
         assert trainer.published == [] and not list(tmp_path.iterdir()), "not at once"
         now[0] += RETRY_S
@@ -196,9 +196,9 @@ def test_run_fails_after_minutes_without_a_checkpoint(tmp_path: Path, monkeypatc
             await step(state, group)
         now[0] += FAILURE_PERIOD_S
         await step(state, group)  # an update that takes so long has a try after it
-        assert len(state.failed_at) == 2
+        assert len(state.failure_times) == 2
         now[0] += RETRY_S
-        message = "sft-000004 was not written: disk full; 3 tries within 5 minutes failed; free space and start the same command again"
+        message = "sft-000004 was not written: disk full; 3 attempts in 5 minutes failed; free space and start the same command again"
         with pytest.raises(RuntimeFailure, match=message):
             await step(state, group)
 
@@ -233,7 +233,7 @@ def test_checkpoint_without_the_controllers_part_is_abandoned(tmp_path: Path, mo
         return write(path, *args)
 
     class Buffer(SampleBuffer):
-        def saving(self, path: Path) -> Callable[[], Any]:
+        def snapshot_writer(self, path: Path) -> Callable[[], Any]:
             return lambda: text(path, "") or entry_of_text("")
 
     monkeypatch.setattr(Path, "write_text", text)
@@ -320,7 +320,7 @@ def test_ended_stage_continues_if_more_updates_are_configured(
     (tmp_path / "end" / "run.json").write_text(json.dumps(retained))
 
     state = RunState(tmp_path, TrainConfig.model_validate({"sft": sft, "rl": rl}))
-    state.load(resumed_from(tmp_path / "end", state.train))
+    state.load(load_resume_state(tmp_path / "end", state.train))
     assert state.ended == (ended[:-1] if goes_on else ended)
     state.begin(stage)
     assert (state.step, state.cursor) == (4, {"epoch": 1})

@@ -134,7 +134,7 @@ def test_status_json_is_valid_for_any_metric(tmp_path: Path) -> None:
 
 
 def test_wait_shows_the_newest_line_of_its_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "REPORT_S", 0.001)
+    monkeypatch.setattr(status, "REPORT_INTERVAL_S", 0.001)
     message: list[Sequence[str]] = []
 
     async def main() -> None:

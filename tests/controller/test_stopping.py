@@ -45,7 +45,7 @@ def test_first_signal_stops_after_the_update_and_second_stops_at_once(tmp_path: 
 
     async def scenario() -> None:
         stop = stops(tmp_path, message)
-        with stop.handled():
+        with stop.handle_signals():
             signal.raise_signal(number)
             await asyncio.wait_for(stop.state.stopping.wait(), 20)
             assert (stop.number, deadlines) == (number, [])
@@ -69,7 +69,7 @@ def test_lost_cluster_stops_the_run_and_is_its_error(tmp_path: Path, deadlines: 
 
     async def scenario() -> None:
         stop = stops(tmp_path, message, "gcs_server has ended with signal 9")
-        with stop.handled():
+        with stop.handle_signals():
             await asyncio.wait_for(stop.state.stopping.wait(), 20)
             await asyncio.sleep(0)
             if error is not None:
@@ -79,12 +79,12 @@ def test_lost_cluster_stops_the_run_and_is_its_error(tmp_path: Path, deadlines: 
         asyncio.run(scenario())
     assert (str(caught.value), caught.value.exit_code, caught.value.__cause__) == (line, 5, error)
     assert message == [f"{line}; stopping after this step"]
-    assert deadlines == [(launch.LOSS_EXIT_S, 5, f"error: {line}")]
+    assert deadlines == [(launch.CLUSTER_EXIT_S, 5, f"error: {line}")]
 
 
 def test_errors_are_unchanged_while_the_cluster_is_alive(tmp_path: Path, deadlines: list[Any]) -> None:
     async def scenario() -> None:
-        with stops(tmp_path, []).handled():
+        with stops(tmp_path, []).handle_signals():
             raise RuntimeFailure("rollout replica 0: ActorDiedError")
 
     with pytest.raises(RuntimeFailure, match=r"^rollout replica 0"):
@@ -99,11 +99,11 @@ from mtpctl.controller import launch
 from mtpctl.controller.state import RunState
 from mtpctl.recipe.train import TrainConfig
 
-launch.POLL_S, launch.LOSS_EXIT_S = 0.01, 0.1
+launch.POLL_S, launch.CLUSTER_EXIT_S = 0.01, 0.1
 daemons = SimpleNamespace(ended=lambda: "gcs_server has ended with signal 9")
 
 async def scenario():
-    with launch.StopHandler(RunState(Path("."), TrainConfig()), print, daemons).handled():
+    with launch.StopHandler(RunState(Path("."), TrainConfig()), print, daemons).handle_signals():
         time.sleep(600)
 
 asyncio.run(scenario())
@@ -126,7 +126,7 @@ from mtpctl.recipe.train import TrainConfig
 launch.SIGNAL_EXIT_S = 0.1
 
 async def scenario():
-    with launch.StopHandler(RunState(Path("."), TrainConfig()), print).handled():
+    with launch.StopHandler(RunState(Path("."), TrainConfig()), print).handle_signals():
         try:
             print("ready", flush=True)
             await asyncio.sleep(600)

@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mtpctl.controller.metrics import teacher_kl
-from mtpctl.controller.scoring import Hint, ServedAtUrl, ServedInRun, Teacher
+from mtpctl.controller.metrics import teacher_metrics
+from mtpctl.controller.scoring import HintRenderer, LocalSource, RemoteSource, Teacher
 from mtpctl.data.problems import Problem
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.logprob.protocol import Late, Scored, ScoreRequest
@@ -70,7 +70,7 @@ def server(answers: Answers) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         created.server_close()
 
 
-def scored(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
+def score(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
     if number == 0:
         return 429, {"error": {"message": "the queue is full"}}
     retained = body["mask"]
@@ -82,7 +82,7 @@ PROBLEM = Problem("p", "12+34=", "46", fields={"level": 3})
 
 def taught(url: str, *samples: Sample, **options: Any) -> None:
     async def run() -> None:
-        async with ServedAtUrl(url) as source:
+        async with RemoteSource(url) as source:
             teacher = Teacher(TeacherConfig(url=url, **options), source, 0.7)
             await asyncio.gather(*(teacher(sample, PROBLEM) for sample in samples))
 
@@ -92,7 +92,7 @@ def taught(url: str, *samples: Sample, **options: Any) -> None:
 def test_log_probs_reach_the_sample_and_the_advantages() -> None:
     sample = sample_of([-1.0, 0.0, -2.0], [1, 0, 1])
     sample.old_logprobs = sample.behaviour_logprobs
-    with server(scored) as (url, asked):
+    with server(score) as (url, asked):
         taught(f"{url}/v1/", sample)
     assert sample.teacher_logprobs is not None and sample.teacher_logprobs.tolist() == [-0.5, 0.0, -0.5]
     assert asked[0] == asked[1], "a full queue is asked again"
@@ -104,7 +104,7 @@ def test_log_probs_reach_the_sample_and_the_advantages() -> None:
         "top_logprobs": 0,
         "timeout_s": 300.0,
     }
-    assert teacher_kl([sample]) == {"teacher/kl": pytest.approx((-0.5 - 1.5) / 2)}
+    assert teacher_metrics([sample]) == {"teacher/kl": pytest.approx((-0.5 - 1.5) / 2)}
     columns = training_sequence(*sequences_of([sample]), 0.25, teacher=TeacherConfig(url=url, coef=2.0)).columns
     assert np.allclose(columns["advantage"], [0.25 + 2 * 0.5, 0.25, 0.25 + 2 * 1.5])
     assert Sample.from_dict(sample.to_dict(packed=True)) == sample and sample.copy() == sample
@@ -128,7 +128,7 @@ def test_candidates_of_each_token_reach_the_sample_and_become_columns() -> None:
 
 
 def test_samples_without_a_teacher_have_no_kl() -> None:
-    assert teacher_kl([sample_of([-1.0], [1])]) == {}
+    assert teacher_metrics([sample_of([-1.0], [1])]) == {}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_other_tokenizer_is_rejected(same: bool) -> None:
         return 200, {"data": [{"token_ids": ids[1:] if same else [each + 1 for each in ids[1:]]}]}
 
     async def run(url: str) -> None:
-        async with ServedAtUrl(url) as source:
+        async with RemoteSource(url) as source:
             teacher = Teacher(TeacherConfig(url=url), source, 1.0)
             await teacher.check(byte_tokenizer(), [PROBLEM, Problem("q", "x", "y")])
 
@@ -185,8 +185,8 @@ class Server:
 
 def in_run(server: Server, sample: Sample, hint: str | None, problem: Problem = PROBLEM) -> None:
     tokenizer = byte_tokenizer()
-    hinted = None if hint is None else Hint(hint, tokenizer, DataConfig(), ())
-    source = ServedInRun(cast(LogprobServer, server), "the policy", None)
+    hinted = None if hint is None else HintRenderer(hint, tokenizer, DataConfig(), ())
+    source = LocalSource(cast(LogprobServer, server), "the policy", None)
     asyncio.run(Teacher(TeacherConfig(path="policy"), source, 0.7, hinted)(sample, problem))
 
 
@@ -214,7 +214,7 @@ def test_a_server_that_is_not_a_log_prob_server_is_rejected_at_the_start(status:
             """Say nothing."""
 
     async def enter(url: str) -> None:
-        async with ServedAtUrl(url):
+        async with RemoteSource(url):
             raise AssertionError("entered")
 
     created = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

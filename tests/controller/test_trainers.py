@@ -75,7 +75,7 @@ def group(*ranks: Rank) -> TrainerGroup:
 def test_rank_is_lost_if_dead_or_silent_and_not_if_it_raises(
     ranks: list[Rank], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainers, "ALIVE_S", 0.2)
+    monkeypatch.setattr(trainers, "LIVENESS_TIMEOUT_S", 0.2)
     with pytest.raises(RuntimeFailure if kind is not UserError else UserError, match=message) as result:
         asyncio.run(group(*ranks).persist_weights())
     assert type(result.value) is kind
@@ -109,7 +109,7 @@ class Cluster:
         started: list[list[str]] = []
         monkeypatch.setattr(TrainerGroup, "_start", lambda self, options: started.append([option["on"] for option in options]))
         monkeypatch.setattr(ActorBundle, "options", lambda bundle: {"on": bundle.node})
-        monkeypatch.setattr(TrainerGroup, "end", lambda self: None)
+        monkeypatch.setattr(TrainerGroup, "kill", lambda self: None)
         placement = cast(Placement, SimpleNamespace(of=lambda _: [SimpleNamespace(cpus=1.0, gpus=0.0)]))
         created, message = TrainerGroup(recipe, placement, self.bundles), list[str]()
 

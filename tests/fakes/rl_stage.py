@@ -203,5 +203,5 @@ def drive(stage: RlStage, *, publish: bool = False) -> None:
 
 def hold_out(stage: RlStage) -> None:
     """Give the stage one held-out problem."""
-    prepared = stage.evaluations.prepared
-    stage.evaluations.prepared = replace(prepared, problems=ProblemSets(prepared.problems.train, [Problem("e0", "0", "1")], []))
+    prepared = stage.evaluator.prepared
+    stage.evaluator.prepared = replace(prepared, problems=ProblemSets(prepared.problems.train, [Problem("e0", "0", "1")], []))

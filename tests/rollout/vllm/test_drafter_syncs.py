@@ -62,12 +62,12 @@ def test_drafts_are_accepted_after_every_sync_until_the_drafter_is_zeroed(device
                 assert (accepted(served()), engine.version) == (1, version - 1)
                 lost.rename(last)
             run(engine.update(manifest, verify=True))
-            watch.synced(version)
+            watch.begin_version(version)
             samples = served()
             assert accepted(samples) == 1 and not any(watch.observe(sample) for sample in samples)
         zeros = {name: tensor.zero_() if default_section(name) == "draft" else tensor for name, tensor in cycle(SYNCS).items()}
         run(engine.update(publisher.publish(zeros.items(), SYNCS + 1, checksums=True), verify=True))
-        watch.synced(SYNCS + 1)
+        watch.begin_version(SYNCS + 1)
         samples = served()
         assert accepted(samples) < 0.1 and any(watch.observe(sample) for sample in samples)
     finally:

@@ -13,7 +13,7 @@ import pytest
 from mtpctl.checkpoint.finding import damaged_in, list_checkpoints
 from mtpctl.checkpoint.listing import write_listing
 from mtpctl.controller import state as module
-from mtpctl.controller.resuming import describe_start, find_start, start_over
+from mtpctl.controller.resume import describe_start, find_start, start_over
 from mtpctl.controller.state import FAILURE_PERIOD_S, RETRY_S, RunState
 from mtpctl.doctor.checks import examine_run
 from mtpctl.errors import RuntimeFailure, SaveFailed, ThresholdMissed, UserError
@@ -54,7 +54,7 @@ def test_run_resumes_from_the_newest_complete_checkpoint_and_keeps_the_damaged_o
     result = start(recipe)
     assert (result.checkpoint, result.state["step"]) == (root / "rl-000002", 2)
     (line,) = result.lines
-    assert line.endswith("; rl-000002 is used instead; rl-000004 is kept as it is, under another name") and "\n" not in line
+    assert line.endswith("; rl-000002 is used instead; rl-000004 is kept under another name") and "\n" not in line
     assert [path.name for path in damaged_in(root)] == ["rl-000004.damaged"]
 
 
@@ -154,7 +154,7 @@ def test_required_save_is_retried_until_the_disk_has_room(tmp_path: Path, monkey
 
 def test_required_save_fails_after_minutes_of_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, disk = RunState(tmp_path, TrainConfig()), Disk(monkeypatch, 1e9)
-    with pytest.raises(RuntimeFailure, match="31 tries within 5 minutes failed; free space and start the same command again"):
+    with pytest.raises(RuntimeFailure, match="31 attempts in 5 minutes failed; free space and start the same command again"):
         asyncio.run(state.retry_save(disk.save))
     assert disk.now == FAILURE_PERIOD_S
 

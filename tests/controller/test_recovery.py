@@ -22,7 +22,7 @@ from mtpctl.controller.rl import RlStage
 from mtpctl.controller.sft import SftStage
 from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
-from mtpctl.controller.trainers import HostLost, Revival, TrainerGroup, TrainerLost
+from mtpctl.controller.trainers import HostLost, TrainerGroup, TrainerLost, TrainerRecovery
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED, ProblemSets
 from mtpctl.errors import RuntimeFailure
@@ -103,14 +103,14 @@ def test_damaged_checkpoint_returns_the_stage_to_the_previous_one_with_its_group
     recipe = recipe_with()
     trainer, state, rows = Mortal(recipe, {}), RunState(root, recipe.train, stage="rl", step=5), Rows(World())
     group, telemetry = cast(TrainerGroup, trainer), cast(Any, rows)
-    revival = Revival(recipe, group, state, telemetry, Waits(lambda _: None, tmp_path), folder=tmp_path, reference=tmp_path)
+    recovery = TrainerRecovery(recipe, group, state, telemetry, Waits(lambda _: None, tmp_path), folder=tmp_path, reference=tmp_path)
     lost = TrainerLost("trainer rank 0: ActorDiedError")
 
     async def main() -> Path | None:
         with pytest.raises(TrainerLost) as raised:
-            await revival(lost)
+            await recovery(lost)
         assert raised.value is lost and trainer.starts == 0
-        return await revival(lost, redraw=True)
+        return await recovery(lost, redraw=True)
 
     assert asyncio.run(main()) == root / "rl-000002" and state.step == 2
     assert [path.name for path in root.iterdir() if ".damaged" in path.name] == ["rl-000004.damaged"]
@@ -154,10 +154,12 @@ def rl(
         problems = [Problem(f"p{i}", f"{i}", "1") for i in range(1000)]
         prepared = Prepared(cast(Any, None), Letters(), ProblemSets(problems, [], []), context=64)
         rows, group = cast(Any, Rows(world)), cast(TrainerGroup, trainer)
-        revive = Revival(recipe, group, state, rows, Waits(lambda _: None, tmp_path), folder=tmp_path, reference=tmp_path / "reference")
+        recover = TrainerRecovery(
+            recipe, group, state, rows, Waits(lambda _: None, tmp_path), folder=tmp_path, reference=tmp_path / "reference"
+        )
         state.begin("rl")
         generator = cast(Any, FakeGenerator(world, text))
-        stage = RlStage(recipe, prepared, group, generator, sync, {UNNAMED: right_or_wrong}, rows, state, None, revive=revive)
+        stage = RlStage(recipe, prepared, group, generator, sync, {UNNAMED: right_or_wrong}, rows, state, None, recover=recover)
         trainer.meanwhile = lambda: stage.buffer.ready >= meanwhile
         await stage.publish()
         await asyncio.wait_for(stage.run(), 30)
@@ -232,8 +234,8 @@ def test_trainer_lost_before_its_first_stage_is_restarted(tmp_path: Path) -> Non
     trainer = Mortal(recipe, {})
     group, rows = cast(TrainerGroup, trainer), cast(Any, Rows(world))
     state, waits = RunState(tmp_path, recipe.train), Waits(lambda _: None, tmp_path)
-    revival = Revival(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
-    assert asyncio.run(revival.at_start(TrainerLost("trainer rank 0, build: ActorDiedError"))) == {"parameters": 1, "trained": 1}
+    recovery = TrainerRecovery(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
+    assert asyncio.run(recovery.at_start(TrainerLost("trainer rank 0, build: ActorDiedError"))) == {"parameters": 1, "trained": 1}
     assert trainer.starts == 1
     assert [kind for kind, _ in world.events] == ["restart", "restart"] and world.events[1][1] == "trainer back after 0 s"
 
@@ -250,8 +252,8 @@ def test_host_lost_during_a_restart_is_part_of_the_same_loss(tmp_path: Path) -> 
 
     group, rows = cast(TrainerGroup, Late(recipe, {})), cast(Any, Rows(world))
     state, waits = RunState(tmp_path, recipe.train), Waits(lambda _: None, tmp_path)
-    revival = Revival(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
-    asyncio.run(revival.at_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
+    recovery = TrainerRecovery(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
+    asyncio.run(recovery.at_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
     messages = [message for _, message in world.events]
     assert messages[1] == "trainer-1: its host is lost; restarting the trainer, 1 of train.max_restarts: 1" and len(messages) == 3
 
@@ -265,9 +267,9 @@ def test_supervised_stage_repeats_the_same_problems_after_a_loss(tmp_path: Path)
         group = cast(TrainerGroup, trainer)
         problems = [Problem(f"p{i}", f"{i}", "1") for i in range(5)]
         prepared = Prepared(cast(Any, None), Letters(), ProblemSets([], [], problems), 64)
-        revive = Revival(recipe, group, state, rows, Waits(lambda _: None, home), folder=home, reference=home / "reference")
+        recover = TrainerRecovery(recipe, group, state, rows, Waits(lambda _: None, home), folder=home, reference=home / "reference")
         state.begin("sft")
-        asyncio.run(SftStage(recipe, prepared, group, rows, state, revive=revive).run())
+        asyncio.run(SftStage(recipe, prepared, group, rows, state, recover=recover).run())
         return trainer
 
     undisturbed, disturbed = train(tmp_path / "a", {}), train(tmp_path / "b", {"sft_step": {2, 7}})

@@ -18,7 +18,7 @@ from mtpctl.checkpoint.copying import newest_copy
 from mtpctl.checkpoint.finding import check, choose, select_checkpoint
 from mtpctl.checkpoint.listing import Damaged
 from mtpctl.controller.copies import start_copier, store_of
-from mtpctl.controller.state import SavedState, check_stages, resumed_from
+from mtpctl.controller.state import SavedState, check_stages, load_resume_state
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.fields import KeyPath
@@ -31,7 +31,7 @@ from mtpctl.telemetry.session import print_ended_run
 Report = Callable[[str], None]
 REFERENCE = "reference"
 """Folder in a run directory with the reference policy (the initial policy of RL), if there is a KL penalty."""
-_LARGE = 4 << 30
+_ANNOUNCED_BYTES = 4 << 30
 """Checkpoint size in bytes above which verification is announced, because it takes more than a few seconds."""
 
 
@@ -57,13 +57,13 @@ def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start
     policy of RL is needed and damaged.
     """
     candidate = choose(directory.checkpoints, contents=False).path
-    if candidate is not None and (nbytes := sum(file.stat().st_size for file in candidate.iterdir())) > _LARGE:
+    if candidate is not None and (nbytes := sum(file.stat().st_size for file in candidate.iterdir())) > _ANNOUNCED_BYTES:
         report(f"verifying {candidate.name}, {nbytes / (1 << 30):,.1f} GiB")
     choice = select_checkpoint(directory.checkpoints)
-    state = resumed_from(choice.path, recipe.train)
+    state = load_resume_state(choice.path, recipe.train)
     check_stages(choice.path, state, recipe.train.stages)
     _check_reference(recipe, directory, state)
-    renamed = [f"{path.name} is kept as it is, under another name" for path, _ in choice.damaged]
+    renamed = [f"{path.name} is kept under another name" for path, _ in choice.damaged]
     return Start(choice.path, state, ["; ".join([line, *renamed[i : i + 1]]) for i, line in enumerate(choice.lines)])
 
 
@@ -73,7 +73,7 @@ def describe_start(recipe: Recipe) -> list[str]:
     choice = choose(directory.checkpoints, contents=True)
     if choice.path is None:
         return []
-    state = resumed_from(choice.path, recipe.train)
+    state = load_resume_state(choice.path, recipe.train)
     check_stages(choice.path, state, recipe.train.stages)
     _check_reference(recipe, directory, state)
     return [f"{choice.path.name}, {state['stage']} after step {state['step']}; its checksums match", *choice.lines]
@@ -93,27 +93,27 @@ def _check_reference(recipe: Recipe, directory: RunDirectory, state: SavedState)
         raise UserError(f"train.rl.kl_coef: {path}/{damage}; it is the initial policy of RL: {fix}") from damage
 
 
-def report_ended(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, state: SavedState, report: Report) -> bool:
-    """If all stages have ended, print the summary of the run and update its copy. Returns whether they have ended."""
+def report_completed_run(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, state: SavedState, report: Report) -> bool:
+    """If all stages have ended, print the summary of the run, update its copy, and return True."""
     if checkpoint is None or not set(recipe.train.stages) <= set(state["ended"]):
         return False
-    changed = changed_task(recipe, directory)
+    changed = changed_task_keys(recipe, directory)
     hint = _changed_task_hint(changed) if changed else _continue_hint(recipe, state["stage"])
     print_ended_run(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
-    if (copies := start_copier(recipe, directory, checkpoint, report)) is not None:
-        asyncio.run(copies.finish())
+    if (copier := start_copier(recipe, directory, checkpoint, report)) is not None:
+        asyncio.run(copier.finish())
     return True
 
 
 def _continue_hint(recipe: Recipe, stage: str) -> str:
-    if stage == "sft" and recipe.train.sft.until_loss:  # It may have ended before its last step.
-        return "name another run_dir to train from the beginning, or begin a run from its weights with --from"
-    return f"raise train.{stage}.steps to go on, or begin a run from its weights with --from"
+    if stage == "sft" and recipe.train.sft.until_loss:  # The stage may have ended before its last step.
+        return "use another run_dir to train from the beginning, or begin a run from its weights with --from"
+    return f"raise train.{stage}.steps to continue, or begin a run from its weights with --from"
 
 
 def _changed_task_hint(keys: list[str]) -> str:
-    shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
-    return f"its {shown} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one another `name` to train with it"
+    key_list = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
+    return f"its {key_list} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one another `name` to train with it"
 
 
 def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
@@ -129,12 +129,12 @@ def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
     try:
         if store is not None and (name := newest_copy(store)) is not None:
             raise UserError(
-                f"--start-over: train.checkpoint_copy: {store.url} has {name} of this run, which would be overwritten; name another"
+                f"--start-over: train.checkpoint_copy: {store.url} has {name} of this run, which would be overwritten; use another URL"
             )
     except EnvironmentMissing as error:
         raise EnvironmentMissing(f"--start-over: {error}") from error
     with RunDirectory.create(path, ""):
-        renamed = next(free for count in range(1, 1 << 16) if not (free := path.with_name(f"{path.name}.{count}")).exists())
+        renamed = next(candidate for count in range(1, 1 << 16) if not (candidate := path.with_name(f"{path.name}.{count}")).exists())
         path.rename(renamed)
     path.mkdir(mode=0o700)
     (path / BEGUN).write_text(renamed.name)
@@ -161,8 +161,10 @@ def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
     earlier = _init_keys(tree)
     current = _init_keys(recipe.model_dump(mode="json", by_alias=True))
     for key in [*current, *earlier]:
-        if (before := earlier.get(key)) != (now := current.get(key)):
-            raise UserError(f"{'.'.join(key)}: is {now!r}, but {folder} was created with {before!r}; restore it, or name another run_dir")
+        if (earlier_value := earlier.get(key)) != (value := current.get(key)):
+            raise UserError(
+                f"{'.'.join(key)}: is {value!r}, but {folder} was created with {earlier_value!r}; restore it, or use another run_dir"
+            )
 
 
 def _init_keys(tree: Mapping[str, object]) -> dict[KeyPath, object]:
@@ -174,34 +176,34 @@ def _init_keys(tree: Mapping[str, object]) -> dict[KeyPath, object]:
     return {**init_keys, ("model", "path"): absolute_path(None if path is None else str(path))}
 
 
-def changed_old_logprobs(recipe: Recipe, run: RunDirectory) -> str:
+def old_logprobs_change(recipe: Recipe, run: RunDirectory) -> str:
     """A message if the source of old log-probs for the policy ratio has changed since the last session; empty otherwise.
 
     It changes without a change of the user's recipe if a release has another default.
     """
     if (tree := run.read_recipe()) is None:
         return ""
-    before = flatten(tree).get(("train", "rl", "old_logprobs"))
-    if before == "auto":
+    earlier = flatten(tree).get(("train", "rl", "old_logprobs"))
+    if earlier == "auto":
         try:
-            before = Recipe.model_validate(tree).old_logprobs
+            earlier = Recipe.model_validate(tree).old_logprobs
         except ValidationError:  # written by a release with other keys
             return ""
-    if before in (None, recipe.old_logprobs):
+    if earlier in (None, recipe.old_logprobs):
         return ""
-    return f"train.rl.old_logprobs is {recipe.old_logprobs} now, and was {before} before; set it to {before} to restore that"
+    return f"train.rl.old_logprobs is {recipe.old_logprobs} now, and was {earlier} before; set it to {earlier} to restore that"
 
 
-def changed_task(recipe: Recipe, run: RunDirectory) -> list[str]:
+def changed_task_keys(recipe: Recipe, run: RunDirectory) -> list[str]:
     """The keys in which the recipe's task differs from the task of the run. Files are compared by name, because a run may be moved."""
     if (tree := run.read_recipe()) is None:
         return []
-    before = flatten(tree)
-    now = flatten(yaml12.parse(dump_resolved(recipe), "the recipe").value)
+    earlier = flatten(tree)
+    current = flatten(yaml12.parse(dump_resolved(recipe), "the recipe").value)
     environment = {("rollout", name) for name in ("environment", "environment_args", "environment_eval_args")}
-    keys = [key for key in now if key[0] in ("data", "reward") or key[:2] in environment]
-    return [".".join(key) for key in keys if _without_folder(now[key]) != _without_folder(before.get(key))]
+    keys = [key for key in current if key[0] in ("data", "reward") or key[:2] in environment]
+    return [".".join(key) for key in keys if _file_name(current[key]) != _file_name(earlier.get(key))]
 
 
-def _without_folder(value: object) -> object:
+def _file_name(value: object) -> object:
     return value.rpartition("/")[2] if isinstance(value, str) else value

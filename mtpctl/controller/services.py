@@ -1,4 +1,4 @@
-"""Starts the parts of RL other than the trainer: rollout engines, the log-prob server, a teacher, and reward processes.
+"""Starts the parts of an RL run other than the trainer: rollout engines, the log-prob server, a teacher, and reward processes.
 
 Ray actors run in bundles that are reserved beforehand for the whole placement.
 """
@@ -17,7 +17,7 @@ from typing import Literal
 from mtpctl.cluster.bundles import POLL_S, Bundles, BundleSpec, BundlesUnavailable, Claim, ray_hosts
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.scoring import Hint, ServedAtUrl, ServedInRun, Source, Teacher
+from mtpctl.controller.scoring import HintRenderer, LocalSource, RemoteSource, Teacher, TeacherSource
 from mtpctl.controller.status import Waits
 from mtpctl.data.sets import UNNAMED
 from mtpctl.data.tokenizers import has_tokenizer, load_tokenizer
@@ -46,18 +46,18 @@ async def reserve_bundles(recipe: Recipe, waits: Waits, stopping: asyncio.Event)
     Waits while other jobs use too much of the cluster. Raises ClusterResources if the whole cluster is too small: at once if the run has
     started Ray itself, otherwise after `cluster.actor_deadline_s`, because hosts may join.
     """
-    began = time.monotonic()
-    if (reserved := await _try_reserve(recipe, began)) is not None:
-        return reserved
+    start_time = time.monotonic()
+    if (reservation := await _try_reserve(recipe, start_time)) is not None:
+        return reservation
     with waits.on("cluster: waiting for capacity for the run"):
         while not stopping.is_set():
             await asyncio.sleep(POLL_S)
-            if (reserved := await _try_reserve(recipe, began)) is not None:
-                return reserved
+            if (reservation := await _try_reserve(recipe, start_time)) is not None:
+                return reservation
     return None
 
 
-async def _try_reserve(recipe: Recipe, began: float) -> tuple[Placement, Bundles] | None:
+async def _try_reserve(recipe: Recipe, start_time: float) -> tuple[Placement, Bundles] | None:
     hosts = ray_hosts()
     try:
         placement = place(recipe, [host.free for host in hosts])
@@ -65,7 +65,7 @@ async def _try_reserve(recipe: Recipe, began: float) -> tuple[Placement, Bundles
         try:
             place(recipe, [host.total for host in hosts])
         except ClusterResources:
-            if recipe.cluster.address is None or time.monotonic() - began > recipe.cluster.actor_deadline_s:
+            if recipe.cluster.address is None or time.monotonic() - start_time > recipe.cluster.actor_deadline_s:
                 raise
         return None
     bundles = Bundles()
@@ -86,8 +86,8 @@ def claims_of(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
     claims: dict[str, Claim] = {}
     for actor in actors:
         name = f"rollout-{actor.index}" if actor.role == "rollout" else actor.name
-        before = claims.get(name, Claim(name, 0.0))
-        claims[name] = Claim(name, before.cpus + actor.cpus, before.gpus + actor.gpus)
+        claim = claims.get(name, Claim(name, 0.0))
+        claims[name] = Claim(name, claim.cpus + actor.cpus, claim.gpus + actor.gpus)
     return tuple(claims.values())
 
 
@@ -149,27 +149,27 @@ class Services:
         recipe, prepared, config = self.recipe, self.prepared, self.recipe.train.rl.teacher
         if config is None:
             return None
-        source: Source
+        source: TeacherSource
         if config.url is not None:
-            source = await stack.enter_async_context(ServedAtUrl(config.url))
+            source = await stack.enter_async_context(RemoteSource(config.url))
         elif config.path == POLICY:
             assert policy is not None, "the recipe's checks reject such a teacher without the server"
-            source = ServedInRun(policy, "the policy", None)
+            source = LocalSource(policy, "the policy", None)
         else:
             source = await self._serve_teacher(stack, config)
-        hint = None if config.hint is None else Hint(config.hint, prepared.tokenizer, recipe.data, prepared.tools)
+        hint = None if config.hint is None else HintRenderer(config.hint, prepared.tokenizer, recipe.data, prepared.tools)
         teacher = Teacher(config, source, recipe.rollout.temperature, hint)
         await teacher.check(prepared.tokenizer, prepared.problems.train[:CHECKED_PROMPTS])
         return teacher
 
-    async def _serve_teacher(self, stack: AsyncExitStack, config: TeacherConfig) -> ServedInRun:
+    async def _serve_teacher(self, stack: AsyncExitStack, config: TeacherConfig) -> LocalSource:
         folder = self.prepared.teacher
         assert folder is not None, "prepare() finds the model of a teacher that the run serves"
         options = self.recipe.logprob.model_copy(update={"replicas": config.replicas, "parallel": config.parallel, "keep_previous": False})
         # The teacher's MTP layers are not needed to score the policy's tokens.
         recipe = self.recipe.model_copy(update={"logprob": options, "mtp": MtpConfig(mode="off")})
         server = await self._start_server(stack, recipe, folder.path, "teacher")
-        return ServedInRun(server, f"the teacher {folder.path}", load_tokenizer(folder.path) if has_tokenizer(folder.path) else None)
+        return LocalSource(server, f"the teacher {folder.path}", load_tokenizer(folder.path) if has_tokenizer(folder.path) else None)
 
     async def _start_server(
         self,
@@ -195,9 +195,9 @@ class Services:
         name = NAMES[role]
         title = name if role == "teacher" else f"{name} server"
         with self._starting(title, [f"{name} replica {i} rank 0" for i in range(recipe.logprob.replicas)]):
-            started = await within(server, recipe.cluster.actor_deadline_s, f"{title}, start")
-        stack.push_async_callback(started.close)
-        return started
+            ready_server = await within(server, recipe.cluster.actor_deadline_s, f"{title}, start")
+        stack.push_async_callback(ready_server.close)
+        return ready_server
 
 
 async def start_rewards(
