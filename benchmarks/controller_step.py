@@ -61,7 +61,7 @@ class FakeRanks:
 
     def rl_step(self, table: BatchTable, share: Share, version: int) -> dict[str, float]:
         assert len(share.sequences()) == len(share.indices)
-        return {"skipped": 0.0, "perf/tokens": float((table.prompts + table.responses).sum()), "bytes": float(share.nbytes)}
+        return {"skipped": 0.0, "perf/tokens": float((table.prompt_lengths + table.response_lengths).sum()), "bytes": float(share.nbytes)}
 
 
 class FakeTrainer(TrainerGroup):

@@ -30,7 +30,7 @@ from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.plan.memory import GIB
 from mtpctl.trainer.acceptance import Chains
 from mtpctl.trainer.batch import DraftRows
-from mtpctl.trainer.head import scaled_gradient
+from mtpctl.trainer.head import scale_gradient
 
 MAX_RATIO, MAX_GIB, MAX_OF_TORCH = 1.15, 0.5, 1.5
 """Bounds of the depths' time relative to `tv`, of memory at the reference shape, and of errors relative to plain torch."""
@@ -65,7 +65,7 @@ class Depths:
         drafts = []
         if loss != NONE:
             for rows, state, weights in zip(self.rows, self.states, chains.weights, strict=True):
-                hidden = scaled_gradient(state, weights if loss in CHAINED else None)
+                hidden = scale_gradient(state, weights if loss in CHAINED else None)
                 drafts.append(Draft(hidden, rows.tokens, loss, detach_weight=True))  # type: ignore[arg-type]
 
         def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -73,7 +73,7 @@ class Depths:
 
         out = linear_policy_loss(x.hidden, x.weight, x.labels, token_loss, drafts=drafts, workspace_bytes=workspace)
         if loss in CHAINED:
-            chains.fill([draft.greedy if loss == "e2e_greedy" else draft.overlap for draft in out.drafts])
+            chains.compute_weights([draft.greedy if loss == "e2e_greedy" else draft.overlap for draft in out.drafts])
         return list(torch.autograd.grad(out.loss_sum, (x.hidden, x.weight, *(self.states if drafts else ()))))
 
 
@@ -92,7 +92,7 @@ def chain_weights(depths: Depths, loss: str, wide: torch.dtype) -> list[Tensor]:
             parts.append(torch.minimum(p, q).sum(1) if loss == "e2e_tv" else p.gather(1, q.argmax(1, keepdim=True)).squeeze(1))
         accepted.append(torch.cat(parts))
     chains = Chains(depths.rows, len(x.hidden))
-    chains.fill(accepted)
+    chains.compute_weights(accepted)
     return chains.weights
 
 

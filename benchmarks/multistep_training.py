@@ -22,7 +22,7 @@ from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.policy import linear_draft_loss
 from mtpctl.trainer.acceptance import Chains
 from mtpctl.trainer.batch import DraftRows
-from mtpctl.trainer.head import scaled_gradient
+from mtpctl.trainer.head import scale_gradient
 
 VOCAB, WIDTH, NARROW, SHARPNESS = 96, 32, 16, 7.0
 BATCH, RATE, CONTEXTS = 192, 3e-3, 20_000
@@ -81,9 +81,9 @@ def gradient_loss(chain: Chain, target: Target, loss: DraftLoss) -> Tensor:
     rows = [DraftRows(first, labels, first + depth) for depth, labels in enumerate(chain.labels, start=1)]
     chains, chained, outs = Chains(rows, count * (drafts + 1)), loss.startswith("e2e"), []
     for state, teacher, labels, weights in zip(chain.states, chain.teachers, chain.labels, chains.weights, strict=True):
-        hidden = scaled_gradient(state, weights if chained else None)
+        hidden = scale_gradient(state, weights if chained else None)
         outs.append(linear_draft_loss(hidden, teacher, target.head, labels, loss=loss, grad_scale=1 / count, detach_weight=True))
-    chains.fill([out.greedy if loss == "e2e_greedy" else out.overlap for out in outs])
+    chains.compute_weights([out.greedy if loss == "e2e_greedy" else out.overlap for out in outs])
     return torch.stack([out.loss_sum for out in outs]).sum() / count
 
 

@@ -81,7 +81,7 @@ def main() -> None:
             loss = engine.update(batch, NextToken())["sft/loss"]
             synchronize(engine.device)
             update_ms.append(1000 * (time.perf_counter() - began))
-        total, trained = engine.parameters
+        total, trained = engine.parameter_counts
 
     print_environment()
     print(f"{total:,} parameters, {trained:,} trained, loss {loss:.4f}")

@@ -144,11 +144,11 @@ class ScoreRank:
             mask = request.mask or [1] * response
             sequences.append(Sequence(request.token_ids, request.prompt_length, mask, routes=request.routes, name=request.name))
             options.append(ScoreOptions(request.temperature, request.topk, request.mtp))
-        if (rest := MIN_SCORED - sum(s.trained for s in sequences)) > 0:
+        if (rest := MIN_SCORED - sum(s.num_trained for s in sequences)) > 0:
             sequences.append(Sequence([0] * (rest + 1), 1, [1] * rest))
             options.append(ScoreOptions(mtp=any(each.mtp for each in options)))
         with self.weights.using(version):
-            scores = self.engine.score(sequences, options=options, record=any(request.record for request in requests))
+            scores = self.engine.score(sequences, options=options, record_routes=any(request.record for request in requests))
         if self.rank:
             return None
         return [

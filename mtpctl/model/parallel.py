@@ -101,7 +101,7 @@ def _join(rank: Rank) -> None:
         dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
-def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+def reduce_sums(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sum the last pipeline stage's metric sums over dp and return them on every stage. Collective."""
     if dist.get_world_size() == 1:
         return sums
@@ -118,7 +118,7 @@ def reduced(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     return sums
 
 
-def summed(values: Sequence[float]) -> list[float]:
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Sums over the data-parallel ranks, exact for integers below 2^53. Collective; all ranks pass equally many values."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(values)
@@ -127,7 +127,7 @@ def summed(values: Sequence[float]) -> list[float]:
     return flat.tolist()
 
 
-def largest(value: int) -> int:
+def max_over_ranks(value: int) -> int:
     """The maximum over all ranks. Collective."""
     if dist.get_world_size() == 1:
         return value

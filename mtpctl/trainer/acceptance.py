@@ -45,7 +45,7 @@ from torch import Tensor
 from mtpctl.trainer.batch import DraftRows, MicroBatch
 from mtpctl.trainer.objective import Sums
 
-KINDS = {"probabilistic": "", "greedy": "_greedy"}
+DRAFT_KINDS = {"probabilistic": "", "greedy": "_greedy"}
 """The kinds of drafts, and the suffixes of their metrics."""
 
 
@@ -53,8 +53,8 @@ KINDS = {"probabilistic": "", "greedy": "_greedy"}
 class DepthProbabilities:
     """Probabilities of one depth over the R response tokens, by kind of draft.
 
-    measured: whether the token counts. accepted: probability that a draft is accepted. accept_given_token: probability that a draft was
-    accepted, given the sampled token (w in the module docstring).
+    measured: whether the token is included. accepted: probability that a draft is accepted. accept_given_token: probability that a draft
+    was accepted, given the sampled token (w in the module docstring).
     """
 
     measured: Tensor
@@ -76,20 +76,20 @@ class StepEstimate:
         """
         depths = len(accepted)
         self.accepted = self.accepted or [0.0] * depths
-        begins = [1.0] + [0.0] * length
+        start_probs = [1.0] + [0.0] * length
         for start in range(length - 1):
-            reached = begins[start]
-            if reached < 1e-6:
+            reach_prob = start_probs[start]
+            if reach_prob < 1e-6:
                 continue
-            self.steps += reached
+            self.steps += reach_prob
             for depth in range(min(depths, length - 1 - start)):
                 token = start + depth + 1
-                self.accepted[depth] += reached * accepted[depth][token]
-                accepted_prob = reached * accept_given_token[depth][token]
-                begins[token] += reached - accepted_prob
-                reached = accepted_prob
+                self.accepted[depth] += reach_prob * accepted[depth][token]
+                accepted_prob = reach_prob * accept_given_token[depth][token]
+                start_probs[token] += reach_prob - accepted_prob
+                reach_prob = accepted_prob
             if start + depths + 1 < length:
-                begins[start + depths + 1] += reached
+                start_probs[start + depths + 1] += reach_prob
 
 
 def acceptance_sums(micro: MicroBatch, depths: list[DepthProbabilities], tokens: int, drafts: int = 0) -> Sums:
@@ -99,35 +99,39 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthProbabilities], tokens:
     """
     device = micro.labels.device
     sums: dict[str, float | Tensor] = {}
-    for number, depth in enumerate(depths, start=1):
-        sums[f"tokens_{number}"] = depth.measured.sum()
-        for kind, suffix in KINDS.items():
-            sums[f"accept{suffix}_{number}"] = depth.accepted[kind].sum()
+    for depth_number, depth in enumerate(depths, start=1):
+        sums[f"tokens_{depth_number}"] = depth.measured.sum()
+        for kind, suffix in DRAFT_KINDS.items():
+            sums[f"accept{suffix}_{depth_number}"] = depth.accepted[kind].sum()
     mask = micro.mask[:tokens].tolist()
     ends = [0]
     for length in micro.lengths:
         ends.append(ends[-1] + length)
     turns = _turns(mask, set(ends))
-    drafted = depths[: drafts or None]
-    for kind, suffix in KINDS.items():
-        estimate = StepEstimate(accepted=[0.0] * len(drafted))
-        accepted = [depth.accepted[kind][:tokens].tolist() for depth in drafted]
-        accept_given_sampled = [depth.accept_given_token[kind][:tokens].tolist() for depth in drafted]
+    draft_depths = depths[: drafts or None]
+    for kind, suffix in DRAFT_KINDS.items():
+        estimate = StepEstimate(accepted=[0.0] * len(draft_depths))
+        accepted = [depth.accepted[kind][:tokens].tolist() for depth in draft_depths]
+        accept_given_sampled = [depth.accept_given_token[kind][:tokens].tolist() for depth in draft_depths]
         for begin, end in turns:
-            estimate.add([each[begin:end] for each in accepted], [each[begin:end] for each in accept_given_sampled], end - begin)
+            estimate.add(
+                [depth_probs[begin:end] for depth_probs in accepted],
+                [depth_probs[begin:end] for depth_probs in accept_given_sampled],
+                end - begin,
+            )
         sums[f"steps{suffix}"] = estimate.steps
-        sums |= {f"rate{suffix}_{number}": value for number, value in enumerate(estimate.accepted, start=1)}
+        sums |= {f"rate{suffix}_{depth_number}": value for depth_number, value in enumerate(estimate.accepted, start=1)}
     return {f"mtp/expected_{name}": torch.as_tensor(value, dtype=torch.float32, device=device) for name, value in sums.items()}
 
 
 def acceptance_metrics(sums: dict[str, float], depths: int) -> dict[str, float]:
     """`mtp/expected_accept_k` for all depths, and `mtp/expected_rate_k` for the depths that draft; empty if no token was measured."""
     metrics: dict[str, float] = {}
-    for suffix in KINDS.values():
-        for number in range(1, depths + 1):
-            if tokens := sums[f"mtp/expected_tokens_{number}"]:
-                metrics[f"mtp/expected_accept{suffix}_{number}"] = sums[f"mtp/expected_accept{suffix}_{number}"] / tokens
-            rate = f"mtp/expected_rate{suffix}_{number}"
+    for suffix in DRAFT_KINDS.values():
+        for depth in range(1, depths + 1):
+            if tokens := sums[f"mtp/expected_tokens_{depth}"]:
+                metrics[f"mtp/expected_accept{suffix}_{depth}"] = sums[f"mtp/expected_accept{suffix}_{depth}"] / tokens
+            rate = f"mtp/expected_rate{suffix}_{depth}"
             if rate in sums and (steps := sums[f"mtp/expected_steps{suffix}"]):
                 metrics[rate] = sums[rate] / steps
     return metrics
@@ -148,31 +152,34 @@ def _turns(mask: list[float], ends: set[int]) -> list[tuple[int, int]]:
 
 
 class Chains:
-    """The chains of drafts of a microbatch, one for each token that a step can begin after.
+    """The chains of drafts of a microbatch, one for each token after which a step can begin.
 
-    weights: c_j of each depth's rows. They are zeros until `fill` writes them in place, because they depend on the losses' results.
+    weights: c_j of each depth's rows. They are zeros until `compute_weights` writes them in place, because they depend on the results of
+    the losses.
     """
 
     def __init__(self, drafts: Sequence[DraftRows], tokens: int) -> None:
         self.tokens = tokens
-        self.begins = [draft.tokens - depth for depth, draft in enumerate(drafts, start=1)]
-        """For each depth, the chain of each row: the index of the token that it begins after, among the microbatch's response tokens."""
-        self.weights = [torch.zeros(len(start), device=start.device) for start in self.begins]
+        self.start_tokens = [draft.tokens - depth for depth, draft in enumerate(drafts, start=1)]
+        """For each depth, the chain of each row, as the response token in the microbatch that the chain begins after."""
+        self.weights = [torch.zeros(len(starts), device=starts.device) for starts in self.start_tokens]
 
     @torch.no_grad()
-    def fill(self, accepted: Sequence[Tensor]) -> list[Tensor]:
+    def compute_weights(self, accepted: Sequence[Tensor]) -> list[Tensor]:
         """Compute the weights. Returns for each depth the sum of 1 − P_j over its rows: the expected number of drafts not accepted.
 
         accepted: α_j of each depth's rows.
         """
-        alphas = [values.new_zeros(self.tokens).index_copy_(0, start, values) for start, values in zip(self.begins, accepted, strict=True)]
-        following = [torch.ones(self.tokens, dtype=alpha.dtype, device=alpha.device) for alpha in alphas]
+        alphas = [
+            values.new_zeros(self.tokens).index_copy_(0, starts, values) for starts, values in zip(self.start_tokens, accepted, strict=True)
+        ]
+        later_factors = [torch.ones(self.tokens, dtype=alpha.dtype, device=alpha.device) for alpha in alphas]
         for depth in range(len(alphas) - 2, -1, -1):
-            following[depth] += alphas[depth + 1] * following[depth + 1]
+            later_factors[depth] += alphas[depth + 1] * later_factors[depth + 1]
         losses = []
-        reached: Tensor | float = 1.0
-        for start, alpha, rest, weight in zip(self.begins, alphas, following, self.weights, strict=True):
-            weight.copy_((reached * rest)[start])
-            reached = reached * alpha
-            losses.append((1 - reached[start]).sum())
+        reach_prob: Tensor | float = 1.0
+        for starts, alpha, later_acceptance, weight in zip(self.start_tokens, alphas, later_factors, self.weights, strict=True):
+            weight.copy_((reach_prob * later_acceptance)[starts])
+            reach_prob = reach_prob * alpha
+            losses.append((1 - reach_prob[starts]).sum())
         return losses

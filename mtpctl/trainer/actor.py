@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mtpctl.trainer.profile import UpdateProfile
 
 
-def threads_in(recipe: Recipe, stage: str, cores: int) -> int:
+def threads_for_stage(recipe: Recipe, stage: str, cores: int) -> int:
     """CPU threads of a trainer rank in a stage. `train.threads` leaves cores to the inference engines, which are idle in the SFT stage.
 
     A deterministic run uses the same number in both stages, since the number of threads can change how a sum is rounded.
@@ -62,8 +62,8 @@ class TrainerRank(WeightExporter):
         super().__init__(Recipe.model_validate_json(recipe_json), rank)
         self.world_size = world_size
         self.reference: list[torch.Tensor] | None = None
-        self.unpublished = False  # Whether the weights were updated since the last published version.
-        self.saving: Save
+        self.has_unpublished_update = False  # Whether the weights were updated since the last published version.
+        self.pending_save: Save
         self.profile: UpdateProfile | None = None
         if self.recipe.telemetry.profile:
             from mtpctl.trainer.profile import UpdateProfile
@@ -71,15 +71,15 @@ class TrainerRank(WeightExporter):
             self.profile = UpdateProfile(self.recipe.run_path / "logs", rank)
 
     def location(self) -> ActorLocation:
-        """Where the rank runs. Actor calls are ordered, so this returns after the preceding calls."""
+        """Return the host and devices of this rank. Actor calls are ordered, so this also waits for the preceding calls."""
         return current_location()
 
     def address(self) -> str:
         """Start the rendezvous store and return its address."""
         from mtpctl.cluster.rendezvous import address_of, host_store
 
-        self.meeting = host_store()
-        return address_of(self.meeting)
+        self.rendezvous_store = host_store()
+        return address_of(self.rendezvous_store)
 
     def build(self, folder: str, master: str) -> Parameters:
         """Build the engine from a Hugging Face folder; `master` is the address of rank 0.
@@ -123,7 +123,7 @@ class TrainerRank(WeightExporter):
         rank = Rank(self.rank, self.world_size, master, deadline_s=self.recipe.cluster.step_deadline_s)
         self.engine = MegatronEngine(HfFolder.open(folder), config, rank)
         freeze_heap()
-        parameters, trained = self.engine.parameters
+        parameters, trained = self.engine.parameter_counts
         return {"parameters": parameters, "trained": trained}
 
     def begin_stage(self, stage: str, reference: str, resumed: bool) -> None:
@@ -136,7 +136,7 @@ class TrainerRank(WeightExporter):
         if train.threads:
             import torch
 
-            torch.set_num_threads(threads_in(self.recipe, stage, len(os.sched_getaffinity(0))))
+            torch.set_num_threads(threads_for_stage(self.recipe, stage, len(os.sched_getaffinity(0))))
         self.engine.trains_mtp = self.engine.can_train_mtp and (stage != "rl" or train.rl.train_mtp)
         self.engine.freeze_trunk(stage == "draft")
         penalized = stage == "rl" and bool(train.rl.kl_coef)
@@ -148,12 +148,12 @@ class TrainerRank(WeightExporter):
         self.engine.set_optimizer({"draft": train.draft.optimizer, "sft": train.sft.optimizer, "rl": train.rl.optimizer}[stage])
         if penalized:
             with self.engine.resident():  # After set_optimizer, which decides which parameters train.
-                self.reference = [p.detach().clone() for p in self._trained()]
+                self.reference = [p.detach().clone() for p in self._trained_parameters()]
 
     def _restore_reference(self, path: Path) -> None:
         if not path.exists():
             raise UserError(
-                f"train.rl.kl_coef: {path} is not there, the policy that RL began with; set it to 0, or start in another run_dir"
+                f"train.rl.kl_coef: the initial policy of RL, {path}, is missing; set kl_coef to 0, or start in another run_dir"
             )
         self.engine.restore(path)
 
@@ -192,14 +192,14 @@ class TrainerRank(WeightExporter):
     def _rl_step(self, table: BatchTable, share: Share, version: int) -> dict[str, float]:
         from torch.profiler import record_function
 
-        from mtpctl.trainer.objective import PolicyObjective, advantages
+        from mtpctl.trainer.objective import PolicyObjective, estimate_advantages
 
         recipe, rl = self.recipe, self.recipe.rl
-        began = time.perf_counter()
+        start = time.perf_counter()
         assert share.dp_rank == recipe.train.parallel.dp_rank(self.rank), "the share of another rank"
         if not share.minibatches:
             raise RuntimeFailure(
-                "rollout.deadline_s: no response of a whole batch has a sampled token; raise it, or lower rollout.max_in_flight"
+                "rollout.deadline_s: no response of the batch has a sampled token; raise the deadline, or lower rollout.max_in_flight"
             )
         sequences, versions, stale_kv = share.sequences(), share.versions(), share.stale_kv()
         old_versions = share.old_versions.copy()
@@ -208,41 +208,48 @@ class TrainerRank(WeightExporter):
             for sequence in sequences:
                 sequence.columns["old"] = sequence.columns["behaviour"]
         recompute = recipe.old_logprobs == "recompute"
-        if unscored := recompute and table.unscored:
+        if has_unscored := recompute and table.has_unscored:
             with record_function("mtpctl/old log-probs"):
-                self._score([s for s in sequences if "old" not in s.columns], replay)
+                self._add_old_logprobs([s for s in sequences if "old" not in s.columns], replay)
             old_versions[~share.scored] = version
-        scored = time.perf_counter()
+        scored_at = time.perf_counter()
         reference = self._reference_logprobs(sequences) if self.reference is not None else None
         context = recipe.rollout.context or self.engine.folder.shape.max_positions
-        sample_advantages = advantages(table, rl, max_tokens=recipe.rollout.max_tokens, context=context)
+        sample_advantages = estimate_advantages(table, rl, max_tokens=recipe.rollout.max_tokens, context=context)
         if rl.teacher is not None and not rl.teacher.rewards:
             sample_advantages = [0.0] * len(sample_advantages)
         if replay == "off":
             sequences = [replace(s, routes=None) for s in sequences]
-        # If old log-probs are not recomputed, the loss itself compares the behaviour policy with the trained one. It does so in the first
-        # minibatch only: afterwards, the weights match no published version.
-        causes = (
-            None if recompute else [(each == (-1 if self.unpublished else version), s) for each, s in zip(versions, stale_kv, strict=True)]
+        # If old log-probs are not recomputed, the loss compares the behaviour policy with the trained one, but only in the first minibatch:
+        # afterwards, the weights match no published version.
+        mismatch_masks = (
+            None
+            if recompute
+            else [
+                (token_versions == (-1 if self.has_unpublished_update else version), s)
+                for token_versions, s in zip(versions, stale_kv, strict=True)
+            ]
         )
         minibatch_metrics = []
         for minibatch in share.minibatches:
             minibatch_metrics.append(
                 self.engine.update(
-                    self._training_batch(share, minibatch, sequences, sample_advantages, reference, causes),
+                    self._training_batch(share, minibatch, sequences, sample_advantages, reference, mismatch_masks),
                     PolicyObjective(rl, max_tokens=recipe.rollout.max_tokens, trajectories=minibatch.trajectories),
                     temperature=recipe.rollout.temperature,
                     total_steps=rl.steps * rl.minibatches,
-                    passes=minibatch.passes,
+                    microbatches=minibatch.microbatches,
                 )
             )
-            causes = None
-        metrics = mean_of(minibatch_metrics) | self.engine.peak_memory()
-        metrics |= {"timing_s/old_log_prob": scored - began, "timing_s/update": time.perf_counter() - scored}
+            mismatch_masks = None
+        metrics = mean_metrics(minibatch_metrics) | self.engine.peak_memory()
+        metrics |= {"timing_s/old_log_prob": scored_at - start, "timing_s/update": time.perf_counter() - scored_at}
         if recompute:
-            metrics |= self._mismatch(sequences, versions, stale_kv, old_versions, exact=not (unscored and self.unpublished))
-        self.unpublished = True
-        metrics["perf/tokens"] = sum(each["perf/tokens"] for each in minibatch_metrics)
+            metrics |= self._mismatch_metrics(
+                sequences, versions, stale_kv, old_versions, published=not (has_unscored and self.has_unpublished_update)
+            )
+        self.has_unpublished_update = True
+        metrics["perf/tokens"] = sum(token_versions["perf/tokens"] for token_versions in minibatch_metrics)
         return metrics
 
     def _training_batch(
@@ -252,11 +259,11 @@ class TrainerRank(WeightExporter):
         sequences: list[batch.Sequence],
         sample_advantages: list[float],
         reference: list[np.ndarray] | None,
-        causes: list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] | None,
+        mismatch_masks: list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]] | None,
     ) -> list[batch.Sequence]:
         """The sequences of a minibatch with the columns that the policy loss needs; a dummy sequence if this rank has none.
 
-        causes: `same_weights` and `stale_kv` of each sequence, if the loss measures the mismatch.
+        mismatch_masks: `same_weights` and `stale_kv` of each sequence, if the loss measures the mismatch.
         """
         from mtpctl.trainer.objective import dummy_sequence, training_sequence
 
@@ -267,8 +274,8 @@ class TrainerRank(WeightExporter):
                 sequences[i],
                 sample_advantages[share.indices[i]],
                 reference=None if reference is None else reference[i],
-                same_weights=None if causes is None else causes[i][0],
-                stale_kv=None if causes is None else causes[i][1],
+                same_weights=None if mismatch_masks is None else mismatch_masks[i][0],
+                stale_kv=None if mismatch_masks is None else mismatch_masks[i][1],
                 teacher=rl.teacher,
                 trajectory_tokens=int(share.trajectory_tokens[i]) if by_trajectory else None,
             )
@@ -282,25 +289,25 @@ class TrainerRank(WeightExporter):
                 dummy_sequence(rl.teacher.topk if rl.teacher else 0),
                 0.0,
                 reference=None if reference is None else zero,
-                same_weights=None if causes is None else zero,
-                stale_kv=None if causes is None else zero,
+                same_weights=None if mismatch_masks is None else zero,
+                stale_kv=None if mismatch_masks is None else zero,
                 teacher=rl.teacher,
                 trajectory_tokens=0 if by_trajectory else None,
             )
         ]
 
-    def _score(self, sequences: list[batch.Sequence], replay: str) -> None:
+    def _add_old_logprobs(self, sequences: list[batch.Sequence], replay: str) -> None:
         """Add old log-probs under the current weights and, if `train.moe.replay` is `recompute`, the routes of the pass. Collective."""
-        record = replay == "recompute"
+        record_routes = replay == "recompute"
         inputs = [replace(s, routes=s.routes if replay == "rollout" else None) for s in sequences]
-        scores = self.engine.score(inputs, temperature=self.recipe.rollout.temperature, record=record, own=True)
+        scores = self.engine.score(inputs, temperature=self.recipe.rollout.temperature, record_routes=record_routes, local=True)
         for sequence, score in zip(sequences, scores, strict=True):
             sequence.columns["old"] = np.asarray(score.logprobs, np.float32)
-            if record:
+            if record_routes:
                 sequence.routes = score.routes
 
-    def _trained(self) -> list[torch.nn.Parameter]:
-        """The trained parameters; only these differ between policy and reference."""
+    def _trained_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that differ between policy and reference."""
         return [p for p in self.engine.module.parameters() if p.requires_grad]
 
     def _reference_logprobs(self, sequences: list[batch.Sequence]) -> list[np.ndarray]:
@@ -308,70 +315,72 @@ class TrainerRank(WeightExporter):
 
         assert self.reference is not None
         with self.engine.resident(), torch.no_grad():
-            parameters = self._trained()
+            parameters = self._trained_parameters()
             current = [p.detach().clone() for p in parameters]
             for parameter, value in zip(parameters, self.reference, strict=True):
                 parameter.copy_(value)
             inputs = [replace(s, routes=None) for s in sequences]
-            scores = self.engine.score(inputs, temperature=self.recipe.rollout.temperature, own=True)
+            scores = self.engine.score(inputs, temperature=self.recipe.rollout.temperature, local=True)
             for parameter, value in zip(parameters, current, strict=True):
                 parameter.copy_(value)
         return [np.asarray(s.logprobs, np.float32) for s in scores]
 
-    def _mismatch(
+    def _mismatch_metrics(
         self,
         sequences: list[batch.Sequence],
         versions: list[npt.NDArray[np.int32]],
         stale_kv: list[npt.NDArray[np.bool_]],
         old_versions: npt.NDArray[np.int32],
         *,
-        exact: bool,
+        published: bool,
     ) -> dict[str, float]:
         """`rollout_corr/*` over all tokens, and the mean difference over the tokens that were sampled with the scoring weights.
 
-        stale_kv: whether each token was sampled with a stale KV cache. exact: False if the scoring weights were never published, so no
+        stale_kv: whether each token was sampled with a stale KV cache. published: whether the scoring weights were published; otherwise no
         token was sampled with them.
         """
         import torch
 
-        from mtpctl.model.parallel import summed
+        from mtpctl.model.parallel import sum_over_ranks
         from mtpctl.rl.corrections import cause_metrics, cause_sums, mismatch_metrics, mismatch_sums
 
-        def joined(columns: Sequence[np.ndarray]) -> torch.Tensor:
+        def concatenate(columns: Sequence[np.ndarray]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *columns], dtype=np.float32))
 
-        old = joined([s.columns["old"] for s in sequences])
-        behaviour = joined([s.columns["behaviour"] for s in sequences])
-        mask = joined([s.loss_mask for s in sequences])
+        old = concatenate([s.columns["old"] for s in sequences])
+        behaviour = concatenate([s.columns["behaviour"] for s in sequences])
+        mask = concatenate([s.loss_mask for s in sequences])
         seq_ids = torch.from_numpy(np.repeat(np.arange(len(sequences)), [len(s.loss_mask) for s in sequences]))
         sums = mismatch_sums(old, behaviour, mask, seq_ids, len(sequences), self.recipe.rl.correction)
-        same = joined([exact & (each == old_version) for each, old_version in zip(versions, old_versions, strict=True)])
-        sums |= cause_sums(old, behaviour, mask, same, joined(stale_kv))
-        totals = dict(zip(sums, summed([float(value) for value in sums.values()]), strict=True))
+        same_weights = concatenate(
+            [published & (token_versions == old_version) for token_versions, old_version in zip(versions, old_versions, strict=True)]
+        )
+        sums |= cause_sums(old, behaviour, mask, same_weights, concatenate(stale_kv))
+        totals = dict(zip(sums, sum_over_ranks([float(value) for value in sums.values()]), strict=True))
         return mismatch_metrics(totals) | cause_metrics(totals, tokens=totals["tokens"])
 
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
-        self.unpublished = False
+        self.has_unpublished_update = False
         return super().plan_weights(version, store, members, checksums, sections)
 
     def begin_save(self, path: str) -> str:
         """Start writing a checkpoint of the engine. Returns its temporary folder; files added there become part of the checkpoint."""
-        self.saving = self.engine.begin_save(Path(path), concurrent=self.recipe.train.async_save)
-        return str(self.saving.folder)
+        self.pending_save = self.engine.begin_save(Path(path), concurrent=self.recipe.train.async_save)
+        return str(self.pending_save.folder)
 
     def finish_save(self, wait: bool, entries: Mapping[str, Entry]) -> bool:
-        """Rename the checkpoint to its final name if it is written, or with `wait`, as soon as it is. Returns whether it was renamed.
+        """Rename the checkpoint to its final name if it is written; with `wait`, first wait for that. Returns whether it was renamed.
 
         entries: sizes and checksums of the files that the controller added.
         """
-        if not wait and not self.saving.written():
+        if not wait and not self.pending_save.written():
             return False
-        self.saving.finish(entries)
+        self.pending_save.finish(entries)
         return True
 
     def abandon_save(self) -> None:
         """Delete the checkpoint that is being written."""
-        self.saving.abandon()
+        self.pending_save.abandon()
 
     def restore(self, path: str) -> None:
         """Load a checkpoint: the model, and the optimizer's state if a stage has begun."""
@@ -391,7 +400,7 @@ class TrainerRank(WeightExporter):
                 raise SaveFailed(f"checkpoint {path} was written, but older ones could not be deleted: {error.strerror}") from error
 
 
-def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the parts that have it."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(values) / len(values) for name in names if (values := [p[name] for p in parts if name in p])}
+def mean_metrics(metric_sets: list[dict[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the dicts that have it."""
+    names = dict.fromkeys(name for metrics in metric_sets for name in metrics)
+    return {name: sum(values) / len(values) for name in names if (values := [metrics[name] for metrics in metric_sets if name in metrics])}

@@ -17,12 +17,12 @@ from torch import Tensor
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.packing import Packing, blocks
-from mtpctl.model.parallel import summed
+from mtpctl.model.parallel import sum_over_ranks
 from mtpctl.plan.flops import peak_flops, step_flops
 from mtpctl.routes import Routes, RouteShape
 
 _ALIGNMENT = 16
-"""Alignment, in bytes, of the arrays that `in_one_copy` packs; more than any kernel requires."""
+"""Alignment, in bytes, of the arrays that `copy_packed` packs; more than any kernel requires."""
 
 
 @dataclass
@@ -64,11 +64,11 @@ class Sequence:
                 raise UserError(f"{name} has {length} entries for {response} response tokens")
 
     @property
-    def trained(self) -> int:
+    def num_trained(self) -> int:
         """Number of response tokens in the loss."""
         return int(np.count_nonzero(self.loss_mask))
 
-    def drafted(self, depth: int) -> int:
+    def num_drafted(self, depth: int) -> int:
         """Number of response tokens that MTP depth `depth` drafts: all except the first `depth` of each turn.
 
         A turn is a run of sampled tokens. The target samples its first token after prefill. Depth 1 drafts from the second token on, and
@@ -109,22 +109,26 @@ class MicroBatch:
     dummy: bool = False
 
 
-def check(sequences: list[Sequence], shape: ModelShape) -> None:
+def check_sequences(sequences: list[Sequence], shape: ModelShape) -> None:
     """Raise UserError for token ids, experts or lengths out of the model's range. On a GPU they would end the process without a message."""
-    experts = RouteShape.of(shape)
+    route_shape = RouteShape.of(shape)
     for i, sequence in enumerate(sequences):
         if sequence.routes is not None:
-            fault = experts.fault(sequence.routes, len(sequence.token_ids)) if experts else f"{shape.family} has no experts to route to"
-            if fault:
-                raise UserError(f"sample {sequence.name or i}: {fault}")
+            problem = (
+                route_shape.fault(sequence.routes, len(sequence.token_ids)) if route_shape else f"{shape.family} has no experts to route to"
+            )
+            if problem:
+                raise UserError(f"sample {sequence.name or i}: {problem}")
         if len(sequence.token_ids) > shape.max_positions:
             raise UserError(
-                f"sequence {i} has {len(sequence.token_ids)} tokens, the model's max_position_embeddings is {shape.max_positions}; "
+                f"sequence {i} has {len(sequence.token_ids)} tokens, but the model's max_position_embeddings is {shape.max_positions}; "
                 "lower rollout.max_tokens or rollout.context, or raise model.context"
             )
         if not 0 <= sequence.token_ids.min() <= sequence.token_ids.max() < shape.vocab:
             unknown = next(t for t in sequence.token_ids if not 0 <= t < shape.vocab)
-            raise UserError(f"sequence {i} has token id {unknown}, the vocabulary has {shape.vocab}; is model.tokenizer the model's own?")
+            raise UserError(
+                f"sequence {i} has token id {unknown}, but the vocabulary has {shape.vocab}; check that model.tokenizer is the model's"
+            )
 
 
 def pack(
@@ -134,36 +138,36 @@ def pack(
 
     If needed, appends a padding sample of token 0, which is excluded from the other samples' attention and from losses.
     """
-    chosen = [sequences[i] for i in order]
-    lengths = [len(s.token_ids) for s in chosen]
-    responses = [len(s.loss_mask) for s in chosen]
-    # A response token is predicted at the row of the preceding token, so rows end one before the end of the sequence.
+    packed = [sequences[i] for i in order]
+    lengths = [len(s.token_ids) for s in packed]
+    responses = [len(s.loss_mask) for s in packed]
+    # The row of the preceding token predicts a response token, so rows end one before the end of the sequence.
     ends = np.cumsum(lengths)
     starts = np.cumsum(responses) - responses
     rows = np.arange(sum(responses)) + np.repeat(ends - responses - 1 - starts, responses)
-    ids = [s.token_ids for s in chosen]
+    pieces = [s.token_ids for s in packed]
     if padding := -sum(lengths) % (blocks(cp) * tp):
-        ids.append(np.zeros(padding, np.int32))
+        pieces.append(np.zeros(padding, np.int32))
         lengths.append(padding)
-    row = np.concatenate(ids, dtype=np.int64)
-    labels = row[rows + 1]
-    mask = np.concatenate([s.loss_mask for s in chosen])
-    # The index of each token in its turn; -1 if the policy did not sample it.
-    index = np.arange(len(rows))
-    begin = np.where(mask, 0, index + 1)
-    begin[starts] = np.maximum(begin[starts], starts)
-    in_turn = index - np.maximum.accumulate(begin)
-    arrays = [row, rows, labels, mask.astype(np.float32), np.repeat(np.arange(len(chosen)), responses)]
-    names = chosen[0].columns.keys()
-    arrays += [np.concatenate([s.columns[name] for s in chosen]) for name in names]
+    token_ids = np.concatenate(pieces, dtype=np.int64)
+    labels = token_ids[rows + 1]
+    mask = np.concatenate([s.loss_mask for s in packed])
+    # Index of each token within its turn; -1 if the policy did not sample the token.
+    positions = np.arange(len(rows))
+    turn_starts = np.where(mask, 0, positions + 1)
+    turn_starts[starts] = np.maximum(turn_starts[starts], starts)
+    turn_positions = positions - np.maximum.accumulate(turn_starts)
+    arrays = [token_ids, rows, labels, mask.astype(np.float32), np.repeat(np.arange(len(packed)), responses)]
+    names = packed[0].columns.keys()
+    arrays += [np.concatenate([s.columns[name] for s in packed]) for name in names]
     for depth in range(1, depths + 1):
-        tokens = np.flatnonzero(in_turn >= depth)
+        tokens = np.flatnonzero(turn_positions >= depth)
         arrays += [rows[tokens] - depth, labels[tokens], tokens]
     tensors = iter(to_device(arrays, device))
     packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), padding_tokens=padding)
     return MicroBatch(
         input_ids=next(tensors),
-        packing=_with_routes(packing, chosen),
+        packing=_with_routes(packing, packed),
         rows=next(tensors),
         labels=next(tensors),
         mask=next(tensors),
@@ -176,11 +180,11 @@ def pack(
 
 
 def _with_routes(packing: Packing, sequences: list[Sequence]) -> Packing:
-    first = next((s.routes for s in sequences if s.routes is not None), None)
-    if first is None:
+    first_routes = next((s.routes for s in sequences if s.routes is not None), None)
+    if first_routes is None:
         return packing
     # torch cannot index with uint16.
-    routes = np.zeros((sum(packing.sample_lengths), *first.shape[1:]), np.uint8 if first.dtype == np.uint8 else np.int16)
+    routes = np.zeros((sum(packing.sample_lengths), *first_routes.shape[1:]), np.uint8 if first_routes.dtype == np.uint8 else np.int16)
     routed = np.zeros(len(routes), np.bool_)
     start = 0
     for sequence in sequences:
@@ -188,14 +192,14 @@ def _with_routes(packing: Packing, sequences: list[Sequence]) -> Packing:
             end = start + len(sequence.routes)
             routes[start:end], routed[start:end] = sequence.routes, True
         start += len(sequence.token_ids)
-    device, own = packing.tokens.device, packing.tokens.cpu().numpy()
-    local = (routes, routed) if packing.ranks == 1 else (routes[own], routed[own])
-    local_routes, local_routed = to_device(local, device)
+    device, rank_tokens = packing.tokens.device, packing.tokens.cpu().numpy()
+    rank_arrays = (routes, routed) if packing.ranks == 1 else (routes[rank_tokens], routed[rank_tokens])
+    local_routes, local_routed = to_device(rank_arrays, device)
     return replace(packing, routes=local_routes, routed=local_routed)
 
 
 def dummy_batch(sequences: list[Sequence], depths: int, device: torch.device | str, **layout: int) -> MicroBatch:
-    """The shortest of the sequences with an empty loss mask, packed by `pack`."""
+    """Pack the shortest sequence with an empty loss mask. layout: keyword arguments of `pack`."""
     shortest = min(sequences, key=lambda s: len(s.token_ids))
     masked = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
     micro = pack([masked], [0], depths, device, **layout)
@@ -203,30 +207,30 @@ def dummy_batch(sequences: list[Sequence], depths: int, device: torch.device | s
 
 
 def to_device(arrays: Collection[np.ndarray], device: torch.device | str) -> list[Tensor]:
-    """The arrays as tensors on the device. On a CPU the tensors share the arrays' memory."""
+    """Copy the arrays to the device as tensors. On a CPU the tensors share the arrays' memory."""
     if torch.device(device).type == "cpu":
-        return [torch.from_numpy(each) for each in arrays]
-    return in_one_copy(arrays, device)
+        return [torch.from_numpy(array) for array in arrays]
+    return copy_packed(arrays, device)
 
 
-def in_one_copy(arrays: Collection[np.ndarray], device: torch.device | str) -> list[Tensor]:
-    """Like `to_device`, in one copy. Launching a copy takes longer than transferring the bytes of a microbatch.
+def copy_packed(arrays: Collection[np.ndarray], device: torch.device | str) -> list[Tensor]:
+    """Copy the arrays to the device in one transfer, as tensors that share one storage.
 
-    The tensors share one storage.
+    Launching a copy takes longer than transferring the bytes of a microbatch.
     """
     starts, size = [], 0
-    for each in arrays:
+    for array in arrays:
         starts.append(size)
-        size += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     # Pinned, so that the host does not wait for the copy.
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
     host = buffer.numpy()
-    for start, each in zip(starts, arrays, strict=True):
-        host[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
-    moved = buffer.to(device, non_blocking=True)
+    for start, array in zip(starts, arrays, strict=True):
+        host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    copied = buffer.to(device, non_blocking=True)
     return [
-        moved[start : start + each.nbytes].view(torch.from_numpy(each).dtype).view(each.shape)
-        for start, each in zip(starts, arrays, strict=True)
+        copied[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
     ]
 
 
@@ -234,23 +238,25 @@ def in_one_copy(arrays: Collection[np.ndarray], device: torch.device | str) -> l
 class Totals:
     """Counts over all sequences of an update; losses are divided by them.
 
-    trained: response tokens in the loss. drafted: the number of these that each MTP depth drafts.
+    trained_tokens: response tokens in the loss. drafted_tokens: the number of these that each MTP depth drafts.
     """
 
     sequences: int
     tokens: int
-    trained: int
-    drafted: tuple[int, ...]
+    trained_tokens: int
+    drafted_tokens: tuple[int, ...]
 
     @classmethod
     def of(cls, sequences: Collection[Sequence], depths: int) -> Totals:
-        drafted = tuple(sum(s.drafted(depth) for s in sequences) for depth in range(1, depths + 1))
-        return cls(len(sequences), sum(len(s.token_ids) for s in sequences), sum(s.trained for s in sequences), drafted)
+        drafted_tokens = tuple(sum(s.num_drafted(depth) for s in sequences) for depth in range(1, depths + 1))
+        return cls(len(sequences), sum(len(s.token_ids) for s in sequences), sum(s.num_trained for s in sequences), drafted_tokens)
 
-    def over_ranks(self) -> Totals:
+    def sum_over_ranks(self) -> Totals:
         """Sum the counts over data-parallel ranks, each of which has different sequences. Collective."""
-        sequences, tokens, trained, *drafted = map(int, summed([self.sequences, self.tokens, self.trained, *self.drafted]))
-        return Totals(sequences, tokens, trained, tuple(drafted))
+        sequences, tokens, trained_tokens, *drafted_tokens = map(
+            int, sum_over_ranks([self.sequences, self.tokens, self.trained_tokens, *self.drafted_tokens])
+        )
+        return Totals(sequences, tokens, trained_tokens, tuple(drafted_tokens))
 
 
 def utilization(
@@ -268,5 +274,5 @@ def utilization(
 
 def update_flops(shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool) -> int:
     """FLOPs of a forward and backward pass over these sequences, with `depths` MTP depths trained (see `step_flops`)."""
-    rows, *drafts = (sum(s.drafted(depth) for s in sequences) for depth in range(depths + 1))
-    return step_flops(shape, [len(s.token_ids) for s in sequences], rows, drafts, isolated=isolated)
+    trunk_rows, *draft_rows = (sum(s.num_drafted(depth) for s in sequences) for depth in range(depths + 1))
+    return step_flops(shape, [len(s.token_ids) for s in sequences], trunk_rows, draft_rows, isolated=isolated)

@@ -1,10 +1,11 @@
 """Gradient buffers and expert loads, and their reduction over ranks.
 
 Reductions of gradients overlap with the last backward pass of an update. megatron-core can start the reduction of a bucket when autograd
-has visited all of its parameters, but it requires a gradient from autograd for each of them in every update. Ours bypass autograd, and some
-parameters have no gradient in some updates. Therefore a bucket's reduction starts when the backward pass has left the layers of the bucket
-in all microbatches. Buckets are reduced in the same order on all ranks; those that the backward pass has not released are reduced after it.
-The last is that of the embedding, which overlaps with nothing, so only the rows that have a gradient are exchanged.
+has visited all of its parameters, but it requires a gradient from autograd for each of them in every update. The gradients of this
+package's layers bypass autograd, and some parameters have no gradient in some updates. Therefore a bucket's reduction starts when the
+backward pass has left the layers of the bucket in all microbatches. Buckets are reduced in the same order on all ranks; the remaining
+buckets are reduced after the backward pass. The embedding's bucket is the last, and its reduction overlaps with nothing, so only the rows
+that have a gradient are exchanged.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ AFTER_BACKWARD = -1
 def layer_indices(module: MtpModel) -> dict[Tensor, int]:
     """Map each parameter to the decoder layer of this stage whose backward pass completes its gradient.
 
-    Parts that follow the layers have the number of layers as their index: their gradients are complete before the last layer's backward
-    pass begins.
+    Modules after the layers have the number of layers as their index: their gradients are complete before the last layer's backward pass
+    begins.
     """
     return {parameter: _layer_index(name, len(module.decoder.layers)) for name, parameter in module.named_parameters()}
 
@@ -60,86 +61,86 @@ def _layer_index(name: str, layers: int) -> int:
     return layers if name.startswith(("decoder.final_layernorm.", "mtp.", "output_layer.")) else AFTER_BACKWARD
 
 
-def layout(index_of: Mapping[Tensor, int], *, distributed_optimizer: bool) -> FullParamLayout:
-    """megatron-core's order of parameters in buffers, with buckets that end at layers.
+def bucket_layout(index_of: Mapping[Tensor, int], *, distributed_optimizer: bool) -> FullParamLayout:
+    """The order of parameters in gradient buffers, as in megatron-core, with buckets that end at layers.
 
     A weight that pipeline stages share (`shared_embedding`) has a separate bucket: the distributed optimizer gives each rank a part of
     every bucket, and megatron-core adds the parts of the first and the last stage, which must be the same rows.
     """
     layouts = {}
     for key, (parameters, indices) in group_params_for_buffers([p for p in index_of if p.requires_grad], True).items():
-        ranks = _group(expert=key.is_expert_parallel).size()
+        ranks = _data_parallel_group(expert=key.is_expert_parallel).size()
         buckets = PerBufferParamLayout(param_indices=indices, num_optimizer_shards=ranks if distributed_optimizer else None)
-        start = end = 0
-        for parameter, following in itertools.zip_longest(reversed(parameters), parameters[-2::-1]):
-            begin = pad_param_start(end) if distributed_optimizer else end
-            end = begin + parameter.numel()
-            buckets.param_index_map[parameter] = (begin, end, len(buckets.bucket_indices))
-            if following is None or (ranks > 1 and _ends_bucket(parameter, following, index_of, end - start)):
-                buckets.per_bucket_numel_unpadded.append(end - start)
+        bucket_start = param_end = 0
+        for parameter, next_parameter in itertools.zip_longest(reversed(parameters), parameters[-2::-1]):
+            param_start = pad_param_start(param_end) if distributed_optimizer else param_end
+            param_end = param_start + parameter.numel()
+            buckets.param_index_map[parameter] = (param_start, param_end, len(buckets.bucket_indices))
+            if next_parameter is None or (ranks > 1 and _is_bucket_end(parameter, next_parameter, index_of, param_end - bucket_start)):
+                buckets.per_bucket_numel_unpadded.append(param_end - bucket_start)
                 # The distributed optimizer divides each bucket over the ranks.
-                end = pad_bucket_end(end, ranks, False) if distributed_optimizer else end
-                buckets.bucket_indices.append((start, end))
-                start = end
+                param_end = pad_bucket_end(param_end, ranks, False) if distributed_optimizer else param_end
+                buckets.bucket_indices.append((bucket_start, param_end))
+                bucket_start = param_end
         layouts[key] = buckets
     return FullParamLayout(layouts)
 
 
-def _ends_bucket(parameter: Tensor, following: Tensor, index_of: Mapping[Tensor, int], numel: int) -> bool:
-    if any(getattr(each, "shared_embedding", False) or index_of[each] == AFTER_BACKWARD for each in (parameter, following)):
+def _is_bucket_end(parameter: Tensor, next_parameter: Tensor, index_of: Mapping[Tensor, int], numel: int) -> bool:
+    if any(getattr(each, "shared_embedding", False) or index_of[each] == AFTER_BACKWARD for each in (parameter, next_parameter)):
         return True
-    return index_of[parameter] != index_of[following] and numel >= MIN_BUCKET_NUMEL
+    return index_of[parameter] != index_of[next_parameter] and numel >= MIN_BUCKET_NUMEL
 
 
-def _group(*, expert: bool) -> dist.ProcessGroup:
+def _data_parallel_group(*, expert: bool) -> dist.ProcessGroup:
     group: dist.ProcessGroup = (
         parallel_state.get_expert_data_parallel_group() if expert else parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
     return group
 
 
-class Overlap:
-    """Starts the reductions of `model`, whose bucket groups must be asynchronous."""
+class GradReduceOverlap:
+    """Starts the gradient reductions of `model` during the backward pass. Its bucket groups must be asynchronous."""
 
     def __init__(
         self, module: MtpModel, model: DistributedDataParallel, index_of: Mapping[Tensor, int], prepare: Callable[[int], None]
     ) -> None:
-        """prepare(index): called before the reductions of buckets with gradients of layers from this index on."""
+        """prepare(index): called before the buckets with gradients of layers from this index on are reduced."""
         self._prepare = prepare
         groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
         # In order of readiness, which is the same on all ranks, because they have the same parameters.
         self._groups = sorted(((min(index_of[p] for p in group.params), group) for group in groups), key=lambda entry: -entry[0])
         embedding = getattr(module, "embedding", None)
         self._embedding: Any = None
-        # The head gives a tied weight a gradient in all rows. The distributed optimizer reduces to shards, which do not end at rows.
+        # Excludes a tied weight, because the head's gradient has all rows, and the distributed optimizer, whose shards do not end at rows.
         if embedding is not None and not (module.share_embeddings_and_output_weights or model.ddp_config.use_distributed_optimizer):
             self._embedding = embedding.word_embeddings.weight
-        self._microbatches, self._started = 0, 0
+        self._microbatches, self._started_count = 0, 0
         self._input_grads: dict[int, int] = {}
-        parts: list[tuple[int, torch.nn.Module]] = list(enumerate(module.decoder.layers))
+        layers: list[tuple[int, torch.nn.Module]] = list(enumerate(module.decoder.layers))
         if module.decoder.final_layernorm is not None:
-            parts.append((len(parts), module.decoder.final_layernorm))
-        for index, part in parts:
-            part.register_forward_pre_hook(partial(self._watch, index), with_kwargs=True)
+            layers.append((len(layers), module.decoder.final_layernorm))
+        for index, layer in layers:
+            layer.register_forward_pre_hook(partial(self._hook_input_grad, index), with_kwargs=True)
 
     def begin(self, microbatches: int) -> None:
         """Start an update with this number of backward passes. Raises RuntimeError if the previous update failed in the middle of its
         reductions, which other ranks may not have started."""
         if any(group.grad_reduce_handle is not None for _, group in self._groups):
             raise RuntimeError("the previous update failed while its gradients were being reduced; start the trainer again")
-        self._microbatches, self._started, self._input_grads = microbatches, 0, {}
+        self._microbatches, self._started_count, self._input_grads = microbatches, 0, {}
 
     def finish(self) -> None:
         """Start the remaining reductions, in the same order."""
-        self._start(AFTER_BACKWARD)
+        self._reduce_from(AFTER_BACKWARD)
 
-    def _watch(self, index: int, _: torch.nn.Module, args: tuple[object, ...], options: dict[str, object]) -> None:
+    def _hook_input_grad(self, index: int, _: torch.nn.Module, args: tuple[object, ...], options: dict[str, object]) -> None:
         """Call `_on_input_grad` when the gradient of the layer's input is complete.
 
-        Autograd runs operations in reverse order of their creation. It computes the input's gradient after those of all parameters used
-        since, unless the input is a leaf: leaves take precedence, so they are skipped, and the layer's reductions start with those of the
-        next one. This is the case for the first layer of later pipeline stages, and if a recomputed layer runs for the second time. Its
-        input in the first pass is the tensor of the outer graph.
+        Autograd runs operations in reverse order of their creation, so it computes the input's gradient after those of all parameters used
+        since. An input that is a leaf has no hook, because autograd accumulates leaves earlier; the layer's reductions then start with
+        those of the preceding layer. The input is a leaf in the first layer of later pipeline stages, and when a recomputed layer runs
+        for the second time.
         """
         state = options.get("hidden_states", args[0] if args else None)
         if isinstance(state, Tensor) and state.grad_fn is not None:
@@ -150,24 +151,24 @@ class Overlap:
         if count > self._microbatches:
             raise RuntimeError(f"decoder layer {index} ran more than once per microbatch; its gradients have been reduced already")
         if count == self._microbatches:
-            self._start(index)
+            self._reduce_from(index)
 
-    def _start(self, index: int) -> None:
+    def _reduce_from(self, index: int) -> None:
         """Reduce the buckets of all gradients of layers from `index` on."""
-        ready = sum(lowest >= index for lowest, _ in self._groups)
-        if ready > self._started:
+        ready_count = sum(lowest_layer >= index for lowest_layer, _ in self._groups)
+        if ready_count > self._started_count:
             self._prepare(index)
-        while self._started < ready:
-            group = self._groups[self._started][1]
+        while self._started_count < ready_count:
+            group = self._groups[self._started_count][1]
             if group.params == {self._embedding} and sum_sparse_rows(self._embedding.main_grad, group.data_parallel_group):
                 group.grad_reduce_finished = True
             else:
                 group.start_grad_sync()
-            self._started += 1
+            self._started_count += 1
 
 
 def sum_sparse_rows(grad: Tensor, group: dist.ProcessGroup) -> bool:
-    """Sum grad [vocab, H] over ranks by exchanging the rows that are not zero, unless there are too many. Returns whether it did."""
+    """Sum grad [vocab, H] over ranks by exchanging its non-zero rows. Returns False, without a change, if there are too many."""
     rows = torch.linalg.vector_norm(grad, torch.inf, dim=1).nonzero().squeeze(1)
     ranks = group.size()
     all_counts = rows.new_empty(ranks)
@@ -182,35 +183,35 @@ def sum_sparse_rows(grad: Tensor, group: dist.ProcessGroup) -> bool:
     for start in range(0, max_rows, step):
         size = min(step, max_rows - start)
         sent_rows, sent_values = rows.new_zeros(size), values.new_zeros(size, grad.shape[1])
-        own = len(rows[start : start + size])
-        sent_rows[:own], sent_values[:own] = rows[start : start + size], values[start : start + size]
+        sent_count = len(rows[start : start + size])
+        sent_rows[:sent_count], sent_values[:sent_count] = rows[start : start + size], values[start : start + size]
         all_rows, all_values = rows.new_empty(ranks * size), values.new_empty(ranks * size, grad.shape[1])
         dist.all_gather_into_tensor(all_rows, sent_rows, group=group)
         dist.all_gather_into_tensor(all_values, sent_values, group=group)
         # One rank after the other, so that all ranks add in the same order.
         for count, rank_rows, rank_values in zip(counts, all_rows.split(size), all_values.split(size), strict=True):
-            received = min(max(count - start, 0), size)
-            grad.index_add_(0, rank_rows[:received], rank_values[:received])
+            received_count = min(max(count - start, 0), size)
+            grad.index_add_(0, rank_rows[:received_count], rank_values[:received_count])
     return True
 
 
 class Gradients:
-    """The fp32 buffers of all gradients. They are reduced over ranks during and after the last backward pass (`Overlap`).
+    """The fp32 buffers of all gradients. They are reduced over ranks during and after the last backward pass (`GradReduceOverlap`).
 
-    In each update the first gradients of linear layers, experts and LM head overwrite their buffers, which saves zeroing and reading them:
-    buffers are larger than anything else that a microbatch reads. The buffers of other weights are zeroed at the start of an update.
+    In each update the first gradients of linear layers, experts and LM head overwrite their buffers. This avoids zeroing and reading the
+    buffers, which are the largest data that a microbatch reads. The buffers of other weights are zeroed at the start of an update.
     """
 
-    def __init__(self, module: MtpModel, config: TransformerConfig, *, distributed_optimizer: bool, head_by_kernels: bool) -> None:
-        """head_by_kernels: all gradients of the head's weight are written by `mtpctl.kernels`, none by autograd."""
+    def __init__(self, module: MtpModel, config: TransformerConfig, *, distributed_optimizer: bool, head_uses_kernels: bool) -> None:
+        """head_uses_kernels: all gradients of the head's weight are written by `mtpctl.kernels`, none by autograd."""
         # A weak reference, because Megatron-Bridge caches the configs it exports with, which must not keep the process groups alive.
-        config.finalize_model_grads_func = partial(_finish, weakref.ref(self))
+        config.finalize_model_grads_func = partial(_finalize_grads, weakref.ref(self))
         overlaps = parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=overlaps
         )
         index_of = layer_indices(module)
-        buckets = layout(index_of, distributed_optimizer=distributed_optimizer) if overlaps else None
+        buckets = bucket_layout(index_of, distributed_optimizer=distributed_optimizer) if overlaps else None
         self.model = DistributedDataParallel(config, settings, module, full_param_layout=buckets)
         # The bucket groups keep the asynchronous settings. The hooks on parameters must not start reductions.
         self.model.ddp_config = replace(settings, overlap_grad_reduce=False)
@@ -218,21 +219,21 @@ class Gradients:
         self._expert_indices = [
             max((index_of[weight] for weight in experts.parameters()), default=AFTER_BACKWARD) for experts in self._experts
         ]
-        of_experts = {weight for experts in self._experts for weight in experts.parameters()}
-        self._others = [weight for weight in self.model.params_with_grad if weight not in of_experts]
-        layers = [part for part in _linear_layers(module) if part.weight not in of_experts and is_buffered(part.weight)]
+        expert_weights = {weight for experts in self._experts for weight in experts.parameters()}
+        self._other_weights = [weight for weight in self.model.params_with_grad if weight not in expert_weights]
+        layers = [part for part in _linear_layers(module) if part.weight not in expert_weights and is_buffered(part.weight)]
         # Layers split by tp use upstream's backward pass, which then calls this function; `ReplicatedLinear` has its own.
         fill_buffers([part for part in layers if not isinstance(part, ReplicatedLinear)], accumulate_weight_grad)
-        overwritten = [part.weight for part in layers]
-        if head_by_kernels and module.post_process and not module.share_embeddings_and_output_weights:
+        overwritten_weights = [part.weight for part in layers]
+        if head_uses_kernels and module.post_process and not module.share_embeddings_and_output_weights:
             head = module.output_layer.weight
-            overwritten += [head] if is_buffered(head) else []
-        self._overwritten: list[Tensor] = [cast(Any, weight).main_grad for weight in overwritten]
+            overwritten_weights += [head] if is_buffered(head) else []
+        self._overwritten_buffers: list[Tensor] = [cast(Any, weight).main_grad for weight in overwritten_weights]
         """Buffers that the first gradients overwrite, except those of experts."""
-        self._overwritten_indices = [index_of[weight] for weight in overwritten]
-        self._overlap = Overlap(module, self.model, index_of, self._zero_stale) if overlaps else None
-        self._zeroed: list[Tensor] = []
-        self._zeroed_key: tuple[int, ...] = ()
+        self._overwritten_indices = [index_of[weight] for weight in overwritten_weights]
+        self._overlap = GradReduceOverlap(module, self.model, index_of, self._zero_stale) if overlaps else None
+        self._zeroed_slices: list[Tensor] = []
+        self._zeroed_slices_key: tuple[int, ...] = ()
 
     @property
     def _buffers(self) -> list[Tensor]:
@@ -246,10 +247,10 @@ class Gradients:
         stacks = [stack for experts in self._experts for stack in experts.stacks()]
         for stack in stacks:
             stack.mark_stale()
-        for buffer in self._overwritten:
+        for buffer in self._overwritten_buffers:
             mark_stale(buffer)
-        _zero(self._buffers_to_zero(stacks))
-        for weight in self._others:
+        _zero_tensors(self._buffers_to_zero(stacks))
+        for weight in self._other_weights:
             weight.grad_added_to_main_grad = False  # Set by the head's kernels, and by upstream's layers that are split by tp.
         for group in [*self.model.bucket_groups, *self.model.expert_parallel_bucket_groups]:
             group.reset()
@@ -267,51 +268,53 @@ class Gradients:
         with without_router_updates():
             finalize_model_grads(model, None, **options)
 
-    def _zero_stale(self, first: int) -> None:
-        """Zero buffers that received no gradient in this update, of parameters of layers from index `first` on."""
-        experts = (experts for index, experts in zip(self._expert_indices, self._experts, strict=True) if index >= first)
-        stale = [buffer for each in experts for stack in each.stacks() for buffer in stack.stale_buffers()]
-        others = zip(self._overwritten_indices, self._overwritten, strict=True)
-        _zero([*stale, *(buffer for index, buffer in others if index >= first and take_stale(buffer))])
+    def _zero_stale(self, first_layer: int) -> None:
+        """Zero buffers that received no gradient in this update, of parameters of layers from index `first_layer` on."""
+        experts = (experts for index, experts in zip(self._expert_indices, self._experts, strict=True) if index >= first_layer)
+        stale = [buffer for layer_experts in experts for stack in layer_experts.stacks() for buffer in stack.stale_buffers()]
+        overwritten = zip(self._overwritten_indices, self._overwritten_buffers, strict=True)
+        _zero_tensors([*stale, *(buffer for index, buffer in overwritten if index >= first_layer and take_stale(buffer))])
 
     def _buffers_to_zero(self, stacks: list[WeightStack]) -> list[Tensor]:
         """The parts of the buffers that first gradients do not overwrite. Cached until the buffers are reallocated."""
         buffers = self._buffers
         key = (len(stacks), *(buffer.data_ptr() for buffer in buffers))
-        if key != self._zeroed_key:
-            overwritten = [*self._overwritten, *(grad for stack in stacks for grad in stack.buffers)]
+        if key != self._zeroed_slices_key:
+            overwritten = [*self._overwritten_buffers, *(grad for stack in stacks for grad in stack.buffers)]
             ranges = sorted((grad.data_ptr(), grad.nbytes) for grad in overwritten)
-            self._zeroed = [part for buffer in buffers for part in _outside(buffer, ranges)]
-            self._zeroed_key = key
-        return self._zeroed
+            self._zeroed_slices = [piece for buffer in buffers for piece in _slices_outside(buffer, ranges)]
+            self._zeroed_slices_key = key
+        return self._zeroed_slices
 
 
-def _finish(gradients: weakref.ref[Gradients], model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: object) -> None:
-    target = gradients()
-    assert target is not None, "the gradients outlive the training of the model"
-    target.finish(model, **options)
+def _finalize_grads(
+    gradients: weakref.ref[Gradients], model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: object
+) -> None:
+    live_gradients = gradients()
+    assert live_gradients is not None, "the gradient buffers were freed while the model still trains"
+    live_gradients.finish(model, **options)
 
 
-def _zero(tensors: list[Tensor]) -> None:
+def _zero_tensors(tensors: list[Tensor]) -> None:
     if tensors:
         torch._foreach_zero_(tensors)
 
 
 def _linear_layers(module: MtpModel) -> list[ColumnParallelLinear | RowParallelLinear | ReplicatedLinear]:
-    """The linear layers whose gradients `accumulate_weight_grad` adds to buffers. The LM head's kernels add their own."""
+    """The linear layers whose gradients `accumulate_weight_grad` adds to buffers, without the LM head, whose kernels add its gradients."""
     return [part for part in module.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)]
 
 
-def _outside(buffer: Tensor, ranges: Iterable[tuple[int, int]]) -> list[Tensor]:
-    """The parts of a flat buffer outside `ranges`, which are (address, bytes) sorted by address."""
+def _slices_outside(buffer: Tensor, ranges: Iterable[tuple[int, int]]) -> list[Tensor]:
+    """The slices of a flat buffer outside `ranges`, a list of (address, bytes) sorted by address."""
     start, size = buffer.data_ptr(), buffer.element_size()
-    inside = [((at - start) // size, nbytes // size) for at, nbytes in ranges if 0 <= at - start < buffer.nbytes]
-    ends = [0, *(at + length for at, length in inside)]
-    starts = [*(at for at, _ in inside), buffer.numel()]
-    return [buffer[end:begin] for end, begin in zip(ends, starts, strict=True) if begin > end]
+    inner_ranges = [((address - start) // size, nbytes // size) for address, nbytes in ranges if 0 <= address - start < buffer.nbytes]
+    ends = [0, *(address + length for address, length in inner_ranges)]
+    starts = [*(address for address, _ in inner_ranges), buffer.numel()]
+    return [buffer[slice_end:slice_start] for slice_end, slice_start in zip(ends, starts, strict=True) if slice_start > slice_end]
 
 
-class Balance:
+class ExpertBalance:
     """Expert load balance of an update: metrics, and updates of the router biases. Methods are collective."""
 
     def __init__(self, model: torch.nn.Module, bias_update: float) -> None:
@@ -326,16 +329,16 @@ class Balance:
     @torch.no_grad()
     def finish(self, *, applied: bool) -> dict[str, float]:
         """Update the biases if the optimizer step was applied, and return metrics (empty without experts)."""
-        loads = self._loads()
+        loads = self._gather_loads()
         if applied and self.bias_update:
             for router, load in zip(self.routers, loads, strict=True):
                 # Experts above the mean load become less likely, those below become more likely (DeepSeek-V3, arXiv 2412.19437, section
                 # 2.1.2). A router that was not used in this update has no load and keeps its bias, and so does a frozen one.
                 if router.weight.requires_grad:
                     router.expert_bias += self.bias_update * (load.mean() - load).sign().float()
-        return self._metrics(loads) | self._agreement()
+        return self._load_metrics(loads) | self._replay_agreement()
 
-    def _agreement(self) -> dict[str, float]:
+    def _replay_agreement(self) -> dict[str, float]:
         """`moe/replay_agreement`: fraction of replayed experts that the routers would also have chosen. Empty without replay."""
         counts = torch.zeros(2, dtype=torch.long, device=torch.cuda.current_device())
         for router in self.routers:
@@ -345,7 +348,7 @@ class Balance:
         agreed, replayed = counts.tolist()
         return {"moe/replay_agreement": agreed / replayed} if replayed else {}
 
-    def _loads(self) -> Tensor:
+    def _gather_loads(self) -> Tensor:
         """Rows per expert of each router [routers, E], over all ranks that share the routers."""
         if not self.routers:
             return torch.zeros(0, 1, dtype=torch.double, device=torch.cuda.current_device())
@@ -354,7 +357,7 @@ class Balance:
             dist.all_reduce(loads, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         return loads.double()
 
-    def _metrics(self, loads: Tensor) -> dict[str, float]:
+    def _load_metrics(self, loads: Tensor) -> dict[str, float]:
         rows = loads.sum(1)
         relative = loads / loads.mean(1, keepdim=True).clamp(min=1)
         expected = torch.tensor([router.topk * router.passes * self.tokens for router in self.routers], device=loads.device)

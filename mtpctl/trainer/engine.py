@@ -22,7 +22,7 @@ from mtpctl.kernels.dispatch import ONE_PASS
 from mtpctl.model.build import build_model, complete_config, init_random_weights
 from mtpctl.model.gpt import MtpModel
 from mtpctl.model.lora import attach_adapters
-from mtpctl.model.parallel import ProcessGroups, Rank, largest, summed
+from mtpctl.model.parallel import ProcessGroups, Rank, max_over_ranks, sum_over_ranks
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.numerics import check_gpu
@@ -30,19 +30,28 @@ from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.routes import RouteShape
 from mtpctl.trainer.batch import MicroBatch, Sequence, Totals, utilization
 from mtpctl.trainer.config import EngineConfig, ScoreOptions, TokenScores
-from mtpctl.trainer.data_parallel import Balance, Gradients
+from mtpctl.trainer.data_parallel import ExpertBalance, Gradients
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Objective, Sums
 from mtpctl.trainer.offload import HostMemory
 from mtpctl.trainer.optimizer import Optimizer
-from mtpctl.trainer.passes import MicroBatchLoss, Passes, Scorer, micro_batches, passes_of, recorded_routes, recording, run_passes
+from mtpctl.trainer.passes import (
+    Microbatches,
+    MicroBatchLoss,
+    Scorer,
+    assign_microbatches,
+    pack_microbatches,
+    recorded_routes,
+    run_passes,
+    with_recording,
+)
 from mtpctl.trainer.update_loss import UpdateLoss
 
 
 class MegatronEngine:
-    """The model on this rank, with its optimizer and scoring. Methods are collective.
+    """The model on this rank, its optimizer, and scoring. Methods are collective.
 
-    All ranks pass the same arguments, except that a dp rank may pass only its own sequences.
+    All ranks pass the same arguments, except that each dp rank may pass only its share of the sequences.
     """
 
     def __init__(self, folder: HfFolder, config: EngineConfig, rank: Rank | None = None) -> None:
@@ -75,10 +84,10 @@ class MegatronEngine:
             self.bridge.load([model])
         else:
             init_random_weights(model, config.random_seed)
-        self.base = ""
+        self.base_fingerprint = ""
         if config.lora is not None:
             attach_adapters(model, config.lora, config.adapter_seed)
-            self._name_base(folder.path)
+            self._set_base_fingerprint(folder.path)
         self.trained_names = {name for name, p in model.named_parameters() if p.requires_grad} if config.lora else None
         self.depths = self.transformer.mtp_num_layers or 0
         self.can_train_mtp = config.train and config.mtp.trains and self.depths > 0
@@ -92,15 +101,15 @@ class MegatronEngine:
                 model,
                 self.transformer,
                 distributed_optimizer=config.distributed_optimizer,
-                head_by_kernels=config.kernels.linear_logprob in ONE_PASS,
+                head_uses_kernels=config.kernels.linear_logprob in ONE_PASS,
             )
             self.model = self.gradients.model
-        self.host = HostMemory(self.module.parameters()) if config.offload.params else None
-        self.balance = Balance(model, config.moe.bias_update)
+        self.host_memory = HostMemory(self.module.parameters()) if config.offload.params else None
+        self.balance = ExpertBalance(model, config.moe.bias_update)
         self.head = Head(
             config.kernels, folder.shape, config.parallel, sequence_parallel=self.transformer.sequence_parallel, numerics=config.numerics
         )
-        self._users = 0
+        self._resident_blocks = 0
         with self.resident():
             pass
 
@@ -112,25 +121,25 @@ class MegatronEngine:
     @contextmanager
     def resident(self) -> Iterator[None]:
         """Load the parameters to the device. Offloaded parameters return to host memory when the outermost block ends."""
-        self._users += 1
-        if self.host is not None:
-            self.host.load(self.module.parameters())
+        self._resident_blocks += 1
+        if self.host_memory is not None:
+            self.host_memory.load(self.module.parameters())
         try:
             yield
         finally:
-            self._users -= 1
-            if self.host is not None and not self._users:
-                self.host.offload(self.module.parameters())
+            self._resident_blocks -= 1
+            if self.host_memory is not None and not self._resident_blocks:
+                self.host_memory.offload(self.module.parameters())
 
     @property
-    def parameters(self) -> tuple[int, int]:
+    def parameter_counts(self) -> tuple[int, int]:
         """Number of parameters on this rank: all, and those that are trained."""
         sizes = [(p.numel(), p.requires_grad) for p in self.module.parameters()]
         return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
-    def _name_base(self, path: Path) -> None:
+    def _set_base_fingerprint(self, path: Path) -> None:
         seed = self.config.random_seed
-        self.base = fingerprint(path) if seed is None else f"random weights of seed {seed}"
+        self.base_fingerprint = fingerprint(path) if seed is None else f"random weights of seed {seed}"
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Create a new optimizer, without state for MTP layers that are not trained.
@@ -170,21 +179,21 @@ class MegatronEngine:
         *,
         temperature: float = 1.0,
         total_steps: int = 1,
-        passes: Passes | None = None,
+        microbatches: Microbatches | None = None,
     ) -> dict[str, float]:
         """Run one optimizer step on these sequences. Returns metrics.
 
-        passes: the microbatches, if `sequences` are this dp rank's own; every dp rank has the same number. Sequences in no microbatch are
-        not trained on. None if every rank passes all sequences.
+        microbatches: set if `sequences` are only this dp rank's; every dp rank has the same number. Sequences in no microbatch are not
+        trained on. None if every rank passes all sequences.
 
-        The metric `skipped` is 1 if the loss or gradients were not finite. Then nothing is applied, and non-finite metrics are dropped.
+        The metric `skipped` is 1 if the loss or gradients were not finite. The step is then skipped, and non-finite metrics are dropped.
         """
         assert self.optimizer is not None, "set_optimizer comes first"
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.optimizer.inner.zero_grad()
         with self.resident():
             with record_function("mtpctl/forward and backward"):
-                metrics = self.forward_backward(sequences, objective, temperature=temperature, passes=passes)
+                metrics = self.forward_backward(sequences, objective, temperature=temperature, microbatches=microbatches)
             with record_function("mtpctl/optimizer"):
                 result = self.optimizer.step(total_steps)
                 metrics |= self.balance.finish(applied=result.applied)
@@ -194,12 +203,14 @@ class MegatronEngine:
         metrics |= {"actor/grad_norm": result.grad_norm} | ({"mtp/grad_norm": result.mtp_grad_norm} if self.trains_mtp else {})
         if not result.applied:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        # Wait for copies of offloaded state, so that their time is not attributed to the weight sync, when engines wait.
+        # Wait for copies of offloaded state. Otherwise their time would be attributed to the weight sync.
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
-        if (mfu := self._utilization(_sequences_in(sequences, passes), seconds, self.depths if self.trains_mtp else 0)) is not None:
-            metrics["perf/mfu"] = mfu if passes is None else summed([mfu])[0]
+        if (
+            mfu := self._utilization(_assigned_sequences(sequences, microbatches), seconds, self.depths if self.trains_mtp else 0)
+        ) is not None:
+            metrics["perf/mfu"] = mfu if microbatches is None else sum_over_ranks([mfu])[0]
         return metrics
 
     def peak_memory(self) -> dict[str, float]:
@@ -207,7 +218,7 @@ class MegatronEngine:
         if self.device.type != "cuda":
             return {}
         peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        return {f"perf/memory_{name}_gib": largest(peak) / GIB for name, peak in peaks.items()}
+        return {f"perf/memory_{name}_gib": max_over_ranks(peak) / GIB for name, peak in peaks.items()}
 
     def _utilization(self, sequences: list[Sequence], seconds: float, depths: int) -> float | None:
         """`perf/mfu` of an update; None unless it trains all weights in bf16."""
@@ -224,15 +235,15 @@ class MegatronEngine:
         )
 
     def forward_backward(
-        self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, passes: Passes | None = None
+        self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, microbatches: Microbatches | None = None
     ) -> dict[str, float]:
         """Compute the gradients of all losses and write them to the gradient buffers. Returns metrics."""
         depths = self.depths if self.trains_mtp else 0
-        totals = Totals.of(_sequences_in(sequences, passes), depths)
-        if passes is not None:
-            totals = totals.over_ranks()
+        totals = Totals.of(_assigned_sequences(sequences, microbatches), depths)
+        if microbatches is not None:
+            totals = totals.sum_over_ranks()
         loss = UpdateLoss(self.head, self.config, objective, totals, temperature=temperature)
-        micros = self._micro_batches(sequences, depths, passes)
+        micros = self._micro_batches(sequences, depths, microbatches)
         self.balance.begin(totals.tokens)
         if not self.model.training:  # Iterating over thousands of experts is slow.
             self.model.train()
@@ -248,40 +259,40 @@ class MegatronEngine:
         *,
         temperature: float = 1.0,
         options: list[ScoreOptions] | None = None,
-        record: bool = False,
-        own: bool = False,
+        record_routes: bool = False,
+        local: bool = False,
     ) -> list[TokenScores]:
         """Log-probs and entropy of the response tokens, in the order of `sequences`; every rank gets all of them.
 
         options: one per sequence; tokens outside the mask then get zeros. None: every response token is scored at `temperature`.
-        record: also return the routes of the pass.
-        own: sequences and result are this dp rank's own; a rank without sequences must still call.
+        record_routes: also return the routes of the pass.
+        local: `sequences` and the result are only this dp rank's; a rank without sequences must still call.
         """
-        if not sequences and not own:
+        if not sequences and not local:
             return []
         self.model.eval()
         scorer = Scorer(self.head, temperature, options)
-        depths = self.depths if any(each.mtp for each in options or ()) else 0
-        micros = self._micro_batches(sequences, depths, passes_of(sequences, self.config) if own else None)
-        routes = RouteShape.of(self.folder.shape) if record else None
+        depths = self.depths if any(option.mtp for option in options or ()) else 0
+        micros = self._micro_batches(sequences, depths, assign_microbatches(sequences, self.config) if local else None)
+        routes = RouteShape.of(self.folder.shape) if record_routes else None
         if routes:
-            micros = recording(micros)
+            micros = with_recording(micros)
         self._run(micros, scorer, forward_only=True)
-        scores = scorer.gather(len(sequences), own=own)
+        scores = scorer.gather(len(sequences), local=local)
         if routes:
-            for score, recorded in zip(scores, recorded_routes(self.module, micros, routes, len(sequences), own=own), strict=True):
+            for score, recorded in zip(scores, recorded_routes(self.module, micros, routes, len(sequences), local=local), strict=True):
                 score.routes = recorded
         return scores
 
-    def _micro_batches(self, sequences: list[Sequence], depths: int, passes: Passes | None = None) -> list[MicroBatch]:
-        return micro_batches(
+    def _micro_batches(self, sequences: list[Sequence], depths: int, microbatches: Microbatches | None = None) -> list[MicroBatch]:
+        return pack_microbatches(
             sequences,
             depths,
             self.config,
             self.folder.shape,
             self.device,
             sequence_parallel=self.transformer.sequence_parallel,
-            passes=passes,
+            microbatches=microbatches,
         )
 
     def _run(self, micros: list[MicroBatch], loss: MicroBatchLoss, *, forward_only: bool) -> Sums:
@@ -312,7 +323,7 @@ class MegatronEngine:
         with self.resident():
             self.bridge.load([self.module], path)
             if self.config.lora is not None:
-                self._name_base(path)
+                self._set_base_fingerprint(path)
             if self.optimizer is not None:
                 self.optimizer.reload()
 
@@ -327,27 +338,27 @@ class MegatronEngine:
         """Start writing a checkpoint. All ranks must call `finish` on the result. concurrent: training continues in the meantime."""
         with self.resident():
             # Offloaded parameters leave the device when this block ends, so they must be copied as well.
-            return sharded.Save(path, self._contents(), state or {}, concurrent=concurrent or self.host is not None)
+            return sharded.Save(path, self._checkpoint_contents(), state or {}, concurrent=concurrent or self.host_memory is not None)
 
     def restore(self, path: Path) -> dict[str, object]:
         """Load a checkpoint of any parallel layout. Returns the `state` it was saved with.
 
-        If an optimizer is set, its state is restored; its learning rates and clips stay. Raises UserError if the checkpoint is incomplete,
-        of another model, or has adapters for other base weights.
+        If an optimizer is set, its state is restored, but its learning rates and clips are kept. Raises UserError if the checkpoint is
+        incomplete, of another model, or has adapters for other base weights.
         """
         with self.resident():
-            record = sharded.restore(path, self._contents())
+            saved = sharded.restore(path, self._checkpoint_contents())
         if self.optimizer is not None:
-            self.optimizer.set_steps(record["steps"])
-        return record["state"]
+            self.optimizer.set_steps(saved["steps"])
+        return saved["state"]
 
-    def _contents(self) -> sharded.Contents:
+    def _checkpoint_contents(self) -> sharded.Contents:
         lora = self.config.lora
-        slots, steps = (self.optimizer.slots(), self.optimizer.steps) if self.optimizer else (None, 0)
+        optimizer_slots, steps = (self.optimizer.slots(), self.optimizer.steps) if self.optimizer else (None, 0)
         adapter: sharded.AdapterRecord | None = None
         if lora is not None:
-            adapter = {"base": self.base, "rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
-        return sharded.Contents(self.module, slots, steps, self.trained_names, adapter)
+            adapter = {"base": self.base_fingerprint, "rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+        return sharded.Contents(self.module, optimizer_slots, steps, self.trained_names, adapter)
 
     def close(self) -> None:
         """Destroy the process groups. The engine cannot be used afterwards."""
@@ -361,6 +372,6 @@ def freeze_trunk(model: MtpModel) -> None:
             parameter.requires_grad_(False)
 
 
-def _sequences_in(sequences: list[Sequence], passes: Passes | None) -> list[Sequence]:
-    """The sequences in the microbatches `passes`; all if None."""
-    return sequences if passes is None else [sequences[i] for part in passes for i in part]
+def _assigned_sequences(sequences: list[Sequence], microbatches: Microbatches | None) -> list[Sequence]:
+    """The sequences in `microbatches`; all sequences if None."""
+    return sequences if microbatches is None else [sequences[i] for part in microbatches for i in part]

@@ -80,7 +80,7 @@ class Head:
     ) -> LogProbOut:
         """Log-probs of the labels under the states at `rows`, and the requested other fields of `LogProbOut`."""
         state, total = self._gather_sequence(state), len(rows)
-        rows, labels, temperature, index = self._local(packing, rows, labels, temperature)
+        rows, labels, temperature, index = self._select_local(packing, rows, labels, temperature)
         out = linear_logprob(
             distinct_rows(state, rows),
             weight,
@@ -132,7 +132,7 @@ class Head:
             loss, sums = token_loss(scores.logprob, scores.entropy, torch.arange(len(labels), device=labels.device))
             return loss * scale, sums if scores.hit is None else sums | {HITS: scores.hit.sum()}
         state = self._gather_sequence(state)
-        rows, labels, temperature, index = self._local(packing, rows, labels, temperature)
+        rows, labels, temperature, index = self._select_local(packing, rows, labels, temperature)
         out = linear_policy_loss(
             distinct_rows(state, rows),
             weight,
@@ -147,9 +147,9 @@ class Head:
         )
         sums = out.sums if out.hit is None else out.sums | {HITS: out.hit.sum()}
         if index is not None:
-            flat = torch.stack([sums[name].float() for name in sums])
-            dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
-            sums = dict(zip(sums, flat, strict=True))
+            stacked_sums = torch.stack([sums[name].float() for name in sums])
+            dist.all_reduce(stacked_sums, group=parallel_state.get_context_parallel_group())
+            sums = dict(zip(sums, stacked_sums, strict=True))
         return out.loss_sum * scale, sums
 
     def candidate_loss(
@@ -204,7 +204,7 @@ class Head:
             drafts=[
                 replace(
                     draft,
-                    hidden=scaled_gradient(distinct_rows(self._gather_sequence(draft.hidden), index.rows), weights),
+                    hidden=scale_gradient(distinct_rows(self._gather_sequence(draft.hidden), index.rows), weights),
                     rows=index.tokens,
                 )
                 for index, draft, weights in drafts
@@ -216,7 +216,7 @@ class Head:
         )
         return out.loss_sum * scale, out.sums, out.drafts
 
-    def draft(
+    def draft_loss(
         self,
         packing: Packing,
         state: Tensor,
@@ -243,9 +243,9 @@ class Head:
         with torch.no_grad():
             trunk = self._gather_sequence(trunk)
         group = parallel_state.get_context_parallel_group() if self.parallel.cp > 1 else None
-        rows, labels, _, index = self._local(packing, draft.rows, draft.labels, temperature)
+        rows, labels, _, index = self._select_local(packing, draft.rows, draft.labels, temperature)
         out = linear_draft_loss(
-            scaled_gradient(distinct_rows(state, rows), weights, index),
+            scale_gradient(distinct_rows(state, rows), weights, index),
             _target_states(packing, trunk, targets if index is None else targets[index], depth, group),
             weight,
             labels,
@@ -267,15 +267,15 @@ class Head:
         logprob, teacher_logprob, overlap, greedy, hit = gathered.unbind(0)
         return out.loss_sum * scale, DraftLossOut(total, logprob, teacher_logprob, overlap, greedy, hit > 0)
 
-    def _local(
+    def _select_local(
         self, packing: Packing, rows: Tensor, labels: Tensor, temperature: float | Tensor
     ) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
         """This context-parallel rank's rows, labels and temperatures, and their indices among all rows (None without CP)."""
         if self.parallel.cp == 1:
             return rows, labels, temperature, None
-        own = packing.local_index[rows]
-        index = torch.nonzero(own >= 0).squeeze(1)
-        return own[index], labels[index], temperature[index] if isinstance(temperature, Tensor) else temperature, index
+        local_rows = packing.local_index[rows]
+        index = torch.nonzero(local_rows >= 0).squeeze(1)
+        return local_rows[index], labels[index], temperature[index] if isinstance(temperature, Tensor) else temperature, index
 
     def _gather_sequence(self, state: Tensor) -> Tensor:
         if not self.sequence_parallel:
@@ -324,19 +324,19 @@ def _target_states(packing: Packing, state: Tensor, targets: Tensor, depth: int,
     state = state.detach()
     if group is None:
         return state[targets]
-    size = len(packing.tokens) // 2
-    ahead = min(depth, size)
-    blocks = len(packing.local_index) // size
-    rows = (torch.arange(1, blocks, device=state.device)[:, None] * size + torch.arange(ahead, device=state.device)).flatten()
-    local = packing.local_index[rows]
-    borders = torch.where((local >= 0)[:, None], state[local.clamp(min=0)], 0)
-    dist.all_reduce(borders, group=group)
+    block_size = len(packing.tokens) // 2
+    halo_size = min(depth, block_size)
+    blocks = len(packing.local_index) // block_size
+    rows = (torch.arange(1, blocks, device=state.device)[:, None] * block_size + torch.arange(halo_size, device=state.device)).flatten()
+    local_rows = packing.local_index[rows]
+    halo = torch.where((local_rows >= 0)[:, None], state[local_rows.clamp(min=0)], 0)
+    dist.all_reduce(halo, group=group)
     local_targets = packing.local_index[targets]
-    border = ((targets // size - 1) * ahead + targets % size).clamp(0, max(0, len(borders) - 1))
-    return torch.where((local_targets >= 0)[:, None], state[local_targets.clamp(min=0)], borders[border])
+    halo_index = ((targets // block_size - 1) * halo_size + targets % block_size).clamp(0, max(0, len(halo) - 1))
+    return torch.where((local_targets >= 0)[:, None], state[local_targets.clamp(min=0)], halo[halo_index])
 
 
-def scaled_gradient(x: Tensor, weights: Tensor | None, index: Tensor | None = None) -> Tensor:
+def scale_gradient(x: Tensor, weights: Tensor | None, index: Tensor | None = None) -> Tensor:
     """Return x [n, ·], and multiply its gradient by a weight for each row.
 
     weights: read in the backward pass, so they may be written after this call; None: 1. index [n]: the index into `weights` of each row;

@@ -80,10 +80,10 @@ class DraftsOnly(NextToken):
     """No loss of the trunk: only the MTP losses count. Its metric is the trunk's cross-entropy."""
 
     def token_loss(self, micro: MicroBatch) -> TokenLoss:
-        measured = super().token_loss(micro)
+        cross_entropy = super().token_loss(micro)
 
         def loss(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:
-            value, sums = measured(logprob, entropy, tokens)
+            value, sums = cross_entropy(logprob, entropy, tokens)
             return 0.0 * value, sums
 
         return loss
@@ -160,26 +160,26 @@ class PolicyObjective:
         return loss_metrics(sums)
 
 
-def advantages(table: BatchTable, config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
+def estimate_advantages(table: BatchTable, config: RlConfig, *, max_tokens: int, context: int) -> list[float]:
     """The advantage of each sample of an update, from rewards after overlong shaping. Identical on all ranks.
 
     The samples of a trajectory share one advantage. A trajectory counts once in its group, with the lowest of its shaped rewards.
     """
-    limits = np.minimum(max_tokens, context - table.prompts).tolist()
-    rows = zip(table.rewards.tolist(), table.responses.tolist(), limits, strict=True)
-    shaped = np.array([reward + overlong_penalty(length, limit, config.overlong) for reward, length, limit in rows])
-    index, count = table.trajectories, int(table.trajectories.max(initial=-1)) + 1
-    lowest, groups, lengths = np.full(count, np.inf), np.zeros(count, np.int64), np.zeros(count, np.int64)
-    np.minimum.at(lowest, index, shaped)
-    groups[index] = table.groups
-    np.add.at(lengths, index, table.sampled)
-    values = compute_advantages(torch.from_numpy(lowest), torch.from_numpy(groups), torch.from_numpy(lengths), config)
+    limits = np.minimum(max_tokens, context - table.prompt_lengths).tolist()
+    rows = zip(table.rewards.tolist(), table.response_lengths.tolist(), limits, strict=True)
+    shaped_rewards = np.array([reward + overlong_penalty(length, limit, config.overlong) for reward, length, limit in rows])
+    trajectories, count = table.trajectories, int(table.trajectories.max(initial=-1)) + 1
+    rewards, groups, lengths = np.full(count, np.inf), np.zeros(count, np.int64), np.zeros(count, np.int64)
+    np.minimum.at(rewards, trajectories, shaped_rewards)
+    groups[trajectories] = table.group_numbers
+    np.add.at(lengths, trajectories, table.sampled)
+    values = compute_advantages(torch.from_numpy(rewards), torch.from_numpy(groups), torch.from_numpy(lengths), config)
     if count and not bool((values.abs() <= torch.finfo(torch.float32).max).all()):
         raise RuntimeFailure(
-            f"train.rl.advantage: {config.advantage} computes an advantage beyond the range of float32 from rewards of {lowest.min():g} to "
-            f"{lowest.max():g}; scale the rewards of reward.function"
+            f"train.rl.advantage: {config.advantage} computes an advantage beyond the range of float32 from rewards of "
+            f"{rewards.min():g} to {rewards.max():g}; scale the rewards of reward.function"
         )
-    return values[torch.from_numpy(index.astype(np.int64))].tolist()
+    return values[torch.from_numpy(trajectories.astype(np.int64))].tolist()
 
 
 def training_sequence(

@@ -1,7 +1,7 @@
 """Offloads tensors to host memory and frees their device memory between uses.
 
-An offloaded tensor keeps its identity, shape and views; only its storage is empty. Parameters, optimizer state and views of one buffer thus
-stay valid. On a CPU, tensors are copied from memory to memory.
+An offloaded tensor keeps its identity, shape and views, and its storage is empty. Parameters, optimizer state and views of a shared buffer
+therefore stay valid. On a CPU, tensors are copied from memory to memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HostMemory:
                 storage.resize_(host.nbytes)
                 _bytes(storage).copy_(host, non_blocking=True)
 
-    def host(self, tensor: Tensor) -> Tensor:
+    def host_view(self, tensor: Tensor) -> Tensor:
         """A view of an offloaded tensor's values in host memory. `load` copies values written there to the device."""
         host = self._host_bytes(tensor.untyped_storage())
         if torch.cuda.is_available():

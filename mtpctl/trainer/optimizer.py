@@ -1,7 +1,7 @@
 """The optimizer: megatron-core's Adam with a separate gradient norm and clip for the MTP head, and its state for checkpoints.
 
-megatron-core's optimizer checkpoints number parameter groups rank by rank, so another pipeline layout cannot load them. Here the moments
-(and the fp32 master weights for bf16) are named after their parameter, and hyperparameters come from the recipe.
+megatron-core's optimizer checkpoints number parameter groups rank by rank, so they cannot be loaded with another pipeline layout. Here the
+moments (and the fp32 master weights for bf16) are named after their parameter, and hyperparameters come from the recipe.
 """
 
 from __future__ import annotations
@@ -78,42 +78,42 @@ class Optimizer:
             overrides[ParamKey(name="*.mtp.*")] = {"max_lr": mtp_lr, "min_lr": mtp_lr * config.min_lr_ratio}
         with cpu_device.cuda_type_names():
             self.inner = get_megatron_optimizer(settings, [model], config_overrides=overrides)
-        self.host: HostMemory | None = None
+        self.host_memory: HostMemory | None = None
         if offload:
-            for part in self._parts():
-                init_moments(part.optimizer, offloaded=True)
+            for sub_optimizer in self._sub_optimizers():
+                init_moments(sub_optimizer.optimizer, offloaded=True)
             tensors = [tensor for slot in slots(model, self.inner) for tensor in slot.tensors.values()]
-            self.host = HostMemory(tensors)
-            self.host.offload(tensors)
+            self.host_memory = HostMemory(tensors)
+            self.host_memory.offload(tensors)
 
-    def _parts(self) -> list[MegatronOptimizer]:
-        return [part for part in self.inner.chained_optimizers if not part.is_stub_optimizer]
+    def _sub_optimizers(self) -> list[MegatronOptimizer]:
+        return [sub_optimizer for sub_optimizer in self.inner.chained_optimizers if not sub_optimizer.is_stub_optimizer]
 
     def slots(self) -> list[Slot]:
         """The moments and master weight of each parameter; in host memory if they are offloaded."""
         result = list(slots(self.model, self.inner))
-        if self.host is not None:
+        if self.host_memory is not None:
             for slot in result:
-                slot.tensors = {kind: self.host.host(tensor) for kind, tensor in slot.tensors.items()}
+                slot.tensors = {kind: self.host_memory.host_view(tensor) for kind, tensor in slot.tensors.items()}
         return result
 
     def reload(self) -> None:
         """Update the fp32 master weights after the model's parameters were loaded."""
-        with self._masters():
+        with self._resident_masters():
             self.inner.reload_model_params()
 
     @contextmanager
-    def _masters(self) -> Iterator[None]:
+    def _resident_masters(self) -> Iterator[None]:
         """Load the fp32 master weights to the device. Adam updates these, or the model's parameters if they are fp32."""
-        if self.host is None:
+        if self.host_memory is None:
             yield
             return
         masters = [slot.tensors["master"] for slot in slots(self.model, self.inner) if "master" in slot.tensors]
-        self.host.load(masters)
+        self.host_memory.load(masters)
         yield
-        self.host.offload(masters)
+        self.host_memory.offload(masters)
 
-    def rate(self, total_steps: int) -> float:
+    def lr_factor(self, total_steps: int) -> float:
         """Fraction of the peak learning rate at the current step: linear warm-up, then cosine decay to `min_lr_ratio`."""
         c = self.config
         if self.steps < c.warmup_steps:
@@ -123,13 +123,13 @@ class Optimizer:
 
     def step(self, total_steps: int) -> StepResult:
         """Clip and apply the gradients of the last backward pass. If a norm is not finite, nothing is applied."""
-        rate = self.rate(total_steps)
+        lr_factor = self.lr_factor(total_steps)
         for group in self.inner.param_groups:
-            group["lr"] = group.get("max_lr", self.config.lr) * rate
+            group["lr"] = group.get("max_lr", self.config.lr) * lr_factor
             # megatron-core applies this multiplier in its own scheduler, which is not used here.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         overflow = self.inner.prepare_grads()
-        norms = {name: self._norm(name) for name in (None, "mtp")}
+        norms = {name: self._grad_norm(name) for name in (None, "mtp")}
         finite = not overflow and all(math.isfinite(norm) for norm in norms.values())
         if finite:
             for name, clip in ((None, self.config.clip_grad), ("mtp", self.mtp_clip)):
@@ -140,47 +140,47 @@ class Optimizer:
                         torch._foreach_mul_(grads, clip / norms[name])
             self._apply()
             self.steps += 1
-        return StepResult(finite, norms[None], norms["mtp"], self.config.lr * rate)
+        return StepResult(finite, norms[None], norms["mtp"], self.config.lr * lr_factor)
 
     def set_steps(self, steps: int) -> None:
         """Continue after this number of steps."""
         self.steps = steps
-        for part in self._parts():
-            for state in part.optimizer.state.values():
+        for sub_optimizer in self._sub_optimizers():
+            for state in sub_optimizer.optimizer.state.values():
                 state["step"].fill_(steps)
 
     def _apply(self) -> None:
         """Run Adam on a slice of the parameters at a time, which bounds temporaries and the moments loaded to the device."""
-        parts = self._parts()
-        groups = [part.optimizer.param_groups for part in parts]
-        with self._masters():
-            for part, part_groups in zip(parts, groups, strict=True):
-                adam = part.optimizer
-                for group in part_groups:
+        sub_optimizers = self._sub_optimizers()
+        groups = [sub_optimizer.optimizer.param_groups for sub_optimizer in sub_optimizers]
+        with self._resident_masters():
+            for sub_optimizer, param_groups in zip(sub_optimizers, groups, strict=True):
+                adam = sub_optimizer.optimizer
+                for group in param_groups:
                     for parameters in _slices(group["params"]):
                         moments = [adam.state[p][kind] for p in parameters for kind in MOMENTS if p in adam.state]
-                        if self.host is not None:
-                            self.host.load(moments)
+                        if self.host_memory is not None:
+                            self.host_memory.load(moments)
                         adam.param_groups = [{**group, "params": parameters}]
                         adam.step()
-                        if self.host is not None:
-                            self.host.offload(moments)
+                        if self.host_memory is not None:
+                            self.host_memory.offload(moments)
                 adam.param_groups = []
             # Adam's groups are empty now, so this only copies master weights to parameters and gathers sharded parameters.
             self.inner.step_with_ready_grads()
-            for part, part_groups in zip(parts, groups, strict=True):
-                part.optimizer.param_groups = part_groups
+            for sub_optimizer, param_groups in zip(sub_optimizers, groups, strict=True):
+                sub_optimizer.optimizer.param_groups = param_groups
 
-    def _norm(self, group: str | None) -> float:
+    def _grad_norm(self, group: str | None) -> float:
         squares = 0.0
-        for part in self._parts():  # Experts are a separate part, sharded over other ranks.
-            grads = part.get_grads_for_grad_norm(group)
-            squares += float(get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group())) ** 2
+        for sub_optimizer in self._sub_optimizers():  # Experts have a separate optimizer, sharded over other ranks.
+            grads = sub_optimizer.get_grads_for_grad_norm(group)
+            squares += float(get_grad_norm_fp32(grads, grad_stats_parallel_group=sub_optimizer.get_grad_stats_parallel_group())) ** 2
         return squares**0.5
 
 
 def _slices(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in order, in slices of at most `OPTIMIZER_SLICE` bytes unless a single one is larger."""
+    """Split the parameters into consecutive slices of at most `OPTIMIZER_SLICE` bytes; a larger parameter is a slice by itself."""
     current: list[Tensor] = []
     for parameter in parameters:
         if current and sum(p.nbytes for p in current) + parameter.nbytes > OPTIMIZER_SLICE:
@@ -197,16 +197,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]:
     """The slot of every parameter of `model` that the optimizer updates, in the same order on all ranks of a dp group."""
     owners: dict[int, Tensor] = {id(getattr(p, "main_param", p)): p for p in model.parameters()}
-    for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
+    for sub_optimizer in optimizer.chained_optimizers:
+        if sub_optimizer.is_stub_optimizer:
             continue
-        init_moments(part.optimizer)
-        yield from _sharded_slots(part) if isinstance(part, DistributedOptimizer) else _unsharded_slots(part, owners)
+        init_moments(sub_optimizer.optimizer)
+        yield from (
+            _sharded_slots(sub_optimizer) if isinstance(sub_optimizer, DistributedOptimizer) else _unsharded_slots(sub_optimizer, owners)
+        )
 
 
 def init_moments(adam: torch.optim.Optimizer, *, offloaded: bool = False) -> None:
-    """Create zero moments, as Adam does in its first step, unless they exist. offloaded: without device memory."""
-    assert isinstance(adam, torch.optim.Adam), f"the slots of {type(adam).__name__} are not known"
+    """Create zero moments, as Adam does in its first step, unless they exist. offloaded: free their device memory."""
+    assert isinstance(adam, torch.optim.Adam), f"{type(adam).__name__} is not supported"
     for group in adam.param_groups:
         for parameter in group["params"]:
             state: dict[str, Tensor] = adam.state[parameter]
@@ -218,28 +220,28 @@ def init_moments(adam: torch.optim.Optimizer, *, offloaded: bool = False) -> Non
                         release([state[kind]])
 
 
-def _kinds(parameter: Tensor) -> tuple[str, ...]:
+def _slot_kinds(parameter: Tensor) -> tuple[str, ...]:
     return MOMENTS if parameter.dtype == torch.float32 else (*MOMENTS, "master")
 
 
-def _unsharded_slots(part: MegatronOptimizer, owners: dict[int, Tensor]) -> Iterator[Slot]:
-    for master in [p for group in part.optimizer.param_groups for p in group["params"]]:
+def _unsharded_slots(sub_optimizer: MegatronOptimizer, owners: dict[int, Tensor]) -> Iterator[Slot]:
+    for master in [p for group in sub_optimizer.optimizer.param_groups for p in group["params"]]:
         parameter = owners[id(master)]
-        state = part.optimizer.state[master]
-        kinds = _kinds(parameter)
+        state = sub_optimizer.optimizer.state[master]
+        kinds = _slot_kinds(parameter)
         yield Slot(parameter, {kind: master.detach() if kind == "master" else state[kind] for kind in kinds}, kinds)
 
 
-def _sharded_slots(part: DistributedOptimizer) -> Iterator[Slot]:
-    buckets = [bucket for by_dtype in part.gbuf_ranges for group in by_dtype.values() for bucket in group]
+def _sharded_slots(sub_optimizer: DistributedOptimizer) -> Iterator[Slot]:
+    buckets = [bucket for by_dtype in sub_optimizer.gbuf_ranges for group in by_dtype.values() for bucket in group]
     ranges = {parameter: entry["param"] for bucket in buckets for parameter, entry in bucket["param_map"].items()}
-    for buffer in part.buffers:
+    for buffer in sub_optimizer.buffers:
         for parameter in buffer.params:
-            kinds = _kinds(parameter)
+            kinds = _slot_kinds(parameter)
             shard = ranges.get(parameter)
             if shard is None:
-                yield Slot(parameter, {}, kinds, group=part.data_parallel_group)
+                yield Slot(parameter, {}, kinds, group=sub_optimizer.data_parallel_group)
                 continue
-            state = part._get_main_param_and_optimizer_states(parameter)
+            state = sub_optimizer._get_main_param_and_optimizer_states(parameter)
             tensors = {kind: state["param" if kind == "master" else kind].detach() for kind in kinds}
-            yield Slot(parameter, tensors, kinds, shard.start, shard.end, part.data_parallel_group)
+            yield Slot(parameter, tensors, kinds, shard.start, shard.end, sub_optimizer.data_parallel_group)

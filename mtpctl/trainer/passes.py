@@ -26,11 +26,11 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.kernels.inputs import IGNORE_INDEX
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.model.gpt import Hidden, MtpModel
-from mtpctl.model.parallel import largest, reduced
+from mtpctl.model.parallel import max_over_ranks, reduce_sums
 from mtpctl.model.router import DecoderLayer, gather_recorded
 from mtpctl.routes import Routes, RouteShape
 from mtpctl.samples import Logprobs
-from mtpctl.trainer.batch import MicroBatch, Sequence, check, dummy_batch, pack
+from mtpctl.trainer.batch import MicroBatch, Sequence, check_sequences, dummy_batch, pack
 from mtpctl.trainer.config import DraftScores, EngineConfig, ScoreOptions, TokenScores
 from mtpctl.trainer.head import Head
 from mtpctl.trainer.objective import Sums
@@ -39,19 +39,19 @@ from mtpctl.trainer.share import partition
 MicroBatchLoss = Callable[[MicroBatch, Hidden], tuple[Tensor, Sums]]
 """The loss of a microbatch (scalar, differentiable in a training pass) and its metric sums, on the last pipeline stage."""
 
-Passes = list[list[int]]
+Microbatches = list[list[int]]
 """The microbatches of a dp rank, as indices into its sequences."""
 
 
-def passes_of(sequences: list[Sequence], config: EngineConfig) -> Passes:
-    """Divide this dp rank's own sequences into microbatches. Collective; with expert parallelism every rank gets the same number."""
-    parts = partition([len(s.token_ids) for s in sequences], config.tokens_per_microbatch, 1)[0] if sequences else []
+def assign_microbatches(sequences: list[Sequence], config: EngineConfig) -> Microbatches:
+    """Divide this dp rank's sequences into microbatches. Collective; with expert parallelism every rank gets the same number."""
+    microbatches = partition([len(s.token_ids) for s in sequences], config.tokens_per_microbatch, 1)[0] if sequences else []
     if config.parallel.ep > 1:
-        parts += [[] for _ in range(largest(len(parts)) - len(parts))]
-    return parts
+        microbatches += [[] for _ in range(max_over_ranks(len(microbatches)) - len(microbatches))]
+    return microbatches
 
 
-def micro_batches(
+def pack_microbatches(
     sequences: list[Sequence],
     depths: int,
     config: EngineConfig,
@@ -59,26 +59,29 @@ def micro_batches(
     device: torch.device,
     *,
     sequence_parallel: bool,
-    passes: Passes | None = None,
+    microbatches: Microbatches | None = None,
 ) -> list[MicroBatch]:
     """Pack the microbatches of this dp rank, with the rows of the first `depths` MTP depths.
 
-    passes: the microbatches, if the sequences are this rank's own. None if all ranks have the same sequences, which are then distributed.
+    microbatches: set if the sequences are only this rank's. None if all ranks have the same sequences, which are then distributed.
     Raises UserError for a sequence that the model cannot process.
     """
-    check(sequences, shape)
-    parts = passes
-    if parts is None:
+    check_sequences(sequences, shape)
+    local_microbatches = microbatches
+    if local_microbatches is None:
         dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        parts = partition([len(s.token_ids) for s in sequences], config.tokens_per_microbatch, dp)[dp_rank]
+        local_microbatches = partition([len(s.token_ids) for s in sequences], config.tokens_per_microbatch, dp)[dp_rank]
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     layout = {"cp_rank": cp_rank, "cp": cp, "tp": config.parallel.tp if sequence_parallel else 1}
     if config.parallel.ep == 1:
         # Dp ranks may have different numbers of microbatches, because their collectives follow the last pass. With expert parallelism every
         # pass has collectives, so the numbers must be equal.
-        parts = [part for part in parts if part] or [[]]
-    idle = sequences or [Sequence(np.zeros(2), 1, np.zeros(1))]
-    return [pack(sequences, part, depths, device, **layout) if part else dummy_batch(idle, depths, device, **layout) for part in parts]
+        local_microbatches = [members for members in local_microbatches if members] or [[]]
+    dummy_sources = sequences or [Sequence(np.zeros(2), 1, np.zeros(1))]
+    return [
+        pack(sequences, members, depths, device, **layout) if members else dummy_batch(dummy_sources, depths, device, **layout)
+        for members in local_microbatches
+    ]
 
 
 def run_passes(
@@ -102,7 +105,7 @@ def run_passes(
         with record_function("mtpctl/forward"):
             return model(micro.input_ids, micro.packing, depths=len(micro.drafts)), partial(micro_loss, micro)
 
-    parts = get_forward_backward_func()(
+    pass_sums = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(micros),
         model=model,
@@ -112,10 +115,10 @@ def run_passes(
         forward_only=forward_only,
     )
     sums: Sums = {}
-    for part in parts:
-        for name, value in part.items():
+    for micro_sums in pass_sums:
+        for name, value in micro_sums.items():
             sums[name] = sums[name] + value if name in sums else value
-    return reduced(sums)
+    return reduce_sums(sums)
 
 
 class Scorer:
@@ -133,13 +136,13 @@ class Scorer:
         labels, topk, options = micro.labels, 0, None
         if self.options is not None:
             options = [self.options[i] for i in micro.order]
-            temperature = torch.tensor([each.temperature for each in options], device=labels.device)[micro.seq_ids]
+            temperature = torch.tensor([option.temperature for option in options], device=labels.device)[micro.seq_ids]
             # Tokens outside the mask keep their rows, but their logits are not computed.
             labels = labels.masked_fill(micro.mask == 0, IGNORE_INDEX)
-            topk = max(each.topk for each in options)
+            topk = max(option.topk for option in options)
         out = self.head.logprob(micro.packing, hidden.trunk, hidden.head, micro.rows, labels, temperature, entropy=True, topk=topk)
         assert out.entropy is not None
-        logprobs, entropies = (_arrays(values, micro) for values in (out.logprob, out.entropy))
+        logprobs, entropies = (_split_arrays(values, micro) for values in (out.logprob, out.entropy))
         scores = [TokenScores(logprob, entropy) for logprob, entropy in zip(logprobs, entropies, strict=True)]
         if options is not None:
             _add_topk(scores, options, out, micro)
@@ -150,40 +153,40 @@ class Scorer:
     def _add_drafts(
         self, scores: list[TokenScores], options: list[ScoreOptions], micro: MicroBatch, hidden: Hidden, temperature: float | Tensor
     ) -> None:
-        requested = torch.tensor([each.mtp for each in options], device=micro.seq_ids.device)[micro.seq_ids]
+        requested = torch.tensor([option.mtp for option in options], device=micro.seq_ids.device)[micro.seq_ids]
         for state, draft in zip(hidden.mtp, micro.drafts, strict=True):
             labels = draft.labels.masked_fill(~requested[draft.tokens], IGNORE_INDEX)
             draft_temperature = temperature[draft.tokens] if isinstance(temperature, Tensor) else temperature
             out = self.head.logprob(micro.packing, state, hidden.head, draft.rows, labels, draft_temperature, hit=True)
-            for score, each, draft_scores in zip(scores, options, _draft_scores(out, draft.tokens, micro), strict=True):
-                if each.mtp:
+            for score, option, draft_scores in zip(scores, options, _draft_scores(out, draft.tokens, micro), strict=True):
+                if option.mtp:
                     score.drafts.append(draft_scores)
 
-    def gather(self, count: int, *, own: bool) -> list[TokenScores]:
-        """The scores of all `count` sequences, from all ranks or, with `own`, from this dp rank. Collective."""
-        scores = _gathered(self.scores, own=own)
+    def gather(self, count: int, *, local: bool) -> list[TokenScores]:
+        """The scores of all `count` sequences, from all ranks or, with `local`, from this dp rank. Collective."""
+        scores = _gather_values(self.scores, local=local)
         return [scores[i] for i in range(count)]
 
 
-def _gathered[K, V](values: dict[K, V], *, own: bool) -> dict[K, V]:
-    """Merge the values of all ranks or, with `own`, of this dp rank's pipeline stages. Collective."""
+def _gather_values[K, V](values: dict[K, V], *, local: bool) -> dict[K, V]:
+    """Merge the values of all ranks or, with `local`, of this dp rank's pipeline stages. Collective."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if stages == 1 and (own or parallel_state.get_data_parallel_world_size() == 1):
+    if stages == 1 and (local or parallel_state.get_data_parallel_world_size() == 1):
         return values
-    group = parallel_state.get_pipeline_model_parallel_group() if own else None
-    parts: list[dict[K, V]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(parts, values, group=group)
-    return {key: value for part in parts for key, value in part.items()}
+    group = parallel_state.get_pipeline_model_parallel_group() if local else None
+    rank_values: list[dict[K, V]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(rank_values, values, group=group)
+    return {key: value for rank_part in rank_values for key, value in rank_part.items()}
 
 
 def _add_topk(scores: list[TokenScores], options: list[ScoreOptions], out: LogProbOut, micro: MicroBatch) -> None:
     if out.topk is None:
         return
-    all_ids, all_logprobs = (_by_sequence(values, micro) for values in (out.topk.ids, out.topk.logprob))
-    for score, each, ids, logprobs in zip(scores, options, all_ids, all_logprobs, strict=True):
-        if each.topk:
-            score.topk_ids = [row[: each.topk] for row in ids]
-            score.topk_logprobs = [row[: each.topk] for row in logprobs]
+    all_ids, all_logprobs = (_split_lists(values, micro) for values in (out.topk.ids, out.topk.logprob))
+    for score, option, ids, logprobs in zip(scores, options, all_ids, all_logprobs, strict=True):
+        if option.topk:
+            score.topk_ids = [row[: option.topk] for row in ids]
+            score.topk_logprobs = [row[: option.topk] for row in logprobs]
 
 
 def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[DraftScores]:
@@ -199,32 +202,32 @@ def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[Dr
     def drafted_only(values: list, mask: list[bool]) -> list:
         return [value if is_drafted else None for is_drafted, value in zip(mask, values, strict=True)]
 
-    by_sequence = zip(*(_by_sequence(values, micro) for values in (drafted, logprob, hit)), strict=True)
+    by_sequence = zip(*(_split_lists(values, micro) for values in (drafted, logprob, hit)), strict=True)
     return [DraftScores(drafted_only(logprobs, mask), drafted_only(hits, mask)) for mask, logprobs, hits in by_sequence]
 
 
-def _arrays(values: Tensor, micro: MicroBatch) -> list[Logprobs]:
-    """`values` [R] as arrays, one per sequence."""
-    return [array("f", part.numpy().tobytes()) for part in values.detach().float().cpu().split(micro.lengths)]
+def _split_arrays(values: Tensor, micro: MicroBatch) -> list[Logprobs]:
+    """Split `values` [R] into an array per sequence."""
+    return [array("f", piece.numpy().tobytes()) for piece in values.detach().float().cpu().split(micro.lengths)]
 
 
-def _by_sequence(values: Tensor, micro: MicroBatch) -> list[list]:
-    """`values` [R, …] as nested lists, one per sequence."""
-    return [part.tolist() for part in values.cpu().split(micro.lengths)]
+def _split_lists(values: Tensor, micro: MicroBatch) -> list[list]:
+    """Split `values` [R, …] into a nested list per sequence."""
+    return [piece.tolist() for piece in values.cpu().split(micro.lengths)]
 
 
-def recording(micros: list[MicroBatch]) -> list[MicroBatch]:
-    """The same microbatches, set to record routes."""
+def with_recording(micros: list[MicroBatch]) -> list[MicroBatch]:
+    """Copies of the microbatches that record routes in the next pass."""
     return [replace(micro, packing=replace(micro.packing, recorded={})) for micro in micros]
 
 
 @torch.no_grad()
-def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape, count: int, *, own: bool) -> list[Routes]:
-    """The routes of all `count` sequences after a pass over microbatches from `recording`. Collective.
+def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape, count: int, *, local: bool) -> list[Routes]:
+    """The routes of all `count` sequences after a pass over microbatches from `with_recording`. Collective.
 
-    own: the sequences are this dp rank's own.
+    local: the sequences are only this dp rank's.
     """
-    local: dict[tuple[int, int], Routes] = {}
+    local_routes: dict[tuple[int, int], Routes] = {}
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer) and module.moe_index is not None]
     for micro in micros:
         for layer in layers:
@@ -233,11 +236,11 @@ def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape
             start = 0
             # Dummy microbatches reuse another sequence. Padding samples come last in a row.
             for index, length in zip([] if micro.dummy else micro.order, micro.packing.sample_lengths, strict=False):
-                # Copied, so that the rest of the row is freed. The routes of the last token are not used.
-                local[index, layer.moe_index] = row[start : start + length - 1].copy()
+                # A copy, so that the rest of the row can be freed. The routes of the last token are not used.
+                local_routes[index, layer.moe_index] = row[start : start + length - 1].copy()
                 start += length
     # Ranks that share a row have the same routes, so only one of them sends if all ranks are gathered.
-    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-    alone = own or parallel_state.get_data_parallel_world_size() == parallel_state.get_pipeline_model_parallel_world_size() == 1
-    routes = _gathered(local if first or alone else {}, own=own)
+    is_first_sharer = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    all_local = local or parallel_state.get_data_parallel_world_size() == parallel_state.get_pipeline_model_parallel_world_size() == 1
+    routes = _gather_values(local_routes if is_first_sharer or all_local else {}, local=local)
     return [np.stack([routes[index, layer] for layer in range(len(shape.layers))], axis=1) for index in range(count)]

@@ -122,8 +122,8 @@ def _group_of(argument: object) -> dist.ProcessGroup | None:
 
 
 def _tensors_in(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
-    for each in arguments:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _tensors_in(each)
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors_in(argument)

@@ -55,7 +55,7 @@ class WeightExporter:
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
         """Return the manifest of `version`: its sections and buckets, and how receivers get them.
 
-        Matrices are quantized as the recipe says, unless `store` is one of unquantized versions.
+        Matrices are quantized as in the recipe, unless `store` has unquantized versions.
 
         With the transports `shm` and `storage`, the buckets have been stored or uploaded when this returns. With `ipc` and `nccl`, nothing
         has been sent yet, and `members` names the receivers.
@@ -124,15 +124,15 @@ class WeightExporter:
         device = self.engine.device
         return Sender(VersionStore(store), sync.transport, device, deadline_s=sync.deadline_s, delta=sync.delta, **options)
 
-    def _on_rank_0[T](self, use: Callable[[Tensors], T]) -> T | None:
-        """Call `use` with an export on rank 0. Every rank iterates the export to its end, even if rank 0 fails."""
-        export = itertools.chain.from_iterable(map(self._section, self._sections))
+    def _on_rank_0[T](self, consume: Callable[[Tensors], T]) -> T | None:
+        """Call `consume` with an export on rank 0. Every rank iterates the export to its end, even if rank 0 fails."""
+        export = itertools.chain.from_iterable(map(self._export_section, self._sections))
         try:
-            return use(export) if self.rank == 0 else None
+            return consume(export) if self.rank == 0 else None
         finally:
             collections.deque(export, maxlen=0)
 
-    def _section(self, section: Section) -> Tensors:
+    def _export_section(self, section: Section) -> Tensors:
         """The tensors of one section. If the adapter is sent separately, the target section has the base weights."""
         if section == "adapter":
             return self.engine.export_adapter()

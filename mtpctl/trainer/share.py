@@ -34,15 +34,16 @@ Bools = npt.NDArray[np.bool_]
 class BatchTable:
     """Columns with an entry per sample of an update, ordered by group.
 
-    groups: number of the sample's group. trajectories: number of its trajectory, which may consist of several samples. prompts, responses:
-    token counts. sampled: number of response tokens that the policy sampled. scored: whether the sample has old log-probs. steps: the
-    optimizer step that trains on the sample. A step has whole groups, and the numbers of groups per step differ by at most one.
+    group_numbers: number of the sample's group. trajectories: number of its trajectory, which may consist of several samples.
+    prompt_lengths, response_lengths: token counts. sampled: number of response tokens that the policy sampled. scored: whether the sample
+    has old log-probs. steps: the optimizer step that trains on the sample. A step has whole groups, and the numbers of groups per step
+    differ by at most one.
     """
 
     rewards: npt.NDArray[np.float64]
-    groups: Ints
-    prompts: Ints
-    responses: Ints
+    group_numbers: Ints
+    prompt_lengths: Ints
+    response_lengths: Ints
     sampled: Ints
     scored: Bools
     steps: Ints
@@ -77,9 +78,9 @@ class BatchTable:
         )
 
     @property
-    def unscored(self) -> bool:
+    def has_unscored(self) -> bool:
         """Whether a non-empty response has no old log-probs."""
-        return bool((~self.scored & (self.responses > 0)).any())
+        return bool((~self.scored & (self.response_lengths > 0)).any())
 
     @property
     def trajectory_tokens(self) -> Ints:
@@ -93,12 +94,12 @@ class BatchTable:
 class Minibatch:
     """This rank's part of an optimizer step.
 
-    members: indices of samples in the share. passes: microbatches, as indices into `members`. trajectories: number of trajectories of the
+    members: indices of samples in the share. microbatches: lists of indices into `members`. trajectories: number of trajectories of the
     whole step on all ranks, including those without a trained token.
     """
 
     members: list[int]
-    passes: list[list[int]]
+    microbatches: list[list[int]]
     trajectories: int
 
 
@@ -107,8 +108,9 @@ class Share:
     """The non-empty samples of one data-parallel rank.
 
     indices: of the samples in the batch, ascending. trajectory_tokens: see `BatchTable`. ids: each prompt followed by its response. Other
-    token arrays have response tokens only; those with old or teacher log-probs have only the samples with `scored` or `taught` set. spans:
-    number of version spans of each sample, which together cover its response. span_lengths, span_versions, span_stale: an entry per span.
+    token arrays have response tokens only; those with old or teacher log-probs have only the samples with `scored` or
+    `has_teacher` set. span_counts: number of version spans of each sample, which together cover its response. span_lengths, span_versions,
+    span_stale_kv: an entry per span.
     """
 
     dp_rank: int
@@ -116,22 +118,22 @@ class Share:
     indices: Ints
     trajectory_tokens: Ints
     names: list[str]
-    prompts: Ints
-    responses: Ints
+    prompt_lengths: Ints
+    response_lengths: Ints
     ids: Ints
     mask: npt.NDArray[np.int8]
-    behaviour: Floats
+    behaviour_logprobs: Floats
     scored: Bools
-    old: Floats
+    old_logprobs: Floats
     old_versions: Ints
-    spans: Ints
+    span_counts: Ints
     span_lengths: Ints
     span_versions: Ints
-    span_stale: Bools
+    span_stale_kv: Bools
     routes: list[Routes | None]
-    taught: Bools
-    teacher: Floats
-    topk: Ints
+    has_teacher: Bools
+    teacher_logprobs: Floats
+    candidate_counts: Ints
     candidates: Ints
     candidate_logprobs: Floats
 
@@ -140,39 +142,49 @@ class Share:
         cls, samples: Sequence[Sample], indices: list[int], dp_rank: int, minibatches: list[Minibatch], trajectory_tokens: Ints
     ) -> Share:
         """The share with the samples at these indices of the batch. trajectory_tokens: of every sample of the batch."""
-        chosen = [samples[index] for index in indices]
-        spans = [span for s in chosen for span in s.version_spans]
+        share_samples = [samples[index] for index in indices]
+        spans = [span for s in share_samples for span in s.version_spans]
         return cls(
             dp_rank,
             minibatches,
             np.array(indices, np.int32),
             trajectory_tokens[indices],
-            [s.name for s in chosen],
-            np.array([len(s.prompt_ids) for s in chosen], np.int32),
-            np.array([len(s.response_ids) for s in chosen], np.int32),
-            _joined([ids for s in chosen for ids in (s.prompt_ids, s.response_ids)], np.int32),
-            _joined([s.loss_mask for s in chosen], np.int8),
-            _joined([s.behaviour_logprobs for s in chosen], np.float32),
-            np.array([s.old_logprobs is not None for s in chosen], np.bool_),
-            _joined([s.old_logprobs for s in chosen if s.old_logprobs is not None], np.float32),
-            np.array([-1 if s.old_version is None else s.old_version for s in chosen], np.int32),
-            np.array([len(s.version_spans) for s in chosen], np.int32),
+            [s.name for s in share_samples],
+            np.array([len(s.prompt_ids) for s in share_samples], np.int32),
+            np.array([len(s.response_ids) for s in share_samples], np.int32),
+            _concatenate([ids for s in share_samples for ids in (s.prompt_ids, s.response_ids)], np.int32),
+            _concatenate([s.loss_mask for s in share_samples], np.int8),
+            _concatenate([s.behaviour_logprobs for s in share_samples], np.float32),
+            np.array([s.old_logprobs is not None for s in share_samples], np.bool_),
+            _concatenate([s.old_logprobs for s in share_samples if s.old_logprobs is not None], np.float32),
+            np.array([-1 if s.old_version is None else s.old_version for s in share_samples], np.int32),
+            np.array([len(s.version_spans) for s in share_samples], np.int32),
             np.array([span.end - span.start for span in spans], np.int32),
             np.array([span.version for span in spans], np.int32),
             np.array([span.stale_kv for span in spans], np.bool_),
-            [s.routes for s in chosen],
-            np.array([s.teacher_logprobs is not None for s in chosen], np.bool_),
-            _joined([s.teacher_logprobs for s in chosen if s.teacher_logprobs is not None], np.float32),
-            np.array([len(s.candidates or ()) // max(len(s.response_ids), 1) for s in chosen], np.int32),
-            _joined([s.candidates for s in chosen if s.candidates is not None], np.int32),
-            _joined([s.candidate_logprobs for s in chosen if s.candidate_logprobs is not None], np.float32),
+            [s.routes for s in share_samples],
+            np.array([s.teacher_logprobs is not None for s in share_samples], np.bool_),
+            _concatenate([s.teacher_logprobs for s in share_samples if s.teacher_logprobs is not None], np.float32),
+            np.array([len(s.candidates or ()) // max(len(s.response_ids), 1) for s in share_samples], np.int32),
+            _concatenate([s.candidates for s in share_samples if s.candidates is not None], np.int32),
+            _concatenate([s.candidate_logprobs for s in share_samples if s.candidate_logprobs is not None], np.float32),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of the token arrays, routes included."""
-        columns = (self.ids, self.mask, self.behaviour, self.old, self.teacher, self.candidates, self.candidate_logprobs)
-        return sum(column.nbytes for column in columns) + sum(0 if each is None else each.nbytes for each in self.routes)
+        columns = (
+            self.ids,
+            self.mask,
+            self.behaviour_logprobs,
+            self.old_logprobs,
+            self.teacher_logprobs,
+            self.candidates,
+            self.candidate_logprobs,
+        )
+        return sum(column.nbytes for column in columns) + sum(
+            0 if sample_routes is None else sample_routes.nbytes for sample_routes in self.routes
+        )
 
     def sequences(self) -> list[batch.Sequence]:
         """The samples as sequences for the engine.
@@ -181,35 +193,43 @@ class Share:
         """
         from mtpctl.trainer.batch import Sequence
 
-        ids, mask, behaviour, old = (_Reader(column) for column in (self.ids, self.mask, self.behaviour, self.old))
-        teacher, candidates, candidate_logprobs = map(_Reader, (self.teacher, self.candidates, self.candidate_logprobs))
+        ids, mask, behaviour_logprobs, old_logprobs = (
+            _Reader(column) for column in (self.ids, self.mask, self.behaviour_logprobs, self.old_logprobs)
+        )
+        teacher_logprobs, candidates, candidate_logprobs = map(_Reader, (self.teacher_logprobs, self.candidates, self.candidate_logprobs))
         sequences = []
         for number, name in enumerate(self.names):
-            prompt, response, topk = int(self.prompts[number]), int(self.responses[number]), int(self.topk[number])
-            columns = {"behaviour": behaviour.next(response)}
+            prompt_length, response_length, candidate_count = (
+                int(self.prompt_lengths[number]),
+                int(self.response_lengths[number]),
+                int(self.candidate_counts[number]),
+            )
+            columns = {"behaviour": behaviour_logprobs.next(response_length)}
             if self.scored[number]:
-                columns["old"] = old.next(response)
-            if self.taught[number]:
-                columns["teacher"] = teacher.next(response)
-            if topk:
-                columns["candidates"] = candidates.next(response * topk).reshape(response, topk)
-                columns["candidate_logprobs"] = candidate_logprobs.next(response * topk).reshape(response, topk)
-            tokens, loss_mask = ids.next(prompt + response), mask.next(response)
-            sequences.append(Sequence(tokens, prompt, loss_mask, columns, self.routes[number], name))
+                columns["old"] = old_logprobs.next(response_length)
+            if self.has_teacher[number]:
+                columns["teacher"] = teacher_logprobs.next(response_length)
+            if candidate_count:
+                columns["candidates"] = candidates.next(response_length * candidate_count).reshape(response_length, candidate_count)
+                columns["candidate_logprobs"] = candidate_logprobs.next(response_length * candidate_count).reshape(
+                    response_length, candidate_count
+                )
+            tokens, loss_mask = ids.next(prompt_length + response_length), mask.next(response_length)
+            sequences.append(Sequence(tokens, prompt_length, loss_mask, columns, self.routes[number], name))
         return sequences
 
     def versions(self) -> list[Ints]:
         """For each sample, the weight version with which each response token was sampled."""
-        return self._by_token(self.span_versions)
+        return self._repeat_per_token(self.span_versions)
 
     def stale_kv(self) -> list[Bools]:
         """For each sample, whether each response token was sampled with a KV cache of earlier weights (`VersionSpan.stale_kv`)."""
-        return self._by_token(self.span_stale)
+        return self._repeat_per_token(self.span_stale_kv)
 
-    def _by_token[T: np.generic](self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
-        """Repeat the value of each span for its tokens, by sample."""
+    def _repeat_per_token[T: np.generic](self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
+        """Repeat the value of each span for its tokens. Returns an array per sample."""
         lengths, values = _Reader(self.span_lengths), _Reader(column)
-        return [np.repeat(values.next(count), lengths.next(count)) for count in self.spans.tolist()]
+        return [np.repeat(values.next(count), lengths.next(count)) for count in self.span_counts.tolist()]
 
 
 def distribute(
@@ -222,27 +242,29 @@ def distribute(
     copies the tokens of its samples.
     """
     table = BatchTable.of(samples, minibatches)
-    lengths, trajectory_tokens = table.prompts + table.responses, table.trajectory_tokens
+    lengths, trajectory_tokens = table.prompt_lengths + table.response_lengths, table.trajectory_tokens
     steps: list[tuple[list[int], list[list[list[int]]], int]] = []
     for step in range(minibatches):
         members = np.flatnonzero(table.steps == step)
-        indices = [index for index in members.tolist() if table.responses[index]]
+        indices = [index for index in members.tolist() if table.response_lengths[index]]
         if table.sampled[members].any():
             trajectories = len(np.unique(table.trajectories[members]))
             steps.append((indices, partition(lengths[indices].tolist(), tokens_per_microbatch, dp), trajectories))
 
-    def share(rank: int) -> Share:
-        chosen: list[int] = []
-        parts = []
-        for indices, micros, trajectories in steps:
-            local_indices = sorted(i for micro in micros[rank] for i in micro)
-            number = {i: n for n, i in enumerate(local_indices)}
-            passes = [[number[i] for i in micro] for micro in micros[rank]]
-            parts.append(Minibatch(list(range(len(chosen), len(chosen) + len(local_indices))), passes, trajectories))
-            chosen += [indices[i] for i in local_indices]
-        return Share.of(samples, chosen, rank, parts, trajectory_tokens)
+    def build_share(rank: int) -> Share:
+        share_indices: list[int] = []
+        share_minibatches = []
+        for indices, rank_microbatches, trajectories in steps:
+            local_indices = sorted(i for micro in rank_microbatches[rank] for i in micro)
+            positions = {i: n for n, i in enumerate(local_indices)}
+            microbatches = [[positions[i] for i in micro] for micro in rank_microbatches[rank]]
+            share_minibatches.append(
+                Minibatch(list(range(len(share_indices), len(share_indices) + len(local_indices))), microbatches, trajectories)
+            )
+            share_indices += [indices[i] for i in local_indices]
+        return Share.of(samples, share_indices, rank, share_minibatches, trajectory_tokens)
 
-    return table, [partial(share, rank) for rank in range(dp)]
+    return table, [partial(build_share, rank) for rank in range(dp)]
 
 
 _MAX_K = 16
@@ -264,7 +286,7 @@ def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> li
     bins = None
     while bins is None:
         count = -(-count // dp) * dp
-        bins = _assign(lengths, order, tokens_per_microbatch, count)
+        bins = _assign_sequences(lengths, order, tokens_per_microbatch, count)
         count += dp
     return [[sorted(b) for b in bins[rank::dp]] for rank in range(dp)]
 
@@ -274,7 +296,7 @@ def _lower_bound(lengths: np.ndarray, budget: int) -> int:
     return max(-(-int(np.count_nonzero(lengths * (k + 1) > budget)) // k) for k in range(1, _MAX_K + 1))
 
 
-def _assign(lengths: Sequence[int], order: list[int], budget: int, count: int) -> list[list[int]] | None:
+def _assign_sequences(lengths: Sequence[int], order: list[int], budget: int, count: int) -> list[list[int]] | None:
     """Assign the sequences in this order, each to the least loaded of `count` microbatches. None if one overflows."""
     bins: list[list[int]] = [[] for _ in range(count)]
     # A heap of load * count + index, so that the first of equally loaded microbatches is the smallest. This range already is a heap.
@@ -282,16 +304,16 @@ def _assign(lengths: Sequence[int], order: list[int], budget: int, count: int) -
     one_per_bin = count >= len(lengths)
     for i in order:
         length = lengths[i]
-        load, number = divmod(loads[0], count)
-        if load and load + length > budget and not one_per_bin:
+        least_load, index = divmod(loads[0], count)
+        if least_load and least_load + length > budget and not one_per_bin:
             return None
-        bins[number].append(i)
+        bins[index].append(i)
         heapq.heapreplace(loads, loads[0] + length * count)
     return bins
 
 
 def _check_logprobs(sample: Sample) -> None:
-    trained = np.asarray(sample.loss_mask, np.bool_)
+    is_trained = np.asarray(sample.loss_mask, np.bool_)
     for source, logprobs in (
         ("the rollout engine", sample.behaviour_logprobs),
         ("old log-probs", sample.old_logprobs),
@@ -300,14 +322,14 @@ def _check_logprobs(sample: Sample) -> None:
         if logprobs is None:
             continue
         values = np.asarray(logprobs)
-        if len(bad := np.flatnonzero(trained & ~np.isfinite(values))):
+        if len(non_finite := np.flatnonzero(is_trained & ~np.isfinite(values))):
             raise RuntimeFailure(
-                f"sample {sample.name}: {source} gave response token {bad[0]} the log-prob {values[bad[0]]:g}, which cannot be trained on; "
-                "look at what sampled or scored it (rollout.top_k, rollout.top_p, logs/)"
+                f"sample {sample.name}: {source} gave response token {non_finite[0]} the log-prob {values[non_finite[0]]:g}, which cannot "
+                "be trained on; check its sampling and scoring (rollout.top_k, rollout.top_p, logs/)"
             )
 
 
-def _joined[T: np.generic](columns: list[array], dtype: type[T]) -> npt.NDArray[T]:
+def _concatenate[T: np.generic](columns: list[array], dtype: type[T]) -> npt.NDArray[T]:
     """Concatenate the arrays."""
     return np.concatenate([np.asarray(column, dtype) for column in columns]) if columns else np.zeros(0, dtype)
 

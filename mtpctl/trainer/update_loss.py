@@ -31,20 +31,24 @@ class UpdateLoss:
 
     def __init__(self, head: Head, config: EngineConfig, objective: Objective, totals: Totals, *, temperature: float) -> None:
         self.head, self.config, self.objective, self.temperature = head, config, objective, temperature
-        self.denominator = objective.denominator(tokens=totals.trained, sequences=totals.sequences)
-        self.drafts = [max(1, count) for count in totals.drafted]
+        self.denominator = objective.denominator(tokens=totals.trained_tokens, sequences=totals.sequences)
+        self.drafted_tokens = [max(1, count) for count in totals.drafted_tokens]
         """The number of tokens that each depth drafts."""
         self.draft_loss: DraftLoss = config.mtp.loss
         if config.mtp.loss == "e2e_tv" and config.greedy_drafts:
             self.draft_loss = "e2e_greedy"
-        self._to_measure = MEASURED_TOKENS
+        self._tokens_to_measure = MEASURED_TOKENS
 
     def __call__(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         states = (hidden.trunk, *hidden.mtp)
-        finite = self._finite(states)
-        if not finite:
+        is_finite = self._all_finite(states)
+        if not is_finite:
             hidden = Hidden(torch.zeros_like(hidden.trunk), hidden.head, [torch.zeros_like(state) for state in hidden.mtp])
-        if self.drafts and self.config.mtp.loss != "ce" and self.head.supports_joint_loss(couples_tokens=self.objective.couples_tokens):
+        if (
+            self.drafted_tokens
+            and self.config.mtp.loss != "ce"
+            and self.head.supports_joint_loss(couples_tokens=self.objective.couples_tokens)
+        ):
             total, sums = self._one_pass(micro, hidden)
         else:
             total, sums = self._separate_passes(micro, hidden)
@@ -52,7 +56,7 @@ class UpdateLoss:
             # A rank without a trained token must still take part in the collectives of the backward pass.
             for state in states:
                 total = total + 0.0 * state.sum()
-        if not finite:
+        if not is_finite:
             # A NaN loss still runs all collectives, and its gradients make every rank skip the step.
             total = torch.nan * torch.stack([state.sum() for state in states]).sum()
             sums = {name: torch.nan * value for name, value in sums.items()}
@@ -60,7 +64,7 @@ class UpdateLoss:
 
     def _one_pass(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         """The losses of the trunk and of the MTP depths, which learn from the logits computed for the trunk's loss."""
-        mtp, scale, chains = self.config.mtp, 1 / self.denominator, self._chains(micro)
+        mtp, scale, chains = self.config.mtp, 1 / self.denominator, self._new_chains(micro)
         drafts = [
             (
                 rows,
@@ -69,7 +73,7 @@ class UpdateLoss:
             )
             for depth, (state, rows) in enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1)
         ]
-        candidate_losses, sums = self._candidates(micro, hidden)
+        candidate_losses, sums = self._candidate_loss(micro, hidden)
         loss, loss_sums, outputs = self.head.loss_with_drafts(
             hidden.trunk,
             hidden.head,
@@ -82,19 +86,20 @@ class UpdateLoss:
             entropy=self.objective.needs_entropy,
         )
         sums |= loss_sums
-        measured = self._measured(micro)
+        measured_tokens = self._count_measured_tokens(micro)
         for depth, output in enumerate(self._apply_chain_weights(chains, outputs), start=1):
             sums |= _depth_sums(depth, output)
         probabilities = [
-            _depth_probabilities(output, draft, len(micro.labels), measured) for output, draft in zip(outputs, micro.drafts, strict=True)
+            _depth_probabilities(output, draft, len(micro.labels), measured_tokens)
+            for output, draft in zip(outputs, micro.drafts, strict=True)
         ]
-        return sum(candidate_losses, loss), sums | acceptance_sums(micro, probabilities, measured, self.config.drafts)
+        return sum(candidate_losses, loss), sums | acceptance_sums(micro, probabilities, measured_tokens, self.config.drafts)
 
     def _separate_passes(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         """The losses of the trunk and of each MTP depth, each with its own logits."""
         # MTP first, because the one-pass kernels add the LM head's gradients in this order, and the order affects rounding.
-        draft_losses, sums = self._drafts(micro, hidden)
-        candidate_losses, candidate_sums = self._candidates(micro, hidden)
+        draft_losses, sums = self._draft_losses(micro, hidden)
+        candidate_losses, candidate_sums = self._candidate_loss(micro, hidden)
         loss, loss_sums = self.head.loss(
             micro.packing,
             hidden.trunk,
@@ -109,7 +114,7 @@ class UpdateLoss:
         )
         return torch.stack([loss, *draft_losses, *candidate_losses]).sum(), sums | loss_sums | candidate_sums
 
-    def _candidates(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
+    def _candidate_loss(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
         """The objective's candidate loss and the sum of its divergences; both empty if it has none."""
         term = self.objective.candidates(micro)
         if term is None:
@@ -122,10 +127,10 @@ class UpdateLoss:
     def _scale(self, depth: int) -> float:
         """The factor of the summed loss of an MTP depth."""
         # All depths of the multi-step loss are divided by the number of chains, which is that of the tokens that depth 1 drafts.
-        count = self.drafts[0 if self.config.mtp.loss == "e2e_tv" else depth - 1]
-        return self.config.mtp.loss_scale / (count * len(self.drafts))
+        count = self.drafted_tokens[0 if self.config.mtp.loss == "e2e_tv" else depth - 1]
+        return self.config.mtp.loss_scale / (count * len(self.drafted_tokens))
 
-    def _chains(self, micro: MicroBatch) -> Chains | None:
+    def _new_chains(self, micro: MicroBatch) -> Chains | None:
         """The chains of the multi-step loss; None for other losses."""
         return Chains(micro.drafts, len(micro.labels)) if self.config.mtp.loss == "e2e_tv" else None
 
@@ -133,23 +138,23 @@ class UpdateLoss:
         """Compute the weights of the chains, and set each output's loss to its depth's sum of 1 − P_j. Returns other losses unchanged."""
         if chains is None:
             return outputs
-        losses = chains.fill([output.greedy if self.config.greedy_drafts else output.overlap for output in outputs])
+        losses = chains.compute_weights([output.greedy if self.config.greedy_drafts else output.overlap for output in outputs])
         return [output._replace(loss_sum=loss) for output, loss in zip(outputs, losses, strict=True)]
 
-    def _drafts(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
+    def _draft_losses(self, micro: MicroBatch, hidden: Hidden) -> tuple[list[Tensor], Sums]:
         """The loss of each MTP depth, deepest first, and their metric sums."""
-        if not self.drafts:
+        if not self.drafted_tokens:
             return [], {}
-        mtp, chains = self.config.mtp, self._chains(micro)
+        mtp, chains = self.config.mtp, self._new_chains(micro)
         losses: list[Tensor] = []
         sums: Sums = {}
         outputs: list[DraftLossOut] = []
         probabilities: list[DepthProbabilities] = []
-        measured = self._measured(micro)
+        measured_tokens = self._count_measured_tokens(micro)
         for depth, (state, draft) in reversed(list(enumerate(zip(hidden.mtp, micro.drafts, strict=True), start=1))):
             # Rounded to fp32, like the gradient that autograd will pass, because the kernels check that the two are equal.
             scale = torch.tensor(self._scale(depth)).item()
-            compared = draft
+            measured_rows = draft
             if mtp.loss == "ce":
                 loss, loss_sums = self.head.loss(
                     micro.packing,
@@ -163,27 +168,27 @@ class UpdateLoss:
                     hit=True,
                     detach_weight=mtp.mode == "isolated",
                 )
-                count = int((draft.tokens < measured).sum())
-                compared = DraftRows(draft.rows[:count], draft.labels[:count], draft.tokens[:count])
+                count = int((draft.tokens < measured_tokens).sum())
+                measured_rows = DraftRows(draft.rows[:count], draft.labels[:count], draft.tokens[:count])
                 sums |= {f"mtp/loss_{depth}": loss_sums["loss"], f"mtp/accept_{depth}": loss_sums[HITS]}
                 with torch.no_grad():
-                    output = self._against_trunk(micro, hidden, state, compared, depth, 0.0)[1]
+                    output = self._trunk_draft_loss(micro, hidden, state, measured_rows, depth, 0.0)[1]
             else:
                 weights = None if chains is None else chains.weights[depth - 1]
-                loss, output = self._against_trunk(micro, hidden, state, draft, depth, scale, weights)
+                loss, output = self._trunk_draft_loss(micro, hidden, state, draft, depth, scale, weights)
             losses.append(loss)
             outputs.insert(0, output)
-            probabilities.insert(0, _depth_probabilities(output, compared, len(micro.labels), measured))
+            probabilities.insert(0, _depth_probabilities(output, measured_rows, len(micro.labels), measured_tokens))
         if mtp.loss != "ce":
             for depth, output in enumerate(self._apply_chain_weights(chains, outputs), start=1):
                 sums |= _depth_sums(depth, output)
-        return losses, sums | acceptance_sums(micro, probabilities, measured, self.config.drafts)
+        return losses, sums | acceptance_sums(micro, probabilities, measured_tokens, self.config.drafts)
 
-    def _against_trunk(
+    def _trunk_draft_loss(
         self, micro: MicroBatch, hidden: Hidden, state: Tensor, draft: DraftRows, depth: int, scale: float, weights: Tensor | None = None
     ) -> tuple[Tensor, DraftLossOut]:
         mtp = self.config.mtp
-        return self.head.draft(
+        return self.head.draft_loss(
             micro.packing,
             state,
             hidden.trunk,
@@ -199,43 +204,46 @@ class UpdateLoss:
             weights=weights,
         )
 
-    def _measured(self, micro: MicroBatch) -> int:
+    def _count_measured_tokens(self, micro: MicroBatch) -> int:
         """Number of response tokens of the microbatch from which acceptance is estimated, in whole sequences."""
         tokens = 0
         for length in [] if micro.dummy else micro.lengths:
-            if self._to_measure <= 0:
+            if self._tokens_to_measure <= 0:
                 break
-            tokens, self._to_measure = tokens + length, self._to_measure - length
+            tokens, self._tokens_to_measure = tokens + length, self._tokens_to_measure - length
         return tokens
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """The objective's metrics, and the loss and acceptance of each MTP depth, from sums over the whole batch."""
         values = {name: float(value) for name, value in sums.items()}
         metrics = self.objective.metrics({name: value for name, value in values.items() if not name.startswith("mtp/")})
-        for depth, drafts in enumerate(self.drafts, start=1):
+        for depth, drafts in enumerate(self.drafted_tokens, start=1):
             metrics |= {name: values[name] / drafts for name in (f"mtp/loss_{depth}", f"mtp/accept_{depth}") if name in values}
-        return metrics | (acceptance_metrics(values, len(self.drafts)) if self.drafts else {})
+        return metrics | (acceptance_metrics(values, len(self.drafted_tokens)) if self.drafted_tokens else {})
 
-    def _finite(self, states: tuple[Tensor, ...]) -> bool:
+    def _all_finite(self, states: tuple[Tensor, ...]) -> bool:
         """Whether all states are finite on all ranks that share this microbatch's loss."""
-        bad = torch.stack([~torch.isfinite(state).all() for state in states]).any().float()
+        non_finite = torch.stack([~torch.isfinite(state).all() for state in states]).any().float()
         if self.config.parallel.tp * self.config.parallel.cp > 1:
-            dist.all_reduce(bad, group=parallel_state.get_tensor_and_context_parallel_group())
-        return not bad
+            dist.all_reduce(non_finite, group=parallel_state.get_tensor_and_context_parallel_group())
+        return not non_finite
 
 
 def _depth_sums(depth: int, output: DraftLossOut) -> Sums:
     return {f"mtp/loss_{depth}": output.loss_sum.detach(), f"mtp/accept_{depth}": output.hit.sum()}
 
 
-def _depth_probabilities(output: DraftLossOut, draft: DraftRows, count: int, measured: int) -> DepthProbabilities:
-    """A depth's probabilities for the microbatch's `count` response tokens; 0 for tokens not drafted and from index `measured` on."""
-    chosen = draft.tokens < measured
-    tokens = draft.tokens[chosen]
+def _depth_probabilities(output: DraftLossOut, draft: DraftRows, num_tokens: int, measured_tokens: int) -> DepthProbabilities:
+    """A depth's probabilities for the microbatch's `num_tokens` response tokens.
+
+    They are 0 for tokens that are not drafted, and from index `measured_tokens` on.
+    """
+    is_measured = draft.tokens < measured_tokens
+    tokens = draft.tokens[is_measured]
 
     def scatter(values: Tensor) -> Tensor:
-        dense = torch.zeros(count, dtype=torch.float32, device=values.device)
-        dense[tokens] = values[chosen].detach().float()
+        dense = torch.zeros(num_tokens, dtype=torch.float32, device=values.device)
+        dense[tokens] = values[is_measured].detach().float()
         return dense
 
     accept_probs = (output.logprob - output.teacher_logprob).exp().clamp(max=1)

@@ -4,7 +4,7 @@ import pytest
 
 from mtpctl.controller.metrics import BusyClock, speculation_metrics, trajectory_metrics
 from mtpctl.samples import EnvironmentUse, Sample, Speculation
-from mtpctl.trainer.actor import mean_of
+from mtpctl.trainer.actor import mean_metrics
 
 
 def sample(*versions: tuple[int, int], reward: float = 1.0) -> Sample:
@@ -91,7 +91,7 @@ def test_without_drafts_there_is_no_acceptance() -> None:
 
 
 def test_a_mean_is_over_the_parts_that_have_the_metric() -> None:
-    assert mean_of([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
+    assert mean_metrics([{"a": 1.0, "b": 2.0}, {"a": 3.0}]) == {"a": 2.0, "b": 2.0}
 
 
 def test_busy_shares_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,7 @@ def _scores(
     """Scores of the trainer's pass, and of the log-prob server's, which has the sequences in the opposite order."""
     fields: dict[str, Any] = {"numerics": numerics, "tokens_per_microbatch": 1500, "precision": PRECISIONS[device]}
     with tiny.engine(folder, rank=rank, parallel=parallel, **fields) as trainer:
-        return trainer.score(inputs, record=True), trainer.score(inputs[::-1], options=[ScoreOptions()] * len(inputs))[::-1]
+        return trainer.score(inputs, record_routes=True), trainer.score(inputs[::-1], options=[ScoreOptions()] * len(inputs))[::-1]
 
 
 def _score_on_rank(number: int, parallel: ParallelConfig, address: str, out: Path, *arguments: Any) -> None:

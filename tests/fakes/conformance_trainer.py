@@ -57,7 +57,7 @@ def train(case: Case, rank: Rank, folder: Path) -> tuple[list[float], dict[str, 
         for row in case.rows()[parallel.dp_rank(rank.rank)]:
             passes.append(list(range(len(batch), len(batch) + len(row.samples))))
             batch += [Sequence(s.tokens, start := s.mask.index(1), s.mask[start:]) for s in row.samples]
-        metrics = trainer.update(batch, MtpOnly(), passes=passes)
+        metrics = trainer.update(batch, MtpOnly(), microbatches=passes)
         grads = {name: value.tolist() for name, value in gradients(trainer).items() if name in values}
     return [metrics[f"mtp/loss_{depth}"] for depth in range(1, case.depths + 1)], grads
 

@@ -38,7 +38,7 @@ def scored(folder: str | Path, samples: list[Sample]) -> dict[str, dict[str, Any
     engine = MegatronEngine(HfFolder.open(folder), config)
     result: dict[str, dict[str, Any]] = {}
     for replay in (False, True):
-        scores = engine.score([s if replay else replace(s, routes=None) for s in sequences_of(samples)], record=True)
+        scores = engine.score([s if replay else replace(s, routes=None) for s in sequences_of(samples)], record_routes=True)
         apart = np.concatenate([np.abs(np.subtract(a.logprobs, s.behaviour_logprobs)) for a, s in zip(scores, samples, strict=True)])
         result["replayed" if replay else "own"] = {"mean": float(apart.mean()), "max": float(apart.max())}
         if not replay and samples[0].routes is not None:

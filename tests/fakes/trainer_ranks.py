@@ -92,7 +92,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             check(root / case.name, contents=True)
             listing = read_listing(root / case.name)
             assert listing is not None and set(listing.files) == {file.name for file in files_in(root / case.name)}, "of every rank's files"
-        scored = made.score(batch, record=case.replay)
+        scored = made.score(batch, record_routes=case.replay)
         for sequence, found_scores in zip(batch, scored, strict=True):
             if sequence.routes is not None:
                 assert found_scores.routes is not None
@@ -106,7 +106,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         objective = supervised if case.policy is None else PolicyObjective(case.policy, max_tokens=20)
         members, passes = own_part(batch, case)
         with counted_parts() as parts:
-            metrics = made.update([message[i] for i in members], objective, passes=passes)
+            metrics = made.update([message[i] for i in members], objective, microbatches=passes)
         crowd = case.crowded and case.parallel.ep > 1 and parallel_state.get_expert_model_parallel_rank() == 0
         assert bool(parts) == crowd or not case.crowded, f"{len(parts)} passes in parts"
         weights = {name: value.clone() for name, value in made.export()}
@@ -176,7 +176,7 @@ def own_part(batch: list[Sequence], case: Case) -> tuple[list[int], list[list[in
 def check_own_scores(made: MegatronEngine, batch: list[Sequence], scores: list[Any], case: Case) -> None:
     """Scores of a rank's own sequences match those of the whole batch."""
     members = own_part(batch, case)[0]
-    own = made.score([batch[i] for i in members], record=case.replay, own=True)
+    own = made.score([batch[i] for i in members], record_routes=case.replay, local=True)
     assert len(own) == len(members)
     for i, each in zip(members, own, strict=True):
         assert np.allclose(each.logprobs, scores[i][0], atol=1e-5) and np.allclose(each.entropy, scores[i][1], atol=1e-5)

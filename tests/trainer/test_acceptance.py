@@ -15,9 +15,9 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.policy import linear_draft_loss
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.schema import KernelsConfig
-from mtpctl.trainer.acceptance import KINDS, Chains, DepthProbabilities, StepEstimate, acceptance_metrics, acceptance_sums
+from mtpctl.trainer.acceptance import DRAFT_KINDS, Chains, DepthProbabilities, StepEstimate, acceptance_metrics, acceptance_sums
 from mtpctl.trainer.batch import DraftRows, Sequence, pack
-from mtpctl.trainer.head import scaled_gradient
+from mtpctl.trainer.head import scale_gradient
 from mtpctl.trainer.objective import NextToken
 from tests.fakes import mimo_reference
 from tests.fakes.batches import packed
@@ -67,7 +67,7 @@ def played(p: torch.Tensor, q: list[torch.Tensor], greedy: bool, turns: int) -> 
     return steps, accepted, lines
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_walk_over_plain_samples_matches_simulated_drafting(kind: str) -> None:
     p, q = chains()
     greedy = kind == "greedy"
@@ -93,7 +93,7 @@ def test_turns_and_responses_are_walked_separately_up_to_the_limit() -> None:
     """Responses of 3, 4 (one of a tool) and 2 tokens. All drafts are accepted, so one step covers the rest of a turn."""
     micro = packed([[1, 1, 1], [1, 0, 1, 1], [1, 1]], depths=2)
     ones = torch.ones(9)
-    depths = [DepthProbabilities(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]
+    depths = [DepthProbabilities(ones, dict.fromkeys(DRAFT_KINDS, ones), dict.fromkeys(DRAFT_KINDS, ones)) for _ in range(2)]
     sums = {name: float(value) for name, value in acceptance_sums(micro, depths, 7).items()}
     # Turns: three tokens, one, two; the last response lies behind the limit. Steps: one of two drafts, none, one of one.
     assert (sums["mtp/expected_steps"], sums["mtp/expected_rate_1"], sums["mtp/expected_rate_2"]) == (2, 2, 1)
@@ -106,7 +106,7 @@ def test_step_with_fewer_drafts_than_depths_ends_after_its_drafts() -> None:
     """All drafts of two depths are accepted, but the engine drafts with the first one only."""
     micro = packed([[1, 1, 1, 1, 1]], depths=2)
     ones = torch.ones(5)
-    depths = [DepthProbabilities(ones, dict.fromkeys(KINDS, ones), dict.fromkeys(KINDS, ones)) for _ in range(2)]
+    depths = [DepthProbabilities(ones, dict.fromkeys(DRAFT_KINDS, ones), dict.fromkeys(DRAFT_KINDS, ones)) for _ in range(2)]
     sums = {name: float(value) for name, value in acceptance_sums(micro, depths, 5, drafts=1).items()}
     # Steps begin at tokens 1 and 3, each with its draft accepted; what follows token 5 is not there to be drafted.
     assert (sums["mtp/expected_steps"], sums["mtp/expected_rate_1"]) == (2, 2)
@@ -117,7 +117,7 @@ def test_step_with_fewer_drafts_than_depths_ends_after_its_drafts() -> None:
 def test_metrics_are_empty_without_measured_tokens() -> None:
     micro = packed([[1, 1]], depths=1)
     none = torch.zeros(2)
-    depth = DepthProbabilities(none, dict.fromkeys(KINDS, none), dict.fromkeys(KINDS, none))
+    depth = DepthProbabilities(none, dict.fromkeys(DRAFT_KINDS, none), dict.fromkeys(DRAFT_KINDS, none))
     assert acceptance_metrics({name: float(value) for name, value in acceptance_sums(micro, [depth], 0).items()}, 1) == {}
 
 
@@ -156,7 +156,7 @@ def test_weights_are_derivatives_of_the_expected_accepted_length() -> None:
     starts = sorted(set(RAGGED[0]))
     expected = torch.autograd.grad(sum(expected_accepted(chain_of(alphas, RAGGED, s)) for s in starts), alphas)
     chains = Chains(rows(RAGGED), 12)
-    losses = chains.fill([alpha.detach() for alpha in alphas])
+    losses = chains.compute_weights([alpha.detach() for alpha in alphas])
     for weight, exact in zip(chains.weights, expected, strict=True):
         assert torch.allclose(weight.double(), exact, atol=1e-6)
     alphas = [alpha.detach() for alpha in alphas]
@@ -168,7 +168,7 @@ def test_chains_of_a_packed_batch_stay_within_turns() -> None:
     """A chain has a depth only if its token, and all before it in the chain, were sampled in one turn of one sequence."""
     batch = [Sequence([1, 2, 3, 4, 5, 6, 7, 8], 2, [1, 1, 1, 0, 1, 1]), Sequence([1, 2, 3, 4, 5], 1, [1, 1, 1, 1])]
     chains = Chains(pack(batch, [0, 1], DEPTHS, "cpu").drafts, 10)
-    assert [at.tolist() for at in chains.begins] == [[0, 1, 4, 6, 7, 8], [0, 6, 7], [6]]
+    assert [at.tolist() for at in chains.start_tokens] == [[0, 1, 4, 6, 7, 8], [0, 6, 7], [6]]
 
 
 def test_gradient_matches_finite_differences() -> None:
@@ -195,11 +195,11 @@ def test_gradient_matches_finite_differences() -> None:
     chains = Chains(drafts, tokens)
     outs = [
         linear_draft_loss(
-            scaled_gradient(state, weights), trunk[draft.tokens], weight, torch.zeros(len(state), dtype=torch.long), detach_weight=True
+            scale_gradient(state, weights), trunk[draft.tokens], weight, torch.zeros(len(state), dtype=torch.long), detach_weight=True
         )
         for state, draft, weights in zip(states(x), drafts, chains.weights, strict=True)
     ]
-    assert all(chains.fill([out.overlap for out in outs]))
+    assert all(chains.compute_weights([out.overlap for out in outs]))
     (grad,) = torch.autograd.grad(sum(out.loss_sum for out in outs), x)
     for _ in range(4):
         direction = draw(width, width)
@@ -209,7 +209,7 @@ def test_gradient_matches_finite_differences() -> None:
 
 def test_gradient_is_scaled_by_row_in_the_backward_pass() -> None:
     x, weights = torch.randn(3, 4, requires_grad=True), torch.zeros(5)
-    y = scaled_gradient(x, weights, torch.tensor([4, 0, 2]))
+    y = scale_gradient(x, weights, torch.tensor([4, 0, 2]))
     weights.copy_(torch.arange(5.0))
     y.sum().backward()
     assert x.grad is not None and x.grad[:, 0].tolist() == [4.0, 0.0, 2.0] and torch.equal(y, x)

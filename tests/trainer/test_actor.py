@@ -17,7 +17,7 @@ from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.losses import token_terms
 from mtpctl.samples import Sample, logprobs_of, mask_of
-from mtpctl.trainer.actor import TrainerRank, threads_in
+from mtpctl.trainer.actor import TrainerRank, threads_for_stage
 from mtpctl.trainer.batch import Sequence, pack
 from mtpctl.trainer.config import TokenScores
 from mtpctl.trainer.objective import PolicyObjective
@@ -118,7 +118,7 @@ def test_reference_has_the_parameters_that_rl_trains(tmp_path: Path, train_mtp: 
     rank.engine.module = torch.nn.Linear(1, 1)  # its bias stands for the MTP layers
     rank.begin_stage("rl", str(tmp_path / "reference"), False)
     assert rank.reference is not None
-    assert [p.shape for p in rank.reference] == [p.shape for p in rank._trained()]
+    assert [p.shape for p in rank.reference] == [p.shape for p in rank._trained_parameters()]
 
 
 @pytest.mark.parametrize("stages", [["sft", "rl"], ["rl", "sft"]])
@@ -157,14 +157,14 @@ class Recorder(Engine):
     def update(self, sequences: list[Sequence], objective: Any, **options: Any) -> dict[str, float]:
         self.batches.append(sequences)
         self.corrections.append(objective.config.correction.mode)
-        self.denominators.append(objective.denominator(tokens=sum(s.trained for s in sequences), sequences=len(sequences)))
+        self.denominators.append(objective.denominator(tokens=sum(s.num_trained for s in sequences), sequences=len(sequences)))
         return {"skipped": 0.0, "perf/tokens": 1.0}
 
     def peak_memory(self) -> dict[str, float]:
         return {"perf/memory_reserved_gib": float(len(self.batches))}
 
     def score(self, sequences: list[Sequence], **options: Any) -> list[TokenScores]:
-        return [TokenScores(logprobs_of([-1.5] * s.trained), logprobs_of([1.0] * s.trained)) for s in sequences]
+        return [TokenScores(logprobs_of([-1.5] * s.num_trained), logprobs_of([1.0] * s.num_trained)) for s in sequences]
 
 
 def recorder(**rl: Any) -> tuple[TrainerRank, Recorder]:
@@ -199,7 +199,7 @@ def test_empty_response_counts_in_its_group_and_is_not_trained_on() -> None:
     rank, engine = recorder(minibatches=2)
     step(rank, batch(2, 0, 1, 3), 1)
     assert [[s.columns["advantage"].tolist() for s in part] for part in engine.batches] == [[[-0.5, -0.5]], [[-0.5], [0.5] * 3]]
-    with pytest.raises(RuntimeFailure, match=r"rollout\.deadline_s: no response of a whole batch has a sampled token"):
+    with pytest.raises(RuntimeFailure, match=r"rollout\.deadline_s: no response of the batch has a sampled token"):
         step(rank, batch(0, 0), 1)
 
 
@@ -335,4 +335,4 @@ def test_update_without_recomputed_logprobs_compares_policies_in_its_first_minib
     ],
 )
 def test_sft_stage_uses_the_cores_of_idle_engines(sets: list[str], stage: str, threads: int) -> None:
-    assert threads_in(load_recipe("tiny_mtp", sets=sets).recipe, stage, cores=8) == threads
+    assert threads_for_stage(load_recipe("tiny_mtp", sets=sets).recipe, stage, cores=8) == threads

@@ -35,9 +35,9 @@ def test_column_of_wrong_length_is_rejected():
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [
-        (Sequence([1, 2, 64], 1, [1, 1]), "sequence 1 has token id 64, the vocabulary has 64; is model.tokenizer"),
+        (Sequence([1, 2, 64], 1, [1, 1]), "sequence 1 has token id 64, but the vocabulary has 64; check that model.tokenizer"),
         (Sequence([-1, 2, 3], 1, [1, 1]), "sequence 1 has token id -1"),
-        (Sequence([1] * 129, 1, [1] * 128), "sequence 1 has 129 tokens, the model's max_position_embeddings is 128"),
+        (Sequence([1] * 129, 1, [1] * 128), "sequence 1 has 129 tokens, but the model's max_position_embeddings is 128"),
     ],
 )
 def test_tokens_outside_the_model_are_rejected(tmp_path, sequence, message):

@@ -13,7 +13,7 @@ from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.flops import step_flops
 from mtpctl.recipe.model import MtpConfig
-from mtpctl.trainer.batch import Sequence, dummy_batch, in_one_copy, pack, to_device, utilization
+from mtpctl.trainer.batch import Sequence, copy_packed, dummy_batch, pack, to_device, utilization
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 
@@ -47,7 +47,7 @@ class TestPack:
         micro = pack([alone, turns], [0, 1], 3, "cpu").drafts[depth - 1]
         assert micro.tokens.tolist() == [*range(depth, 4), *(4 + place for place in drafted)]
         assert micro.rows.tolist() == [*range(4 - depth), *(5 + 1 + place - depth for place in drafted)]
-        assert (turns.drafted(depth), alone.drafted(depth)) == (len(drafted), 4 - depth)
+        assert (turns.num_drafted(depth), alone.num_drafted(depth)) == (len(drafted), 4 - depth)
 
     def test_padding_is_a_separate_sample(self):
         micro = pack(BATCH, [0, 1], 1, "cpu", cp=2, tp=2)
@@ -86,7 +86,7 @@ ARRAYS = [
 ]
 
 
-@pytest.mark.parametrize("bring", [to_device, in_one_copy])
+@pytest.mark.parametrize("bring", [to_device, copy_packed])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_shapes_dtypes_and_values_are_kept(bring, device: str) -> None:
     result = bring(ARRAYS, device)
@@ -95,8 +95,8 @@ def test_shapes_dtypes_and_values_are_kept(bring, device: str) -> None:
 
 
 def test_tensors_of_one_copy_share_a_storage() -> None:
-    assert len({each.untyped_storage().data_ptr() for each in in_one_copy(ARRAYS, "cpu") if each.numel()}) == 1
-    assert in_one_copy([], "cpu") == []
+    assert len({each.untyped_storage().data_ptr() for each in copy_packed(ARRAYS, "cpu") if each.numel()}) == 1
+    assert copy_packed([], "cpu") == []
 
 
 SHAPE = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
@@ -119,7 +119,7 @@ def test_update_reports_mfu_if_all_weights_train_in_bf16(tmp_path: Path, monkeyp
     with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated")) as created:
         created.set_optimizer(GENTLE)
         metrics = created.update(batch, NextToken())
-    rows, drafts = (sum(s.drafted(depth) for s in batch) for depth in (0, 1))
+    rows, drafts = (sum(s.num_drafted(depth) for s in batch) for depth in (0, 1))
     flops = step_flops(folder.shape, [len(s.token_ids) for s in batch], rows, [drafts], isolated=True)
     assert metrics["perf/mfu"] == pytest.approx(flops / metrics["timing_s/update"] / 1e12)
     with engine(folder, precision="fp32") as created:

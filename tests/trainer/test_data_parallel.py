@@ -82,14 +82,14 @@ def test_closed_engine_is_freed_after_training_and_export(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", ["glm4-moe", "mimo"])
-def test_only_buffers_that_are_not_overwritten_are_zeroed(tmp_path: Path, family: str) -> None:
+def test_only_buffers_that_are_not_overwritten_are_zeroed_slices(tmp_path: Path, family: str) -> None:
     with engine(folder(tmp_path / "model", family), mtp=MtpConfig(mode="joint")) as trainer:
         trainer.set_optimizer(GENTLE)
         sizes = []
         for _ in range(2):
             trainer.forward_backward(sequences(), NextToken())
             trainer.gradients.clear(1)
-            sizes.append(sum(part.numel() for part in trainer.gradients._zeroed))
+            sizes.append(sum(part.numel() for part in trainer.gradients._zeroed_slices))
         weights = dict(trainer.module.named_parameters())
     zeroed = [name for name, p in weights.items() if p.dim() == 1 or name.endswith(("word_embeddings.weight", "router.weight"))]
     assert sizes[0] == sizes[1] == sum(weights[name].numel() for name in zeroed)
@@ -158,8 +158,8 @@ def test_a_weight_that_stages_share_has_a_bucket_of_its_own(shared_first: bool) 
     tied, norm = torch.nn.Parameter(torch.zeros(8, 2)), torch.nn.Parameter(torch.zeros(2))
     tied.shared_embedding = True  # type: ignore[attr-defined]
     pair = (tied, norm) if shared_first else (norm, tied)
-    assert data_parallel._ends_bucket(*pair, index_of=dict.fromkeys(pair, 3), numel=2)
-    assert not data_parallel._ends_bucket(norm, norm, index_of={norm: 3}, numel=2)
+    assert data_parallel._is_bucket_end(*pair, index_of=dict.fromkeys(pair, 3), numel=2)
+    assert not data_parallel._is_bucket_end(norm, norm, index_of={norm: 3}, numel=2)
 
 
 def row_gradients(ranks: int, *, filled: bool) -> list[torch.Tensor]:

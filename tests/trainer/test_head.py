@@ -137,7 +137,7 @@ def logits_made(folder: Any, monkeypatch: pytest.MonkeyPatch, loss: str, mtp: Mt
         monkeypatch.setattr(products, "logits", counted)
         trainer.update(batch, PolicyObjective(LOSSES[loss], max_tokens=20))
     assert sum(made_of) % 640 == 0
-    return sum(made_of) // 640, sum(len(s.loss_mask) for s in batch), sum(s.drafted(1) for s in batch)
+    return sum(made_of) // 640, sum(len(s.loss_mask) for s in batch), sum(s.num_drafted(1) for s in batch)
 
 
 @pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])

@@ -8,7 +8,7 @@ import pytest
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.rl import OverlongConfig, RlConfig, TeacherConfig
 from mtpctl.samples import Sample, logprobs_of
-from mtpctl.trainer.objective import advantages, training_sequence
+from mtpctl.trainer.objective import estimate_advantages, training_sequence
 from mtpctl.trainer.share import BatchTable
 from tests.fakes.sequences import sequences_of
 
@@ -21,7 +21,7 @@ def sample(group: str, index: int, reward: float, tokens: int = 4) -> Sample:
 
 
 def gains(samples: list[Sample], **options: object) -> list[float]:
-    return advantages(BatchTable.of(samples, 1), RlConfig.model_validate(options), max_tokens=16, context=64)
+    return estimate_advantages(BatchTable.of(samples, 1), RlConfig.model_validate(options), max_tokens=16, context=64)
 
 
 def test_large_rewards_keep_their_difference() -> None:

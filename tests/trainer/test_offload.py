@@ -63,9 +63,12 @@ def test_device_memory_is_freed_between_uses(tmp_path):
         ):
             use()
             state = [
-                tensor for adam in trainer.optimizer._parts() for tensors in adam.optimizer.state.values() for tensor in tensors.values()
+                tensor
+                for adam in trainer.optimizer._sub_optimizers()
+                for tensors in adam.optimizer.state.values()
+                for tensor in tensors.values()
             ]
-            masters = [p for adam in trainer.optimizer._parts() for group in adam.optimizer.param_groups for p in group["params"]]
+            masters = [p for adam in trainer.optimizer._sub_optimizers() for group in adam.optimizer.param_groups for p in group["params"]]
             assert stored(parameters) == stored(masters) == 0
             assert stored(t for t in state if t.dim()) == 0
         assert stored(buffer.grad_data for buffer in trainer.model.buffers) == 0
@@ -103,9 +106,9 @@ def test_views_of_one_storage_are_offloaded_once():
     home = HostMemory([whole, view, other])
     home.offload([view, other])
     assert stored([whole, view, other]) == 0
-    assert home.host(view).tolist() == [[2, 3, 4], [5, 6, 7]]
-    assert home.host(other).tolist() == [0, 1, 2, 3, 4]
-    home.host(view)[0, 0] = -1
+    assert home.host_view(view).tolist() == [[2, 3, 4], [5, 6, 7]]
+    assert home.host_view(other).tolist() == [0, 1, 2, 3, 4]
+    home.host_view(view)[0, 0] = -1
     home.load([whole, other])
     assert view.tolist() == [[-1, 3, 4], [5, 6, 7]]
     assert whole[8:].tolist() == [8, 9, 10, 11]

@@ -133,7 +133,7 @@ def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
     folder = model("qwen3-moe", tmp_path / "model")
     batch, shape = sequences(6, vocab=61), shape_of(folder)
     with engine(folder, tokens_per_microbatch=50) as trainer:
-        scored = trainer.score(batch, record=True)
+        scored = trainer.score(batch, record_routes=True)
         for sequence, scores in zip(batch, scored, strict=True):
             assert scores.routes is not None
             assert scores.routes.shape == (len(sequence.token_ids) - 1, 3, 2)
@@ -227,7 +227,7 @@ def test_minibatches_replay_the_routes_that_the_recipe_selects(replay: str, tmp_
     with engine(folder, mtp=MtpConfig(mode="off")) as trainer:
         trainer.set_optimizer(GENTLE.model_copy(update={"lr": 0.05}))
         rank.engine = trainer
-        free = trainer.score([replace(s, routes=None) for s in sequences_of(samples)], record=True)
+        free = trainer.score([replace(s, routes=None) for s in sequences_of(samples)], record_routes=True)
         agreed: list[float | None] = []
         train, follow = trainer.update, []
 

@@ -19,7 +19,7 @@ from mtpctl.trainer.share import distribute, partition
 
 def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> list[Sample]:
     """Samples in groups: some are empty, have several versions and turns, or have old log-probs and routes."""
-    draw, created = random.Random(seed), []
+    draw, share_builders = random.Random(seed), []
     for number in range(count):
         sample = Sample(
             f"p{number // group}", str(number // group), [draw.randrange(99) for _ in range(draw.randint(1, 9))], number % group
@@ -39,15 +39,15 @@ def drawn(count: int, *, group: int = 4, seed: int = 0, longest: int = 30) -> li
                 sample.candidate_logprobs = logprobs_of(-draw.random() for _ in range(3 * len(sample.response_ids)))
         if draw.random() < 0.5:
             sample.add_routes(np.full((sample.length - 1, 2, 2), number % 8, np.uint8))
-        created.append(sample)
-    return created
+        share_builders.append(sample)
+    return share_builders
 
 
 @pytest.mark.parametrize(("dp", "minibatches", "count"), [(1, 1, 12), (3, 2, 40), (8, 3, 9), (64, 1, 20)])
 def test_every_non_empty_sample_reaches_one_rank_unchanged(dp: int, minibatches: int, count: int) -> None:
     samples = drawn(count)
-    table, created = distribute(samples, minibatches=minibatches, tokens_per_microbatch=64, dp=dp)
-    shares = [pickle.loads(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in created]
+    table, share_builders = distribute(samples, minibatches=minibatches, tokens_per_microbatch=64, dp=dp)
+    shares = [pickle.loads(pickle.dumps(build_share(), pickle.HIGHEST_PROTOCOL)) for build_share in share_builders]
     assert [share.dp_rank for share in shares] == list(range(dp))
     indices = list(chain.from_iterable(share.indices.tolist() for share in shares))
     assert sorted(indices) == [index for index, sample in enumerate(samples) if sample.response_ids]
@@ -70,38 +70,38 @@ def test_every_non_empty_sample_reaches_one_rank_unchanged(dp: int, minibatches:
         assert sequence.routes is sample.routes is None or np.array_equal(sequence.routes, sample.routes)
     assert table.rewards.tolist() == [sample.reward for sample in samples]
     assert table.sampled.tolist() == [sum(sample.loss_mask) for sample in samples]
-    assert table.unscored == any(sample.response_ids and sample.old_logprobs is None for sample in samples)
+    assert table.has_unscored == any(sample.response_ids and sample.old_logprobs is None for sample in samples)
 
 
 def test_optimizer_steps_are_distributed_separately() -> None:
     """A step has whole groups, all ranks have equally many microbatches, and microbatches respect the token budget."""
     samples = drawn(50, seed=1)
-    _, created = distribute(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
-    shares = [make() for make in created]
+    _, share_builders = distribute(samples, minibatches=3, tokens_per_microbatch=120, dp=4)
+    shares = [build_share() for build_share in share_builders]
     bounds = [0, 20, 36, 50]  # 13 groups of four, the last of two: five groups, and twice four
     for step in range(3):
-        parts = [share.minibatches[step] for share in shares]
-        places = {int(share.indices[i]) for share, part in zip(shares, parts, strict=True) for i in part.members}
+        microbatch_lists = [share.minibatches[step] for share in shares]
+        places = {int(share.indices[i]) for share, part in zip(shares, microbatch_lists, strict=True) for i in part.members}
         assert places == {i for i in range(bounds[step], bounds[step + 1]) if samples[i].response_ids}
-        assert {part.trajectories for part in parts} == {bounds[step + 1] - bounds[step]}
-        assert len({len(part.passes) for part in parts}) == 1
-        for share, part in zip(shares, parts, strict=True):
-            assert sorted(chain.from_iterable(part.passes)) == list(range(len(part.members)))
-            for micro in part.passes:
-                lengths = [int(share.prompts[part.members[i]] + share.responses[part.members[i]]) for i in micro]
+        assert {part.trajectories for part in microbatch_lists} == {bounds[step + 1] - bounds[step]}
+        assert len({len(part.microbatches) for part in microbatch_lists}) == 1
+        for share, part in zip(shares, microbatch_lists, strict=True):
+            assert sorted(chain.from_iterable(part.microbatches)) == list(range(len(part.members)))
+            for micro in part.microbatches:
+                lengths = [int(share.prompt_lengths[part.members[i]] + share.response_lengths[part.members[i]]) for i in micro]
                 assert len(lengths) <= 1 or sum(lengths) <= 120
 
 
 def forked(sizes: list[list[int]]) -> list[Sample]:
     """Groups of trajectories with these numbers of samples of three tokens."""
-    created = []
+    share_builders = []
     for group, trajectories in enumerate(sizes):
         for index, count in enumerate(trajectories):
             for _ in range(count):
                 sample = Sample(f"p{group}", str(group), [1, 2], index, reward=0.0)
                 sample.append([3, 4, 5], [-1.0] * 3, 0)
-                created.append(sample)
-    return created
+                share_builders.append(sample)
+    return share_builders
 
 
 @pytest.mark.parametrize("dp", [1, 2, 5])
@@ -118,8 +118,8 @@ def forked(sizes: list[list[int]]) -> list[Sample]:
 def test_update_has_the_recipes_number_of_optimizer_steps(sizes: list[list[int]], minibatches: int, dp: int) -> None:
     """Each has whole groups, for groups of any size and trajectories of several samples."""
     samples = forked(sizes)
-    table, created = distribute(samples, minibatches=minibatches, tokens_per_microbatch=16, dp=dp)
-    shares = [make() for make in created]
+    table, share_builders = distribute(samples, minibatches=minibatches, tokens_per_microbatch=16, dp=dp)
+    shares = [build_share() for build_share in share_builders]
     assert {len(share.minibatches) for share in shares} == {minibatches}
     steps = [
         {samples[share.indices[i]].group_id for share in shares for i in share.minibatches[step].members} for step in range(minibatches)
@@ -140,15 +140,18 @@ def test_step_without_a_sampled_token_is_dropped() -> None:
     samples = forked([[1, 1], [1, 1], [1, 1]])
     for sample in samples[2:4]:
         sample.loss_mask = mask_of([0, 0, 0])
-    _, (make,) = distribute(samples, minibatches=3, tokens_per_microbatch=64, dp=1)
-    share = make()
+    _, (build_share,) = distribute(samples, minibatches=3, tokens_per_microbatch=64, dp=1)
+    share = build_share()
     assert [[int(share.indices[i]) for i in part.members] for part in share.minibatches] == [[0, 1], [4, 5]]
 
 
 def test_empty_batch_has_no_optimizer_step() -> None:
     samples = [Sample("p", "g", [1], index, reward=0.0) for index in range(4)]
-    table, created = distribute(samples, minibatches=2, tokens_per_microbatch=8, dp=2)
-    assert all(make().minibatches == [] and make().sequences() == [] for make in created) and not table.unscored
+    table, share_builders = distribute(samples, minibatches=2, tokens_per_microbatch=8, dp=2)
+    assert (
+        all(build_share().minibatches == [] and build_share().sequences() == [] for build_share in share_builders)
+        and not table.has_unscored
+    )
 
 
 def test_share_takes_at_most_sixteen_bytes_per_token() -> None:
@@ -156,8 +159,8 @@ def test_share_takes_at_most_sixteen_bytes_per_token() -> None:
     for sample in samples:
         sample.append([1] * 960, [-1.0] * 960, 0)
         sample.old_logprobs, sample.old_version = sample.behaviour_logprobs, 0
-    _, created = distribute(samples, minibatches=1, tokens_per_microbatch=2048, dp=2)
-    assert sum(len(pickle.dumps(make(), pickle.HIGHEST_PROTOCOL)) for make in created) < 16 * 8 * 1024
+    _, share_builders = distribute(samples, minibatches=1, tokens_per_microbatch=2048, dp=2)
+    assert sum(len(pickle.dumps(build_share(), pickle.HIGHEST_PROTOCOL)) for build_share in share_builders) < 16 * 8 * 1024
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
@@ -187,9 +190,9 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 class TestPartition:
     @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
     def test_every_sequence_is_assigned_once_and_ranks_have_equally_many_microbatches(self, lengths, budget, dp):
-        parts = partition(lengths, budget, dp)
-        assert sorted(i for rank in parts for micro in rank for i in micro) == list(range(len(lengths)))
-        assert len({len(rank) for rank in parts}) == 1
+        microbatch_lists = partition(lengths, budget, dp)
+        assert sorted(i for rank in microbatch_lists for micro in rank for i in micro) == list(range(len(lengths)))
+        assert len({len(rank) for rank in microbatch_lists}) == 1
 
     @given(LENGTHS, st.integers(1, 100), st.integers(1, 4))
     def test_microbatches_keep_the_budget_unless_they_have_one_sequence(self, lengths, budget, dp):
