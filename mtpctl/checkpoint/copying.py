@@ -52,8 +52,8 @@ class CopyWriter:
     store: ObjectStore
     run_dir: Path
     keep: int
-    _read: dict[Path, tuple[Stamp, Entry]] = field(default_factory=dict)
-    _sent: dict[str, Entry] = field(default_factory=dict)
+    _entries: dict[Path, tuple[Stamp, Entry]] = field(default_factory=dict)
+    _sent_entries: dict[str, Entry] = field(default_factory=dict)
 
     def copy(self, checkpoint: Path) -> int:
         """Copy a checkpoint and the run's other files, and delete all but the `keep` newest checkpoints. Returns the number of bytes sent.
@@ -65,78 +65,85 @@ class CopyWriter:
             OSError: if a file cannot be read, or is replaced while it is copied.
             Damaged: if the checkpoint differs from its listing.
         """
-        sent = sum(self._folder(name, 0) for name in _STATIC_FOLDERS if (self.run_dir / name).is_dir())
+        sent_bytes = sum(self._copy_folder(name, 0) for name in _STATIC_FOLDERS if (self.run_dir / name).is_dir())
         for name in _RUN_FILES:
             if (file := self.run_dir / name).is_file():
                 text = file.read_bytes()
                 # An incomplete last line is not copied yet.
                 self.store.write(name, text[: text.rfind(b"\n") + 1])
         name = f"{CHECKPOINTS}/{checkpoint.name}"
-        others = {other: listing for other, listing in _checkpoints(self.store).items() if other != checkpoint.name}
-        number = 1 + max((listing.number for listing in others.values()), default=0)
-        sent += self._folder(name, number)
+        other_listings = {
+            other_name: listing for other_name, listing in _list_in_store(self.store).items() if other_name != checkpoint.name
+        }
+        number = 1 + max((listing.number for listing in other_listings.values()), default=0)
+        sent_bytes += self._copy_folder(name, number)
         self.store.write(f"{CHECKPOINTS}/{pointer_of(checkpoint).name}", checkpoint.name.encode())
-        newest = sorted(others, key=lambda other: others[other].number, reverse=True)[: self.keep - 1]
-        self._drop_all_but({checkpoint.name, *newest})
-        self._read = {file: known for file, known in self._read.items() if file.exists()}
-        return sent
+        newest = sorted(other_listings, key=lambda other_name: other_listings[other_name].number, reverse=True)[: self.keep - 1]
+        self._delete_others({checkpoint.name, *newest})
+        self._entries = {file: known for file, known in self._entries.items() if file.exists()}
+        return sent_bytes
 
-    def _folder(self, name: str, number: int) -> int:
+    def _copy_folder(self, name: str, number: int) -> int:
         """Copy a folder, unless the copy is identical. Returns the number of bytes sent."""
         folder = self.run_dir / name
         files = {file.relative_to(folder).as_posix(): file for file in files_in(folder)}
         try:
-            saved = read_listing(folder)
+            saved_listing = read_listing(folder)
         except Damaged as damage:
             raise Damaged(f"{name}/{damage.file}", damage.damage) from damage
-        current = Listing(max(number, saved.number if saved else 0), {relative: self._entry(file) for relative, file in files.items()})
-        if saved is not None:
-            _check_same(name, saved, current)
+        current_listing = Listing(
+            max(number, saved_listing.number if saved_listing else 0),
+            {relative: self._file_entry(file) for relative, file in files.items()},
+        )
+        if saved_listing is not None:
+            _check_unchanged(name, saved_listing, current_listing)
         marker = f"{name}/{LISTING}"
         try:
-            copied = _listing(self.store, name)
+            stored = _read_listing_in_store(self.store, name)
         except Damaged:
-            copied = None
-        if copied is not None and copied.files == current.files:
+            stored = None
+        if stored is not None and stored.files == current_listing.files:
             return 0
         self.store.remove([marker])
-        count = 0
-        for relative, entry in current.files.items():
-            if self._sent.get(f"{name}/{relative}") != entry:
+        sent_bytes = 0
+        for relative, entry in current_listing.files.items():
+            if self._sent_entries.get(f"{name}/{relative}") != entry:
                 self.store.put(files[relative], f"{name}/{relative}")
-                self._sent[f"{name}/{relative}"] = entry
-                count += entry.size
-        if changed := [relative for relative, file in files.items() if self._entry(file) != current.files[relative]]:
-            self._sent.pop(f"{name}/{changed[0]}")
+                self._sent_entries[f"{name}/{relative}"] = entry
+                sent_bytes += entry.size
+        if changed := [relative for relative, file in files.items() if self._file_entry(file) != current_listing.files[relative]]:
+            self._sent_entries.pop(f"{name}/{changed[0]}")
             raise OSError(f"{files[changed[0]]} was replaced while it was copied")
-        self.store.write(marker, current.to_json())
-        return count
+        self.store.write(marker, current_listing.to_json())
+        return sent_bytes
 
-    def _entry(self, file: Path) -> Entry:
+    def _file_entry(self, file: Path) -> Entry:
         stat = file.stat()
         stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        if (known := self._read.get(file)) is None or known[0] != stamp:
-            self._read[file] = known = (stamp, entry_of(file))
+        if (known := self._entries.get(file)) is None or known[0] != stamp:
+            self._entries[file] = known = (stamp, entry_of(file))
         return known[1]
 
-    def _drop_all_but(self, kept: set[str]) -> None:
+    def _delete_others(self, keep: set[str]) -> None:
         folders: dict[str, list[str]] = {}
         for name in self.store.names(CHECKPOINTS):
-            _, _, below = name.partition("/")
-            if "/" in below and (folder := below.partition("/")[0]) not in kept:
+            _, _, relative = name.partition("/")
+            if "/" in relative and (folder := relative.partition("/")[0]) not in keep:
                 folders.setdefault(folder, []).append(name)
         for folder, names in folders.items():
             self.store.remove([f"{CHECKPOINTS}/{folder}/{LISTING}", *names])
-            self._sent = {name: entry for name, entry in self._sent.items() if not name.startswith(f"{CHECKPOINTS}/{folder}/")}
+            self._sent_entries = {
+                name: entry for name, entry in self._sent_entries.items() if not name.startswith(f"{CHECKPOINTS}/{folder}/")
+            }
 
 
 def newest_copy(store: ObjectStore) -> str | None:
     """The name of the newest checkpoint of the copy that has a listing; None if there is none."""
-    checkpoints = _checkpoints(store)
+    checkpoints = _list_in_store(store)
     return max(checkpoints, key=lambda name: checkpoints[name].number, default=None)
 
 
-def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> str | None:
+def fetch_run(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> str | None:
     """Fetch the newest intact checkpoint and the run's other files into a run directory without checkpoints.
 
     Damaged checkpoints are reported and skipped. A retry reuses the files that were already fetched.
@@ -148,7 +155,7 @@ def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> s
         UserError: if all checkpoints, or another folder of the copy, are damaged.
         StoreFailed: if the store fails.
     """
-    checkpoints = _checkpoints(store)
+    checkpoints = _list_in_store(store)
     for name in sorted(checkpoints, key=lambda name: checkpoints[name].number, reverse=True):
         report(f"fetching {name}, {checkpoints[name].nbytes / (1 << 20):,.1f} MiB, from {store.url}")
         try:
@@ -156,12 +163,12 @@ def fetch(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) -> s
         except Damaged as damage:
             report(f"{name} in {store.url} is damaged: {damage}")
             continue
-        for other in _STATIC_FOLDERS:
+        for folder in _STATIC_FOLDERS:
             try:
-                if (listing := _listing(store, other)) is not None and not (run_dir / other).exists():
-                    _fetch_folder(store, other, listing, run_dir)
+                if (listing := _read_listing_in_store(store, folder)) is not None and not (run_dir / folder).exists():
+                    _fetch_folder(store, folder, listing, run_dir)
             except Damaged as damage:
-                raise UserError(f"{FIELD}: {store.url}/{other}/{damage}; restore the file, or name another URL") from damage
+                raise UserError(f"{FIELD}: {store.url}/{folder}/{damage}; restore the file, or name another URL") from damage
         for file in _RUN_FILES:
             if (contents := store.read(file)) is not None:
                 (run_dir / file).write_bytes(contents)
@@ -200,7 +207,7 @@ def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path
     flush(target.parent)
 
 
-def _check_same(folder: str, saved: Listing, current: Listing) -> None:
+def _check_unchanged(folder: str, saved: Listing, current: Listing) -> None:
     """Raise Damaged if the files of a folder differ from its saved listing."""
     for name, entry in saved.files.items():
         if (current_entry := current.files.get(name)) is None:
@@ -209,14 +216,14 @@ def _check_same(folder: str, saved: Listing, current: Listing) -> None:
             raise Damaged(f"{folder}/{name}", "has changed since it was saved")
 
 
-def _checkpoints(store: ObjectStore) -> dict[str, Listing]:
+def _list_in_store(store: ObjectStore) -> dict[str, Listing]:
     """The checkpoints of the copy that have a listing."""
     checkpoints = {}
     for object_name in store.names(CHECKPOINTS):
         name, _, file = object_name.removeprefix(f"{CHECKPOINTS}/").rpartition("/")
         if file == LISTING and "/" not in name:
             try:
-                listing = _listing(store, f"{CHECKPOINTS}/{name}")
+                listing = _read_listing_in_store(store, f"{CHECKPOINTS}/{name}")
             except Damaged:
                 continue
             if listing is not None:
@@ -224,6 +231,6 @@ def _checkpoints(store: ObjectStore) -> dict[str, Listing]:
     return checkpoints
 
 
-def _listing(store: ObjectStore, folder: str) -> Listing | None:
+def _read_listing_in_store(store: ObjectStore, folder: str) -> Listing | None:
     contents = store.read(f"{folder}/{LISTING}")
     return None if contents is None else Listing.of(contents, f"{store.url}/{folder}/{LISTING}")

@@ -43,10 +43,10 @@ class Choice:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """All checkpoints under `root`, newest first; some may be damaged. Excludes those being written and those marked as damaged."""
-    return sorted(_folders(root), key=number_of, reverse=True)
+    return sorted(_checkpoint_folders(root), key=number_of, reverse=True)
 
 
-def choose(root: Path, *, contents: bool) -> Choice:
+def choose_checkpoint(root: Path, *, contents: bool) -> Choice:
     """Find the newest complete checkpoint under `root`. `contents`: compare files with their checksums, not only sizes.
 
     Raises UserError if every checkpoint is damaged.
@@ -54,31 +54,31 @@ def choose(root: Path, *, contents: bool) -> Choice:
     damaged: list[tuple[Path, Damaged]] = []
     for path in list_checkpoints(root):
         try:
-            check(path, contents=contents)
+            check_checkpoint(path, contents=contents)
             return Choice(path, damaged)
         except Damaged as error:
             if not path.exists():  # A running job has deleted it in the meantime.
-                return choose(root, contents=contents)
+                return choose_checkpoint(root, contents=contents)
             damaged.append((path, error))
     if damaged:
-        first, damage = damaged[0]
-        others = f", and so {'is' if len(damaged) == 2 else 'are'} the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
+        newest_path, damage = damaged[0]
+        older = f", and so {'is' if len(damaged) == 2 else 'are'} the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
         raise UserError(
-            f"{first}/{damage}: it is incomplete{others}; restore the file, or begin the run again with `mtpctl train {root.parent} "
-            "--start-over`, which keeps the existing files"
+            f"{newest_path}/{damage}: the checkpoint is incomplete{older}; restore the file, or begin the run again with "
+            f"`mtpctl train {root.parent} --start-over`, which keeps the existing files"
         )
     return Choice(None)
 
 
-def newest(root: Path) -> Path | None:
-    """The newest checkpoint under `root` without missing, truncated or (if small) corrupted files; None if there is no checkpoint.
+def newest_checkpoint(root: Path) -> Path | None:
+    """The newest checkpoint under `root` that has no missing or truncated file, and no corrupted small file; None without checkpoints.
 
     Raises UserError if every checkpoint is damaged.
     """
-    return choose(root, contents=False).path
+    return choose_checkpoint(root, contents=False).path
 
 
-def check(path: Path, *, contents: bool) -> None:
+def check_checkpoint(path: Path, *, contents: bool) -> None:
     """Raise Damaged if a checkpoint is not complete, UserError if its metadata may run code or its listing has another format."""
     listing = read_listing(path)
     if listing is None:
@@ -96,7 +96,7 @@ def select_checkpoint(root: Path) -> Choice:
     for path in root.glob(f"*{REPLACED}"):
         if not (final := path.with_name(path.name.removesuffix(REPLACED))).exists():
             path.rename(final)
-    choice = choose(root, contents=True)
+    choice = choose_checkpoint(root, contents=True)
     for path, _ in choice.damaged:
         mark_damaged(path)
     if choice.path is not None:
@@ -105,15 +105,15 @@ def select_checkpoint(root: Path) -> Choice:
 
 
 def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -> None:
-    """Point `latest` to `path`, and delete old checkpoints: `path`, the `keep - 1` newest before it and those in `needed` remain.
+    """Point `latest` to `path`, and delete old checkpoints, except the `keep - 1` newest before `path` and those in `needed`.
 
     Checkpoints that are newer than `path`, or were marked as damaged, are never deleted.
     """
     write_latest(path)
     flush(path.parent)
-    others = [other for other in list_checkpoints(path.parent) if other != path and number_of(other) < number_of(path)]
-    for old in [other for other in others[keep - 1 :] if other.name not in needed]:
-        shutil.rmtree(old)
+    older = [checkpoint for checkpoint in list_checkpoints(path.parent) if checkpoint != path and number_of(checkpoint) < number_of(path)]
+    for path_to_delete in [checkpoint for checkpoint in older[keep - 1 :] if checkpoint.name not in needed]:
+        shutil.rmtree(path_to_delete)
     for replaced in path.parent.glob(f"*{REPLACED}"):
         if replaced.with_name(replaced.name.removesuffix(REPLACED)).exists():
             shutil.rmtree(replaced)
@@ -151,7 +151,7 @@ def number_of(path: Path) -> float:
         return math.inf
 
 
-def _folders(root: Path) -> Iterator[Path]:
+def _checkpoint_folders(root: Path) -> Iterator[Path]:
     if not root.is_dir():
         return
     for path in root.iterdir():

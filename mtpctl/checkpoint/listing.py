@@ -20,8 +20,8 @@ from mtpctl.errors import UserError
 LISTING = "files.json"
 _FORMAT = 3
 _CHECKSUM = re.compile(r"xxh3:[0-9a-f]+")
-_CHUNK = 4 << 20
-_SMALL = 64 << 10
+_CHUNK_BYTES = 4 << 20
+_SMALL_BYTES = 64 << 10
 """Maximum size in bytes of a file whose checksum is always compared, such as the state of a run, which has less than 1 KiB."""
 _THREADS = 8
 """Maximum number of files read concurrently: enough to saturate an array of disks."""
@@ -36,7 +36,7 @@ class Damaged(Exception):
 
 
 class OtherVersion(UserError):
-    """A listing that is intact and has a format of another version of mtpctl. Its folder is left unchanged."""
+    """An intact listing in the format of another version of mtpctl. Its folder is left unchanged."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Checksum:
 
 def entry_of(file: Path) -> Entry:
     checksum = Checksum()
-    buffer = memoryview(bytearray(_CHUNK))
-    with file.open("rb", buffering=0) as opened:
-        while count := opened.readinto(buffer):
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with file.open("rb", buffering=0) as reader:
+        while count := reader.readinto(buffer):
             checksum.update(buffer[:count])
     return checksum.entry
 
@@ -96,7 +96,7 @@ class Listing:
 
     @classmethod
     def of(cls, contents: bytes, source: Path | str = LISTING) -> Listing:
-        """Parse a listing. Raises Damaged if it is invalid, OtherVersion if it is intact. source: named in the error."""
+        """Parse a listing. Raises Damaged if it is invalid, OtherVersion if it has another format. source: named in the error."""
         try:
             record = json.loads(contents)
             if record.pop("checksum") != _checksum_of(record):
@@ -106,7 +106,7 @@ class Listing:
                     f"{source}: was saved by another version of mtpctl (format {record['format']}, this version reads {_FORMAT}); use that "
                     "version, or another folder"
                 )
-            files = {_inside(name): _entry(entry) for name, entry in record["files"].items()}
+            files = {_check_relative(name): _parse_entry(entry) for name, entry in record["files"].items()}
             return cls(int(record["number"]), files)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Damaged(LISTING, "is truncated or overwritten") from error
@@ -117,15 +117,15 @@ def _checksum_of(record: dict[str, object]) -> str:
     return entry_of_text(json.dumps(record)).checksum
 
 
-def _inside(name: str) -> str:
-    """Return a relative file name. Raises ValueError if it leads out of the folder."""
+def _check_relative(name: str) -> str:
+    """Return `name`, a relative file name. Raises ValueError if it leads out of the folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError("not a file of the folder")
     return name
 
 
-def _entry(record: dict[str, object]) -> Entry:
+def _parse_entry(record: dict[str, object]) -> Entry:
     """Parse an entry. Raises ValueError or KeyError if it is invalid."""
     size, checksum = record["size"], record["checksum"]
     if not isinstance(size, int) or not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
@@ -148,10 +148,10 @@ def read_listing(folder: Path) -> Listing | None:
         raise Damaged(LISTING, f"cannot be read ({error.strerror})") from error
 
 
-def write_listing(folder: Path, number: int, known: Mapping[str, Entry], *, without: Collection[str] = ()) -> Listing:
-    """Write the listing of a folder, except for files named in `without`. Entries that are not in `known` are computed."""
-    files = {file.relative_to(folder).as_posix(): file for file in files_in(folder) if file.name not in without}
-    listing = Listing(number, {name: known.get(name) or entry_of(file) for name, file in files.items()})
+def write_listing(folder: Path, number: int, known_entries: Mapping[str, Entry], *, exclude: Collection[str] = ()) -> Listing:
+    """Write the listing of a folder, except for files named in `exclude`. Entries that are not in `known_entries` are computed."""
+    files = {file.relative_to(folder).as_posix(): file for file in files_in(folder) if file.name not in exclude}
+    listing = Listing(number, {name: known_entries.get(name) or entry_of(file) for name, file in files.items()})
     save_listing(folder, listing)
     return listing
 
@@ -173,11 +173,11 @@ def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
     for name, entry in listing.files.items():
         if (size := size_of(folder, name)) != entry.size:
             raise Damaged(name, f"has {size:,} bytes, and {entry.size:,} were saved")
-        if entry.size <= _SMALL:
+        if entry.size <= _SMALL_BYTES:
             _check_contents(folder, name, entry)
     if not contents:
         return
-    large = [name for name, entry in listing.files.items() if entry.size > _SMALL]
+    large = [name for name, entry in listing.files.items() if entry.size > _SMALL_BYTES]
     large.sort(key=lambda name: listing.files[name].size, reverse=True)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda name: _check_contents(folder, name, listing.files[name]), large))

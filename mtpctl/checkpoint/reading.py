@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
-_NAMES = {
+_ALLOWED_NAMES = {
     (_METADATA, "BytesStorageMetadata"),
     (_METADATA, "ChunkStorageMetadata"),
     (_METADATA, "Metadata"),
@@ -48,7 +48,7 @@ _NAMES = {
     ("pathlib", "PosixPath"),
     ("collections", "OrderedDict"),
 }
-_TYPES = {
+_ALLOWED_DTYPES = {
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
@@ -68,11 +68,11 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._path, self._resolve = path, resolve
 
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _NAMES or (module == "torch" and name in _TYPES):
+        if (module, name) in _ALLOWED_NAMES or (module == "torch" and name in _ALLOWED_DTYPES):
             return self._resolve(module, name)
         raise UserError(
-            f"{self._path}: names {module}.{name}, which no checkpoint needs and which may run code; do not use this checkpoint "
-            "unless you can get it again from a source that you trust"
+            f"{self._path}: contains {module}.{name}, which no checkpoint needs and which may run code; do not use this checkpoint; "
+            "get it again from a source that you trust"
         )
 
 
@@ -111,7 +111,7 @@ def shard_sizes(checkpoint: Path) -> dict[str, int]:
 
 
 def check_shards(checkpoint: Path) -> None:
-    """For a checkpoint that has no checksums: raise Damaged if a shard is missing or shorter than its metadata says.
+    """Raise Damaged if a shard is missing or shorter than in its metadata. For checkpoints without checksums.
 
     Raises UserError like `shard_sizes`.
     """
@@ -121,7 +121,7 @@ def check_shards(checkpoint: Path) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def convert_read_errors(path: Path) -> Iterator[None]:
     """Convert errors of reading the checkpoint at `path` within the block into a one-line UserError."""
     import torch
     from torch.distributed.checkpoint import CheckpointException
@@ -133,14 +133,14 @@ def reading(path: Path) -> Iterator[None]:
         cause = next((failure[0] for failure in error.failures.values()), error)
         if isinstance(cause, MtpctlError):
             raise cause from error
-        raise _unreadable(path, cause) from error
+        raise _read_error(path, cause) from error
     except torch.OutOfMemoryError:
         raise
     except (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
-def _unreadable(path: Path, cause: BaseException) -> UserError:
+def _read_error(path: Path, cause: BaseException) -> UserError:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
     return UserError(f"{path} cannot be read ({type(cause).__name__}: {lines[0]}); if it is damaged, name another checkpoint")
 
@@ -157,7 +157,7 @@ def tensors_in(path: Path) -> dict[str, ShardedTensor]:
     """The tensors of a checkpoint by name, without their data."""
     from megatron.core import dist_checkpointing
 
-    with reading(path):
+    with convert_read_errors(path):
         tensors: dict[str, ShardedTensor] = dist_checkpointing.load_tensors_metadata(str(path))
     return tensors
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mtpctl.checkpoint.finding import ENGINE, REPLACED, next_number
 from mtpctl.checkpoint.listing import Checksum, Entry, flush, write_listing
-from mtpctl.checkpoint.reading import reading, tensors_in
+from mtpctl.checkpoint.reading import convert_read_errors, tensors_in
 from mtpctl.compat import megatron_core
 from mtpctl.errors import SaveFailed, UserError
 
@@ -121,16 +121,16 @@ class Contents:
     names: set[str] | None
     adapter: AdapterRecord | None
 
-    def tree(self, *, reading: bool) -> ShardedTree:
-        """The sharded tensors. reading: allocate empty tensors for a sharded optimizer's state instead of gathering it."""
+    def sharded_tree(self, *, for_load: bool) -> ShardedTree:
+        """The sharded tensors. for_load: allocate empty tensors for a sharded optimizer's state instead of gathering it."""
         sharded = self.model.sharded_state_dict()
         model: dict[str, Sharded] = {name: value for name, value in sharded.items() if self.names is None or name in self.names}
         tree = {"model": model}
         if self.slots is not None:
-            tree["optimizer"] = _optimizer_tree(self.slots, model, reading=reading)
+            tree["optimizer"] = _optimizer_tree(self.slots, model, for_load=for_load)
         return tree
 
-    def live(self) -> set[int]:
+    def live_storages(self) -> set[int]:
         """Data pointers of the storages that the next training step overwrites."""
         tensors: list[Tensor] = list(self.model.parameters())
         tensors += [tensor for slot in self.slots or [] for tensor in slot.tensors.values()]
@@ -146,7 +146,7 @@ class Save:
     def __init__(self, path: Path, contents: Contents, state: dict[str, object], *, concurrent: bool = False) -> None:
         """Plan the shards, copy them to host memory, and start the thread.
 
-        concurrent: training continues meanwhile, so tensors that a step overwrites are copied even if they are in host memory already.
+        concurrent: training continues meanwhile, so tensors that a step overwrites are copied, even from host memory.
         Raises SaveFailed on every rank if the temporary folder cannot be created.
         """
         megatron_core.use_local_queue()
@@ -167,15 +167,17 @@ class Save:
                 self.folder.mkdir(parents=True)
             except OSError as failure:
                 error = failure
-        _agree(self.path, error)
-        request = dist_checkpointing.save(contents.tree(reading=False), str(self.folder), async_sharded_save=True, async_strategy="mcore")
+        _raise_on_all_ranks(self.path, error)
+        request = dist_checkpointing.save(
+            contents.sharded_tree(for_load=False), str(self.folder), async_sharded_save=True, async_strategy="mcore"
+        )
         self._finalize = request.finalize_fns
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._files: list[str] = []
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
-            buckets = _copied(request.preload_fn(), contents.live() if concurrent else set())
+            buckets = _copy_live(request.preload_fn(), contents.live_storages() if concurrent else set())
             self._files = [str(file) for file, _, _ in buckets]
             self._thread = threading.Thread(target=self._write, args=(request.async_fn, rank, buckets, results), daemon=True)
             self._thread.start()
@@ -186,57 +188,57 @@ class Save:
         except BaseException as error:
             self._error = error
 
-    def written(self) -> bool:
+    def is_written(self) -> bool:
         """Whether the threads of all ranks have finished."""
         writing = torch.tensor(float(self._thread is not None and self._thread.is_alive()))
         dist.all_reduce(writing)
         return not writing
 
-    def finish(self, others: Mapping[str, Entry] | None = None) -> None:
-        """Wait for the thread, and rename the checkpoint to its final path. others: entries of files that the caller has added.
+    def finish(self, added_files: Mapping[str, Entry] | None = None) -> None:
+        """Wait for the thread, and rename the checkpoint to its final path. added_files: entries of files that the caller has added.
 
         Raises SaveFailed on every rank if any rank failed to write. The incomplete checkpoint is then deleted to free its disk space.
         """
         if self._thread is not None:
             self._thread.join()
         try:
-            self._finish(others or {})
+            self._finish(added_files or {})
         except SaveFailed:
             self.abandon()
             raise
 
-    def _finish(self, others: Mapping[str, Entry]) -> None:
+    def _finish(self, added_files: Mapping[str, Entry]) -> None:
         error = self._error
         if dist.get_rank() == 0 and error is None:
             try:
                 _check_disk_space(self.folder)
             except OSError as failure:
                 error = failure
-        _agree(self.path, error)
+        _raise_on_all_ranks(self.path, error)
         try:
             for step in self._finalize:
                 step()
         except CheckpointException as failure:
             raise SaveFailed(f"checkpoint {self.path} was not written: {failure}") from failure
-        written = self._written()
+        shard_entries = self._gather_entries()
         error = None
         if dist.get_rank() == 0:
             try:
                 self._record["number"] = next_number(self.path.parent)
                 (self.folder / ENGINE).write_text(json.dumps(self._record))
-                write_listing(self.folder, self._record["number"], {**written, **others})
+                write_listing(self.folder, self._record["number"], {**shard_entries, **added_files})
                 flush(self.folder)
                 _replace(self.path, self.folder)
             except OSError as failure:
                 error = failure
-        _agree(self.path, error)
+        _raise_on_all_ranks(self.path, error)
 
-    def _written(self) -> dict[str, Entry]:
+    def _gather_entries(self) -> dict[str, Entry]:
         """The entries of the shards of all ranks."""
-        parts: list[dict[str, Entry]] = [{}] * dist.get_world_size()
-        entries = megatron_core.take_checksums(self._files)
-        dist.all_gather_object(parts, {Path(file).name: entry for file, entry in entries.items()})
-        return {name: entry for part in parts for name, entry in part.items()}
+        rank_entries: list[dict[str, Entry]] = [{}] * dist.get_world_size()
+        local_entries = megatron_core.take_checksums(self._files)
+        dist.all_gather_object(rank_entries, {Path(file).name: entry for file, entry in local_entries.items()})
+        return {name: entry for entries in rank_entries for name, entry in entries.items()}
 
     def abandon(self) -> None:
         """Wait for the thread, and delete the checkpoint."""
@@ -249,7 +251,7 @@ class Save:
 
 
 def _check_disk_space(folder: Path) -> None:
-    """Raise OSError if the disk is too full for the metadata that rank 0 writes last: a failure then would leave other ranks waiting."""
+    """Raise OSError if the disk is too full for the metadata, which rank 0 writes last while other ranks wait."""
     trial = folder / "space"
     try:
         trial.write_bytes(bytes(_INDEX_BYTES))
@@ -274,7 +276,7 @@ def write_weights_only_record(folder: Path) -> None:
     (folder / ENGINE).write_text(json.dumps(record))
 
 
-def _agree(path: Path, error: BaseException | None) -> None:
+def _raise_on_all_ranks(path: Path, error: BaseException | None) -> None:
     """Raise SaveFailed on all ranks if any rank has an error."""
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
@@ -282,7 +284,7 @@ def _agree(path: Path, error: BaseException | None) -> None:
         raise SaveFailed(f"checkpoint {path} was not written: {failed[0]}") from error
 
 
-def _copied(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:
+def _copy_live(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:
     """The buckets, with each tensor whose storage is in `live` replaced by a copy."""
 
     def copy(tensor: Tensor) -> Tensor:
@@ -296,13 +298,13 @@ def restore(path: Path, contents: Contents) -> EngineRecord:
 
     Raises UserError, before anything is overwritten, if the checkpoint is incomplete or belongs to another model.
     """
-    record = _record(path)
+    record = _read_record(path)
     _check_adapter(path, record["adapter"], contents.adapter)
     if contents.slots is not None and not record["optimizer"]:
         raise UserError(f"{path} was saved without an optimizer; it contains only weights")
-    tree = contents.tree(reading=True)
+    tree = contents.sharded_tree(for_load=True)
     _check_fit(path, tree)
-    with reading(path):
+    with convert_read_errors(path):
         loaded = dist_checkpointing.load(tree, str(path))
     contents.model.load_state_dict(loaded["model"], strict=False)
     for number, slot in enumerate(contents.slots or []):
@@ -311,18 +313,18 @@ def restore(path: Path, contents: Contents) -> EngineRecord:
     return record
 
 
-def _check_adapter(path: Path, saved: AdapterRecord | None, wanted: AdapterRecord | None) -> None:
-    if saved is None and wanted is None:
+def _check_adapter(path: Path, saved: AdapterRecord | None, expected: AdapterRecord | None) -> None:
+    if saved is None and expected is None:
         return
-    if saved is None or wanted is None:
+    if saved is None or expected is None:
         contents, fix = ("all weights", "remove train.lora") if saved is None else ("an adapter", "set train.lora")
         raise UserError(f"{path} has {contents}, which this run does not train; {fix}, or start in another run_dir")
-    if saved["base"] != wanted["base"]:
-        raise UserError(f"model.path: the adapter in {path} was trained on other weights ({saved['base']}) than these ({wanted['base']})")
+    if saved["base"] != expected["base"]:
+        raise UserError(f"model.path: the adapter in {path} was trained on other weights ({saved['base']}) than these ({expected['base']})")
     settings: tuple[Literal["rank", "alpha", "targets"], ...] = ("rank", "alpha", "targets")
     for name in settings:
-        if saved[name] != wanted[name]:
-            raise UserError(f"train.lora.{name}: {wanted[name]}, but the adapter in {path} has {saved[name]}")
+        if saved[name] != expected[name]:
+            raise UserError(f"train.lora.{name}: {expected[name]}, but the adapter in {path} has {saved[name]}")
 
 
 def adapter_of(path: Path) -> AdapterRecord | None:
@@ -331,34 +333,34 @@ def adapter_of(path: Path) -> AdapterRecord | None:
     return json.loads(file.read_text()).get("adapter") if file.is_file() else None
 
 
-def _record(path: Path) -> EngineRecord:
+def _read_record(path: Path) -> EngineRecord:
     file = path / ENGINE
-    with reading(path):
+    with convert_read_errors(path):
         record: EngineRecord = json.loads(file.read_text())
     if (saved := record.get("format")) != _FORMAT:
         raise UserError(f"{file}: checkpoint format {saved}, this version reads {_FORMAT}")
     return record
 
 
-def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Sharded], *, reading: bool) -> dict[str, Sharded]:
+def _optimizer_tree(slots: Sequence[Slot], sharded: dict[str, Sharded], *, for_load: bool) -> dict[str, Sharded]:
     """The optimizer's tensors, sharded like their parameters."""
     parameters = {id(value.data): value for value in nested_values(sharded) if isinstance(value, ShardedTensor | ShardedTensorFactory)}
     tree = {}
     for number, slot in enumerate(slots):
         parameter = parameters[id(slot.parameter)]
         for kind in slot.kinds:
-            tree[f"{number}.{kind}"] = _like(parameter, f"optimizer.{kind}.{parameter.key}", _data(slot, kind, reading))
+            tree[f"{number}.{kind}"] = _shard_like(parameter, f"optimizer.{kind}.{parameter.key}", _slot_data(slot, kind, for_load))
     return tree
 
 
-def _data(slot: Slot, kind: str, reading: bool) -> Tensor:
+def _slot_data(slot: Slot, kind: str, for_load: bool) -> Tensor:
     if slot.group is None:
         return slot.tensors[kind]
     # In host memory, because the unsharded state may not fit on the GPU.
-    return torch.empty(slot.parameter.shape) if reading else slot.unsharded(kind).cpu()
+    return torch.empty(slot.parameter.shape) if for_load else slot.unsharded(kind).cpu()
 
 
-def _like(parameter: Sharded, key: str, data: Tensor) -> Sharded:
+def _shard_like(parameter: Sharded, key: str, data: Tensor) -> Sharded:
     if isinstance(parameter, ShardedTensorFactory):
         return replace(parameter, key=key, data=data)
     return replace(parameter, key=key, data=data, dtype=data.dtype)
@@ -367,32 +369,34 @@ def _like(parameter: Sharded, key: str, data: Tensor) -> Sharded:
 def _check_fit(path: Path, tree: ShardedTree) -> None:
     """Raise UserError if the names and shapes of all ranks differ from those in the checkpoint."""
     saved = {name: tuple(tensor.global_shape) for name, tensor in tensors_in(path).items()}
-    flat = {section: dict(tensors) for section, tensors in tree.items()}
-    apply_factories(flat)
+    factories_applied = {section: dict(tensors) for section, tensors in tree.items()}
+    apply_factories(factories_applied)
     local = {
-        value.key: _unpadded(tuple(value.global_shape), saved.get(value.key)) if value.allow_shape_mismatch else tuple(value.global_shape)
-        for value in nested_values(flat)
+        value.key: _ignore_vocab_padding(tuple(value.global_shape), saved.get(value.key))
+        if value.allow_shape_mismatch
+        else tuple(value.global_shape)
+        for value in nested_values(factories_applied)
         if isinstance(value, ShardedTensor)
     }
-    parts: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, local)
-    wanted = {name: shape for part in parts for name, shape in part.items()}
-    differences = [f"{name}: {saved[name]} saved, {shape} wanted" for name, shape in wanted.items() if saved.get(name, shape) != shape]
-    missing = [name for name in wanted if name not in saved]
+    rank_shapes: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(rank_shapes, local)
+    expected = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
+    differences = [f"{name}: {saved[name]} saved, {shape} wanted" for name, shape in expected.items() if saved.get(name, shape) != shape]
+    missing = [name for name in expected if name not in saved]
     differences += [f"{name}: not saved" for name in missing]
-    differences += [f"{name}: saved, not wanted" for name in saved if name not in wanted and not name.startswith("optimizer.")]
+    differences += [f"{name}: saved, not wanted" for name in saved if name not in expected and not name.startswith("optimizer.")]
     if missing and len(missing) == len(differences) and all(name.startswith("optimizer.") for name in missing):
         raise UserError(
             f"{path}: its optimizer has no state of {missing[0].removeprefix('optimizer.')} and {len(missing) - 1} more that this run "
-            "trains; train what it trained (train.rl.train_mtp, train.precision), or start in another run_dir"
+            "trains; use the settings of the saved run (train.rl.train_mtp, train.precision), or start in another run_dir"
         )
     if differences:
         more = f" and {len(differences) - 6} more" if len(differences) > 6 else ""
         raise UserError(f"{path} is a checkpoint of another model: {'; '.join(differences[:6])}{more}")
 
 
-def _unpadded(wanted: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return `saved` if both shapes differ only in the rows that pad a vocabulary for tp, else `wanted`."""
-    if saved is not None and saved[1:] == wanted[1:] and abs(saved[0] - wanted[0]) < _MAX_TP:
+def _ignore_vocab_padding(expected: tuple[int, ...], saved: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return `saved` if both shapes differ only in the rows that pad a vocabulary for tp, else `expected`."""
+    if saved is not None and saved[1:] == expected[1:] and abs(saved[0] - expected[0]) < _MAX_TP:
         return saved
-    return wanted
+    return expected

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mtpctl.checkpoint.copying import FIELD, CopyWriter, fetch, newest_copy
-from mtpctl.checkpoint.finding import newest
+from mtpctl.checkpoint.copying import FIELD, CopyWriter, fetch_run, newest_copy
+from mtpctl.checkpoint.finding import newest_checkpoint
 from mtpctl.checkpoint.listing import Damaged, OtherVersion
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.errors import EnvironmentMissing, UserError
@@ -182,7 +182,7 @@ def check_copies(recipe: Recipe) -> None:
 def _has_checkpoint(directory: RunDirectory) -> bool:
     """Whether the run has a complete checkpoint. Raises OtherVersion if another version of mtpctl saved one."""
     try:
-        return newest(directory.checkpoints) is not None
+        return newest_checkpoint(directory.checkpoints) is not None
     except OtherVersion:
         raise
     except UserError:  # all checkpoints are damaged
@@ -203,7 +203,7 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
                 return ""
             began = time.monotonic()
             with RunDirectory.create(directory.path, dump_resolved(recipe)):
-                name = fetch(store, directory.path, report)
+                name = fetch_run(store, directory.path, report)
             return f"{name} was fetched from {store.url} in {time.monotonic() - began:.0f} s" if name else ""
         except StoreFailed as error:
             if attempt == FETCH_ATTEMPTS:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import BUFFER, choose
+from mtpctl.checkpoint.finding import BUFFER, choose_checkpoint
 from mtpctl.cluster.bundles import Bundles
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.cluster.hosts import Host
@@ -62,7 +62,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     report = partial(print, flush=True)
     fetch_note = fetch_if_lost(recipe, report)
     earlier_run = RunDirectory(recipe.run_path)
-    checkpoint = choose(earlier_run.checkpoints, contents=False).path
+    checkpoint = choose_checkpoint(earlier_run.checkpoints, contents=False).path
     state = load_resume_state(checkpoint, recipe.train)
     if report_completed_run(recipe, earlier_run, checkpoint, state, report):
         return 0

@@ -22,7 +22,7 @@ from mtpctl.families.reading import check_importable, with_context
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.buckets import section_buckets
-from mtpctl.plan.fitting import misfits
+from mtpctl.plan.fitting import find_misfits
 from mtpctl.plan.memory import WEIGHT_BYTES
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.model import LONG_CONTEXT, hf_config
@@ -141,7 +141,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
             f"rollout.context: the model has {model.shape.max_positions} positions, got {context}; lower it, or raise model.context"
         )
     # Cluster resources are checked when the cluster is known.
-    if error := next((misfit.error for misfit in misfits(recipe, model.shape) if isinstance(misfit.error, UserError)), None):
+    if error := next((misfit.error for misfit in find_misfits(recipe, model.shape) if isinstance(misfit.error, UserError)), None):
         raise error
     tools: Sequence[object] = ()
     if trial.environment is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from mtpctl.checkpoint.finding import BUFFER, RUN, check, choose, newest
+from mtpctl.checkpoint.finding import BUFFER, RUN, check_checkpoint, choose_checkpoint, newest_checkpoint
 from mtpctl.checkpoint.listing import Damaged, Entry, entry_of_text
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.buffer import SampleBuffer
@@ -52,12 +52,12 @@ class SavedState(TypedDict):
 
 def ended_stages(root: Path) -> list[str]:
     """The stages that had ended at the newest checkpoint under `root`. Raises UserError if all checkpoints are damaged."""
-    return list(load_state(newest(root))["ended"])
+    return list(load_state(newest_checkpoint(root))["ended"])
 
 
 def newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
     """The newest checkpoint whose checksums match, and its weight version; (None, 0) without a checkpoint. Reports newer, damaged ones."""
-    choice = choose(root, contents=True)
+    choice = choose_checkpoint(root, contents=True)
     for line in choice.lines:
         report(line)
     return choice.path, int(load_state(choice.path)["version"])
@@ -72,7 +72,7 @@ def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Pa
     path = Path(text).absolute()
     if (path / RUN).is_file():
         try:
-            check(path, contents=True)
+            check_checkpoint(path, contents=True)
         except Damaged as damage:
             raise UserError(f"--from: {path}/{damage}; name another checkpoint, or the run to use its newest undamaged one") from damage
         try:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mtpctl.checkpoint import sharded
-from mtpctl.checkpoint.reading import reader_of, reading
+from mtpctl.checkpoint.reading import convert_read_errors, reader_of
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.hf_writer import common_dtype
@@ -194,7 +194,7 @@ def _config(adapter: sharded.AdapterRecord) -> LoraConfig:
 
 def _saved(path: Path) -> dict[str, TensorStorageMetadata]:
     """The model's tensors in a checkpoint."""
-    with reading(path):
+    with convert_read_errors(path):
         stored = reader_of(path).read_metadata().state_dict_metadata
     return {name: saved for name, saved in stored.items() if isinstance(saved, TensorStorageMetadata) and not name.startswith("optimizer.")}
 

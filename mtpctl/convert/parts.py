@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mtpctl.checkpoint.listing import flush, write_listing
-from mtpctl.checkpoint.reading import reader_of, reading
+from mtpctl.checkpoint.reading import convert_read_errors, reader_of
 from mtpctl.checkpoint.sharded import write_weights_only_record
 from mtpctl.convert.bridge import StreamMap, WeightBridge
 from mtpctl.convert.hf_folder import HfFolder
@@ -251,7 +251,7 @@ class PartWriter:
         self._writer.finish(self._metadata, [self._results])
         save_config(CheckpointingConfig("torch_dist"), str(self.folder))
         write_weights_only_record(self.folder)
-        write_listing(self.folder, 1, {}, without=[MARKER])
+        write_listing(self.folder, 1, {}, exclude=[MARKER])
 
 
 class Reader(Protocol):
@@ -272,7 +272,7 @@ class PartReader:
     def __init__(self, path: Path, skeleton: Skeleton) -> None:
         self.path, self.skeleton = path, skeleton
         self._reader = reader_of(path)
-        with reading(path):
+        with convert_read_errors(path):
             metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._saved = {name: saved for name, saved in metadata.state_dict_metadata.items() if isinstance(saved, TensorStorageMetadata)}
@@ -305,7 +305,7 @@ class PartReader:
                 shape, offset = torch.Size(_stored_shape(piece)), torch.Size(piece.global_offset)
                 targets[piece.key, offset] = piece.data.view(shape)
                 items += create_read_items_for_chunk_list(piece.key, self._saved[piece.key], [ChunkStorageMetadata(offset, shape)])
-        with reading(self.path):
+        with convert_read_errors(self.path):
             self._reader.read_data(LoadPlan(items), _Fill(targets)).wait()
         return values
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import ENGINE, check, choose
+from mtpctl.checkpoint.finding import ENGINE, check_checkpoint, choose_checkpoint
 from mtpctl.checkpoint.listing import LISTING, Damaged, pointer_of
 from mtpctl.checkpoint.reading import check_shards, tensors_in
 from mtpctl.convert.hf_folder import HfFolder
@@ -61,7 +61,7 @@ def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None,
     if is_checkpoint(path) or any((path / name).is_file() for name in (ENGINE, LISTING)):
         try:
             if any((path / name).is_file() for name in (ENGINE, LISTING)):
-                check(path, contents=contents)
+                check_checkpoint(path, contents=contents)
             else:  # a checkpoint of another program
                 check_shards(path)
                 report(f"{path} has no checksums: its contents are not verified")
@@ -73,7 +73,7 @@ def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None,
     checkpoints = path / "checkpoints"
     root = checkpoints if checkpoints.is_dir() else path if pointer_of(path).exists() or path.name == checkpoints.name else None
     if root is not None:
-        choice = choose(root, contents=contents)
+        choice = choose_checkpoint(root, contents=contents)
         for line in choice.lines:
             report(line)
         if choice.path is not None:

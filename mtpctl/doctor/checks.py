@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mtpctl.checkpoint.finding import check as check_checkpoint
-from mtpctl.checkpoint.finding import damaged_in, list_checkpoints
+from mtpctl.checkpoint.finding import check_checkpoint, damaged_in, list_checkpoints
 from mtpctl.checkpoint.listing import Damaged, read_listing
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.links import Link, measure_links, slow

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from mtpctl.checkpoint.finding import choose
+from mtpctl.checkpoint.finding import choose_checkpoint
 from mtpctl.errors import MtpctlError, RuntimeFailure, UserError
 from mtpctl.families.drafters import Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
@@ -143,7 +143,7 @@ def _has_chat_template(source: Path) -> bool:
 
 def _export(source: Path, run: Path, target: Path) -> None:
     """Create `target`: a copy of the model's files with the trained drafter."""
-    checkpoint = choose(RunDirectory(run).checkpoints, contents=True).path
+    checkpoint = choose_checkpoint(RunDirectory(run).checkpoints, contents=True).path
     assert checkpoint is not None, "a run that has ended has a checkpoint"
     trained = run / "trained"
     # In a subprocess, because the conversion hides the GPUs from its process.

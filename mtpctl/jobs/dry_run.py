@@ -28,7 +28,16 @@ from mtpctl.families.reading import check_importable, shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.buckets import DeltaPlan, QuantizationPlan, base_weight_bytes, plan_delta, plan_quantization, section_buckets
-from mtpctl.plan.fitting import Misfit, changed, engine_kinds, format_bytes, gpu_gib_needed, misfits, shared_gpu_lines, sharing_cautions
+from mtpctl.plan.fitting import (
+    Misfit,
+    apply_change,
+    engine_kinds,
+    find_misfits,
+    format_bytes,
+    gpu_gib_needed,
+    shared_gpu_lines,
+    sharing_cautions,
+)
 from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, max_sample_tokens, route_bytes, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, max_engines, place
 from mtpctl.recipe.checks import cautions_of
@@ -161,7 +170,7 @@ def dry_run(recipe: Recipe) -> Plan:
     ends, missing = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
     sharing = [] if placement is None else sharing_cautions(recipe, placement, hosts)
     end_cautions = [f"{missing}, so some end tokens may be unknown" if missing else "", ends.disagreement]
-    unfit = list(misfits(recipe, shape))
+    unfit = list(find_misfits(recipe, shape))
     return Plan(
         recipe,
         shape,
@@ -194,7 +203,7 @@ def _with_gpu_size(recipe: Recipe) -> tuple[Recipe, str]:
     if recipe.cluster.gpu_gib is not None:
         return recipe, "cluster.gpu_gib"
     if recipe.device == "cuda" and recipe.cluster.address is None and (gib := gpu_memory_gib()) is not None:
-        return changed(recipe, {"cluster.gpu_gib": gib}), "this machine"
+        return apply_change(recipe, {"cluster.gpu_gib": gib}), "this machine"
     return recipe, ""
 
 
@@ -237,7 +246,7 @@ def as_json(plan: Plan) -> dict[str, object]:
                 "rank": misfit.rank,
                 "missing": misfit.shortfall,
                 "remedies": [{"set": str(r), "gain": r.gain, "fits": r.fits, "cards": r.more_gpus} for r in misfit.remedies],
-                "together": list(map(str, misfit.together)),
+                "together": list(map(str, misfit.combination)),
             }
             for misfit in plan.misfits
         ],
@@ -347,8 +356,8 @@ def _misfit_lines(misfit: Misfit) -> Iterator[str]:
     for remedy in misfit.remedies[:MAX_REMEDIES]:
         ends = " and ".join((["fits"] if remedy.fits else []) + (["needs more GPUs"] if remedy.more_gpus else []))
         yield f"           {remedy.gain / GIB:>7.1f} GiB  --set {' --set '.join(str(remedy).split())}{f'  ({ends})' if ends else ''}"
-    if misfit.together:
-        yield f"           together they fit: {' '.join(f'--set {change}' for each in misfit.together for change in str(each).split())}"
+    if misfit.combination:
+        yield f"           together they fit: {' '.join(f'--set {change}' for each in misfit.combination for change in str(each).split())}"
 
 
 def _sync_lines(plan: Plan) -> Iterator[str]:

@@ -153,9 +153,9 @@ def start_weights(text: str) -> StartWeights:
 
 
 def has_checkpoint(run: Path) -> bool:
-    from mtpctl.checkpoint.finding import newest
+    from mtpctl.checkpoint.finding import newest_checkpoint
 
-    return newest(run / "checkpoints") is not None
+    return newest_checkpoint(run / "checkpoints") is not None
 
 
 def _location_keys(recipe: Recipe, run: Path) -> dict[str, str]:

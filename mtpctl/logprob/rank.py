@@ -252,10 +252,10 @@ class ScoreRank:
             return
         for entry, piece in pieces(bucket, data):
             tensor = piece
-            if not entry.whole:
+            if not entry.is_whole:
                 whole = self._partial.setdefault(entry.name, piece.new_empty(entry.shape))
                 whole.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
-                if not entry.last:
+                if not entry.is_last:
                     continue
                 tensor = self._partial.pop(entry.name)
             for name in (entry.name, *entry.aliases):

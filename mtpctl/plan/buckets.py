@@ -1,7 +1,7 @@
 """The tensors of a weight update, and their layout in buckets of bounded size.
 
 The plan depends only on names, shapes and dtypes, so both ends of a transport compute the same plan. Tensors keep their order. A tensor
-that fits a bucket is never split. A larger one starts a new bucket and spans as many as it needs; the next tensor follows its last part.
+that fits a bucket is never split. A larger tensor starts a new bucket and spans several; the next tensor follows its last part.
 
 With `sync.delta` only changed elements are sent, and unchanged tensors are not sent at all (`mtpctl.sync.delta` encodes them). The blob of
 a changed tensor has the layout that is smallest for its number of changed elements. Integers are little-endian, and `values` starts at a
@@ -9,7 +9,7 @@ multiple of 8 bytes:
 
     whole      every element
     bitmap     bit `i % 8` of byte `i // 8` is set if element `i` changed │ values of the changed elements
-    offsets    per block of 65,536 elements: int32 number of changed ones │ uint16 position of each in its block │ values
+    offsets    per block of 65,536 elements: int32 number of changed elements │ uint16 position of each in its block │ values
 
 With 1% of the elements changed, `offsets` has 2% of a bf16 tensor's bytes.
 """
@@ -111,12 +111,12 @@ class Entry:
     aliases: tuple[str, ...] = ()
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether the entry is a complete tensor."""
-        return self.part_start == 0 and self.last
+        return self.part_start == 0 and self.is_last
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """Whether this entry completes the tensor."""
         return self.part_stop == prod(self.shape)
 
@@ -136,9 +136,9 @@ class Bucket:
 
 @dataclass(slots=True)
 class _BucketBuilder:
-    """Fills one bucket after another. closed: the full buckets."""
+    """Fills one bucket after another. buckets: the completed buckets."""
 
-    closed: list[Bucket] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     end: int = 0
 
@@ -154,7 +154,7 @@ class _BucketBuilder:
 
     def close(self) -> None:
         if self.entries:
-            self.closed.append(Bucket(len(self.closed), tuple(self.entries)))
+            self.buckets.append(Bucket(len(self.buckets), tuple(self.entries)))
         self.entries, self.end = [], 0
 
 
@@ -179,18 +179,18 @@ def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int, aliases: Mapp
     for spec in specs.values():
         if spec.name not in names_of:
             continue
-        also_named = names_of[spec.name]
+        entry_aliases = names_of[spec.name]
         if builder.entries and builder.start + spec.nbytes > bucket_bytes:
             builder.close()
         if spec.nbytes <= bucket_bytes:
-            builder.add(spec, also_named, 0, spec.numel)
+            builder.add(spec, entry_aliases, 0, spec.numel)
             continue
         step = bucket_bytes // ALIGNMENT * ALIGNMENT // spec.itemsize
         for start in range(0, spec.numel, step):
             builder.close()
-            builder.add(spec, also_named, start, min(start + step, spec.numel))
+            builder.add(spec, entry_aliases, start, min(start + step, spec.numel))
     builder.close()
-    return builder.closed
+    return builder.buckets
 
 
 def _alias_groups(specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -213,15 +213,15 @@ def _alias_groups(specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -
 
 def wire_tensors(shape: ModelShape, section: str, dtype: str, quantized: Collection[str] = ()) -> list[TensorSpec]:
     """Tensors of `target` or `draft` with their Hugging Face names, without aliases, in `dtype`, or in FP8 with scales if `quantized`."""
-    skipped, specs = aliases(shape), []
-    for name, size in tensor_shapes(shape).items():
-        if name in skipped or section_of(name, shape) != section:
+    alias_names, specs = aliases(shape), []
+    for name, tensor_shape in tensor_shapes(shape).items():
+        if name in alias_names or section_of(name, shape) != section:
             continue
         if name not in quantized:
-            specs.append(TensorSpec(name, size, dtype))
+            specs.append(TensorSpec(name, tensor_shape, dtype))
             continue
-        specs.append(TensorSpec(name, size, "float8_e4m3fn"))
-        specs.append(TensorSpec(name + SCALE, scale_shape(*size), "float32"))
+        specs.append(TensorSpec(name, tensor_shape, "float8_e4m3fn"))
+        specs.append(TensorSpec(name + SCALE, scale_shape(*tensor_shape), "float32"))
     return specs
 
 
@@ -270,9 +270,9 @@ Layout = Literal["whole", "bitmap", "offsets"]
 
 BLOCK = 1 << 16
 """Elements of a block of `offsets`: a position in it fits 16 bits."""
-EXPECTED_SHARE = 0.01
+EXPECTED_CHANGED_SHARE = 0.01
 """Share of bf16 elements that an RL update changes at usual learning rates, for plans. In fp32 it is 1."""
-MAX_SHARE = 0.5
+MAX_DELTA_SHARE = 0.5
 """Share of the full size above which a version is sent in full."""
 
 
@@ -297,7 +297,7 @@ class Change:
         return self.values_start + itemsize * (self.numel if self.layout == "whole" else self.changed)
 
 
-def smallest(changed: int, numel: int, itemsize: int) -> Change:
+def smallest_change(changed: int, numel: int, itemsize: int) -> Change:
     layouts: tuple[Layout, ...] = ("whole", "bitmap", "offsets")
     return min((Change(layout, changed, numel) for layout in layouts), key=lambda change: change.nbytes(itemsize))
 
@@ -306,30 +306,34 @@ def smallest(changed: int, numel: int, itemsize: int) -> Change:
 class DeltaPlan:
     """Planned sizes of syncs with `sync.delta`.
 
-    nbytes: bytes of a sync in which `share` of every tensor's elements changed; the full size if they exceed `MAX_SHARE` of it. copy: bytes
-    of the additional copy of the last version in the host memory of trainer rank 0; transports that push have such a copy anyway, for the
-    version store.
+    nbytes: bytes of a sync in which `share` of every tensor's elements changed; the full size if they exceed `MAX_DELTA_SHARE` of it. copy:
+    bytes of the additional copy of the last version in the host memory of trainer rank 0; 0 for transports that push, which have such a
+    copy for the version store.
     """
 
     share: float
     nbytes: int
     copy: int
 
-    def line(self, size: Callable[[int], str]) -> str:
-        """The sizes in words, formatted by `size`."""
+    def line(self, format_size: Callable[[int], str]) -> str:
+        """A sentence about the sizes. `format_size` formats bytes."""
         cause = "because all elements change in fp32" if self.share == 1 else f"if {self.share:.0%} of the elements change"
-        copy = f"; trainer rank 0 keeps a copy of {size(self.copy)} in host memory" if self.copy else ""
-        return f"later syncs send {size(self.nbytes)} {cause}{copy}"
+        copy = f"; trainer rank 0 keeps a copy of {format_size(self.copy)} in host memory" if self.copy else ""
+        return f"later syncs send {format_size(self.nbytes)} {cause}{copy}"
 
 
 def plan_delta(recipe: Recipe, sections: Mapping[str, Sequence[Bucket]]) -> DeltaPlan | None:
     """The sizes for these complete sections; None without `sync.delta`."""
     if not recipe.sync.delta:
         return None
-    complete = sum(bucket.nbytes for buckets in sections.values() for bucket in buckets)
-    share = 1.0 if changes_every_element(recipe) else EXPECTED_SHARE
-    changed = delta_bytes(sections, share)
-    return DeltaPlan(share, changed if changed <= MAX_SHARE * complete else complete, 0 if recipe.sync.transport in PUSHED else complete)
+    full_bytes = sum(bucket.nbytes for buckets in sections.values() for bucket in buckets)
+    share = 1.0 if changes_every_element(recipe) else EXPECTED_CHANGED_SHARE
+    changed_bytes = delta_bytes(sections, share)
+    return DeltaPlan(
+        share,
+        changed_bytes if changed_bytes <= MAX_DELTA_SHARE * full_bytes else full_bytes,
+        0 if recipe.sync.transport in PUSHED else full_bytes,
+    )
 
 
 def delta_bytes(sections: Mapping[str, Sequence[Bucket]], share: float) -> int:
@@ -337,7 +341,7 @@ def delta_bytes(sections: Mapping[str, Sequence[Bucket]], share: float) -> int:
     total = 0
     for entry in (entry for buckets in sections.values() for bucket in buckets for entry in bucket.entries if entry.part_start == 0):
         numel = prod(entry.shape)
-        total += smallest(round(share * numel), numel, DTYPE_BYTES[entry.dtype]).nbytes(DTYPE_BYTES[entry.dtype])
+        total += smallest_change(round(share * numel), numel, DTYPE_BYTES[entry.dtype]).nbytes(DTYPE_BYTES[entry.dtype])
     return total
 
 
@@ -359,12 +363,14 @@ class QuantizationPlan:
     unquantized: tuple[str, ...]
     bytes_to_logprob: int
 
-    def lines(self, size: Callable[[int], str]) -> list[str]:
-        """The plan as text. `size` formats bytes."""
+    def lines(self, format_size: Callable[[int], str]) -> list[str]:
+        """The plan as text. `format_size` formats bytes."""
         unquantized = ", ".join(("embeddings", "norms", "biases", *self.unquantized))
-        lines = [f"fp8: {self.matrices} matrices, {size(self.bytes)} instead of {size(self.bytes_before)}; in bf16: {unquantized}"]
+        lines = [
+            f"fp8: {self.matrices} matrices, {format_size(self.bytes)} instead of {format_size(self.bytes_before)}; in bf16: {unquantized}"
+        ]
         if self.bytes_to_logprob:
-            lines.append(f"the log-prob server gets {size(self.bytes_to_logprob)} of unquantized weights at each sync")
+            lines.append(f"the log-prob server gets {format_size(self.bytes_to_logprob)} of unquantized weights at each sync")
         return lines
 
 
@@ -377,13 +383,13 @@ def plan_quantization(recipe: Recipe, shape: ModelShape) -> QuantizationPlan | N
     sections = section_buckets(recipe, shape)
     names &= {spec.name for section in sections for spec in wire_tensors(shape, section, dtype)}
     specs = [spec for section in sections for spec in wire_tensors(shape, section, dtype, names)]
-    quantized = sum(spec.nbytes for spec in specs if spec.name.removesuffix(SCALE) in names)
-    plain = sum(spec.nbytes for section in sections for spec in wire_tensors(shape, section, dtype))
+    quantized_bytes = sum(spec.nbytes for spec in specs if spec.name.removesuffix(SCALE) in names)
+    unquantized = sum(spec.nbytes for section in sections for spec in wire_tensors(shape, section, dtype))
     modules = dict.fromkeys(module.rpartition(".")[2] for module in unquantized_modules(shape, quantized=names))
     return QuantizationPlan(
         matrices=len(names),
-        bytes=quantized,
+        bytes=quantized_bytes,
         bytes_before=sum(prod(sizes[name]) for name in names) * DTYPE_BYTES[dtype],
         unquantized=tuple(modules),
-        bytes_to_logprob=plain if sends_unquantized_too(recipe) else 0,
+        bytes_to_logprob=unquantized if sends_unquantized_too(recipe) else 0,
     )

@@ -1,6 +1,6 @@
 """Checks whether each rank of a run fits its share of a GPU, suggests settings that make it fit, and describes shared GPUs.
 
-A rank's shortfall is the memory it needs minus the memory it has, in bytes. The gain of a setting is the reduction of the shortfall. Both
+A rank's shortfall is the memory it needs minus the memory it has, in bytes. The gain of a setting is its reduction of the shortfall. Both
 are estimated with `mtpctl.plan.memory`.
 """
 
@@ -30,7 +30,7 @@ Rank = Literal["trainer_rank", "rollout_rank", "rollout_rank_on_trainer_gpu", "l
 Change = Mapping[str, object]
 """Values by dotted key, as for `--set`."""
 Shortfall = Callable[[Recipe], int]
-HIGHEST_SHARE = 0.95
+MAX_MEMORY_SHARE = 0.95
 """Maximum `rollout.gpu_memory` to suggest. CUDA graphs and the CUDA context take the rest."""
 
 
@@ -51,18 +51,18 @@ class Remedy:
 class Misfit:
     """A rank that does not fit: its error, the missing bytes, and remedies in descending order of their gain.
 
-    together: remedies that suffice in combination, if possible without more GPUs. Empty if a single remedy suffices, or if even all of
-    them do not.
+    combination: remedies that suffice together, if possible without more GPUs. Empty if a single remedy suffices, or if all of them
+    together do not.
     """
 
     rank: Rank
     error: MtpctlError
     shortfall: int
     remedies: tuple[Remedy, ...]
-    together: tuple[Remedy, ...]
+    combination: tuple[Remedy, ...]
 
 
-def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
+def find_misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
     """Yield every rank that does not fit a GPU of `cluster.gpu_gib`. If that is not set, only `rollout.kv_cache_bytes` is checked."""
     gpu_gib = recipe.cluster.gpu_gib
     if gpu_gib is not None and (missing := _trainer_shortfall(recipe, shape)) > 0:
@@ -88,7 +88,7 @@ def misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
         memory = engine_memory_share(recipe)
         others = "".join(f" and {field}: {share:g}" for field, share in shares.items())
         times = f" of {engines} engines" if engines > 1 else ""
-        text = f"rollout.gpu_memory: {memory:g}{times}{others} share a GPU and exceed it; lower one"
+        text = f"rollout.gpu_memory: {memory:g}{times}{others} share a GPU and exceed it; lower one of them"
         lower = math.floor(100 * (memory - excess / GIB / gpu_gib / engines) + 1e-6) / 100
         remedies = _remedies(recipe, _shared_gpu_excess, [{"rollout.gpu_memory": lower}] if lower > 0 else [])
         yield _misfit("shared_card", ClusterResources(text), recipe, _shared_gpu_excess, remedies)
@@ -109,26 +109,26 @@ def engine_kinds(recipe: Recipe) -> list[int | None]:
 
 def gpu_gib_needed(recipe: Recipe, shape: ModelShape) -> float:
     """Minimum size of a GPU in GiB for the recipe's fullest rank. Each engine's cache must fit at least one sample."""
-    needed = [trainer_memory(recipe, shape).total / recipe.train.gpus]
+    sizes = [trainer_memory(recipe, shape).total / recipe.train.gpus]
     if recipe.train.generates:
         for index in engine_kinds(recipe):
             share = engine_share(recipe, index) if recipe.rollout.kv_cache_bytes else engine_memory_share(recipe, index)
-            needed.append(_engine_minimum(recipe, shape, index) / max(share, 1e-9))
+            sizes.append(_engine_minimum(recipe, shape, index) / max(share, 1e-9))
         if recipe.logprob.standalone:
-            needed.append(logprob_memory(recipe, shape).total / (min(1.0, recipe.logprob.gpus) or 1.0))
-    return max(needed) / GIB
+            sizes.append(logprob_memory(recipe, shape).total / (min(1.0, recipe.logprob.gpus) or 1.0))
+    return max(sizes) / GIB
 
 
-def changed(recipe: Recipe, change: Change) -> Recipe:
-    """The recipe with these values. Skips the checks that span several sections."""
+def apply_change(recipe: Recipe, change: Change) -> Recipe:
+    """Return the recipe with these values, without the checks that span several sections."""
     for key, value in change.items():
-        recipe = _with(recipe, key.split("."), value)
+        recipe = _set_value(recipe, key.split("."), value)
     return recipe
 
 
-def _with[T: BaseModel](section: T, path: Sequence[str], value: object) -> T:
+def _set_value[T: BaseModel](section: T, path: Sequence[str], value: object) -> T:
     head, *rest = path
-    return section.model_copy(update={head: _with(getattr(section, head), rest, value) if rest else value})
+    return section.model_copy(update={head: _set_value(getattr(section, head), rest, value) if rest else value})
 
 
 def _trainer_shortfall(recipe: Recipe, shape: ModelShape) -> int:
@@ -142,7 +142,7 @@ def _logprob_shortfall(recipe: Recipe, shape: ModelShape) -> int:
 def _engine_shortfall(recipe: Recipe, shape: ModelShape, index: int | None) -> int:
     rollout, memory = recipe.rollout, engine_memory(recipe, shape, index)
     if index is not None and not rollout.on_trainer_gpus:
-        return 0  # A remedy moves the engine to another GPU.
+        return 0  # The remedy that is evaluated moves the engine to another GPU.
     if rollout.kv_cache_bytes is None:
         return _engine_minimum(recipe, shape, index) - int(_gpu_bytes(recipe) * engine_memory_share(recipe, index))
     cache_shortfall = _sample_cache_bytes(recipe, shape, memory) - rollout.kv_cache_bytes
@@ -220,36 +220,38 @@ def _engine_error(recipe: Recipe, shape: ModelShape, index: int | None) -> Mtpct
 
 
 def _misfit(rank: Rank, error: MtpctlError, recipe: Recipe, shortfall: Shortfall, remedies: Sequence[Remedy]) -> Misfit:
-    together: list[Remedy] = []
+    combination: list[Remedy] = []
     if not any(remedy.fits for remedy in remedies):
-        together = _together(recipe, [r for r in remedies if not r.more_gpus], shortfall) or _together(recipe, remedies, shortfall)
-    return Misfit(rank, error, shortfall(recipe), tuple(remedies), tuple(together))
+        combination = _combine_remedies(recipe, [r for r in remedies if not r.more_gpus], shortfall) or _combine_remedies(
+            recipe, remedies, shortfall
+        )
+    return Misfit(rank, error, shortfall(recipe), tuple(remedies), tuple(combination))
 
 
 def _remedies(recipe: Recipe, shortfall: Shortfall, changes: Sequence[Change]) -> list[Remedy]:
-    """The changes with a positive gain, the largest gain first."""
+    """The remedies for the changes with a positive gain, the largest gain first."""
     remedies = (_remedy(recipe, change, shortfall) for change in changes)
     return sorted((remedy for remedy in remedies if remedy.gain > 0), key=lambda remedy: -remedy.gain)
 
 
 def _remedy(recipe: Recipe, change: Change, shortfall: Shortfall) -> Remedy:
-    after = changed(recipe, change)
-    remaining = shortfall(after)
-    return Remedy(change, shortfall(recipe) - remaining, remaining <= 0, _gpus(after) > _gpus(recipe))
+    changed_recipe = apply_change(recipe, change)
+    remaining = shortfall(changed_recipe)
+    return Remedy(change, shortfall(recipe) - remaining, remaining <= 0, _count_gpus(changed_recipe) > _count_gpus(recipe))
 
 
-def _together(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) -> list[Remedy]:
+def _combine_remedies(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Shortfall) -> list[Remedy]:
     """Remedies that suffice in combination, selected greedily by their additional gain; empty if all together do not suffice."""
     candidates, selected = list(remedies), []
     while candidates and shortfall(recipe) > 0:
-        best = min(candidates, key=lambda remedy: shortfall(changed(recipe, remedy.change)))
-        recipe = changed(recipe, best.change)
+        best = min(candidates, key=lambda remedy: shortfall(apply_change(recipe, remedy.change)))
+        recipe = apply_change(recipe, best.change)
         selected.append(best)
         candidates = [remedy for remedy in candidates if not remedy.change.keys() & best.change.keys()]
     return selected if shortfall(recipe) <= 0 else []
 
 
-def _gpus(recipe: Recipe) -> float:
+def _count_gpus(recipe: Recipe) -> float:
     """Number of GPUs that the recipe's actors need."""
     gpus = recipe.train.parallel.world_size * recipe.train.gpus
     if recipe.train.generates:
@@ -264,8 +266,8 @@ def _trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
     changes: list[Change] = [{"train.recompute": mode} for mode in modes]
     changes += [{f"train.offload.{part}": True} for part in ("optimizer", "params", "grads") if not getattr(train.offload, part)]
     if not train.distributed_optimizer:
-        wider: Change = {"train.parallel.dp": 2} if parallel.dp * parallel.cp == 1 else {}
-        changes.append({**wider, "train.distributed_optimizer": True})
+        more_ranks: Change = {"train.parallel.dp": 2} if parallel.dp * parallel.cp == 1 else {}
+        changes.append({**more_ranks, "train.distributed_optimizer": True})
     else:
         changes.append({"train.parallel.dp": 2 * parallel.dp})
     if train.tokens_per_microbatch // 2 >= max_sample_tokens(recipe, shape):  # A sample over the limit would be a separate microbatch.
@@ -274,7 +276,7 @@ def _trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
         changes.append({"train.precision": "bf16"})
     if recipe.kernels.linear_logprob == "reference":
         changes.append({"kernels.linear_logprob": "auto"})
-    return [*changes, *_splits(parallel, shape, "train.parallel")]
+    return [*changes, *_parallel_changes(parallel, shape, "train.parallel")]
 
 
 def _logprob_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
@@ -285,10 +287,10 @@ def _logprob_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
         changes += [{"logprob.gpus": math.ceil(100 * needed) / 100}] if needed <= 1 else []
     if server.tokens_per_batch // 2 >= max_sample_tokens(recipe, shape):
         changes.append({"logprob.tokens_per_batch": server.tokens_per_batch // 2})
-    return [*changes, *_splits(server.parallel, shape, "logprob.parallel")]
+    return [*changes, *_parallel_changes(server.parallel, shape, "logprob.parallel")]
 
 
-def _splits(parallel: ParallelConfig, shape: ModelShape, field: str) -> Iterator[Change]:
+def _parallel_changes(parallel: ParallelConfig, shape: ModelShape, field: str) -> Iterator[Change]:
     """Layouts that split the model over twice the ranks, if Megatron supports them."""
     names = ["tp"] + (["pp"] if parallel.pp_layout is None else []) + ["cp"] + (["ep"] if shape.moe else [])
     for name in names:
@@ -311,17 +313,17 @@ def _engine_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
     memory = engine_memory(recipe, shape)
     if rollout.kv_cache_bytes is None:
         share = math.ceil(100 * _engine_minimum(recipe, shape) / _gpu_bytes(recipe)) / 100
-        changes += [{"rollout.gpu_memory": share}] if share <= HIGHEST_SHARE * engine_share(recipe) else []
+        changes += [{"rollout.gpu_memory": share}] if share <= MAX_MEMORY_SHARE * engine_share(recipe) else []
         cache = int(_gpu_bytes(recipe) * engine_memory_share(recipe)) - memory.weights - memory.reserve
     else:
         cache = rollout.kv_cache_bytes
-        free = int(_gpu_bytes(recipe) * engine_share(recipe)) - memory.weights - memory.reserve
-        largest = None if recipe.cluster.gpu_gib is None else free
+        free_bytes = int(_gpu_bytes(recipe) * engine_share(recipe)) - memory.weights - memory.reserve
+        max_cache = None if recipe.cluster.gpu_gib is None else free_bytes
         needed = _sample_cache_bytes(recipe, shape, memory)
-        if cache < needed and (largest is None or needed <= largest):
+        if cache < needed and (max_cache is None or needed <= max_cache):
             changes.append({"rollout.kv_cache_bytes": needed})
-        elif largest is not None and needed <= largest:
-            changes.append({"rollout.kv_cache_bytes": largest})
+        elif max_cache is not None and needed <= max_cache:
+            changes.append({"rollout.kv_cache_bytes": max_cache})
     context = (cache - memory.sequence_state) // memory.kv_token if memory.kv_token else 0
     if 1 < context < max_sample_tokens(recipe, shape):
         changes.append({"rollout.context": context})
@@ -330,18 +332,18 @@ def _engine_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
 
 def _on_trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
     """Changes that give an engine on the trainer's GPU more memory: fewer engines there, or a smaller share that the trainer still fits."""
-    number = recipe.rollout.on_trainer_gpus
-    changes: list[Change] = [{"rollout.on_trainer_gpus": fewer} for fewer in sorted({0, number - 1})]
-    smallest = math.ceil(100 * trainer_memory(recipe, shape).total / _gpu_bytes(recipe)) / 100 if _gpu_bytes(recipe) else 1.0
-    if smallest < recipe.train.gpus:
-        changes.append({"train.gpus": smallest})
+    engines = recipe.rollout.on_trainer_gpus
+    changes: list[Change] = [{"rollout.on_trainer_gpus": fewer} for fewer in sorted({0, engines - 1})]
+    min_share = math.ceil(100 * trainer_memory(recipe, shape).total / _gpu_bytes(recipe)) / 100 if _gpu_bytes(recipe) else 1.0
+    if min_share < recipe.train.gpus:
+        changes.append({"train.gpus": min_share})
     return changes
 
 
 def sharing_cautions(recipe: Recipe, placement: Placement, hosts: Sequence[Host] | None = None) -> list[str]:
     """Cautions about too few cores, and about GPUs whose processes take turns.
 
-    hosts: of the cluster that the run joins. None: this machine, if it has a GPU; otherwise the plan is for another one.
+    hosts: hosts of the cluster that the run joins. None: this machine; without a GPU here, the plan is for another machine, and empty.
     """
     if hosts is None and gpu_memory_gib() is None:
         return []
@@ -377,14 +379,14 @@ def shared_gpu_lines(recipe: Recipe, shape: ModelShape, placement: Placement, ho
     for actor in placement.actors:
         for gpu in actor.gpu_ids:
             by_gpu[actor.host, gpu].append(actor)
-    gib, head = recipe.cluster.gpu_gib, "shared"
+    gib, label = recipe.cluster.gpu_gib, "shared"
     for (host, gpu), actors in by_gpu.items() if gib is not None else ():
         if len(actors) > 1:
             sizes = [planned_bytes(recipe, shape, actor) for actor in actors]
-            parts = ", ".join(f"{actor.name} {format_bytes(size)}" for actor, size in zip(actors, sizes, strict=True))
+            actor_sizes = ", ".join(f"{actor.name} {format_bytes(size)}" for actor, size in zip(actors, sizes, strict=True))
             name = hosts[host] if hosts else host
-            yield f"{head:10} host {name}, GPU {gpu}: {parts}; {format_bytes(sum(sizes))} of {gib:.4g} GiB"
-            head = ""
+            yield f"{label:10} host {name}, GPU {gpu}: {actor_sizes}; {format_bytes(sum(sizes))} of {gib:.4g} GiB"
+            label = ""
 
 
 def format_bytes(value: int) -> str:

@@ -10,7 +10,7 @@ from mtpctl.families.shape import LayerKind, ModelShape
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 2, 2, 2
 """Operations per weight and token: one multiplication and one addition in each of the three products."""
 
-_WITHOUT_SCORES: set[LayerKind] = {"linear_attention", "mamba", "none"}
+_WITHOUT_SOFTMAX: set[LayerKind] = {"linear_attention", "mamba", "none"}
 """Layers without softmax attention."""
 
 _PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "B200": 2250e12}
@@ -68,7 +68,7 @@ def mlp_weights(shape: ModelShape, *, sparse: bool) -> int:
 
 
 def trunk_weights(shape: ModelShape) -> int:
-    """Weights of the decoder layers that a token uses: of the experts, only those that it is routed to."""
+    """Weights of the decoder layers that a token uses. Of routed experts, only the selected ones count."""
     mlps = [shape.mlp_of(layer) for layer in range(shape.layers)]
     return sum(_mixer_weights(shape, kind) for kind in shape.layer_kinds) + sum(
         mlp_weights(shape, sparse=mlp == "sparse") for mlp in mlps if mlp != "none"
@@ -85,31 +85,31 @@ def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
 
 def attention_flops(shape: ModelShape, lengths: Sequence[int], kind: LayerKind = "full_attention") -> int:
     """Forward operations of one layer's softmax attention over samples of these lengths; causal masking halves full attention."""
-    pair = 2 * shape.heads * (shape.head_dim + shape.value_dim)
+    pair_flops = 2 * shape.heads * (shape.head_dim + shape.value_dim)
     if kind == "sliding_attention" and shape.window is not None:
         # The first tokens of a sample have fewer keys.
         sizes = [(length, min(length, shape.window.size)) for length in lengths]
-        return sum(pair * (length * size - size * (size - 1) // 2) for length, size in sizes)
-    return sum(pair * length * length // 2 for length in lengths)
+        return sum(pair_flops * (length * size - size * (size - 1) // 2) for length, size in sizes)
+    return sum(pair_flops * length * length // 2 for length in lengths)
 
 
 def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: Sequence[int], *, isolated: bool) -> int:
     """Forward and backward operations of one step, without recomputation.
 
-    lengths: tokens of each packed sample. rows: number of tokens with a log-prob. mtp_rows: the same for each MTP depth. An isolated MTP
-    head computes no gradient of the LM head's weight. Of the experts, only those that a token is routed to count.
+    lengths: tokens of each packed sample. rows: number of tokens with a log-prob. mtp_rows: number of drafted tokens of each MTP depth. An
+    isolated MTP head computes no gradient of the LM head's weight. Of routed experts, only the selected ones count.
     """
-    trained = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
-    passes, drafter = _drafter(shape, len(mtp_rows))
-    kinds = [*shape.layer_kinds, *[shape.mtp_kind] * passes]
-    flops = trained * sum(lengths) * (trunk_weights(shape) + drafter)
-    flops += 3 * sum(kinds.count(kind) * attention_flops(shape, lengths, kind) for kind in set(kinds) - _WITHOUT_SCORES)
-    flops += trained * rows * shape.hidden * shape.vocab
-    draft = trained - _WEIGHT_GRADIENT if isolated else trained
-    return flops + sum(draft * n * shape.hidden * shape.vocab for n in mtp_rows)
+    weight_ops = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
+    drafter_passes, drafter_weights = _drafter_cost(shape, len(mtp_rows))
+    kinds = [*shape.layer_kinds, *[shape.mtp_kind] * drafter_passes]
+    flops = weight_ops * sum(lengths) * (trunk_weights(shape) + drafter_weights)
+    flops += 3 * sum(kinds.count(kind) * attention_flops(shape, lengths, kind) for kind in set(kinds) - _WITHOUT_SOFTMAX)
+    flops += weight_ops * rows * shape.hidden * shape.vocab
+    draft_ops = weight_ops - _WEIGHT_GRADIENT if isolated else weight_ops
+    return flops + sum(draft_ops * n * shape.hidden * shape.vocab for n in mtp_rows)
 
 
-def _drafter(shape: ModelShape, depths: int) -> tuple[int, int]:
+def _drafter_cost(shape: ModelShape, depths: int) -> tuple[int, int]:
     """Per token: passes through a drafter layer, and weights used in total."""
     if (dflash := shape.dflash) is None or not depths:
         sparse = shape.moe is not None and not (shape.mtp is not None and shape.mtp.dense)

@@ -34,7 +34,7 @@ from mtpctl.routes import RouteShape
 GIB = 1 << 30
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a weight, by its precision."""
-MASTER, MOMENTS, GRADIENT = 4, 8, 4
+MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 """Bytes per parameter: fp32 masters of bf16 weights, Adam's two moments, and the fp32 gradient buffer."""
 SCALE_BYTES = 4 / FP8_BLOCK**2
 """Bytes of scales per FP8 weight."""
@@ -85,8 +85,7 @@ class EngineMemory:
 
     kv_token: key-value cache of one token. kv_cache: the whole cache, None if unbounded. sequence_state: linear attention's state and the
     windows of one sequence, which do not depend on its length. states: the state of all sequences in flight, which is part of the cache.
-    reserve: memory of an engine that shares its GPU for everything else (`engine_reserve`); vLLM measures that of an engine that has the
-    GPU to itself.
+    reserve: everything else, for an engine that shares its GPU (`engine_reserve`); if an engine has a GPU to itself, vLLM measures it.
     """
 
     weights: int
@@ -124,7 +123,7 @@ def max_sample_tokens(recipe: Recipe, shape: ModelShape) -> int:
 
 def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
     """Memory of the recipe's fullest trainer rank, over all training stages."""
-    pipeline = list(enumerate(_stages(recipe, shape, recipe.train.parallel)))
+    pipeline = list(enumerate(_recipe_stages(recipe, shape, recipe.train.parallel)))
     ranks = [_trainer_stage(recipe, shape, index, stage, training) for training in recipe.train.stages for index, stage in pipeline]
     return max(ranks, key=lambda memory: memory.total)
 
@@ -146,7 +145,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -
     kv_width = KV_BYTES.get(str(rollout.engine_args.get("kv_cache_dtype")), width)
     per_token = kv_bytes_per_token(shape, rollout.tp, kv_width, drafting=drafting)
     cache, gpu_gib = rollout.kv_cache_bytes, recipe.cluster.gpu_gib
-    state = _sequence_state(recipe, shape, width) + _window_cache(shape, rollout.tp, kv_width, drafting=drafting)
+    state = _sequence_state_bytes(recipe, shape, width) + _window_cache_bytes(shape, rollout.tp, kv_width, drafting=drafting)
     if cache is None and recipe.device == "cpu":
         cache = max(CPU_KV_CACHE_BYTES, max_sample_tokens(recipe, shape) * per_token + state)
     reserve = engine_reserve(recipe, shape) if shares_gpu(recipe, index) else 0
@@ -158,15 +157,16 @@ def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -
 def engine_reserve(recipe: Recipe, shape: ModelShape) -> int:
     """Memory of an engine on a shared GPU in addition to its weights and its cache: CUDA context, graphs, activations and sampling.
 
-    vLLM's own profiling cannot be used: it counts what other processes on the GPU allocate meanwhile. Activations: of one unfused layer.
+    vLLM's profiling cannot be used, because it counts allocations of other processes on the GPU. Activations are those of one unfused
+    layer.
     """
     rollout = recipe.rollout
     width = WEIGHT_BYTES[recipe.train.precision if rollout.dtype == "auto" else rollout.dtype]
-    limit = rollout.engine_args.get("max_num_batched_tokens")
-    tokens = limit if isinstance(limit, int) else ENGINE_STEP_TOKENS
+    max_batched_tokens = rollout.engine_args.get("max_num_batched_tokens")
+    tokens = max_batched_tokens if isinstance(max_batched_tokens, int) else ENGINE_STEP_TOKENS
     activations = int(tokens * (4 * shape.hidden + attention_width(shape) + 3 * ffn_width(shape)) * width)
-    sampled = rollout.max_in_flight * (1 + rollout.speculation.num_tokens)
-    sampling = sampled * shape.vocab * 4 * SAMPLER_COPIES
+    sampled_rows = rollout.max_in_flight * (1 + rollout.speculation.num_tokens)
+    sampling = sampled_rows * shape.vocab * 4 * SAMPLER_COPIES
     graphs = 0 if getattr(rollout, "eager", False) else ENGINE_GRAPH_BYTES
     return ENGINE_CONTEXT_BYTES + graphs + activations + sampling
 
@@ -176,39 +176,42 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     server, lora = recipe.logprob, recipe.train.lora
     width = WEIGHT_BYTES[recipe.train.precision]
     adapted = adapted_weights(shape, lora.targets) if lora is not None and "adapter" in recipe.sync.sections else {}
-    merged = stages(shape, server.parallel, depths=_depths(recipe, shape), only=adapted)
+    base_stages = stages(shape, server.parallel, depths=_depths(recipe, shape), only=adapted)
     copies = 2 if server.keep_previous else 1
-    ranks = zip(_stages(recipe, shape, server.parallel), merged, strict=True)
-    weights, base = max(((stage.parameters * copies, base.parameters) for stage, base in ranks), key=sum)
+    ranks = zip(_recipe_stages(recipe, shape, server.parallel), base_stages, strict=True)
+    weights, base_stage = max(((stage.parameters * copies, base_stage.parameters) for stage, base_stage in ranks), key=sum)
     elements = peak_width(shape, server.parallel, range(shape.layers), drafter=_depths(recipe, shape) > 0)
-    one_layer = int(server.tokens_per_batch // server.parallel.cp * elements * width) + _exact_sums(recipe, shape, server.tokens_per_batch)
-    return LogprobMemory(weights * width, base * width, one_layer, _workspace(recipe, shape, server.tokens_per_batch, server.parallel))
+    activations = int(server.tokens_per_batch // server.parallel.cp * elements * width) + _exact_sum_bytes(
+        recipe, shape, server.tokens_per_batch
+    )
+    return LogprobMemory(
+        weights * width, base_stage * width, activations, _workspace_bytes(recipe, shape, server.tokens_per_batch, server.parallel)
+    )
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
     """Bytes of one token's key-value cache on one rank. Latent attention's cache is replicated on all ranks."""
-    layers = _layers(shape, "full_attention", drafting=drafting)
+    layers = _count_layers(shape, "full_attention", drafting=drafting)
     if shape.latent:
         return layers * (shape.latent.kv_rank + shape.latent.rope_dim) * width
     return layers * max(1, shape.kv_heads // tp) * (shape.head_dim + shape.value_dim) * width
 
 
-def _window_cache(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
+def _window_cache_bytes(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
     """Bytes of the key-value cache of one sequence's windows on one rank, in all layers that have one."""
     if (window := shape.window) is None:
         return 0
     token = max(1, window.kv_heads // tp) * (shape.head_dim + shape.value_dim) * width
-    return _layers(shape, "sliding_attention", drafting=drafting) * window.size * token
+    return _count_layers(shape, "sliding_attention", drafting=drafting) * window.size * token
 
 
-def _layers(shape: ModelShape, kind: LayerKind, *, drafting: bool) -> int:
+def _count_layers(shape: ModelShape, kind: LayerKind, *, drafting: bool) -> int:
     """Number of layers of this kind of attention, with those of the drafter if the engine drafts."""
     return shape.layer_kinds.count(kind) + (shape.drafter_layers if drafting and shape.mtp_kind == kind else 0)
 
 
-def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
-    """Bytes of the state of linear attention or Mamba-2 of one sequence on one engine rank: in all layers, the convolution's inputs and the
-    recurrent state.
+def _sequence_state_bytes(recipe: Recipe, shape: ModelShape, width: int) -> int:
+    """Bytes of one sequence's linear-attention or Mamba-2 state on one engine rank: convolution inputs and recurrent states of all layers.
 
     vLLM stores one copy for the sequence, one for each draft (which may be rejected) and, with prefix caching, one at the last block
     boundary.
@@ -227,12 +230,12 @@ def _sequence_state(recipe: Recipe, shape: ModelShape, width: int) -> int:
         state, fp32_state = delta.value_heads * delta.value_dim * delta.key_dim, delta.fp32_state
         layers = shape.layer_kinds.count("linear_attention")
     fp32 = recipe.numerics == "bitwise" or dtype == "float32" or (dtype == "auto" and fp32_state)
-    convolved = channels * (conv - 1 + drafts)
+    conv_elements = channels * (conv - 1 + drafts)
     copies = 1 + drafts + bool(rollout.engine_args.get("enable_prefix_caching", recipe.device == "cuda"))
-    return copies * layers * (convolved * width + state * (4 if fp32 else width)) // rollout.tp
+    return copies * layers * (conv_elements * width + state * (4 if fp32 else width)) // rollout.tp
 
 
-def _stages(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> list[Stage]:
+def _recipe_stages(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> list[Stage]:
     return stages(shape, parallel, depths=_depths(recipe, shape))
 
 
@@ -242,9 +245,9 @@ def _depths(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def _drafter_passes(recipe: Recipe, shape: ModelShape) -> int:
-    """How often the trainer computes a layer of the drafter for each token."""
+    """Number of passes of the trainer through a layer of the drafter, per token."""
     depths = _depths(recipe, shape)
-    # A block has one input more than it has drafts.
+    # A block has one more input than drafts.
     return shape.dflash.layers * (depths + 1) if shape.dflash is not None and depths else depths
 
 
@@ -252,97 +255,97 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
     train, parallel = recipe.train, recipe.train.parallel
     width = WEIGHT_BYTES[train.precision]
     weights = stage.parameters * width
-    trained, experts = stage.trunk, stage.trunk_experts
+    trained_params, expert_params = stage.trunk, stage.trunk_experts
     if train.stages == ["draft"]:
-        trained = experts = 0  # The trunk has neither gradients nor optimizer state.
+        trained_params = expert_params = 0  # The trunk has neither gradients nor optimizer state.
     elif train.lora:
-        trained, experts = _adapter(recipe, shape, stage)
-        weights += trained * width
+        trained_params, expert_params = _adapter_parameters(recipe, shape, stage)
+        weights += trained_params * width
     has_mtp_gradients = recipe.mtp.trains
     trains_mtp = has_mtp_gradients and (training != "rl" or train.rl.train_mtp)
-    gradients = (trained + (stage.mtp if has_mtp_gradients else 0)) * GRADIENT
+    gradients = (trained_params + (stage.mtp if has_mtp_gradients else 0)) * GRADIENT_BYTES
     if training == "draft":
-        trained = experts = 0
+        trained_params = expert_params = 0
     if trains_mtp or (has_mtp_gradients and train.distributed_optimizer):
         # A distributed optimizer has state for all gradient buffers, including those of frozen MTP layers.
-        trained, experts = trained + stage.mtp, experts + stage.mtp_experts
+        trained_params, expert_params = trained_params + stage.mtp, expert_params + stage.mtp_experts
     shards, expert_shards = optimizer_ranks(parallel) if train.distributed_optimizer else (1, 1)
-    sharded = (trained - experts) // shards + experts // expert_shards
-    masters = sharded * (MASTER if train.precision == "bf16" else 0)
-    state, slice_ = sharded * MOMENTS + masters, min(OPTIMIZER_SLICE, sharded * MASTER)
+    sharded_params = (trained_params - expert_params) // shards + expert_params // expert_shards
+    master_bytes = sharded_params * (MASTER_BYTES if train.precision == "bf16" else 0)
+    state_bytes, slice_bytes = sharded_params * MOMENT_BYTES + master_bytes, min(OPTIMIZER_SLICE, sharded_params * MASTER_BYTES)
     # Adam's temporaries have the size of a slice. Offloaded moments are loaded by slices, masters for the whole step.
-    step = slice_ + (slice_ * MOMENTS // MASTER + masters if train.offload.optimizer else 0)
+    step_bytes = slice_bytes + (slice_bytes * MOMENT_BYTES // MASTER_BYTES + master_bytes if train.offload.optimizer else 0)
     return TrainerMemory(
         weights=weights,
         gradients=gradients,
-        optimizer=0 if train.offload.optimizer else state,
-        reference=trained * width if training == "rl" and train.rl.kl_coef else 0,
-        activations=_activations(recipe, shape, index, stage, _drafter_passes(recipe, shape) if trains_mtp else 0, training),
-        workspace=_workspace(recipe, shape, train.tokens_per_microbatch, parallel) if stage.has_head else 0,
-        step=step,
-        host=(state if train.offload.optimizer else 0) + (weights if train.offload.params else 0),
+        optimizer=0 if train.offload.optimizer else state_bytes,
+        reference=trained_params * width if training == "rl" and train.rl.kl_coef else 0,
+        activations=_activation_bytes(recipe, shape, index, stage, _drafter_passes(recipe, shape) if trains_mtp else 0, training),
+        workspace=_workspace_bytes(recipe, shape, train.tokens_per_microbatch, parallel) if stage.has_head else 0,
+        step=step_bytes,
+        host=(state_bytes if train.offload.optimizer else 0) + (weights if train.offload.params else 0),
     )
 
 
-def _activations(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, passes: int, training: str) -> int:
+def _activation_bytes(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, passes: int, training: str) -> int:
     train, parallel = recipe.train, recipe.train.parallel
     trunk, passes = range(0) if training == "draft" else stage.layers, passes if stage.has_head else 0
     widths = layer_widths(shape, parallel, trunk) + ([drafter_width(shape, parallel)] * passes if passes else [])
-    entry = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    saved = sum(widths) if train.recompute != "full" else entry * len(widths)
+    input_width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    saved_width = sum(widths) if train.recompute != "full" else input_width * len(widths)
     if recipe.numerics == "bitwise" and parallel.sequence_parallel and train.recompute != "full":
-        saved += 2 * entry * len(widths)  # each rank's tokens of the layer's two normed inputs, which the default recomputes
+        saved_width += 2 * input_width * len(widths)  # The two normed inputs of each layer, which default numerics recompute.
     # A frozen trunk saves nothing, but its layers have temporaries.
     peak = peak_transient if train.recompute != "full" else peak_width
-    once = peak(shape, parallel, stage.layers, drafter=passes > 0)
-    in_flight = parallel.pp - index  # 1F1B schedule: microbatches in flight at this stage.
-    elements = train.tokens_per_microbatch / parallel.cp * (saved * in_flight + once)
-    return int(elements * WEIGHT_BYTES[train.precision]) + _exact_sums(recipe, shape, train.tokens_per_microbatch)
+    transient_width = peak(shape, parallel, stage.layers, drafter=passes > 0)
+    microbatches_in_flight = parallel.pp - index  # 1F1B schedule: microbatches in flight at this stage.
+    elements = train.tokens_per_microbatch / parallel.cp * (saved_width * microbatches_in_flight + transient_width)
+    return int(elements * WEIGHT_BYTES[train.precision]) + _exact_sum_bytes(recipe, shape, train.tokens_per_microbatch)
 
 
-def _exact_sums(recipe: Recipe, shape: ModelShape, tokens: int) -> int:
+def _exact_sum_bytes(recipe: Recipe, shape: ModelShape, tokens: int) -> int:
     """Bytes of float64 temporaries with `numerics: bitwise` on a CPU: the widest layer's input, and up to eight blocks."""
     sums_exactly = recipe.numerics == "bitwise" and recipe.device == "cpu"
     return 8 * tokens * max(2 * shape.hidden, shape.ffn) + 8 * BLOCK_BYTES if sums_exactly else 0
 
 
-def _workspace(recipe: Recipe, shape: ModelShape, tokens: int, parallel: ParallelConfig) -> int:
+def _workspace_bytes(recipe: Recipe, shape: ModelShape, tokens: int, parallel: ParallelConfig) -> int:
     all_logits = tokens // parallel.cp * shape.vocab // parallel.tp * 8  # fp32 logits and their gradient
     return all_logits if recipe.kernels.linear_logprob == "reference" else min(recipe.kernels.workspace_bytes, all_logits)
 
 
-def _adapter(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]:
-    """Number of LoRA parameters on one rank, and of those the routed experts' part: LoRA rank × (inputs + outputs) of each target."""
+def _adapter_parameters(recipe: Recipe, shape: ModelShape, stage: Stage) -> tuple[int, int]:
+    """Number of LoRA parameters on one rank, and the routed experts' part of it: LoRA rank × (inputs + outputs) of each target."""
     lora, parallel = recipe.train.lora, recipe.train.parallel
     assert lora is not None
     modules = [(shape, layer, target, parallel) for layer in stage.layers for target in lora.targets]
-    routed = sum(_routed_sides(*module) for module in modules)
-    return int(lora.rank * (routed + sum(_sides(*module) for module in modules))), int(lora.rank * routed)
+    routed = sum(_routed_adapted_width(*module) for module in modules)
+    return int(lora.rank * (routed + sum(_adapted_width(*module) for module in modules))), int(lora.rank * routed)
 
 
-def _routed_sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
+def _routed_adapted_width(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
     """Inputs plus outputs of a decoder layer's routed experts that match this target, on one rank."""
     moe = shape.moe
     if moe is None or shape.mlp_of(layer) != "sparse" or target not in ("linear_fc1", "linear_fc2"):
         return 0
-    return moe.experts / parallel.ep * (shape.hidden + _inner(shape, target, moe.ffn) / expert_tp(parallel))
+    return moe.experts / parallel.ep * (shape.hidden + _inner_width(shape, target, moe.ffn) / expert_tp(parallel))
 
 
-def _sides(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
+def _adapted_width(shape: ModelShape, layer: int, target: str, parallel: ParallelConfig) -> float:
     """Inputs plus outputs of a decoder layer's other modules that match this target, on one rank."""
     if target in ("linear_fc1", "linear_fc2"):
         moe = shape.moe
         ffn = {"none": 0, "dense": shape.ffn, "sparse": moe.shared_ffn if moe else 0}[shape.mlp_of(layer)]
-        return shape.hidden + _inner(shape, target, ffn) / parallel.tp if ffn else 0
-    replicated, split = _mixer_sides(shape, layer).get(target, (0, 0))
+        return shape.hidden + _inner_width(shape, target, ffn) / parallel.tp if ffn else 0
+    replicated, split = _mixer_widths(shape, layer).get(target, (0, 0))
     return replicated + split / parallel.tp
 
 
-def _inner(shape: ModelShape, target: str, ffn: int) -> int:
+def _inner_width(shape: ModelShape, target: str, ffn: int) -> int:
     return (shape.mlp_matrices - 1) * ffn if target == "linear_fc1" else ffn
 
 
-def _mixer_sides(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
+def _mixer_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
     """For each linear layer of attention, the sides (input, output) that are replicated, and those that tp splits, in elements."""
     hidden, kind = shape.hidden, shape.layer_kinds[layer]
     if kind in ("none", "mamba"):  # Mamba-2 has no adapters

@@ -21,17 +21,17 @@ from mtpctl.recipe.schema import Recipe
 Role = Literal["trainer", "rollout", "logprob", "teacher"]
 Device = Literal["cpu", "cuda"]
 
-ENGINE_MEMORY = 0.85
+ENGINE_MEMORY_SHARE = 0.85
 """Default of `rollout.gpu_memory`: CUDA graphs, the CUDA context and fragmentation take the rest of a GPU."""
-MEMORY_OF_SHARE = 0.95
-"""Maximum of that default, as a part of the engine's share of the GPU."""
+MAX_MEMORY_OF_SHARE = 0.95
+"""Maximum of the default of `rollout.gpu_memory`, as a fraction of the engine's share of the GPU."""
 ENGINE_CORES = 3
 """Cores that an engine on a GPU keeps busy at full load: engine core, actor with front end, and the separate process of a small model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One rank. index: number of its engine or server. rank: its rank therein. gpus: a fraction if it shares a GPU.
+    """One rank. index: number of its engine or server. rank: its rank in that engine or server. gpus: a fraction if it shares a GPU.
 
     gpu_ids: indices of its GPUs among those that the plan uses on the host.
     """
@@ -95,19 +95,19 @@ class Placement:
         """The bundles to reserve: one for all ranks that share GPUs, one for each engine, and one for each other rank."""
         bundles: list[list[Actor]] = []
         for actor in self.actors:
-            bundles = _with_actor(bundles, actor)
+            bundles = _add_actor(bundles, actor)
         return [Bundle(bundle[0].host, tuple(bundle)) for bundle in bundles]
 
 
-def _with_actor(bundles: list[list[Actor]], actor: Actor) -> list[list[Actor]]:
-    """Add an actor to the bundles, and merge those with which it shares a GPU or an engine."""
+def _add_actor(bundles: list[list[Actor]], actor: Actor) -> list[list[Actor]]:
+    """Add an actor to the bundles, merging the bundles with which it shares a GPU or an engine."""
 
-    def shares(other: Actor) -> bool:
-        engine = actor.role == other.role == "rollout" and actor.index == other.index
-        return actor.host == other.host and (engine or bool({*actor.gpu_ids} & {*other.gpu_ids}))
+    def is_shared(other: Actor) -> bool:
+        same_engine = actor.role == other.role == "rollout" and actor.index == other.index
+        return actor.host == other.host and (same_engine or bool({*actor.gpu_ids} & {*other.gpu_ids}))
 
-    shared = [bundle for bundle in bundles if any(map(shares, bundle))]
-    return [bundle for bundle in bundles if bundle not in shared] + [[*chain.from_iterable(shared), actor]]
+    shared_bundles = [bundle for bundle in bundles if any(map(is_shared, bundle))]
+    return [bundle for bundle in bundles if bundle not in shared_bundles] + [[*chain.from_iterable(shared_bundles), actor]]
 
 
 def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int | None = None) -> Placement:
@@ -119,23 +119,23 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
     """
     device = recipe.device
     engines = recipe.rollout.replica_range.min if engines is None else engines
-    groups = _groups(recipe, device, engines)
+    groups = _actor_groups(recipe, device, engines)
     if hosts is None:
         hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(n for _, _, n, _, _ in groups))
-    free = capacities(hosts, sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups))
+    free_capacity = capacities(hosts, sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups))
     actors: list[Actor] = []
     for role, index, ranks, cpus, gpus in groups:
         if role == "rollout" and device == "cuda" and index < recipe.rollout.on_trainer_gpus:
             trainer = actors[index % recipe.train.parallel.world_size]
-            actors.append(_place_on_trainer_gpu(free, trainer, Actor(role, index, 0, trainer.host, cpus, gpus, trainer.gpu_ids)))
+            actors.append(_place_on_trainer_gpu(free_capacity, trainer, Actor(role, index, 0, trainer.host, cpus, gpus, trainer.gpu_ids)))
             continue
         group_size = recipe.train.parallel.tp if role == "trainer" else ranks
         split = role == "trainer" and not _fits_one_host(hosts, group_size, cpus, gpus)
-        for first in range(0, ranks, group_size):
-            allocated = _allocate_group(free, group_size, cpus, gpus, split=split)
+        for first_rank in range(0, ranks, group_size):
+            allocated = _allocate_group(free_capacity, group_size, cpus, gpus, split=split)
             if allocated is None:
                 raise _capacity_error(recipe, device, groups, hosts)
-            actors += [Actor(role, index, first + i, host, cpus, gpus, ids) for i, (host, ids) in enumerate(allocated)]
+            actors += [Actor(role, index, first_rank + i, host, cpus, gpus, ids) for i, (host, ids) in enumerate(allocated)]
     return Placement(device, tuple(actors), len({actor.host for actor in actors}))
 
 
@@ -186,7 +186,7 @@ Group = tuple[Role, int, int, float, float]
 """Role, index, ranks, and the CPUs and GPUs of each rank."""
 
 
-def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
+def _actor_groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
     train, rollout, server = recipe.train, recipe.rollout, recipe.logprob
     cuda = device == "cuda"
     groups: list[Group] = [("trainer", 0, train.parallel.world_size, max(1, train.threads), train.gpus if cuda else 0.0)]
@@ -195,11 +195,11 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
         groups += [("rollout", i, rollout.tp, max(1, rollout.threads), share) for i, share in enumerate(shares)]
         if server.standalone and "rl" in train.stages:
             # On CPUs, scoring alternates with the other actors, so it needs no reserved core.
-            claim = (1, server.gpus) if cuda else (0, 0.0)
-            groups += [("logprob", i, server.parallel.world_size, *claim) for i in range(server.replicas)]
+            resources = (1, server.gpus) if cuda else (0, 0.0)
+            groups += [("logprob", i, server.parallel.world_size, *resources) for i in range(server.replicas)]
         if (teacher := train.rl.teacher) is not None and teacher.served and "rl" in train.stages:
-            claim = (1, teacher.gpus) if cuda else (0, 0.0)
-            groups += [("teacher", i, teacher.parallel.world_size, *claim) for i in range(teacher.replicas)]
+            resources = (1, teacher.gpus) if cuda else (0, 0.0)
+            groups += [("teacher", i, teacher.parallel.world_size, *resources) for i in range(teacher.replicas)]
     per_node, fields = recipe.cluster.gpus_per_node, {"trainer": "train", "teacher": "train.rl.teacher"}
     for role, _, ranks, _, gpus in groups:
         field = fields.get(role, role)
@@ -207,7 +207,7 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
             raise UserError(f"rollout.gpus: {gpus:g} of a GPU for each of rollout.tp: {ranks} ranks, which need one GPU each; set it to 1")
         if role != "rollout" and ranks > 1 and 0 < gpus <= 0.5:
             raise UserError(
-                f"{field}.gpus: {gpus:g} puts two of {field}.parallel's {ranks} ranks on one GPU, which NCCL does not support; "
+                f"{field}.gpus: {gpus:g} puts two of the {ranks} ranks of {field}.parallel on one GPU, which NCCL does not support; "
                 "use more than 0.5, or one rank"
             )
         if gpus > 1 and gpus % 1:
@@ -219,9 +219,9 @@ def _groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
 
 
 def engine_share(recipe: Recipe, index: int | None = None) -> float:
-    """Share of a GPU for each rank of a rollout engine: `rollout.gpus`, or the share that a log-prob rank leaves.
+    """Share of a GPU for each rank of a rollout engine: `rollout.gpus`, or the remainder of a log-prob rank's GPU.
 
-    index: number of the engine. The first `rollout.on_trainer_gpus` engines get equal parts of what `train.gpus` leaves of a GPU. None: an
+    index: number of the engine. The first `rollout.on_trainer_gpus` engines share the remainder of the trainer's GPUs equally. None: an
     engine on other GPUs.
     """
     server, rollout = recipe.logprob, recipe.rollout
@@ -234,7 +234,7 @@ def engine_share(recipe: Recipe, index: int | None = None) -> float:
 def engine_memory_share(recipe: Recipe, index: int | None = None) -> float:
     """Share of a GPU's memory for an engine: `rollout.gpu_memory`, or its default, which is the maximum on the trainer's GPUs."""
     share = engine_share(recipe, index)
-    default, configured = min(ENGINE_MEMORY, MEMORY_OF_SHARE * share), recipe.rollout.gpu_memory
+    default, configured = min(ENGINE_MEMORY_SHARE, MAX_MEMORY_OF_SHARE * share), recipe.rollout.gpu_memory
     if configured is None:
         return default
     return min(configured, default) if index is not None and index < recipe.rollout.on_trainer_gpus else configured
@@ -285,10 +285,10 @@ def _capacity_error(recipe: Recipe, device: Device, groups: list[Group], hosts: 
     available = sum(host.gpus if device == "cuda" else host.cpus for host in hosts)
     if sum(needed.values()) <= available:
         unit += ", each share on one GPU and each engine on one host,"
-    parts = ", ".join(f"{role} {amount:g}" for role, amount in needed.items())
+    role_amounts = ", ".join(f"{role} {amount:g}" for role, amount in needed.items())
     fix = "lower replicas or threads, or set cluster.num_cpus"
     if (engines := sum(role == "rollout" for role, *_ in groups)) > recipe.rollout.replica_range.min:
-        fix = f"lower rollout.replicas.max: {engines}, or join a cluster that hosts can join (cluster.address)"
+        fix = f"lower rollout.replicas.max: {engines}, or use a cluster that more hosts can join (cluster.address)"
     elif device == "cuda":
         fix = "lower train.parallel, rollout.replicas or rollout.tp"
-    return ClusterResources(f"cluster: {sum(needed.values()):g} {unit} are needed ({parts}), but {available:g} are available; {fix}")
+    return ClusterResources(f"cluster: {sum(needed.values()):g} {unit} are needed ({role_amounts}), but {available:g} are available; {fix}")

@@ -51,15 +51,15 @@ def stage_layers(layers: int, depths: int, parallel: ParallelConfig) -> list[int
     """
     if parallel.pp_layout is not None:
         if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != layers:
-            raise UserError(f"train.parallel.pp_layout: {parallel.pp_layout} must name {parallel.pp} stages with {layers} layers in all")
+            raise UserError(f"train.parallel.pp_layout: {parallel.pp_layout} must list {parallel.pp} stages with {layers} layers in total")
         return parallel.pp_layout
     if parallel.pp == 1:
         return [layers]
     if parallel.pp > layers:
-        raise UserError(f"train.parallel.pp: {parallel.pp} stages for {layers} layers; take at most {layers}")
-    last = max(0, (layers + depths) // parallel.pp - depths)
-    each, more = divmod(layers - last, parallel.pp - 1)
-    return [each + (stage < more) for stage in range(parallel.pp - 1)] + [last]
+        raise UserError(f"train.parallel.pp: {parallel.pp} stages for {layers} layers; set it to at most {layers}")
+    last_stage = max(0, (layers + depths) // parallel.pp - depths)
+    per_stage, remainder = divmod(layers - last_stage, parallel.pp - 1)
+    return [per_stage + (stage < remainder) for stage in range(parallel.pp - 1)] + [last_stage]
 
 
 def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Container[str] | None = None) -> list[Stage]:
@@ -68,31 +68,31 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
     The first stage has the embedding. The last stage has the final norm, the LM head, the MTP layers, and a copy of the embedding if the
     MTP layers or a tied head read it. depths: number of MTP depths; 0 excludes the MTP layers. only: names of the tensors to count.
     """
-    # No tensor depends on the positions, whose scaling is a dict, which cannot be a key of the cache.
-    groups = _tensor_groups(replace(shape, rope_scaling=None)) if only is None else _grouped(shape, only)
-    ends = list(accumulate(stage_layers(shape.layers, depths, parallel), initial=0))
-    splits = [range(start, end) for start, end in pairwise(ends)]
-    stage_of = {layer: number for number, split in enumerate(splits) for layer in split}
-    counts, experts = ([[0, 0] for _ in splits] for _ in range(2))
+    # `rope_scaling` is a dict, which cannot be part of a cache key, and no tensor depends on it.
+    groups = _tensor_groups(replace(shape, rope_scaling=None)) if only is None else _group_tensors(shape, only)
+    boundaries = list(accumulate(stage_layers(shape.layers, depths, parallel), initial=0))
+    layer_ranges = [range(start, end) for start, end in pairwise(boundaries)]
+    stage_of = {layer: number for number, layers in enumerate(layer_ranges) for layer in layers}
+    counts, expert_counts = ([[0, 0] for _ in layer_ranges] for _ in range(2))
     for group, tensors in groups.items():
         if group.draft and not depths:
             continue
         if group.embedding:
             stage = 0
         elif group.draft or group.layer is None:
-            stage = len(splits) - 1
+            stage = len(layer_ranges) - 1
         else:
             stage = stage_of[group.layer]
-        numel = tensors * _of_one_rank(group, parallel)
+        numel = tensors * _rank_numel(group, parallel)
         counts[stage][group.draft] += numel
-        experts[stage][group.draft] += numel if group.expert else 0
+        expert_counts[stage][group.draft] += numel if group.expert else 0
         # The MTP layers and a tied head read a copy.
-        if group.embedding and len(splits) > 1 and (depths or shape.tied):
+        if group.embedding and len(layer_ranges) > 1 and (depths or shape.tied):
             counts[-1][0] += numel
-    parts = zip(splits, counts, experts, strict=True)
+    stage_counts = zip(layer_ranges, counts, expert_counts, strict=True)
     return [
-        Stage(split, trunk, mtp, trunk_experts, mtp_experts, has_head=split is splits[-1])
-        for split, (trunk, mtp), (trunk_experts, mtp_experts) in parts
+        Stage(layers, trunk, mtp, trunk_experts, mtp_experts, has_head=layers is layer_ranges[-1])
+        for layers, (trunk, mtp), (trunk_experts, mtp_experts) in stage_counts
     ]
 
 
@@ -121,24 +121,24 @@ class _Group(NamedTuple):
 @lru_cache(maxsize=16)
 def _tensor_groups(shape: ModelShape) -> Counter[_Group]:
     """Number of tensors in each group. Cached, because the largest models have 60,000 tensors, and the planner tries many layouts."""
-    return _grouped(shape, None)
+    return _group_tensors(shape, None)
 
 
-def _grouped(shape: ModelShape, only: Container[str] | None) -> Counter[_Group]:
-    skipped = aliases(shape)
+def _group_tensors(shape: ModelShape, only: Container[str] | None) -> Counter[_Group]:
+    alias_names = aliases(shape)
     groups: Counter[_Group] = Counter()
-    for name, size in tensor_shapes(shape).items():
-        if name in skipped or (only is not None and name not in only):
+    for name, tensor_shape in tensor_shapes(shape).items():
+        if name in alias_names or (only is not None and name not in only):
             continue
         expert, layer = _EXPERT in name, _LAYER.search(name)
         draft = section_of(name, shape) == "draft"
-        number = None if layer is None or draft else int(layer[1])
+        layer_index = None if layer is None or draft else int(layer[1])
         embedding = name == shape.embedding_name
-        groups[_Group(draft, number, embedding, expert, not expert and _REPLICATED.search(name) is not None, prod(size))] += 1
+        groups[_Group(draft, layer_index, embedding, expert, not expert and _REPLICATED.search(name) is not None, prod(tensor_shape))] += 1
     return groups
 
 
-def _of_one_rank(group: _Group, parallel: ParallelConfig) -> int:
+def _rank_numel(group: _Group, parallel: ParallelConfig) -> int:
     if group.expert:
         return -(-group.numel // expert_tp(parallel)) // parallel.ep
     return group.numel if group.replicated else -(-group.numel // parallel.tp)
@@ -161,7 +161,7 @@ def drafter_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 
 def peak_width(shape: ModelShape, parallel: ParallelConfig, layers: range, *, drafter: bool) -> float:
     """Maximum elements per token of one recomputed layer, with its temporaries, among these decoder layers and the drafter's."""
-    widths = zip(layer_widths(shape, parallel, layers), _transients(shape, parallel, layers), strict=True)
+    widths = zip(layer_widths(shape, parallel, layers), _transient_widths(shape, parallel, layers), strict=True)
     peaks = [saved + transient for saved, transient in widths]
     if drafter:
         peaks.append(drafter_width(shape, parallel) + transient_width(shape, parallel))
@@ -170,7 +170,7 @@ def peak_width(shape: ModelShape, parallel: ParallelConfig, layers: range, *, dr
 
 def peak_transient(shape: ModelShape, parallel: ParallelConfig, layers: range, *, drafter: bool) -> float:
     """Maximum elements per token of a layer's temporaries, among these decoder layers and the drafter's."""
-    return max([*_transients(shape, parallel, layers), *([transient_width(shape, parallel)] if drafter else [])], default=0.0)
+    return max([*_transient_widths(shape, parallel, layers), *([transient_width(shape, parallel)] if drafter else [])], default=0.0)
 
 
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
@@ -186,34 +186,36 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     - With expert parallelism also the tokens from all ranks, one copy per rank that has an expert of the token, with even routing.
     """
     latent, moe = shape.latent, shape.moe
-    entry = 2 * shape.hidden
+    split_width = 2 * shape.hidden
     if latent:
-        entry += shape.hidden + 2 * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_dim
+        split_width += shape.hidden + 2 * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_dim
     if moe:
         # The normed state, and the router's outputs.
-        entry += shape.hidden + 3 * moe.experts
+        split_width += shape.hidden + 3 * moe.experts
     routing = _routing_width(shape, parallel) if moe else 0.0
     tables = 4 * latent.rope_dim if latent else 0
-    entry_width = entry / (parallel.tp if parallel.sequence_parallel else 1)
+    entry_width = split_width / (parallel.tp if parallel.sequence_parallel else 1)
     return entry_width + routing + tables + (attention_width(shape) + 2 * ffn_width(shape)) / parallel.tp
 
 
-def _received(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Tokens from expert-parallel ranks for each token of this rank, with even routing: a token travels once to each rank that has one of
-    its experts."""
+def _received_tokens(shape: ModelShape, parallel: ParallelConfig) -> float:
+    """Tokens received from expert-parallel ranks per local token, with even routing.
+
+    A token is sent once to each rank that has one of its experts.
+    """
     moe = shape.moe
     assert moe is not None
     if parallel.ep == 1:
         return 0.0
-    elsewhere = moe.experts - moe.experts // parallel.ep
-    return parallel.ep * (1 - comb(elsewhere, moe.experts_per_token) / comb(moe.experts, moe.experts_per_token))
+    remote_experts = moe.experts - moe.experts // parallel.ep
+    return parallel.ep * (1 - comb(remote_experts, moe.experts_per_token) / comb(moe.experts, moe.experts_per_token))
 
 
 def _routing_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements per token of an MoE layer's indices and weights, received tokens and gathered tokens."""
     moe = shape.moe
     assert moe is not None
-    width = 4 * moe.experts_per_token + _received(shape, parallel) * shape.hidden / parallel.tp
+    width = 4 * moe.experts_per_token + _received_tokens(shape, parallel) * shape.hidden / parallel.tp
     return width + (shape.hidden if expert_tp(parallel) > 1 else 0)
 
 
@@ -233,7 +235,7 @@ def _block_width(shape: ModelShape, mamba: MambaShape, layer: int, parallel: Par
 
 
 def _mixer_width(shape: ModelShape, split: float, parallel: ParallelConfig) -> float:
-    """Elements per token of the input of a layer's norm, and of its part that tp splits."""
+    """Elements per token of a layer: the input of its norm, and `split` elements that tp divides."""
     return shape.hidden / (parallel.tp if parallel.sequence_parallel else 1) + split / parallel.tp
 
 
@@ -244,13 +246,13 @@ def _expert_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     return _mixer_width(shape, ffn_width(shape), parallel) + router + _routing_width(shape, parallel)
 
 
-def _transients(shape: ModelShape, parallel: ParallelConfig, layers: range) -> list[float]:
+def _transient_widths(shape: ModelShape, parallel: ParallelConfig, layers: range) -> list[float]:
     """Elements per token of the temporaries of each of these decoder layers."""
     if shape.mamba is None:
         return [transient_width(shape, parallel)] * len(layers)
-    normed = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    of_mlp = {"none": normed, "dense": normed + shape.ffn / parallel.tp, "sparse": transient_width(shape, parallel)}
-    return [of_mlp[shape.mlp_of(layer)] for layer in layers]
+    input_width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    width_of_mlp = {"none": input_width, "dense": input_width + shape.ffn / parallel.tp, "sparse": transient_width(shape, parallel)}
+    return [width_of_mlp[shape.mlp_of(layer)] for layer in layers]
 
 
 def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
@@ -265,20 +267,20 @@ def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     split = expert_tp(parallel)
     rows = shape.moe.experts_per_token * split / parallel.tp
     routed = rows * (2 * shape.hidden + (shape.mlp_matrices - 1) * shape.moe.ffn / split)
-    received = _received(shape, parallel) * split / parallel.tp * shape.hidden
+    received = _received_tokens(shape, parallel) * split / parallel.tp * shape.hidden
     return width + routed + received + shape.moe.shared_ffn / parallel.tp
 
 
 def attention_width(shape: ModelShape) -> float:
-    """Elements per token of attention's queries, keys, values and output, and what norms and gates save, before a split over tp."""
+    """Elements per token of attention's queries, keys, values and output, and what norms and gates save, before tp splits them."""
     if shape.latent:
         return 2 * shape.heads * (shape.latent.nope_dim + shape.latent.rope_dim + shape.latent.value_dim)
     q, kv = shape.heads * shape.head_dim, max(map(shape.kv_heads_of, shape.layer_kinds)) * shape.head_dim
     # Narrower values are padded for the kernel, and the narrower output is copied.
-    copied = shape.heads * shape.value_dim if shape.value_dim != shape.head_dim else 0
+    padded_output = shape.heads * shape.value_dim if shape.value_dim != shape.head_dim else 0
     # QK norms save the tensor that the heads are split from. An output gate saves itself and its input.
-    mixed = q + 2 * kv + (q if shape.gated_attention else 0)
-    return 2 * q + 2 * kv + copied + (mixed if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
+    normed_width = q + 2 * kv + (q if shape.gated_attention else 0)
+    return 2 * q + 2 * kv + padded_output + (normed_width if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
 
 
 def ffn_width(shape: ModelShape) -> float:

@@ -47,13 +47,13 @@ def group_advantages(rewards: Tensor, groups: Tensor, kind: str, lengths: Tensor
         case "rloo":
             return centered * (count / (count - 1).clamp(min=1))[group]
         case "reinforce_pp":
-            return _normalized_over_tokens(value, lengths.double())
+            return _normalize_over_tokens(value, lengths.double())
         case "reinforce_pp_baseline":
-            return _normalized_over_tokens(centered, lengths.double())
+            return _normalize_over_tokens(centered, lengths.double())
     raise AssertionError(f"unknown advantage {kind}")
 
 
-def _normalized_over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
+def _normalize_over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
     """Normalize `value` [N] to mean 0 and standard deviation 1 over all tokens. `tokens` [N]: tokens of each response."""
     share = tokens / tokens.sum().clamp(min=1)
     centered = value - (share * value).sum()
@@ -74,5 +74,5 @@ def overlong_penalty(length: int, max_tokens: int, config: OverlongConfig) -> fl
     """
     if not config.enabled:
         return 0.0
-    over = length - (max_tokens - config.buffer)
-    return -config.penalty * min(max(over / config.buffer, 0.0), 1.0)
+    excess = length - (max_tokens - config.buffer)
+    return -config.penalty * min(max(excess / config.buffer, 0.0), 1.0)

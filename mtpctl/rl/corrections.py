@@ -7,8 +7,8 @@ clip       min(max(ρ, low), high)
 mask       ρ if low <= ρ <= high, else 0        IcePop (arXiv 2510.18855) per token; MIS
                                                 (https://yingru.notion.site/When-Speed-Kills-Stability) per sequence
 
-Weights carry no gradient. Masked tokens still count in the denominator of the loss, which is fixed before the weights are known.
-So masking makes the update smaller and does not change the weight of the remaining tokens.
+Weights carry no gradient. Masked tokens still count in the denominator of the loss, which is fixed before the weights are known. Masking
+therefore makes the update smaller and does not change the weight of the remaining tokens.
 
 The mismatch between the two policies is logged as `rollout_corr/*`. With d = log p_old - log p_behaviour, ρ = exp(d), and w the weight of
 the correction (ρ with the mode off), over the trained tokens:
@@ -23,10 +23,10 @@ is_mean          mean of w
 masked_fraction  share of masked tokens
 
 The difference has three causes: different weights, a KV cache of earlier weights (`sync.kv: keep`), and the numerics of the two engines.
-abs_diff contains all of them. Tokens that were sampled under the same weights as `old` separate the last two:
+abs_diff includes all of them. The last two are measured on the tokens that were sampled under the same weights as `old`:
 
-abs_diff_same_version  mean of |d| over those whose KV cache has the same weights: numerics
-abs_diff_stale_kv      mean of |d| over those whose KV cache has earlier weights
+abs_diff_same_version  mean of |d| over the tokens whose KV cache has the same weights: numerics
+abs_diff_stale_kv      mean of |d| over the tokens whose KV cache has earlier weights
 stale_kv_fraction      share of all trained tokens, of any version, whose KV cache had earlier weights
 
 If old log-probs are recomputed, `mismatch_sums` compares them with the behaviour log-probs of the whole batch. If behaviour log-probs are
@@ -123,7 +123,7 @@ def mismatch_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     s = {name: float(value) for name, value in sums.items()}
     tokens = s["tokens"]
     if tokens <= 0:
-        raise ValueError("mismatch of no tokens")
+        raise ValueError("the mismatch needs at least one token")
     return {
         **_token_metrics(s),
         "rollout_corr/ppl_ratio": s["ppl_ratio"] / s["sequences"],
@@ -142,14 +142,14 @@ def cause_sums(
     `stale_kv`: 1 for tokens that were sampled with a stale KV cache; None if there are none.
     """
     trained = mask.double()
-    gap = _log_ratio(old_logprob, behaviour_logprob, mask.bool()).abs()
+    abs_diff = _log_ratio(old_logprob, behaviour_logprob, mask.bool()).abs()
     stale = torch.zeros_like(trained) if stale_kv is None else stale_kv.double()
     same = same_weights.double() * trained
     return {
         "same": (same * (1 - stale)).sum(),
-        "same_abs_diff": (gap * same * (1 - stale)).sum(),
+        "same_abs_diff": (abs_diff * same * (1 - stale)).sum(),
         "same_stale": (same * stale).sum(),
-        "same_stale_abs_diff": (gap * same * stale).sum(),
+        "same_stale_abs_diff": (abs_diff * same * stale).sum(),
         "stale": (stale * trained).sum(),
     }
 

@@ -23,7 +23,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     Raises ValueError for other k.
     """
     if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {n} responses")
+        raise ValueError(f"pass@{k} is undefined for {n} responses")
     if n - correct < k:
         return 1.0
     return 1.0 - prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
@@ -36,4 +36,4 @@ def pass_at_k_values(n: int) -> list[int]:
 
 def mean_pass_at_k(correct: Sequence[int], n: int) -> dict[int, float]:
     """pass@k averaged over problems, for each k of `pass_at_k_values(n)`. correct: correct responses of each problem, out of n."""
-    return {k: sum(pass_at_k(n, each, k) for each in correct) / len(correct) for k in pass_at_k_values(n)}
+    return {k: sum(pass_at_k(n, count, k) for count in correct) / len(correct) for k in pass_at_k_values(n)}

@@ -209,7 +209,7 @@ def token_policy_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms
 
 def log_ratio_of(logprob: Tensor, terms: TokenTerms) -> Tensor:
     """log r [t]: 0 for tokens that are not trained, and bounded so that r and its square are finite."""
-    # Zero before exp, not after: an infinity at a prompt token would make the gradient NaN.
+    # Masked before exp, because an infinity at a prompt token would make the gradient NaN.
     return torch.where(terms.aggregation > 0, logprob - terms.anchor, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -266,7 +266,12 @@ def loss_denominator(config: RlConfig, *, tokens: int, trajectories: int, max_to
     return max({"token": tokens, "sequence": trajectories, "constant": trajectories * max_tokens}[config.aggregate], 1)
 
 
-_MEANS = {"ratio": "ratio_mean", "clip_low": "clip_fraction_low", "clip_high": "clip_fraction_high", "clip_dual": "clip_fraction_dual"}
+_METRIC_NAMES = {
+    "ratio": "ratio_mean",
+    "clip_low": "clip_fraction_low",
+    "clip_high": "clip_fraction_high",
+    "clip_dual": "clip_fraction_dual",
+}
 """Metric names that differ from the names of their sums."""
 
 
@@ -280,7 +285,7 @@ def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     metrics = {"actor/pg_loss": s["pg_loss"] / max(s["weighted"], 1e-9)}
     for name, value in s.items():
         if name not in ("tokens", "weighted", "pg_loss") and not name.startswith("mismatch/"):
-            metrics[f"actor/{_MEANS.get(name, name)}"] = value / tokens
+            metrics[f"actor/{_METRIC_NAMES.get(name, name)}"] = value / tokens
     return metrics | token_mismatch_metrics(s)
 
 
@@ -298,12 +303,13 @@ def teacher_gain(kl: Kl, teacher: Tensor, behaviour: Tensor) -> Tensor:
 def candidate_kl(kl: Kl, policy: Tensor, rest: Tensor, teacher: Tensor) -> Tensor:
     """KL [T] over k candidate tokens, given as log-probs [T, k], and over all other tokens merged into one outcome.
 
-    `rest` [T] is the policy's log-prob of the merged outcome. It is passed separately, because 1 minus the candidates' probabilities
-    loses precision if it is small. The result is at most the KL of the full distributions, and differentiable in `policy` and `rest`.
+    `rest` [T] is the policy's log-prob of the merged outcome. It is passed separately, because computing it as 1 minus the candidates'
+    probabilities loses precision if it is small. The result is at most the KL of the full distributions, and differentiable in `policy` and
+    `rest`.
     reverse: KL(policy ‖ teacher), forward: KL(teacher ‖ policy).
     """
     teacher = teacher.double()
-    others = (1 - teacher.exp().sum(-1)).clamp(min=MIN_REST if kl == "reverse" else 0)
+    teacher_rest = (1 - teacher.exp().sum(-1)).clamp(min=MIN_REST if kl == "reverse" else 0)
     if kl == "reverse":
-        return (policy.exp() * (policy - teacher)).sum(-1) + rest.exp() * (rest - others.log())
-    return (teacher.exp() * (teacher - policy)).sum(-1) + torch.xlogy(others, others) - others * rest
+        return (policy.exp() * (policy - teacher)).sum(-1) + rest.exp() * (rest - teacher_rest.log())
+    return (teacher.exp() * (teacher - policy)).sum(-1) + torch.xlogy(teacher_rest, teacher_rest) - teacher_rest * rest

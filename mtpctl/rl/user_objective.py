@@ -1,8 +1,8 @@
 """User-defined losses and advantages: `train.rl.loss` and `train.rl.advantage` as FILE.py:NAME or MODULE:NAME.
 
 A loss is called as `loss(logprob, entropy, terms, config, **train.rl.loss_args)` in place of `losses.token_policy_loss`, inside the kernel
-that computes the log-probs. It receives slices of the tokens, possibly empty, and must be additive over them: a sum, in which the term of a
-token does not depend on other tokens.
+that computes the log-probs. It receives slices of the tokens, which may be empty. It must be a sum in which
+the term of a token does not depend on other tokens, so that it is additive over slices.
 
 An advantage is called as `advantage(rewards, groups, lengths, **train.rl.advantage_args)` in place of `advantages.group_advantages`, on
 every trainer rank with all responses of an update.
@@ -39,17 +39,17 @@ class TokenPolicyLoss(Protocol):
     def __call__(self, logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut: ...
 
 
-def loss_of(config: RlConfig) -> TokenPolicyLoss:
+def load_loss(config: RlConfig) -> TokenPolicyLoss:
     """The separable loss that the recipe names: the built-in one, or a user-defined one with its arguments.
 
     Raises UserError if a user-defined loss cannot be loaded. The loss raises RuntimeFailure, with file and line, if the user's code fails.
     """
     if not is_reference(config.loss):
         return token_policy_loss
-    function = _load(config.loss, ("logprob", "entropy", "terms", "config"), config.loss_args, LOSS)
+    function = _load_function(config.loss, ("logprob", "entropy", "terms", "config"), config.loss_args, LOSS)
 
     def user_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
-        out = _run(lambda: _call_loss(function, logprob, entropy, terms, config), function, config.loss, LOSS, RuntimeFailure)
+        out = _run_user_code(lambda: _call_loss(function, logprob, entropy, terms, config), function, config.loss, LOSS, RuntimeFailure)
         # Sums that the metrics need, in case the user's loss does not return them.
         trained = terms.aggregation > 0
         required = {"tokens": trained.sum(), "weighted": terms.aggregation.sum(), "pg_loss": out.loss_sum.detach()}
@@ -67,7 +67,7 @@ def compute_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor, config:
         return group_advantages(rewards, groups, config.advantage, lengths)
     function = _load_advantage(config)
     arguments = (rewards.double(), groups, lengths)
-    return _run(lambda: _call_advantage(function, arguments, config), function, config.advantage, ADVANTAGE, RuntimeFailure)
+    return _run_user_code(lambda: _call_advantage(function, arguments, config), function, config.advantage, ADVANTAGE, RuntimeFailure)
 
 
 def check_objective(config: RlConfig) -> None:
@@ -83,7 +83,7 @@ def _check_loss(config: RlConfig) -> None:
 
     It must return a `LossOut` of finite scalars, have a gradient at trained tokens only, and be additive over slices of the tokens.
     """
-    function = _load(config.loss, ("logprob", "entropy", "terms", "config"), config.loss_args, LOSS)
+    function = _load_function(config.loss, ("logprob", "entropy", "terms", "config"), config.loss_args, LOSS)
     location = f"{LOSS}: {location_of(function)}"
     terms, logprob, entropy = _example_tokens(config)
 
@@ -104,11 +104,14 @@ def _check_loss(config: RlConfig) -> None:
         if names := ", ".join(sorted(out.sums.keys() ^ total.sums.keys())):
             raise UserError(f"{location}: the names of its sums differ between slices of tokens ({names}); always return the same names")
     loss = torch.stack([out.loss_sum.detach() for out, _ in slices]).sum()
-    for name, value, expected in (("loss", loss, total.loss_sum.detach()), ("gradient", torch.cat([part for _, part in slices]), gradient)):
+    for name, value, expected in (
+        ("loss", loss, total.loss_sum.detach()),
+        ("gradient", torch.cat([slice_gradient for _, slice_gradient in slices]), gradient),
+    ):
         if not torch.allclose(value, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
             raise UserError(
-                f"{location}: its {name} over all tokens is not the sum over slices of them; return a sum instead of a mean, in which no "
-                "token's term depends on other tokens"
+                f"{location}: its {name} over all tokens is not the sum over slices of them; return a sum, not a mean, in which no token's "
+                "term depends on other tokens"
             )
 
 
@@ -119,10 +122,10 @@ def _check_advantage(config: RlConfig) -> None:
     arguments = (rewards, torch.tensor([0, 0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 4, 1, 5, 0, 2]))
     if config.group_size > 1:
         arguments = (arguments[0][:6], arguments[1][:6], arguments[2][:6])
-    _run(lambda: _call_advantage(function, arguments, config), function, config.advantage, ADVANTAGE, UserError)
+    _run_user_code(lambda: _call_advantage(function, arguments, config), function, config.advantage, ADVANTAGE, UserError)
 
 
-def _load(reference: str, arguments: tuple[str, ...], options: Mapping[str, object], field: str) -> Callable[..., object]:
+def _load_function(reference: str, arguments: tuple[str, ...], options: Mapping[str, object], field: str) -> Callable[..., object]:
     function = load(reference, field)
     if not callable(function):
         raise UserError(f"{field}: {reference} is {type(function).__name__}, not a function; name a function")
@@ -131,10 +134,12 @@ def _load(reference: str, arguments: tuple[str, ...], options: Mapping[str, obje
 
 
 def _load_advantage(config: RlConfig) -> Callable[..., object]:
-    return _load(config.advantage, ("rewards", "groups", "lengths"), config.advantage_args, ADVANTAGE)
+    return _load_function(config.advantage, ("rewards", "groups", "lengths"), config.advantage_args, ADVANTAGE)
 
 
-def _run[T](call: Callable[[], T], function: object, reference: str, field: str, failure: type[UserError] | type[RuntimeFailure]) -> T:
+def _run_user_code[T](
+    call: Callable[[], T], function: object, reference: str, field: str, failure: type[UserError] | type[RuntimeFailure]
+) -> T:
     """The result of calling user code. Raises `failure`, with file and line, if it raises or returns an invalid result."""
     try:
         return call()
@@ -150,16 +155,16 @@ def _call_loss(function: Callable[..., object], logprob: Tensor, entropy: Tensor
         raise _InvalidResult(f"it returned {type(out).__name__}; return LossOut(loss_sum, sums) of mtpctl.rl.losses")
     for name, value in {"loss_sum": out.loss_sum, **out.sums}.items():
         if not isinstance(value, Tensor) or value.dim():
-            raise _InvalidResult(f"{name} is {_kind(value)}; return a sum, a tensor without dimensions")
+            raise _InvalidResult(f"{name} is {_describe(value)}; return a sum, a tensor without dimensions")
     return out
 
 
 def _call_advantage(function: Callable[..., object], arguments: tuple[Tensor, Tensor, Tensor], config: RlConfig) -> Tensor:
-    out = function(*(each.clone() for each in arguments), **config.advantage_args)
+    out = function(*(argument.clone() for argument in arguments), **config.advantage_args)
     count = len(arguments[0])
     if not isinstance(out, Tensor) or out.shape != (count,):
         raise _InvalidResult(
-            f"it returned {_kind(out)} for {count} responses; return one advantage per response, a tensor of shape [{count}]"
+            f"it returned {_describe(out)} for {count} responses; return one advantage per response, a tensor of shape [{count}]"
         )
     if not torch.isfinite(out).all():
         raise _InvalidResult(
@@ -169,7 +174,7 @@ def _call_advantage(function: Callable[..., object], arguments: tuple[Tensor, Te
     return out.detach().double()
 
 
-def _kind(value: object) -> str:
+def _describe(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -179,7 +184,7 @@ def _loss_and_gradient(
     """The loss of some tokens of the example, and its gradient with respect to their log-probs. Raises UserError."""
     logprob.requires_grad_()
     entropy.requires_grad_()
-    out = _run(lambda: _call_loss(function, logprob, entropy, terms, config), function, config.loss, LOSS, UserError)
+    out = _run_user_code(lambda: _call_loss(function, logprob, entropy, terms, config), function, config.loss, LOSS, UserError)
     for name, value in {"loss_sum": out.loss_sum, **out.sums}.items():
         if not torch.isfinite(value):
             raise UserError(f"{location}: {name} is {value.item()} for ordinary log-probs; check for a division by 0 or the log of 0")
@@ -197,7 +202,7 @@ def _example_tokens(config: RlConfig) -> tuple[TokenTerms, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     count = 12
 
-    def near(logprob: Tensor) -> Tensor:
+    def perturb(logprob: Tensor) -> Tensor:
         return logprob + 0.3 * torch.randn(count, generator=generator, dtype=torch.float64)
 
     logprob = -torch.rand(count, generator=generator, dtype=torch.float64) - 0.1
@@ -206,12 +211,12 @@ def _example_tokens(config: RlConfig) -> tuple[TokenTerms, Tensor, Tensor]:
         aggregation /= 4
     aggregation[[0, 5, 11]] = 0.0
     terms = TokenTerms(
-        anchor=near(logprob),
+        anchor=perturb(logprob),
         advantage=torch.tensor([1.0, -0.7, 0.0, 0.4], dtype=torch.float64).repeat_interleave(3),
         weight=torch.ones(count, dtype=torch.float64),
         aggregation=aggregation,
-        ref_logprob=near(logprob) if config.kl_coef else None,
-        behaviour=near(logprob),
+        ref_logprob=perturb(logprob) if config.kl_coef else None,
+        behaviour=perturb(logprob),
         same_weights=torch.ones(count, dtype=torch.float64),
     )
     return terms, logprob, torch.rand(count, generator=generator, dtype=torch.float64)

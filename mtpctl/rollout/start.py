@@ -9,7 +9,7 @@ from mtpctl.cluster.bundles import Bundles, Options
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.replicas import Log, no_log
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.fitting import changed
+from mtpctl.plan.fitting import apply_change
 from mtpctl.plan.flops import trunk_weights
 from mtpctl.plan.memory import engine_memory
 from mtpctl.plan.placement import Placement, engine_memory_share, shares_gpu
@@ -63,7 +63,7 @@ async def start_pool(
     first = recipe.seed if seed is None else seed
     ranks = {rank.index: rank for rank in placement.of("rollout")}
     starts = count()
-    sizes = changed(recipe, {"rollout.context": context})
+    sizes = apply_change(recipe, {"rollout.context": context})
 
     def options_of(index: int) -> Options:
         rank = ranks.get(index, next(iter(ranks.values())))

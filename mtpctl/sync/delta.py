@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mtpctl.plan.buckets import BLOCK, Bucket, Change, smallest
+from mtpctl.plan.buckets import BLOCK, Bucket, Change, smallest_change
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 28}
 """Elements per comparison. On a CPU they fit the cache. On a GPU, torch finds at most 2^31 nonzero elements in one call."""
@@ -35,7 +35,7 @@ def compare(new: torch.Tensor, old: torch.Tensor) -> tuple[Change, torch.Tensor 
     else:
         chunk = _chunk(new)
         changed = int(torch.stack([torch.count_nonzero(a != b) for a, b in zip(new.split(chunk), old.split(chunk), strict=True)]).sum())
-    return smallest(changed, new.numel(), new.element_size()), positions
+    return smallest_change(changed, new.numel(), new.element_size()), positions
 
 
 def _chunk(tensor: torch.Tensor) -> int:
@@ -152,10 +152,10 @@ class BlobReader:
         """Names and blobs that this bucket completes. A blob may be a view of `data`."""
         for entry in bucket.entries:
             piece = data[entry.offset : entry.offset + entry.nbytes]
-            if entry.whole:
+            if entry.is_whole:
                 yield entry.name, piece
                 continue
             blob = self._partial.setdefault(entry.name, piece.new_empty(entry.shape))
             blob[entry.part_start : entry.part_stop] = piece
-            if entry.last:
+            if entry.is_last:
                 yield entry.name, self._partial.pop(entry.name)

@@ -15,7 +15,7 @@ from typing import Required, TypedDict, Unpack
 import torch
 
 from mtpctl.kernels.block_fp8 import FiniteChecks, quantized_tensors
-from mtpctl.plan.buckets import ALIGNMENT, MAX_SHARE, Bucket, Change, Entry, TensorSpec, plan_buckets
+from mtpctl.plan.buckets import ALIGNMENT, MAX_DELTA_SHARE, Bucket, Change, Entry, TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.delta import compare, encode
 from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, SyncError
@@ -247,7 +247,7 @@ class Packer:
         With `update`, the copy becomes the new version. Raises PlanMismatch if the export differs from the plan.
         """
         plans = self.next_plans
-        comparison = Comparison(copy, base, plans, limit=MAX_SHARE * self.complete_nbytes, update=update)
+        comparison = Comparison(copy, base, plans, limit=MAX_DELTA_SHARE * self.complete_nbytes, update=update)
         sums: Checksums = {section: {} for section in plans}
         for name, tensor in export:
             section = self.section_of(name)
@@ -330,7 +330,7 @@ class _SectionPacker:
                 self.check()
                 writer.send(self.section, bucket)
                 self.buffer = None
-            if entry.last:
+            if entry.is_last:
                 return
 
     def _next_entry(self, spec: TensorSpec) -> tuple[Bucket, Entry]:

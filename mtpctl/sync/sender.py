@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.cluster.rendezvous import host_store
-from mtpctl.plan.buckets import MAX_SHARE, Bucket
+from mtpctl.plan.buckets import MAX_DELTA_SHARE, Bucket
 from mtpctl.sync.packing import Changes, Checksums, Export, HostCopy, Packer, PackingOptions, spec_of
 from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.remote import digests_of, make_host_folder, upload
@@ -43,9 +43,9 @@ PAUSE_S = 1.0
 class Publisher(Packer):
     """Publishes versions into a `VersionStore`, or uploads them if the store has a remote.
 
-    With `delta`, a version has only the changes since the previous one, unless they exceed `MAX_SHARE` of the full size, or the previous
-    version could not be stored. The version with which the accumulated changes reach this share is stored complete as well. This bounds
-    the bytes that a receiver that starts later reads.
+    With `delta`, a version has only the changes since the previous one, unless they exceed `MAX_DELTA_SHARE` of the full size, or the
+    previous version could not be stored. The version with which the accumulated changes reach this share is stored complete as well. This
+    bounds the bytes that a receiver that starts later reads.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Publisher(Packer):
                 manifest = replace(manifest, base=base, sections=self.section_plans(sums, changes, delta=True))
                 self.pack_blobs(manifest.version, changes, manifest.sections, writer)
                 self._changed_bytes += manifest.nbytes
-                if self._changed_bytes < MAX_SHARE * self.complete_nbytes or (self._upload is not None and self._upload.running):
+                if self._changed_bytes < MAX_DELTA_SHARE * self.complete_nbytes or (self._upload is not None and self._upload.running):
                     return manifest
                 writer.folder /= COMPLETE
                 writer.folder.mkdir()

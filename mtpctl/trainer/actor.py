@@ -373,7 +373,7 @@ class TrainerRank(WeightExporter):
 
         entries: sizes and checksums of the files that the controller added.
         """
-        if not wait and not self.pending_save.written():
+        if not wait and not self.pending_save.is_written():
             return False
         self.pending_save.finish(entries)
         return True

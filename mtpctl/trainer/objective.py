@@ -19,7 +19,7 @@ from mtpctl.kernels.policy import TokenLoss
 from mtpctl.recipe.rl import RlConfig, TeacherConfig
 from mtpctl.rl.advantages import overlong_penalty
 from mtpctl.rl.losses import LossInputs, candidate_kl, loss_denominator, loss_metrics, policy_loss, teacher_gain, token_terms
-from mtpctl.rl.user_objective import compute_advantages, loss_of
+from mtpctl.rl.user_objective import compute_advantages, load_loss
 from mtpctl.trainer.batch import MicroBatch, Sequence
 from mtpctl.trainer.share import BatchTable
 
@@ -103,7 +103,7 @@ class PolicyObjective:
 
     def __init__(self, config: RlConfig, *, max_tokens: int, trajectories: int | None = None) -> None:
         self.config, self.max_tokens, self.trajectories = config, max_tokens, trajectories
-        self.token_policy_loss = loss_of(config)
+        self.token_policy_loss = load_loss(config)
         self.couples_tokens = config.loss == "gspo"
 
     def denominator(self, *, tokens: int, sequences: int) -> float:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.checkpoint.copying import FIELD, CopyWriter, fetch, newest_copy
-from mtpctl.checkpoint.finding import newest
+from mtpctl.checkpoint.copying import FIELD, CopyWriter, fetch_run, newest_copy
+from mtpctl.checkpoint.finding import newest_checkpoint
 from mtpctl.checkpoint.listing import LISTING
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.errors import UserError
@@ -58,7 +58,7 @@ def fetched(store: ObjectStore, place: Path, tell: Callable[[str], None] = lambd
     """Fetch into a new run directory."""
     shutil.rmtree(place, ignore_errors=True)
     (place / "checkpoints").mkdir(parents=True)
-    return fetch(store, place, tell)
+    return fetch_run(store, place, tell)
 
 
 def test_copied_run_is_fetched(run: Path, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_copied_run_is_fetched(run: Path, tmp_path: Path) -> None:
     before, after = contents(run), contents(back)
     assert after.pop("metrics.jsonl") == b'{"step": 1}\n', "a line that was being written is not there"
     assert after == {name: text for name, text in before.items() if name != "metrics.jsonl"}
-    assert newest(back / "checkpoints") == back / "checkpoints" / "rl-000002"
+    assert newest_checkpoint(back / "checkpoints") == back / "checkpoints" / "rl-000002"
 
 
 def test_empty_store_has_nothing_to_fetch(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_second_fetch_gets_the_remaining_files(run: Path, tmp_path: Path) -> Non
     store, back = Once(result.url, FIELD), tmp_path / "back"
     (back / "checkpoints").mkdir(parents=True)
     with pytest.raises(StoreFailed):
-        fetch(store, back, lambda line: None)
-    assert newest(back / "checkpoints") is None
-    assert fetch(store, back, lambda line: None) == "rl-000002"
+        fetch_run(store, back, lambda line: None)
+    assert newest_checkpoint(back / "checkpoints") is None
+    assert fetch_run(store, back, lambda line: None) == "rl-000002"
     assert len(got) == len(set(got)) == 6 + 1 + 1, "each of six files once, that of the model, and the failure"

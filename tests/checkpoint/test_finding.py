@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.checkpoint.finding import Choice, check, choose, damaged_in, list_checkpoints, newest, next_number, select_checkpoint
+from mtpctl.checkpoint.finding import (
+    Choice,
+    check_checkpoint,
+    choose_checkpoint,
+    damaged_in,
+    list_checkpoints,
+    newest_checkpoint,
+    next_number,
+    select_checkpoint,
+)
 from mtpctl.checkpoint.listing import LISTING, Damaged, Listing, write_latest
 from mtpctl.errors import UserError
 from tests.fakes.chaos_damage import WAYS, apply
@@ -39,7 +48,7 @@ def test_lost_or_wrong_pointer_does_not_change_the_newest_checkpoint(run: Path, 
     latest.unlink()
     if pointer is not None:
         latest.write_text(pointer)
-    assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000004"
+    assert newest_checkpoint(run / "checkpoints") == run / "checkpoints" / "rl-000004"
     assert select_checkpoint(run / "checkpoints").path == run / "checkpoints" / "rl-000004"
     assert latest.read_text() == "rl-000004"
 
@@ -117,7 +126,7 @@ def test_checkpoint_of_another_version_is_an_error_that_renames_nothing(run: Pat
     path = run / "checkpoints" / "rl-000004" / LISTING
     listing = json.loads(path.read_text())
     path.write_text(json.dumps(with_checksum(listing | {"format": 4})))
-    for read in (lambda: select_checkpoint(path.parents[1]), lambda: check(path.parent, contents=True)):
+    for read in (lambda: select_checkpoint(path.parents[1]), lambda: check_checkpoint(path.parent, contents=True)):
         with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: was saved by another version of mtpctl \(format 4, .*; use that"):
             read()
     assert sorted(each.name for each in path.parents[1].iterdir()) == ["latest", "rl-000002", "rl-000004"]
@@ -129,7 +138,7 @@ def test_random_damage_of_any_file_is_detected(run: Path) -> None:
     for _ in range(100):
         damage = apply(draw.choice([*saved]), draw.choice(WAYS), draw)
         with pytest.raises(Damaged):
-            check(path, contents=True)
+            check_checkpoint(path, contents=True)
             pytest.fail(f"{damage}: whole")
         for file, contents in saved.items():
             file.write_bytes(contents)
@@ -154,17 +163,17 @@ def test_second_damaged_checkpoint_of_a_name_does_not_replace_the_first(run: Pat
 
 
 def test_only_sizes_of_large_files_are_compared_without_contents(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.checkpoint.listing._SMALL", 1024)
+    monkeypatch.setattr("mtpctl.checkpoint.listing._SMALL_BYTES", 1024)
     flip(run / "checkpoints" / "rl-000004" / SHARD)
-    assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000004"
+    assert newest_checkpoint(run / "checkpoints") == run / "checkpoints" / "rl-000004"
     os.truncate(run / "checkpoints" / "rl-000004" / SHARD, 10)
-    assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000002"
+    assert newest_checkpoint(run / "checkpoints") == run / "checkpoints" / "rl-000002"
 
 
 @pytest.mark.parametrize("contents", [False, True])
 def test_flipped_bit_in_the_state_of_the_newest_checkpoint_selects_the_one_before(run: Path, contents: bool) -> None:
     flip(run / "checkpoints" / "rl-000004" / "run.json", 5)
-    assert choose(run / "checkpoints", contents=contents).path == run / "checkpoints" / "rl-000002"
+    assert choose_checkpoint(run / "checkpoints", contents=contents).path == run / "checkpoints" / "rl-000002"
 
 
 def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
@@ -184,14 +193,16 @@ def test_folders_that_are_not_checkpoints_are_ignored(run: Path) -> None:
     (root / "notes").mkdir()
     (root / "rl-000006.partial").mkdir()
     (root / "rl-000006.partial" / "run.json").write_text("{}")
-    assert names(root) == ["rl-000004", "rl-000002"] and newest(root / "notes") is None and newest(root / "none") is None
+    assert (
+        names(root) == ["rl-000004", "rl-000002"] and newest_checkpoint(root / "notes") is None and newest_checkpoint(root / "none") is None
+    )
 
 
 def test_interrupted_replacement_of_a_checkpoint_is_undone(run: Path) -> None:
     """Killed between the two renames of a save at the same step."""
     root = run / "checkpoints"
     (root / "rl-000004").rename(root / "rl-000004.replaced")
-    assert newest(root) == root / "rl-000004.replaced"
+    assert newest_checkpoint(root) == root / "rl-000004.replaced"
     assert select_checkpoint(root).path == root / "rl-000004"
     shutil.copytree(root / "rl-000004", root / "rl-000004.replaced")
     assert names(root) == ["rl-000004", "rl-000002"], "unless the new one has it"
@@ -202,7 +213,7 @@ def test_lost_listing_is_damage(run: Path) -> None:
     path = run / "checkpoints" / "rl-000004"
     (path / LISTING).unlink()
     with pytest.raises(Damaged, match=r"files\.json is missing"):
-        check(path, contents=True)
+        check_checkpoint(path, contents=True)
 
 
 def test_file_that_cannot_be_read_is_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +222,12 @@ def test_file_that_cannot_be_read_is_damage(run: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(Damaged, match=r"cannot be read \(Input/output error\)"):
-        check(run / "checkpoints" / "rl-000004", contents=True)
+        check_checkpoint(run / "checkpoints" / "rl-000004", contents=True)
 
 
 def test_files_added_by_the_user_are_not_damage(run: Path) -> None:
     (run / "checkpoints" / "rl-000004" / "notes.txt").write_text("the good one")
-    assert choose(run / "checkpoints", contents=True) == Choice(run / "checkpoints" / "rl-000004")
+    assert choose_checkpoint(run / "checkpoints", contents=True) == Choice(run / "checkpoints" / "rl-000004")
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])

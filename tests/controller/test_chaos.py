@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpctl.checkpoint.finding import newest, select_checkpoint
+from mtpctl.checkpoint.finding import newest_checkpoint, select_checkpoint
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.telemetry.metrics_file import load_history
 from mtpctl.telemetry.sample_log import SampleRow, read_samples
@@ -91,7 +91,7 @@ def check_every_prompt(run_dir: Path, steps: int) -> list[SampleRow]:
     assert {number: steps for number, steps in at.items() if len(steps) > 1} == {}, "trained more than once"
     assert Counter(row["step"] for row in trained) == dict.fromkeys(range(1, steps + 1), PROMPTS * RESPONSES)
     assert set(Counter((row["group"], row["index"]) for row in trained).values()) == {1}
-    checkpoint = newest(run_dir / "checkpoints")
+    checkpoint = newest_checkpoint(run_dir / "checkpoints")
     assert checkpoint is not None and checkpoint.name == f"rl-{steps:06d}-end"
     waiting = {group.number for groups in SampleBuffer.load(checkpoint / "buffer.jsonl") for group in groups}
     assert not waiting & at.keys(), "trained, and to be trained again"

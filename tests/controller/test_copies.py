@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from mtpctl.checkpoint.copying import FIELD, newest_copy
-from mtpctl.checkpoint.finding import newest, publish_checkpoint
+from mtpctl.checkpoint.finding import newest_checkpoint, publish_checkpoint
 from mtpctl.checkpoint.listing import LISTING, Listing
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.controller import copies as module
@@ -187,7 +187,7 @@ def test_missing_run_directory_gets_the_newest_copied_checkpoint(run: Path, tmp_
     recipe = recipe_in(tmp_path / "elsewhere", url)
     line = fetch_if_lost(recipe, message.append)
     assert line.startswith(f"rl-000004 was fetched from {url} in ")
-    assert newest(tmp_path / "elsewhere" / "checkpoints") == tmp_path / "elsewhere" / "checkpoints" / "rl-000004"
+    assert newest_checkpoint(tmp_path / "elsewhere" / "checkpoints") == tmp_path / "elsewhere" / "checkpoints" / "rl-000004"
     assert contents(tmp_path / "elsewhere" / "checkpoints" / "rl-000004") == contents(run / "checkpoints" / "rl-000004")
     assert (tmp_path / "elsewhere" / "recipe.resolved.yaml").read_text() == "name: run\n"
     assert fetch_if_lost(recipe, message.append) == "" and len(message) == 1, "once"
@@ -197,7 +197,7 @@ def test_local_checkpoint_takes_precedence_over_the_copy(run: Path) -> None:
     url = copied(run, "rl-000002", "rl-000004")
     shutil.rmtree(run / "checkpoints" / "rl-000004")
     assert fetch_if_lost(recipe_in(run, url), print) == ""
-    assert newest(run / "checkpoints") == run / "checkpoints" / "rl-000002"
+    assert newest_checkpoint(run / "checkpoints") == run / "checkpoints" / "rl-000002"
 
 
 @pytest.mark.parametrize("has_copy", [False, True])

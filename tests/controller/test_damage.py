@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.checkpoint.finding import damaged_in, newest
+from mtpctl.checkpoint.finding import damaged_in, newest_checkpoint
 from mtpctl.telemetry.metrics_file import load_history
 from tests.fakes.checkpoint_folders import flip
 
@@ -49,7 +49,7 @@ def test_run_with_a_damaged_checkpoint_resumes_from_the_previous_one_with_equal_
     train(undisturbed, 6)
     train(run, 4)
     root = run / "checkpoints"
-    assert newest(root) == root / "sft-000004-end"
+    assert newest_checkpoint(root) == root / "sft-000004-end"
     shard = next((root / "sft-000004-end").glob("*.distcp"))
     for place in range(20):
         flip(shard, shard.stat().st_size // 2 + 64 * place)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.checkpoint.finding import newest
+from mtpctl.checkpoint.finding import newest_checkpoint
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.sft import DraftStage
 from mtpctl.controller.state import RunState, load_resume_state
@@ -74,7 +74,7 @@ def train(root: Path, learner: Learner, generator: ScriptedGenerator | None, *, 
 
     async def main() -> None:
         state = learner.state = RunState(root / "checkpoints", recipe.train)
-        if (checkpoint := newest(root / "checkpoints")) is not None:
+        if (checkpoint := newest_checkpoint(root / "checkpoints")) is not None:
             state.load(load_resume_state(checkpoint, recipe.train))
         state.begin("draft")
         if generator is not None:

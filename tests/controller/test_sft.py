@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.checkpoint.finding import newest
+from mtpctl.checkpoint.finding import newest_checkpoint
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.sft import LOSS_WINDOW, SftStage
 from mtpctl.controller.state import RunState, load_resume_state
@@ -40,7 +40,7 @@ async def train(learner: Learner, *, resumed: bool = False) -> int:
     trainer = cast(TrainerGroup, learner)
     learner.state = RunState(learner.root, recipe.train)
     if resumed:
-        learner.state.load(load_resume_state(newest(learner.root), recipe.train))
+        learner.state.load(load_resume_state(newest_checkpoint(learner.root), recipe.train))
     learner.state.begin("sft")
     await SftStage(recipe, prepared, trainer, cast(Any, Rows(World())), learner.state).run()
     if learner.state.stopping.is_set():

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtpctl.checkpoint.finding import newest
+from mtpctl.checkpoint.finding import newest_checkpoint
 from mtpctl.cluster.leftovers import SHARED_MEMORY
 from mtpctl.controller.state import load_resume_state
 from mtpctl.recipe.loading import load_recipe
@@ -195,7 +195,7 @@ def test_signals_end_a_run_with_a_checkpoint_and_nothing_left(
         left = [process for process in {*started, *command.processes()} if runs(process)]
         assert not left, [process.cmdline() for process in left]
         assert not shared()
-        path = newest(run_dir / "checkpoints")
+        path = newest_checkpoint(run_dir / "checkpoints")
         state = load_resume_state(path, load_recipe(run_dir / "recipe.resolved.yaml").recipe.train)
         if times == 1 and phase not in ("Ray", "start"):
             assert path is not None
@@ -231,6 +231,6 @@ def test_run_that_loses_the_gcs_server_saves_its_update_and_ends_by_itself(run_d
     assert errors == ["error: Ray on this machine: gcs_server has ended with signal 9; start the same command again to continue"]
     assert not [process for process in {*started, *command.processes()} if runs(process)]
     assert not shared()
-    path = newest(run_dir / "checkpoints")
+    path = newest_checkpoint(run_dir / "checkpoints")
     last = max(row["step"] for row in read_rows(run_dir / "metrics.jsonl") if row.get("phase") == "rl")
     assert path is not None and path.name == f"rl-{last:06d}"

@@ -270,7 +270,9 @@ def test_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
     for each in (path, root / "rl-000006"):
         os.truncate(each / SHARD, BYTES - 1)
     for read in (ended_stages, lambda root: newest_version(root, message.append)):
-        with pytest.raises(UserError, match=r"rl-000006/__0_0\.distcp has 4,095 bytes, .*: it is incomplete, and so is the 1 before"):
+        with pytest.raises(
+            UserError, match=r"rl-000006/__0_0\.distcp has 4,095 bytes, .*: the checkpoint is incomplete, and so is the 1 before"
+        ):
             read(root)
 
 

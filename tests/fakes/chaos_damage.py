@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import check, damaged_in, list_checkpoints
+from mtpctl.checkpoint.finding import check_checkpoint, damaged_in, list_checkpoints
 from mtpctl.checkpoint.listing import LISTING, Damaged, pointer_of
 
 WAYS = ("flip", "flip", "truncate", "remove")
@@ -74,7 +74,7 @@ def whole_in(root: Path) -> list[Path]:
     whole = []
     for path in list_checkpoints(root):
         with suppress(Damaged, OSError):
-            check(path, contents=True)
+            check_checkpoint(path, contents=True)
             whole.append(path)
     return whole
 

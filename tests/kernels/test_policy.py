@@ -15,7 +15,7 @@ from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.model.parallel import Rank
 from mtpctl.rl.losses import LossInputs, policy_loss, token_terms
-from mtpctl.rl.user_objective import loss_of
+from mtpctl.rl.user_objective import load_loss
 from mtpctl.user_code import is_reference
 from tests.fakes import user_losses
 from tests.fakes.draft_agreement import SCALE, DraftCase, assert_sweep_agrees, in_one_sweep, token_loss
@@ -72,7 +72,7 @@ def test_fused_loss_matches_the_unfused_one(settings: dict[str, Any], workspace:
     config, p, scale = rl_config(**settings), problem(), 1 / 200
     out = linear_logprob(p["hidden"], p["weight"], p["labels"], entropy=True, rows=p["mask"], implementation="reference")
     inputs = loss_inputs(p, out.logprob, out.entropy)
-    loss = loss_of(config)
+    loss = load_loss(config)
     unfused = (
         policy_loss(inputs, config)
         if not is_reference(config.loss)

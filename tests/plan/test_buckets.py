@@ -81,7 +81,7 @@ def test_each_tensor_is_sent_once_and_split_only_if_it_exceeds_a_bucket(specs: l
         assert runs[0][0] == 0 and runs[-1][1] == spec.numel
         assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(runs))
         assert (len(runs) == 1) == (spec.nbytes <= limit)
-        assert [e.last for e in entries if e.name == spec.name] == [False] * (len(runs) - 1) + [True]
+        assert [e.is_last for e in entries if e.name == spec.name] == [False] * (len(runs) - 1) + [True]
 
 
 @given(specs=spec_lists, limit=limits)

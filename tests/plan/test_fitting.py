@@ -11,7 +11,7 @@ from mtpctl.cluster.hosts import Host
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.plan import fitting
-from mtpctl.plan.fitting import Misfit, changed, gpu_gib_needed, misfits, shared_gpu_lines, sharing_cautions
+from mtpctl.plan.fitting import Misfit, apply_change, find_misfits, gpu_gib_needed, shared_gpu_lines, sharing_cautions
 from mtpctl.plan.memory import GIB, engine_memory, trainer_memory
 from mtpctl.plan.placement import place
 from mtpctl.recipe.checks import complaints_of
@@ -28,7 +28,7 @@ def recipe(*sets: str) -> Recipe:
 
 
 def only(created: Recipe) -> Misfit:
-    (misfit,) = misfits(created, MIMO)
+    (misfit,) = find_misfits(created, MIMO)
     return misfit
 
 
@@ -36,7 +36,7 @@ def test_the_gain_of_a_remedy_is_the_reduction_of_the_memory() -> None:
     created = recipe(ONE_CARD)
     needs = trainer_memory(created, MIMO).total
     for remedy in only(created).remedies:
-        assert remedy.gain == needs - trainer_memory(changed(created, remedy.change), MIMO).total > 0
+        assert remedy.gain == needs - trainer_memory(apply_change(created, remedy.change), MIMO).total > 0
         assert remedy.fits == (needs - remedy.gain <= 139 * GIB)
 
 
@@ -53,7 +53,7 @@ def test_remedies_pass_the_recipes_checks_and_report_further_gpus() -> None:
     sets = {str(remedy): remedy for remedy in only(recipe(ONE_CARD)).remedies}
     for text, remedy in sets.items():
         created = recipe(ONE_CARD, *text.split())
-        assert not list(complaints_of(created)) and created == changed(recipe(ONE_CARD), remedy.change)
+        assert not list(complaints_of(created)) and created == apply_change(recipe(ONE_CARD), remedy.change)
     assert sets["train.parallel.tp=2 train.parallel.sequence_parallel=true"].more_gpus
     assert not sets["train.recompute=full"].more_gpus and not sets["train.offload.optimizer=true"].more_gpus
 
@@ -62,9 +62,9 @@ def test_remedies_pass_the_recipes_checks_and_report_further_gpus() -> None:
 def test_remedies_are_combined_if_no_single_one_suffices(card: int) -> None:
     created = recipe(ONE_CARD, f"cluster.gpu_gib={card}", "rollout.gpu_memory=0.5")
     misfit = only(created)
-    assert not any(remedy.fits for remedy in misfit.remedies) and len(misfit.together) > 1
-    for remedy in misfit.together:
-        created = changed(created, remedy.change)
+    assert not any(remedy.fits for remedy in misfit.remedies) and len(misfit.combination) > 1
+    for remedy in misfit.combination:
+        created = apply_change(created, remedy.change)
     check_fits(created, MIMO)
 
 
@@ -80,7 +80,7 @@ def test_remedies_of_a_cache_in_bytes_are_sizes_that_fit() -> None:
         created = recipe(f"rollout.kv_cache_bytes={requested}")
         remedy = next(remedy for remedy in only(created).remedies if "rollout.kv_cache_bytes" in remedy.change)
         assert remedy.fits
-        check_fits(changed(created, remedy.change), MIMO)
+        check_fits(apply_change(created, remedy.change), MIMO)
 
 
 def test_remedies_of_a_log_prob_rank_and_a_shared_gpu_are_shares() -> None:
@@ -95,8 +95,8 @@ def test_gpu_needed_is_the_smallest_card_that_fits() -> None:
     for sets in ([ONE_CARD], ["logprob.gpus=0.1"], ["rollout.gpu_memory=0.1"]):
         created = recipe(*sets, "cluster.gpu_gib=null")
         needed = gpu_gib_needed(created, MIMO)
-        assert not list(misfits(changed(created, {"cluster.gpu_gib": needed * 1.001}), MIMO))
-        assert list(misfits(changed(created, {"cluster.gpu_gib": needed * 0.99}), MIMO))
+        assert not list(find_misfits(apply_change(created, {"cluster.gpu_gib": needed * 1.001}), MIMO))
+        assert list(find_misfits(apply_change(created, {"cluster.gpu_gib": needed * 0.99}), MIMO))
 
 
 def test_an_engine_without_room_on_the_trainers_gpu_is_an_error_that_a_remedy_resolves() -> None:

@@ -84,8 +84,8 @@ def test_gpu_counts_that_ray_cannot_allocate_are_errors(sets: list[str], message
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["train.gpus=0.4", "train.parallel.tp=2"], r"train\.gpus: 0\.4 puts two of train\.parallel's 2 ranks on one GPU"),
-        (["logprob.gpus=0.25", "logprob.parallel.tp=2"], r"logprob\.gpus: 0\.25 puts two of logprob\.parallel's 2 ranks on one GPU"),
+        (["train.gpus=0.4", "train.parallel.tp=2"], r"train\.gpus: 0\.4 puts two of the 2 ranks of train\.parallel on one GPU"),
+        (["logprob.gpus=0.25", "logprob.parallel.tp=2"], r"logprob\.gpus: 0\.25 puts two of the 2 ranks of logprob\.parallel on one GPU"),
     ],
 )
 def test_two_nccl_ranks_on_one_gpu_are_an_error(sets: list[str], message: str) -> None:

@@ -25,7 +25,7 @@ def test_pass_at_k_of_large_counts_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_k_beyond_the_responses_is_refused(k: int) -> None:
-    with pytest.raises(ValueError, match=f"pass@{k} of 4 responses"):
+    with pytest.raises(ValueError, match=f"pass@{k} is undefined for 4 responses"):
         pass_at_k(4, 1, k)
 
 

@@ -11,7 +11,7 @@ import torch
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.rl import ADVANTAGES, LOSSES, PRESETS, RlConfig
 from mtpctl.rl.losses import loss_metrics, token_terms
-from mtpctl.rl.user_objective import check_objective, compute_advantages, loss_of
+from mtpctl.rl.user_objective import check_objective, compute_advantages, load_loss
 from tests.fakes.policy_batch import batch, rl_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ def example(section: str, key: str, tmp_path: Path) -> RlConfig:
 def test_example_of_a_user_defined_loss_runs(tmp_path: Path) -> None:
     config, inputs = example("A user-defined loss", "loss", tmp_path), batch()
     terms = token_terms(inputs, config)
-    out = loss_of(config)(inputs.logprob, inputs.entropy, terms, config)
+    out = load_loss(config)(inputs.logprob, inputs.entropy, terms, config)
     d = (inputs.logprob - inputs.old_logprob) * inputs.mask
     expected = ((-inputs.advantage * d.exp() + 0.1 * d**2) * inputs.mask).sum()
     torch.testing.assert_close(out.loss_sum, expected)

@@ -14,7 +14,7 @@ from mtpctl.recipe.rl import ADVANTAGES, LOSSES, RlConfig
 from mtpctl.rl import user_objective
 from mtpctl.rl.advantages import group_advantages
 from mtpctl.rl.losses import loss_metrics, policy_loss, token_policy_loss, token_terms
-from mtpctl.rl.user_objective import check_objective, compute_advantages, loss_of
+from mtpctl.rl.user_objective import check_objective, compute_advantages, load_loss
 from tests.fakes import user_losses
 from tests.fakes.policy_batch import batch, rl_config
 
@@ -46,9 +46,9 @@ def test_valid_loss_passes_the_check(name: str, aggregate: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_built_in_loss_is_used_as_it_is_and_would_pass_the_check(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = rl_config(loss=loss, entropy_coef=0.1, kl_coef=0.1)
-    assert loss_of(config) is token_policy_loss
+    assert load_loss(config) is token_policy_loss
     check_objective(config)
-    monkeypatch.setattr(user_objective, "_load", lambda *_: token_policy_loss)
+    monkeypatch.setattr(user_objective, "_load_function", lambda *_: token_policy_loss)
     user_objective._check_loss(config)
 
 
@@ -56,7 +56,7 @@ def test_built_in_loss_is_used_as_it_is_and_would_pass_the_check(loss: str, monk
     ("name", "message"),
     [
         ("raises", f"user_losses.py:{line_of('raises') + 1}: AttributeError: 'TokenTerms' object has no attribute 'old_logprob'"),
-        ("mean", "its loss over all tokens is not the sum over slices of them; return a sum instead of a mean"),
+        ("mean", "its loss over all tokens is not the sum over slices of them; return a sum, not a mean"),
         ("by_batch", "its loss over all tokens is not the sum over slices of them"),
         ("unmasked", "the gradient at tokens that are not trained is 1; multiply each token's term by terms.aggregation"),
         ("detached", "no token has a gradient; compute the loss from `logprob` itself, not from a detached copy"),
@@ -111,7 +111,7 @@ def test_arguments_come_from_the_recipe_and_must_fit() -> None:
     inputs = batch()
     light, heavy = (with_loss("squared", loss_args={"weight": weight}) for weight in (0.0, 2.0))
     terms = token_terms(inputs, light)
-    values = [loss_of(config)(inputs.logprob, inputs.entropy, terms, config).loss_sum for config in (light, heavy)]
+    values = [load_loss(config)(inputs.logprob, inputs.entropy, terms, config).loss_sum for config in (light, heavy)]
     penalty = ((inputs.logprob - inputs.old_logprob) ** 2 * inputs.mask).sum()
     torch.testing.assert_close(values[1] - values[0], 2 * penalty)
     single, double = (with_advantage("leave_one_out", advantage_args={"scale": scale}) for scale in (1.0, 2.0))
@@ -124,13 +124,13 @@ def test_arguments_come_from_the_recipe_and_must_fit() -> None:
 
 def test_token_policy_loss_called_by_a_user_defined_loss_is_ppo() -> None:
     inputs, config = batch(), with_loss("built_in")
-    out = loss_of(config)(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
+    out = load_loss(config)(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
     torch.testing.assert_close(out.loss_sum, policy_loss(inputs, rl_config()).loss_sum)
 
 
 def test_sums_of_a_user_defined_loss_become_metrics() -> None:
     inputs, config = batch(), with_loss("squared")
-    metrics = loss_metrics(loss_of(config)(inputs.logprob, inputs.entropy, token_terms(inputs, config), config).sums)
+    metrics = loss_metrics(load_loss(config)(inputs.logprob, inputs.entropy, token_terms(inputs, config), config).sums)
     far = ((inputs.logprob - inputs.old_logprob).abs() > 0.2) & inputs.mask.bool()
     assert metrics["actor/far"] == pytest.approx(float(far.sum() / inputs.mask.sum()))
     assert {"actor/pg_loss", "actor/ratio_mean", "actor/ppo_kl", "actor/entropy"} <= metrics.keys()
@@ -139,17 +139,17 @@ def test_sums_of_a_user_defined_loss_become_metrics() -> None:
 
 def test_loss_without_sums_has_only_the_required_metrics() -> None:
     inputs, config = batch(), with_loss("plain")
-    out = loss_of(config)(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
+    out = load_loss(config)(inputs.logprob, inputs.entropy, token_terms(inputs, config), config)
     assert loss_metrics(out.sums) == {"actor/pg_loss": pytest.approx(float(out.loss_sum.detach() / inputs.mask.sum()))}
 
 
 def test_failure_during_training_ends_the_run_with_file_and_line() -> None:
     inputs, config = batch(), with_loss("raises")
     with pytest.raises(RuntimeFailure, match=rf"train\.rl\.loss: user_losses\.py:{line_of('raises') + 1}: AttributeError"):
-        loss_of(config)(inputs.logprob, None, token_terms(inputs, config), config)
+        load_loss(config)(inputs.logprob, None, token_terms(inputs, config), config)
     config = with_loss("a_tensor")
     with pytest.raises(RuntimeFailure, match=rf"user_losses\.py:{line_of('a_tensor')}: it returned Tensor"):
-        loss_of(config)(inputs.logprob, None, token_terms(inputs, config), config)
+        load_loss(config)(inputs.logprob, None, token_terms(inputs, config), config)
     name = "advantage_divides"
     with pytest.raises(RuntimeFailure, match=rf"train\.rl\.advantage: user_losses\.py:{line_of(name)}: it returned nan"):
         compute_advantages(torch.ones(2), torch.tensor([0, 0]), torch.tensor([1, 1]), with_advantage(name))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.checkpoint.finding import choose
+from mtpctl.checkpoint.finding import choose_checkpoint
 from mtpctl.checkpoint.listing import LISTING, write_listing
 from mtpctl.checkpoint.reading import shard_sizes
 from mtpctl.errors import UserError
@@ -66,7 +66,7 @@ def test_metadata_that_runs_code_is_refused_by_each_reader(run: Path, tmp_path: 
     path = write_checkpoint(run, "rl-000002")
     (path / ".metadata").write_bytes(attacks(mark)[attack])
     write_listing(path, 1, {})
-    for read in (shard_sizes, tensors_in, lambda path: choose(path.parent, contents=True)):
+    for read in (shard_sizes, tensors_in, lambda path: choose_checkpoint(path.parent, contents=True)):
         with pytest.raises(UserError, match=r"/rl-000002/\.metadata: names .*, which no checkpoint needs and which may run code") as caught:
             read(path)
         assert "\n" not in str(caught.value)
@@ -95,7 +95,7 @@ def test_commands_execute_no_code_from_another_users_run(mtpctl: Any, run: Path,
     paths = {"RUN": str(run), "CKPT": str(path), "DST": str(tmp_path / "out")}
     result = mtpctl(*(paths.get(word, word) for word in command))
     assert result.code == 2 and not mark.exists() and not (tmp_path / "out").exists()
-    assert result.err.splitlines()[-1].startswith(f"error: {path}/.metadata: names posix.system, which no checkpoint needs")
+    assert result.err.splitlines()[-1].startswith(f"error: {path}/.metadata: contains posix.system, which no checkpoint needs")
 
 
 @pytest.mark.parametrize("pointer", ["../../outside/checkpoints/rl-000009", "/etc", "rl-000002/../../..", "x" * 100_000, "\x00"])
@@ -103,7 +103,7 @@ def test_pointer_to_another_checkpoint_is_ignored(run: Path, tmp_path: Path, poi
     write_checkpoint(tmp_path / "outside", "rl-000009")
     path = write_checkpoint(run, "rl-000002")
     (run / "checkpoints" / "latest").write_text(pointer)
-    assert choose(run / "checkpoints", contents=True).path == path
+    assert choose_checkpoint(run / "checkpoints", contents=True).path == path
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd"])
@@ -113,4 +113,4 @@ def test_listing_that_names_a_file_outside_is_damage(run: Path, name: str) -> No
     listing["files"] = {name: {"size": 1, "checksum": "xxh3:00"}}
     (path / LISTING).write_text(json.dumps(with_checksum(listing)))
     with pytest.raises(UserError, match=r"files\.json is truncated or overwritten"):
-        choose(run / "checkpoints", contents=True)
+        choose_checkpoint(run / "checkpoints", contents=True)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from mtpctl.plan.buckets import BLOCK, Change, plan_buckets, smallest
+from mtpctl.plan.buckets import BLOCK, Change, plan_buckets, smallest_change
 from mtpctl.sync import delta
 from mtpctl.sync.delta import BlobReader, apply, compare, decode, encode
 from mtpctl.sync.packing import spec_of
@@ -103,8 +103,8 @@ def test_the_smallest_layout_is_chosen(numel: int, changes: int, layout: str) ->
         "offsets": -(-(4 * -(-numel // 65_536) + 2 * changes) // 8) * 8 + 2 * changes,
     }
     assert min(sizes, key=lambda each: sizes[each]) == layout
-    assert smallest(changes, numel, 2) == Change(layout, changes, numel)  # type: ignore[arg-type]
-    assert smallest(changes, numel, 2).nbytes(2) == sizes[layout]
+    assert smallest_change(changes, numel, 2) == Change(layout, changes, numel)  # type: ignore[arg-type]
+    assert smallest_change(changes, numel, 2).nbytes(2) == sizes[layout]
 
 
 def test_one_percent_of_bf16_needs_at_most_4_percent_of_the_bytes() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.checkpoint.finding import newest
+from mtpctl.checkpoint.finding import newest_checkpoint
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
@@ -84,7 +84,7 @@ def test_reference_is_not_written_without_checkpoints(tmp_path: Path) -> None:
 
 
 def test_run_without_a_reference_cannot_resume_with_a_penalty(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.rl\.kl_coef: .*reference is not there"):
+    with pytest.raises(UserError, match=r"train\.rl\.kl_coef: .*reference, is missing"):
         began(1.0, tmp_path / "reference", resumed=True)
 
 
@@ -95,7 +95,7 @@ def test_pointer_that_cannot_be_written_does_not_fail_the_save(tmp_path: Path) -
     with full_disk():
         rank.publish_checkpoint(str(second), 1)
     assert (root / "latest").read_text() == "rl-000002"
-    assert newest(root) == second and not (root / "rl-000002").exists()
+    assert newest_checkpoint(root) == second and not (root / "rl-000002").exists()
 
 
 def test_old_checkpoints_that_cannot_be_deleted_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

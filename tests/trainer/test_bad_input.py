@@ -54,8 +54,8 @@ def test_tokens_outside_the_model_are_rejected(tmp_path, sequence, message):
     ("layout", "message"),
     [
         ({"tp": 3, "dp": 1}, r"train.parallel.tp: 3 does not fit mimo's 4 attention heads and 2 key-value heads; these do: \[1, 2, 4\]"),
-        ({"pp": 2, "pp_layout": [1, 2]}, r"pp_layout: \[1, 2\] must name 2 stages with 2 layers"),
-        ({"pp": 3}, "train.parallel.pp: 3 stages for 2 layers; take at most 2"),
+        ({"pp": 2, "pp_layout": [1, 2]}, r"pp_layout: \[1, 2\] must list 2 stages with 2 layers"),
+        ({"pp": 3}, "train.parallel.pp: 3 stages for 2 layers; set it to at most 2"),
         ({"ep": 2, "dp": 2}, "train.parallel.ep: 2 does not divide the 0 experts of mimo"),
     ],
 )

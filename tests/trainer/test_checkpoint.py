@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import FileSystemReader
 
-from mtpctl.checkpoint.finding import list_checkpoints, newest, publish_checkpoint, select_checkpoint
+from mtpctl.checkpoint.finding import list_checkpoints, newest_checkpoint, publish_checkpoint, select_checkpoint
 from mtpctl.checkpoint.listing import entry_of, entry_of_text, files_in, read_listing
 from mtpctl.errors import SaveFailed, UserError
 from mtpctl.recipe.model import MtpConfig
@@ -118,7 +118,9 @@ def test_missing_optimizer_state_is_reported_as_such(tmp_path):
             trainer.trains_mtp = trained
             trainer.set_optimizer(ADAM)
             trainer.save(tmp_path / f"trained-{trained}")
-        with pytest.raises(UserError, match=r"trained-False: its optimizer has no state of exp_avg\.mtp\..* train what it trained \(train"):
+        with pytest.raises(
+            UserError, match=r"trained-False: its optimizer has no state of exp_avg\.mtp\..* use the settings of the saved run \(train"
+        ):
             trainer.restore(tmp_path / "trained-False")
         trainer.trains_mtp = False
         trainer.set_optimizer(ADAM)
@@ -208,12 +210,12 @@ class TestNewest:
 
     def test_publishing_keeps_the_newest_and_damaged_checkpoints(self, tmp_path):
         root = tmp_path / "checkpoints"
-        assert newest(root) is None
+        assert newest_checkpoint(root) is None
         with engine(mimo(tmp_path / "model")) as trainer:
             for name in ("sft-1", "sft-2", "rl-1", "rl-2"):
                 self.save(trainer, root, name, keep=2)
                 (root / "rl-0.partial").mkdir(exist_ok=True)
-                assert newest(root) == root / name
+                assert newest_checkpoint(root) == root / name
             flip(root / "rl-2" / "__0_0.distcp")
             assert select_checkpoint(root).path == root / "rl-1"
             self.save(trainer, root, "rl-2", keep=1)
@@ -233,7 +235,7 @@ class TestNewest:
         with engine(mimo(tmp_path / "model")) as trainer:
             self.save(trainer, root, "rl-1", keep=2)
             self.save(trainer, root, "rl-2")
-        assert newest(root) == root / "rl-2"
+        assert newest_checkpoint(root) == root / "rl-2"
 
 
 class TestListing:
@@ -353,7 +355,7 @@ class TestConcurrentSave:
         )
         with engine(mimo(tmp_path / "model")) as trainer:
             saving = trainer.begin_save(tmp_path / "checkpoint", concurrent=True)
-            assert not saving.written()
+            assert not saving.is_written()
             assert not (tmp_path / "checkpoint").exists()
             go.set()
             saving.finish()
@@ -383,7 +385,7 @@ class TestConcurrentSave:
         child.join(120)
         assert child.exitcode == -signal.SIGKILL
         assert any((root / "second.partial").iterdir())
-        assert newest(root) == root / "first"
+        assert newest_checkpoint(root) == root / "first"
         with engine(folder) as trainer:
             assert trainer.restore(root / "first") == {"step": 1}
             trainer.save(root / "second", {"step": 2})

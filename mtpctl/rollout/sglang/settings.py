@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mtpctl.plan.placement import ENGINE_MEMORY
+from mtpctl.plan.placement import ENGINE_MEMORY_SHARE
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import SglangConfig
 
@@ -44,7 +44,7 @@ def sglang_engine_settings(
         "random_seed": seed,
         "tp_size": rollout.tp,
         "max_running_requests": rollout.max_in_flight,
-        "mem_fraction_static": ENGINE_MEMORY if rollout.gpu_memory is None else rollout.gpu_memory,
+        "mem_fraction_static": ENGINE_MEMORY_SHARE if rollout.gpu_memory is None else rollout.gpu_memory,
         "skip_tokenizer_init": not rollout.stop and tokenizer is None,
         "custom_weight_loader": [LOADER],
         "weight_version": "0",

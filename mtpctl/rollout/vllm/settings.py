@@ -11,7 +11,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.plan.buckets import ADAPTED
 from mtpctl.plan.memory import CPU_KV_CACHE_BYTES, ENGINE_STEP_TOKENS
-from mtpctl.plan.placement import ENGINE_MEMORY
+from mtpctl.plan.placement import ENGINE_MEMORY_SHARE
 from mtpctl.recipe.model import DTYPES, engine_method, read_config
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
@@ -143,7 +143,7 @@ def engine_settings(
     if rollout.kv_cache_bytes is not None or cpu:
         args["kv_cache_memory_bytes"] = rollout.kv_cache_bytes or CPU_KV_CACHE_BYTES
     if not cpu:
-        args["gpu_memory_utilization"] = ENGINE_MEMORY if rollout.gpu_memory is None else rollout.gpu_memory
+        args["gpu_memory_utilization"] = ENGINE_MEMORY_SHARE if rollout.gpu_memory is None else rollout.gpu_memory
     if adapter is not None:
         room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}

@@ -15,7 +15,7 @@ from vllm.platforms.interface import DeviceCapability
 from mtpctl.convert.hf_folder import write_config
 from mtpctl.errors import UserError
 from mtpctl.plan.memory import GIB
-from mtpctl.plan.placement import ENGINE_MEMORY
+from mtpctl.plan.placement import ENGINE_MEMORY_SHARE
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm import engine
@@ -74,7 +74,7 @@ def test_the_cache_of_an_engine_that_shares_its_gpu_is_the_rest_of_its_share(mon
     assert sized_cache(settings_of(3 * GIB, kv_cache_bytes=GIB)) == {}
     with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.03 of the GPU holds no KV cache in addition to 3.0 GiB of weights"):
         sized_cache(settings_of(3 * GIB, gpu_memory=0.03))
-    assert settings_of(None).args["gpu_memory_utilization"] == ENGINE_MEMORY
+    assert settings_of(None).args["gpu_memory_utilization"] == ENGINE_MEMORY_SHARE
 
 
 @pytest.mark.parametrize(("method", "has_drafter"), [("model", True), ("ngram", False)])
