@@ -185,7 +185,7 @@ class MergedReader:
             return parameter.task.param_weight.detach()
         value = self.skeleton.to_megatron(name, self.weights)
         adapter = getattr(parameter.task.megatron_module, "adapter", None)
-        return adapter.merged(value) if isinstance(adapter, Adapter) and name.endswith(".weight") else value
+        return adapter.merge_into(value) if isinstance(adapter, Adapter) and name.endswith(".weight") else value
 
 
 def _config(adapter: sharded.AdapterRecord) -> LoraConfig:

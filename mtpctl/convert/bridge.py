@@ -217,7 +217,7 @@ def _merge_adapter(task: ConversionTask) -> ConversionTask:
     """The task with its adapter merged into its weight, if it has one."""
     adapter = getattr(task.megatron_module, "adapter", None)
     if isinstance(adapter, Adapter) and is_local(task) and task.param_name.endswith(".weight"):
-        return replace(task, param_weight=adapter.merged(task.param_weight))
+        return replace(task, param_weight=adapter.merge_into(task.param_weight))
     return task
 
 

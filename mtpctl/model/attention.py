@@ -36,7 +36,7 @@ class SelfAttention(UpstreamSelfAttention):
         config = self.config
         if config.num_query_groups < self.world_size:
             return self._shared_heads(hidden_states, packing)
-        mixed, _bias = self.linear_qkv(hidden_states)
+        qkv, _bias = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
         layout = HeadLayout(
             groups,
@@ -50,8 +50,8 @@ class SelfAttention(UpstreamSelfAttention):
         if isinstance(norm, RMSNorm):
             qk_norm = HeadNorm(norm.reduced_weight(), k_norm.reduced_weight(), norm.eps, norm_offset(config))
             if uses_exact_sums(config):
-                return exact_grad.split_normed_heads(mixed.squeeze(1), layout, qk_norm, self._rotary(packing))
-        return split_heads(mixed.squeeze(1), layout, qk_norm, self._rotary(packing))
+                return exact_grad.split_normed_heads(qkv.squeeze(1), layout, qk_norm, self._rotary(packing))
+        return split_heads(qkv.squeeze(1), layout, qk_norm, self._rotary(packing))
 
     def _rotary(self, packing: Packing) -> Rotary | None:
         return packing.rotary
@@ -59,8 +59,8 @@ class SelfAttention(UpstreamSelfAttention):
     def _shared_heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
         """Heads if tensor-parallel ranks share a key-value head. Upstream selects and norms this rank's queries."""
         gated = self.config.attention_output_gate
-        parts = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
-        queries, keys, values, *gates = (part.squeeze(1) for part in parts)
+        tensors = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
+        queries, keys, values, *gates = (tensor.squeeze(1) for tensor in tensors)
         if packing.rotary is not None:
             queries, keys = (apply_rotary(x, *packing.rotary) for x in (queries, keys))
         return Heads(queries, keys, values, gates[0] if gated else queries[:, :0])
@@ -68,7 +68,7 @@ class SelfAttention(UpstreamSelfAttention):
 
 @dataclass(frozen=True)
 class WindowAttentionShape:
-    """How a layer of `WindowAttention` differs from grouped-query attention.
+    """The differences of a `WindowAttention` layer from grouped-query attention.
 
     kv_heads: number of key-value heads. value_width, value_scale: width and factor of values. is_window: whether the layer uses the rotary
     embedding of window layers.
@@ -81,20 +81,25 @@ class WindowAttentionShape:
 
 
 class WindowAttention(SelfAttention):
-    """Grouped-query attention whose values have another width than keys, and a factor, in models with window layers (MiMo-V2-Flash).
+    """Grouped-query attention of models with window layers (MiMo-V2-Flash): values have a width different from keys, and a factor.
 
     The window and the sinks are in `core_attention`.
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: object, form: WindowAttentionShape, **kwargs: object
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        *args: object,
+        window_shape: WindowAttentionShape,
+        **kwargs: object,
     ) -> None:
         config = copy(config)
-        config.num_query_groups = form.kv_heads
+        config.num_query_groups = window_shape.kv_heads
         super().__init__(config, submodules, *args, **kwargs)
-        self.form, self.val_hidden_size = form, form.value_width
+        self.window_shape, self.val_hidden_size = window_shape, window_shape.value_width
         column, row = submodules.linear_qkv, submodules.linear_proj
-        keys, values = form.kv_heads * self.hidden_size_per_attention_head, form.kv_heads * form.value_width
+        keys, values = window_shape.kv_heads * self.hidden_size_per_attention_head, window_shape.kv_heads * window_shape.value_width
         shared = {"config": config, "bias": False, "is_expert": False, "tp_group": self.pg_collection.tp}
         self.linear_qkv = column(
             config.hidden_size,
@@ -105,7 +110,7 @@ class WindowAttention(SelfAttention):
             **shared,
         )
         self.linear_proj = row(
-            config.num_attention_heads * form.value_width,
+            config.num_attention_heads * window_shape.value_width,
             config.hidden_size,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
@@ -115,10 +120,10 @@ class WindowAttention(SelfAttention):
 
     def _heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
         heads = super()._heads(hidden_states, packing)
-        return heads if self.form.value_scale == 1 else heads._replace(values=heads.values * self.form.value_scale)
+        return heads if self.window_shape.value_scale == 1 else heads._replace(values=heads.values * self.window_shape.value_scale)
 
     def _rotary(self, packing: Packing) -> Rotary | None:
-        return packing.window_rotary if self.form.is_window else packing.rotary
+        return packing.window_rotary if self.window_shape.is_window else packing.rotary
 
 
 class PackedRotary:
@@ -141,8 +146,8 @@ class PackedRotary:
 class LatentAttention(MLASelfAttention):
     """Upstream's latent attention with positions that restart at each sample and replicated down-projections.
 
-    Upstream can split the down-projections over tensor-parallel ranks, but then gathers the part that all heads share without reducing its
-    gradient.
+    Upstream can split the down-projections over tensor-parallel ranks, but then it gathers the part that all heads share and does not
+    reduce its gradient.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:

@@ -137,7 +137,7 @@ def complete_config(
             "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
         }
     if parallel.pp > 1:
-        settings["pipeline_model_parallel_layout"] = _layout(stage_layers(shape.layers, depths, parallel), depths)
+        settings["pipeline_model_parallel_layout"] = _pipeline_layout(stage_layers(shape.layers, depths, parallel), depths)
     for name, value in settings.items():
         setattr(config, name, value)
     config.finalize()
@@ -146,7 +146,7 @@ def complete_config(
     return config
 
 
-def _layout(stages: list[int], depths: int) -> list[list[str]]:
+def _pipeline_layout(stages: list[int], depths: int) -> list[list[str]]:
     decoders = [["decoder"] * count for count in stages]
     return [["embedding", *decoders[0]], *decoders[1:-1], [*decoders[-1], *["mtp"] * depths, "loss"]]
 
@@ -154,9 +154,9 @@ def _layout(stages: list[int], depths: int) -> list[list[str]]:
 def _check_fit(shape: ModelShape, parallel: ParallelConfig) -> None:
     counts = shape.tp_counts
     if any(not tp_divides(parallel.tp, name, count) for name, count in counts.items()):
-        listed = " and ".join(f"{count} {name}" for name, count in counts.items())
-        fits = [n for n in range(1, shape.heads + 1) if all(tp_divides(n, name, count) for name, count in counts.items())]
-        raise UserError(f"train.parallel.tp: {parallel.tp} does not fit {shape.family}'s {listed}; these do: {fits}")
+        count_names = " and ".join(f"{count} {name}" for name, count in counts.items())
+        valid_sizes = [n for n in range(1, shape.heads + 1) if all(tp_divides(n, name, count) for name, count in counts.items())]
+        raise UserError(f"train.parallel.tp: {parallel.tp} does not fit {shape.family}'s {count_names}; these do: {valid_sizes}")
     if parallel.ep > 1 and (shape.moe is None or shape.moe.experts % parallel.ep):
         experts = shape.moe.experts if shape.moe else 0
         raise UserError(f"train.parallel.ep: {parallel.ep} does not divide the {experts} experts of {shape.family}")
@@ -174,14 +174,14 @@ def layer_spec(
 
     A layer of Nemotron-H has only one of both.
     """
-    parts = TransformerLayerSubmodules()
+    submodules = TransformerLayerSubmodules()
     if kind != "none":
-        parts.input_layernorm = RMSNorm if shape.latent else IdentityOp
-        parts.self_attention, parts.self_attn_bda = _mixer(config, shape, kind), get_bias_dropout_add
+        submodules.input_layernorm = RMSNorm if shape.latent else IdentityOp
+        submodules.self_attention, submodules.self_attn_bda = _mixer(config, shape, kind), get_bias_dropout_add
     if mlp != "none":
-        parts.pre_mlp_layernorm = RMSNorm if mlp == "sparse" else IdentityOp
-        parts.mlp, parts.mlp_bda = _experts() if mlp == "sparse" else _mlp(), get_bias_dropout_add
-    return ModuleSpec(module=module, submodules=parts)
+        submodules.pre_mlp_layernorm = RMSNorm if mlp == "sparse" else IdentityOp
+        submodules.mlp, submodules.mlp_bda = _experts() if mlp == "sparse" else _mlp(), get_bias_dropout_add
+    return ModuleSpec(module=module, submodules=submodules)
 
 
 def _mlp() -> MlpBuilder:
@@ -191,10 +191,10 @@ def _mlp() -> MlpBuilder:
 
 def _experts() -> MlpBuilder:
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    parts = MoESubmodules(
+    submodules = MoESubmodules(
         router=Router, experts=partial(Experts, submodules=linear), shared_experts=partial(SharedExperts, submodules=linear)
     )
-    return partial(MixtureOfExperts, submodules=parts)
+    return partial(MixtureOfExperts, submodules=submodules)
 
 
 def _mixer(config: TransformerConfig, shape: ModelShape, kind: LayerKind) -> ModuleSpec:
@@ -224,10 +224,10 @@ def _attention(config: TransformerConfig, *, eagle3: bool = False) -> ModuleSpec
 
 def _window_attention(shape: ModelShape, kind: LayerKind) -> ModuleSpec:
     window = shape.window if kind == "sliding_attention" else None
-    form = WindowAttentionShape(shape.kv_heads_of(kind), shape.value_dim, shape.value_scale, is_window=window is not None)
+    window_shape = WindowAttentionShape(shape.kv_heads_of(kind), shape.value_dim, shape.value_scale, is_window=window is not None)
     return ModuleSpec(
         module=WindowAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "form": form},
+        params={"attn_mask_type": AttnMaskType.causal, "window_shape": window_shape},
         submodules=SelfAttentionSubmodules(
             linear_qkv=LayerNormColumnParallelLinear,
             core_attention=partial(PackedAttention, window=window.size, sinks=window.sinks) if window else PackedAttention,
@@ -265,8 +265,8 @@ def _delta_net() -> ModuleSpec:
 
 def decoder_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline stage."""
-    first = get_transformer_layer_offset(config)
-    layers = range(first, first + get_num_layers_to_build(config))
+    offset = get_transformer_layer_offset(config)
+    layers = range(offset, offset + get_num_layers_to_build(config))
     specs = [layer_spec(config, shape, mlp=shape.mlp_of(layer), kind=shape.layer_kinds[layer], module=DecoderLayer) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
@@ -336,8 +336,8 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
         mtp_block_spec=mtp_spec(config, shape),
     )
     device, window_rope = torch.device(torch.cuda.current_device()), window_rope_of(shape)
-    rope = replace(rope_of(shape), exact=uses_exact_sums(config)).on(device) if shape.rotary_fraction else None
-    model.use_rope(rope, None if window_rope is None else window_rope.on(device))
+    rope = replace(rope_of(shape), exact=uses_exact_sums(config)).to_device(device) if shape.rotary_fraction else None
+    model.use_rope(rope, None if window_rope is None else window_rope.to_device(device))
     if routes := RouteShape.of(shape):
         number_moe_layers(model, routes.layers)
     if shape.moe is not None and shape.moe.softmax_bias:

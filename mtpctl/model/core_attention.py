@@ -39,13 +39,13 @@ from mtpctl.kernels import exact_grad, invariant
 from mtpctl.model.layers import uses_exact_sums
 from mtpctl.model.packing import Packing
 
-Later = tuple[Tensor, Tensor]
+LaterKeysValues = tuple[Tensor, Tensor]
 """Keys [E, t, g, d] and values [E, t, g, w] that only the queries of the same token attend to: those of later depths, or of all inputs of a
 DFlash block."""
 
 
 def _causal_window(window: int | None) -> dict[str, int]:
-    """The flash operators' window: the last `window` keys up to the query's own; None: all of them."""
+    """The flash operators' window: the last `window` keys, including the query's; None: all earlier keys."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
@@ -55,8 +55,8 @@ FlashArguments = tuple[Tensor, Tensor, int, int, float, bool]
 def flash_arguments(p: Packing) -> FlashArguments:
     """Sequence boundaries, dropout 0 and causal masking, in the order of the flash operators' arguments.
 
-    Autograd functions keep these instead of the packing. The packing has the keys of `earlier` depths, which may depend on the function's
-    own output: a cycle through the graph, whose edges Python's collector does not see, so it would never be freed.
+    Autograd functions save these instead of the packing. The packing has the keys of `earlier` depths, which may depend on the function's
+    output. That would be a reference cycle through the autograd graph, which Python's garbage collector cannot free.
     """
     return p.cu_seqlens_q, p.cu_seqlens_kv, p.max_seqlen_q, p.max_seqlen_kv, 0.0, True
 
@@ -67,8 +67,8 @@ def flash_attention(
     """PyTorch's variable-length flash kernel: causal attention of q [t, h, d] to k and v [s, g, d] within the packing's samples.
 
     window: number of keys that a query attends to, including its own; None: all. Returns the output [t, h, d], which is differentiable, and
-    the log-sum-exp, fp32 [h, t] or [t, h]. d must be a multiple of 8. Calls the operator underneath
-    `torch.nn.attention.varlen.varlen_attn`, whose wrapper takes more host time than a short pass takes GPU time.
+    the log-sum-exp, fp32 [h, t] or [t, h]. d must be a multiple of 8. Calls the operator of
+    `torch.nn.attention.varlen.varlen_attn` directly, because the wrapper takes more host time than a short pass takes GPU time.
     """
     no_mask_for_debugging = False
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
@@ -141,18 +141,18 @@ class _InvariantAttention(torch.autograd.Function):
         return *prefix.backward(grads[0], q, k, v, out, lse.transpose(0, 1)), None, None
 
 
-def joined_attention(
-    q: Tensor, k: Tensor, v: Tensor, later: Later | None, prefix: Prefix, scale: float, sinks: Tensor | None = None
+def combined_attention(
+    q: Tensor, k: Tensor, v: Tensor, later: LaterKeysValues | None, prefix: Prefix, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of a depth after the first, of an input of a DFlash block, or with sinks → [t, h, w].
 
-    q [t, h, d]. k, v: keys and values of the first depth, or of the block's context, passed to `prefix`. later: see `Later`; of depths, the
-    current one is last. sinks [h].
+    q [t, h, d]. k, v: keys and values of the first depth, or of the block's context, passed to `prefix`. later: see
+    `LaterKeysValues`; the current depth is the last. sinks [h].
     """
-    return _JoinedAttention.apply(q, k, v, *(later or (None, None)), sinks, prefix, scale)
+    return _CombinedAttention.apply(q, k, v, *(later or (None, None)), sinks, prefix, scale)
 
 
-class _JoinedAttention(torch.autograd.Function):
+class _CombinedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -166,19 +166,19 @@ class _JoinedAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         out, lse = prefix.forward(q, k, v)
-        joined_lse = lse if sinks is None else torch.logaddexp(lse, sinks.float())
+        combined_lse = lse if sinks is None else torch.logaddexp(lse, sinks.float())
         if keys is not None and values is not None:
             scores = _scores(q, keys, scale)
-            joined_lse = torch.logaddexp(joined_lse, scores.logsumexp(0))
-            weights = (scores - joined_lse).exp()
-            joined = out.float() * (lse - joined_lse).exp().unsqueeze(-1) + (weights.unsqueeze(-1) * _per_query_head(values, q)).sum(0)
-            joined = joined.to(out.dtype)
+            combined_lse = torch.logaddexp(combined_lse, scores.logsumexp(0))
+            weights = (scores - combined_lse).exp()
+            combined = out.float() * (lse - combined_lse).exp().unsqueeze(-1) + (weights.unsqueeze(-1) * _per_query_head(values, q)).sum(0)
+            combined = combined.to(out.dtype)
         else:
             # Computed in fp32, and written in the dtype of the output.
-            joined = torch.mul(out, (lse - joined_lse).exp().unsqueeze(-1), out=torch.empty_like(out))
-        ctx.save_for_backward(q, k, v, keys, values, sinks, joined, joined_lse)
+            combined = torch.mul(out, (lse - combined_lse).exp().unsqueeze(-1), out=torch.empty_like(out))
+        ctx.save_for_backward(q, k, v, keys, values, sinks, combined, combined_lse)
         ctx.prefix, ctx.scale = prefix, scale
-        return joined
+        return combined
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,13 +190,13 @@ class _JoinedAttention(torch.autograd.Function):
             # A sink's value is 0. The products are rounded, which saves two fp32 copies of the output.
             sinks_grad = -((sinks.float() - lse).exp() * (grad * out).sum(-1, dtype=torch.float32)).sum(0).to(sinks.dtype)
         if keys is not None:
-            wide = grad.float()
-            mean = (wide * out.float()).sum(-1)
+            grad_fp32 = grad.float()
+            mean = (grad_fp32 * out.float()).sum(-1)
             weights = (_scores(q, keys, ctx.scale) - lse).exp()
-            score_grad = weights * ((wide * _per_query_head(values, q)).sum(-1) - mean) * ctx.scale
+            score_grad = weights * ((grad_fp32 * _per_query_head(values, q)).sum(-1) - mean) * ctx.scale
             q_grad = q_grad + (score_grad.unsqueeze(-1) * _per_query_head(keys, q)).sum(0).to(q_grad.dtype)
             keys_grad = _sum_query_heads(score_grad.unsqueeze(-1) * q.float(), keys)
-            values_grad = _sum_query_heads(weights.unsqueeze(-1) * wide, values)
+            values_grad = _sum_query_heads(weights.unsqueeze(-1) * grad_fp32, values)
         return q_grad, k_grad, v_grad, keys_grad, values_grad, sinks_grad, None, None
 
 
@@ -220,8 +220,9 @@ class PackedAttention(torch.nn.Module):
 
     query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the t tokens of
     this rank. Queries and keys are already rotated. With context parallelism, keys and values are gathered from all ranks and their
-    gradients are reduced. Half precision on CUDA uses one variable-length flash kernel; all else uses one `scaled_dot_product_attention`
-    per group of samples of similar length. If the packing has `earlier` depths, computes a drafter's attention (see the module docstring).
+    gradients are reduced. Half precision on CUDA uses one variable-length flash kernel; other cases use one
+    `scaled_dot_product_attention` per group of samples of similar length. If the packing has `earlier` depths, computes a drafter's
+    attention (see the module docstring).
 
     window: number of tokens that a token attends to, including itself; None: all earlier ones. sinks: whether each query head has a sink,
     in the parameter `softmax_offset` [heads / tp].
@@ -258,28 +259,28 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         # Contiguous values: saving a view would keep the tensor of queries, keys and values in memory.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value.contiguous()))
-        later: Later | None = None
+        later: LaterKeysValues | None = None
         if (earlier := packed_seq_params.earlier) is not None:
             earlier.keys.append(k)
             earlier.values.append(v)
             if len(earlier.keys) > 1:
                 k, v = earlier.keys[0], earlier.values[0]
                 later = torch.stack(earlier.keys[1:]), torch.stack(earlier.values[1:])
-        return self.attend(q, *self.visible(k, v, packed_seq_params), packed_seq_params, later)
+        return self.attend(q, *self.gather_visible(k, v, packed_seq_params), packed_seq_params, later)
 
-    def visible(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    def gather_visible(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         """The keys and values that this rank's queries attend to, gathered from the ranks that share the row."""
         if self.cp_group is None:
             return k, v
-        k, v = (packing.visible(gather_from_sequence_parallel_region(x, group=self.cp_group)) for x in (k, v))
+        k, v = (packing.select_visible(gather_from_sequence_parallel_region(x, group=self.cp_group)) for x in (k, v))
         return k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: Later | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: LaterKeysValues | None = None) -> Tensor:
         """Attention of q [t, h, d] to the visible keys and values [s, g, ·], and at each token to `later` → [t, 1, h · w]."""
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             out = self._flash(q, k, v, packing, later)
         else:
-            out = self._grouped(q, k, v, packing, later)
+            out = self._attend_by_group(q, k, v, packing, later)
         return out.reshape(q.shape[0], 1, -1)
 
     def sharded_state_dict(
@@ -293,52 +294,54 @@ class PackedAttention(torch.nn.Module):
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
-    def _prefix_window(self, later: Later | None) -> int | None:
-        """Number of the first depth's keys in the window of a query: later depths' keys take a slot each."""
+    def _prefix_window(self, later: LaterKeysValues | None) -> int | None:
+        """Number of the first depth's keys in a query's window, of which each later depth's key takes one."""
         if self.window is None:
             return None
-        visible = self.window - (0 if later is None else len(later[0]))
-        assert visible > 0, f"a window of {self.window} is too small for the depths of a repeated MTP layer"
-        return visible
+        prefix_keys = self.window - (0 if later is None else len(later[0]))
+        assert prefix_keys > 0, f"a window of {self.window} is too small for the depths of a repeated MTP layer"
+        return prefix_keys
 
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: Later | None = None) -> Tensor:
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: LaterKeysValues | None = None) -> Tensor:
         dim, value_dim = q.shape[2], v.shape[2]
         scale = dim**-0.5 if self.scale is None else self.scale
         if self.exact and later is None and self.window is None and self.softmax_offset is None:
             return invariant_attention(q, k, v, packing, scale)
-        q, k, v, *more = _pad_widths(q, k, v, *(later or ()))
+        q, k, v, *padded_later = _pad_widths(q, k, v, *(later or ()))
         if later is None and self.softmax_offset is None:
             out, _lse = flash_attention(q, k, v, flash_arguments(packing), scale, self.window)
         else:
             prefix = FlashPrefix(flash_arguments(packing), scale, self._prefix_window(later))
-            out = joined_attention(q, k, v, (more[0], more[1]) if more else None, prefix, scale, self.softmax_offset)
+            out = combined_attention(
+                q, k, v, (padded_later[0], padded_later[1]) if padded_later else None, prefix, scale, self.softmax_offset
+            )
         return out[..., :value_dim]
 
-    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: Later | None = None) -> Tensor:
-        indices, parts = [], []
+    def _attend_by_group(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: LaterKeysValues | None = None) -> Tensor:
+        indices, outputs = [], []
         for group in packing.length_groups:
-            # Short samples are padded after their last token with the row's first key; the causal mask hides it from their tokens.
+            # Short samples are padded after their last token with the row's first key, which the causal mask hides.
             qs = q[group.queries].transpose(1, 2)
             ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))
             mask = group.mask
-            if (visible := self._prefix_window(later)) is not None:
-                mask = _in_window(qs, ks, mask, visible)
+            if (prefix_keys := self._prefix_window(later)) is not None:
+                mask = _in_window(qs, ks, mask, prefix_keys)
             if later is not None:
                 ks, vs, mask = _append_later(ks, vs, mask, [x[:, group.queries].transpose(2, 3) for x in later])
             if self.softmax_offset is not None:
                 ks, vs, mask = _append_sink(ks, vs, mask, self.softmax_offset, queries=qs.shape[2])
             if self.exact and later is None and self.window is None and self.softmax_offset is None:
-                visible_keys = _causal_mask(qs.shape[2], ks.shape[2], mask, q.device)
-                out = exact_grad.attention(qs, ks, vs, visible_keys, q.shape[2] ** -0.5 if self.scale is None else self.scale)
+                visible_mask = _causal_mask(qs.shape[2], ks.shape[2], mask, q.device)
+                out = exact_grad.attention(qs, ks, vs, visible_mask, q.shape[2] ** -0.5 if self.scale is None else self.scale)
             else:
                 out = F.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)
             indices.append(group.queries[group.valid])
-            parts.append(out.transpose(1, 2)[group.valid])
-        return q.new_empty(q.shape[0], q.shape[1], v.shape[2]).index_put((torch.cat(indices),), torch.cat(parts))
+            outputs.append(out.transpose(1, 2)[group.valid])
+        return q.new_empty(q.shape[0], q.shape[1], v.shape[2]).index_put((torch.cat(indices),), torch.cat(outputs))
 
 
 def _pad_widths(*tensors: Tensor) -> list[Tensor]:
-    """Pad all to one width, a multiple of 8, as the flash kernel requires. Zeros leave scores unchanged and add zero output columns."""
+    """Pad all tensors with zeros to one width, a multiple of 8, as the flash kernel requires. Scores are unchanged."""
     width = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
@@ -370,6 +373,6 @@ def _append_later(k: Tensor, v: Tensor, mask: Tensor | None, later: list[Tensor]
     """
     depths, queries = later[0].shape[0], later[0].shape[3]
     mask = _causal_mask(queries, k.shape[2], mask, k.device)
-    own = torch.eye(queries, dtype=torch.bool, device=k.device)
-    k, v = (torch.cat([first, *more.unbind(0)], dim=2) for first, more in zip((k, v), later, strict=True))
-    return k, v, torch.cat([mask, *[own] * depths], dim=1)
+    same_token = torch.eye(queries, dtype=torch.bool, device=k.device)
+    k, v = (torch.cat([first, *later_tensors.unbind(0)], dim=2) for first, later_tensors in zip((k, v), later, strict=True))
+    return k, v, torch.cat([mask, *[same_token] * depths], dim=1)

@@ -19,7 +19,7 @@ from mtpctl.kernels import exact_delta
 from mtpctl.kernels.exact_delta import DeltaCache, DeltaWeights
 from mtpctl.kernels.exact_grad import with_gradients_of
 from mtpctl.model.layers import uses_exact_sums
-from mtpctl.model.packing import Packing, convolve, exchange, own_channels, own_heads, to_tokens
+from mtpctl.model.packing import Packing, convolve, exchange_heads, local_channels, local_heads, to_tokens
 
 try:
     from fla.modules.causal_conv1d import causal_conv1d
@@ -60,18 +60,18 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         self, hidden_states: Tensor, attention_mask: None, *_: object, packed_seq_params: Packing, **__: object
     ) -> tuple[Tensor, Tensor | None]:
         projected, _bias = self.in_proj(hidden_states)
-        keys, values = self.num_k_heads_local_tp, self.num_v_heads_local_tp
-        mixed, gate, beta, alpha = projected.squeeze(1).split([sum(self._widths), self.v_dim_local_tp, values, values], dim=-1)
+        key_heads, value_heads = self.num_k_heads_local_tp, self.num_v_heads_local_tp
+        mixed, gate, beta, alpha = projected.squeeze(1).split([sum(self._widths), self.v_dim_local_tp, value_heads, value_heads], dim=-1)
         taps, decay, bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
         if self.cp_size > 1:
-            counts, cp = (keys, keys, values), self.pg_collection.cp
-            mixed, beta, alpha = exchange(mixed, self._widths, counts, (beta, alpha), packed_seq_params, cp)
-            taps = own_channels(taps, self._widths, cp)
-            decay, bias = own_heads((decay, bias), cp)
-            keys, values = keys // self.cp_size, values // self.cp_size
+            counts, cp = (key_heads, key_heads, value_heads), self.pg_collection.cp
+            mixed, beta, alpha = exchange_heads(mixed, self._widths, counts, (beta, alpha), packed_seq_params, cp)
+            taps = local_channels(taps, self._widths, cp)
+            decay, bias = local_heads((decay, bias), cp)
+            key_heads, value_heads = key_heads // self.cp_size, value_heads // self.cp_size
         widths = [width // self.cp_size for width in self._widths]
-        heads = _Heads(mixed, widths, taps, alpha, beta, decay, bias, keys, values)
-        run = _run_exact if uses_exact_sums(self.config) else _run
+        heads = _HeadInputs(mixed, widths, taps, alpha, beta, decay, bias, key_heads, value_heads)
+        run = _run_exact if uses_exact_sums(self.config) else _run_default
         out = run(heads, packed_seq_params.full_row)
         if self.cp_size > 1:
             out = to_tokens(out, packed_seq_params, self.pg_collection.cp)
@@ -84,7 +84,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
 
 
 @dataclass(frozen=True, slots=True)
-class _Heads:
+class _HeadInputs:
     """Inputs of one rank's heads.
 
     mixed [T, channels of queries, keys and values], `widths` of these three; taps [channels, width of the convolution]; alpha and beta
@@ -99,36 +99,36 @@ class _Heads:
     beta: Tensor
     decay: Tensor
     bias: Tensor
-    keys: int
-    values: int
+    num_key_heads: int
+    num_value_heads: int
 
     def split(self, mixed: Tensor) -> list[Tensor]:
         """mixed [..., channels] → queries, keys and values [..., heads, dim]."""
-        counts = (self.keys, self.keys, self.values)
+        counts = (self.num_key_heads, self.num_key_heads, self.num_value_heads)
         return [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self.widths, dim=-1), counts, strict=True)]
 
 
-def _run(heads: _Heads, row: Packing) -> Tensor:
+def _run_default(heads: _HeadInputs, row: Packing) -> Tensor:
     """Output [T, value heads, value dim]."""
     run = _run_fla if heads.mixed.is_cuda and chunk_gated_delta_rule is not None else _run_torch
     return run(heads, row)
 
 
-def _run_exact(heads: _Heads, row: Packing) -> Tensor:
+def _run_exact(heads: _HeadInputs, row: Packing) -> Tensor:
     """`_run` by `exact_delta`, with the gradients of `_run`."""
 
-    def inexact(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
-        return _run(replace(heads, mixed=mixed, taps=taps, alpha=alpha, beta=beta, decay=decay, bias=bias), row)
+    def run_default(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        return _run_default(replace(heads, mixed=mixed, taps=taps, alpha=alpha, beta=beta, decay=decay, bias=bias), row)
 
-    def run(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
-        weights = DeltaWeights(taps, decay, bias, heads.keys, heads.widths[0] // heads.keys)
+    def run_exact(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        weights = DeltaWeights(taps, decay, bias, heads.num_key_heads, heads.widths[0] // heads.num_key_heads)
         cache = DeltaCache.empty(weights, len(row.starts) - 1, mixed)
         return exact_delta.run(mixed, alpha, beta, weights, row.starts, cache)
 
-    return with_gradients_of(inexact, run, heads.mixed, heads.taps, heads.alpha, heads.beta, heads.decay, heads.bias)
+    return with_gradients_of(run_default, run_exact, heads.mixed, heads.taps, heads.alpha, heads.beta, heads.decay, heads.bias)
 
 
-def _run_fla(heads: _Heads, row: Packing) -> Tensor:
+def _run_fla(heads: _HeadInputs, row: Packing) -> Tensor:
     """`_run` by flash-linear-attention's kernels, which include norms, gates and decays."""
     cu_seqlens, cu_seqlens_cpu = row.boundaries
     samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
@@ -147,10 +147,10 @@ def _run_fla(heads: _Heads, row: Packing) -> Tensor:
     return out[0]
 
 
-def _run_torch(heads: _Heads, row: Packing) -> Tensor:
+def _run_torch(heads: _HeadInputs, row: Packing) -> Tensor:
     """`_run` in plain PyTorch."""
     q, k, v = heads.split(F.silu(convolve(heads.mixed, heads.taps, row.position_ids)))
-    q, k = (_l2_norm(x).repeat_interleave(heads.values // heads.keys, dim=1) for x in (q, k))
+    q, k = (_l2_norm(x).repeat_interleave(heads.num_value_heads // heads.num_key_heads, dim=1) for x in (q, k))
     g = -heads.decay.float().exp() * F.softplus(heads.alpha.float() + heads.bias)
     beta = heads.beta.sigmoid()
     out = torch.empty_like(v)
@@ -162,8 +162,8 @@ def _run_torch(heads: _Heads, row: Packing) -> Tensor:
 
 
 def _l2_norm(x: Tensor) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    x_fp32 = x.float()
+    return (x_fp32 * torch.rsqrt(x_fp32.pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -179,27 +179,27 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     chunk = min(CHUNK, length)
     padding = -length % chunk
 
-    def chunks(x: Tensor) -> Tensor:
+    def split_chunks(x: Tensor) -> Tensor:
         x = torch.nn.functional.pad(x.float(), (0, 0) * (x.dim() - 2) + (0, padding))
         return x.unflatten(1, (-1, chunk)).movedim(3, 1)  # [B, heads, chunks, C, …]
 
-    q, k, v, g, beta = (chunks(x) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+    q, k, v, g, beta = (split_chunks(x) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
     g = g.cumsum(-1)
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     decay = (g[..., :, None] - g[..., None, :]).masked_fill(~causal, float("-inf")).exp()
-    weighted = k * beta[..., None]
-    within = (weighted @ k.mT * decay).tril(-1)
-    right = torch.cat([v * beta[..., None], weighted * g.exp()[..., None]], dim=-1)
+    weighted_keys = k * beta[..., None]
+    intra_chunk = (weighted_keys @ k.mT * decay).tril(-1)
+    right_side = torch.cat([v * beta[..., None], weighted_keys * g.exp()[..., None]], dim=-1)
     # (1 + within) is unit lower triangular.
-    solved = torch.linalg.solve_triangular(within, right, upper=False, unitriangular=True)
-    new, carried = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    inside = q @ k.mT * decay
+    solution = torch.linalg.solve_triangular(intra_chunk, right_side, upper=False, unitriangular=True)
+    new_values, carried_keys = solution.split([v.shape[-1], k.shape[-1]], dim=-1)
+    intra_scores = q @ k.mT * decay
     state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
     outputs = []
     for i in range(q.shape[2]):
-        moved = new[:, :, i] - carried[:, :, i] @ state
-        outputs.append((q[:, :, i] * g[:, :, i, :, None].exp()) @ state + inside[:, :, i] @ moved)
-        last = g[:, :, i, -1:, None]
-        state = state * last.exp() + (k[:, :, i] * (last - g[:, :, i, :, None]).exp()).mT @ moved
+        value_updates = new_values[:, :, i] - carried_keys[:, :, i] @ state
+        outputs.append((q[:, :, i] * g[:, :, i, :, None].exp()) @ state + intra_scores[:, :, i] @ value_updates)
+        chunk_log_decay = g[:, :, i, -1:, None]
+        state = state * chunk_log_decay.exp() + (k[:, :, i] * (chunk_log_decay - g[:, :, i, :, None]).exp()).mT @ value_updates
     out = torch.cat(outputs, dim=2)[:, :, :length]
     return out.movedim(1, 2).to(dtype)

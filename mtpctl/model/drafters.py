@@ -1,15 +1,15 @@
 """Drafters in the subfolder `drafter/` of a model's folder: the layers of EAGLE-3 and DFlash, and the trunk states that they read.
 
-An EAGLE-3 drafter (arXiv 2503.01840) drafts like a repeated MTP layer: the first depth reads the trunk, each later depth reads the previous
-one. It differs in three ways. The first depth reads the states at several boundaries between decoder layers, projected to one. Embedding
-and state are inputs of the attention side by side, and the state alone is the residual. Attention has neither biases nor norms of its
-heads.
+An EAGLE-3 drafter (arXiv 2503.01840) drafts like a repeated MTP layer: the first depth reads the trunk, and each later depth reads the
+previous depth. It differs in three ways. The first depth reads the states at several boundaries between decoder layers, projected to one
+state. The input of the attention is the concatenation of embedding and state, and only the state is the residual. Attention has neither
+biases nor head norms.
 
 A DFlash drafter (arXiv 2602.06036) drafts a block of tokens in one pass. The trunk's states at several boundaries, projected to one state
 for each token, are the drafter's context: every layer computes keys and values from them. The block's inputs are the embeddings of the last
-sampled token and of one mask token for each draft. The inputs of a block attend to the context before the block and, in both directions, to
-one another. In training a block begins at every token, so a row of t tokens has t blocks, which do not see each other. Their inputs are
-computed offset by offset, as [t, 1, H] each.
+sampled token and of one mask token for each draft. The inputs of a block attend to the context before the block and, bidirectionally, to
+each other. In training a block begins at every token, so a row of t tokens has t blocks, which do not attend to each other. Their inputs
+are computed offset by offset, as [t, 1, H] each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mtpctl.model.rope import Rotary
 
 
 def _layer_config(config: TransformerConfig, ffn: int, *, qk_norm: bool) -> TransformerConfig:
-    """The trunk's config with the drafter's kind of layer."""
+    """The trunk's config, adapted to the drafter's layers."""
     layer_config = copy(config)
     layer_config.add_qkv_bias = layer_config.attention_output_gate = False
     layer_config.qk_layernorm = qk_norm
@@ -88,7 +88,7 @@ class Eagle3Layer(MtpLayer):
 class BoundaryStates:
     """Collects the states at some boundaries of a decoder during its forward pass; boundary i is the input of layer i.
 
-    The states are detached: a drafter's loss never updates the trunk. So they may also come from inside a recomputed region, which
+    The states are detached, because a drafter's loss never updates the trunk. They may therefore also come from a recomputed region, which
     discards its graph.
     """
 
@@ -97,7 +97,7 @@ class BoundaryStates:
         self._states: dict[int, Tensor] | None = None
         for boundary in boundaries:
             if boundary < len(layers):
-                layers[boundary].register_forward_pre_hook(self._of_layer(boundary), with_kwargs=True)
+                layers[boundary].register_forward_pre_hook(self._layer_hook(boundary), with_kwargs=True)
         final_norm.register_forward_pre_hook(lambda _, args: self._save(len(layers), args[0]))
 
     def begin(self) -> None:
@@ -110,7 +110,7 @@ class BoundaryStates:
         states, self._states = self._states, None
         return torch.cat([states[boundary] for boundary in self.boundaries], -1)
 
-    def _of_layer(self, boundary: int) -> Any:
+    def _layer_hook(self, boundary: int) -> Any:
         def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             self._save(boundary, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
@@ -131,14 +131,20 @@ class BlockAttention(SelfAttention):
     ) -> list[Tensor]:
         """context [t, 1, H], block and rotary by offset → by offset [t, 1, H]. Sequences are split over tp with sequence parallelism."""
         context_heads = self._heads(context, packing)
-        keys, values = self.core_attention.visible(context_heads.keys, context_heads.values.contiguous(), packing)
+        keys, values = self.core_attention.gather_visible(context_heads.keys, context_heads.values.contiguous(), packing)
         heads = [self._heads(x, packing.with_rotary(angles)) for x, angles in zip(block, rotary, strict=True)]
-        block_keys_values = torch.stack([each.keys for each in heads]), torch.stack([each.values for each in heads])
-        return [self.linear_proj(self.core_attention.attend(each.queries, keys, values, packing, block_keys_values))[0] for each in heads]
+        block_keys_values = (
+            torch.stack([input_heads.keys for input_heads in heads]),
+            torch.stack([input_heads.values for input_heads in heads]),
+        )
+        return [
+            self.linear_proj(self.core_attention.attend(input_heads.queries, keys, values, packing, block_keys_values))[0]
+            for input_heads in heads
+        ]
 
 
 class BlockLayers(MegatronModule):
-    """The layers. Not a ModuleList: upstream's checkpoints would store one rank's shards of its parameters only."""
+    """The drafter's layers. Not a ModuleList, because upstream's checkpoints would store only one rank's shards of its parameters."""
 
     def __init__(self, config: TransformerConfig, layers: list[TransformerLayer]) -> None:
         super().__init__(config)
@@ -163,7 +169,7 @@ class BlockDrafter(MegatronModule):
         pg_collection: ProcessGroupCollection,
         **_: None,
     ) -> None:
-        # Otherwise megatron-core sums the gradients of these norms itself.
+        # In other configurations megatron-core sums the gradients of these norms.
         sums_norms = not config.qk_layernorm and not config.sequence_parallel
         config = _layer_config(config, dflash.ffn, qk_norm=True)
         super().__init__(config)
@@ -173,8 +179,8 @@ class BlockDrafter(MegatronModule):
         self.final_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         options = {"config": config, "vp_stage": vp_stage, "is_mtp_layer": True, "pg_collection": pg_collection}
         layers = [build_module(layer, layer_number=layer_number + index, **options) for index in range(dflash.layers)]
-        for built in layers:
-            for norm in (built.self_attention.q_layernorm, built.self_attention.k_layernorm):
+        for drafter_layer in layers:
+            for norm in (drafter_layer.self_attention.q_layernorm, drafter_layer.self_attention.k_layernorm):
                 norm.is_head_sharded = sums_norms
         self.mtp_model_layer = BlockLayers(config, layers)
 
@@ -200,7 +206,7 @@ class BlockDrafter(MegatronModule):
     ) -> list[Tensor]:
         def run(context: Tensor, *block: Tensor) -> tuple[Tensor, ...]:
             attended = layer.self_attention(context, [layer.input_layernorm(x) for x in block], rotary, packing)
-            states = [x + change for x, change in zip(block, attended, strict=True)]
+            states = [x + attention_out for x, attention_out in zip(block, attended, strict=True)]
             return tuple(state + layer.mlp(state)[0] for state in states)
 
         if self.config.recompute_granularity == "full" and self.training:

@@ -5,9 +5,9 @@ Dispatch copies tokens to the rows of their experts, exchanges tokens over exper
     tokens [T, H] ──gather──► copies, one per rank ──exchange──► tokens of this rank's experts ──gather──► rows, sorted by expert
     tokens [T, H] ◄──sum───── partial outputs ◄──── exchange ─── sums over this rank's experts ◄──sum───── outputs of the experts
 
-Only expert parallelism has the exchange and the outer gather and sum. A token travels once to each rank that has one of its experts, not
-once per expert. The exchange needs the number of copies and rows per rank on the host, which is the only synchronization here. While
-copies are in flight, a rank can compute something else.
+Only expert parallelism has the exchange and the outer gather and sum. A token is sent once to each rank that has one of its experts, not
+once per expert. The exchange needs the number of copies and rows per rank on the host, which is the only synchronization of host and
+device. Other computation overlaps with the exchange.
 
 Shape legend: T tokens, k experts per token, E experts in total, R rows, H hidden size.
 """
@@ -34,16 +34,16 @@ from torch.utils.checkpoint import checkpoint
 from mtpctl.kernels.exact_experts import grouped_linear as exact_product
 from mtpctl.kernels.grouped import WeightStack, library_product
 from mtpctl.kernels.rows import ExpertOrder, distinct_rows, expert_order, row_sums
-from mtpctl.model.layers import Mlp, activation_of, recomputed, uses_exact_sums
+from mtpctl.model.layers import Mlp, activation_of, recompute_in_backward, uses_exact_sums
 from mtpctl.model.lora import GroupedLayer
 
 UNROUTED = -1.0
 """Prob of an expert that a token does not use, in messages between ranks. Probs are not negative."""
 IMBALANCE_LIMIT = 2.0
-"""An expert-parallel rank that gets more than this multiple of the mean number of rows runs its experts in parts, to bound memory."""
+"""An expert-parallel rank that gets more than this multiple of the mean number of rows runs its experts in chunks, to bound memory."""
 
 
-def gather(tokens: Tensor, order: ExpertOrder) -> Tensor:
+def gather_rows(tokens: Tensor, order: ExpertOrder) -> Tensor:
     """tokens [T, H] → rows [R, H]. A token's gradient is the sum of its rows' gradients."""
     return _Gather.apply(tokens, order.token_of, order.row_of)
 
@@ -53,7 +53,7 @@ def sum_rows(rows: Tensor, order: ExpertOrder) -> Tensor:
     return _Sum.apply(rows, order.token_of, order.row_of)
 
 
-def probs_of_rows(probs: Tensor, order: ExpertOrder) -> Tensor:
+def gather_row_probs(probs: Tensor, order: ExpertOrder) -> Tensor:
     """The prob [R] of each row from probs [T, E]."""
     return distinct_rows(probs.flatten(), order.pair_of)
 
@@ -79,13 +79,13 @@ class Exchange:
         ranks, rank = group.size(), group.rank()
         experts_by_rank = routes.unflatten(1, (ranks, -1))
         destinations = experts_by_rank.any(2)
-        own = torch.stack([destinations.sum(0), experts_by_rank.sum((0, 2))])
-        gathered = own.new_empty(ranks * 2, ranks)
-        gathering = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
-        # Before waiting for the counts, so that the GPU is not idle meanwhile. There are at most this many copies.
+        local_counts = torch.stack([destinations.sum(0), experts_by_rank.sum((0, 2))])
+        all_counts = local_counts.new_empty(ranks * 2, ranks)
+        gather_work = dist.all_gather_into_tensor(all_counts, local_counts, group=group, async_op=True)
+        # Computed while the counts are gathered, with the maximum number of copies.
         order = expert_order(destinations, min(k, ranks), ranks, len(routes) * min(k, ranks))
-        gathering.wait()
-        tokens_to, rows_to = gathered.view(ranks, 2, ranks).transpose(0, 1).tolist()  # [source][destination]
+        gather_work.wait()
+        tokens_to, rows_to = all_counts.view(ranks, 2, ranks).transpose(0, 1).tolist()  # [source][destination]
         sent, received = tokens_to[rank], [row[rank] for row in tokens_to]
         copies = sum(sent)
         order = replace(order, token_of=order.token_of[:copies], pair_of=order.pair_of[:copies])
@@ -228,20 +228,21 @@ class Experts(SequentialMLP):
         """
         inner, activation = self._linear("linear_fc1", rows, ends), activation_of(self.config)
         product = activation(inner, probs)
-        with recomputed(product, partial(activation, inner.detach(), probs.detach())):
+        with recompute_in_backward(product, partial(activation, inner.detach(), probs.detach())):
             return self._linear("linear_fc2", product, ends)
 
-    def run_in_parts(self, rows: Tensor, ends: Tensor, probs: Tensor, max_rows: int) -> Tensor:
+    def run_in_chunks(self, rows: Tensor, ends: Tensor, probs: Tensor, max_rows: int) -> Tensor:
         """`run` on at most `max_rows` rows at a time. Saves only rows and probs; the backward pass recomputes the rest."""
         if torch.is_grad_enabled() and not (rows.requires_grad or probs.requires_grad) and any(p.requires_grad for p in self.parameters()):
-            # A reentrant checkpoint computes no gradients if no input requires one, but adapters may follow such an input.
+            # A reentrant checkpoint computes no gradients if no input requires one, but the parameters do.
             rows = rows.detach().requires_grad_()
-        # Non-reentrant checkpoints use saved-tensor hooks; the nested hooks of `recomputed` would take precedence and keep their tensors.
+        # Non-reentrant checkpoints use saved-tensor hooks; the nested hooks of `recompute_in_backward` would take precedence and keep their
+        # tensors.
         run = partial(checkpoint, self.run, use_reentrant=True, preserve_rng_state=False) if torch.is_grad_enabled() else self.run
-        parts = zip(range(0, len(rows), max_rows), rows.split(max_rows), probs.split(max_rows), strict=True)
-        return torch.cat([run(part, (ends - start).clamp(0, len(part)), part_probs) for start, part, part_probs in parts])
+        chunks = zip(range(0, len(rows), max_rows), rows.split(max_rows), probs.split(max_rows), strict=True)
+        return torch.cat([run(chunk, (ends - start).clamp(0, len(chunk)), chunk_probs) for start, chunk, chunk_probs in chunks])
 
-    def stacks(self) -> list[WeightStack]:
+    def weight_stacks(self) -> list[WeightStack]:
         """Weights whose gradients are added to their buffers outside autograd. Empty before the first forward pass."""
         return [layer.weights for layer in self._layers.values() if layer.weights.buffered]
 
@@ -266,51 +267,51 @@ class MixtureOfExperts(MoELayer):
     ) -> tuple[Tensor, Tensor | None]:
         """[t, 1, H] → the same shape, and no bias. padding_mask [t]: set for padding tokens."""
         tokens, expert_tp = hidden_states.flatten(0, -2), self.experts.tp_group
-        exchanges = self.ep_group.size() > 1
-        overlapped = hidden_states if self.use_shared_expert and exchanges and self.tp_group.size() == 1 else None
-        shared = self.shared_experts(hidden_states) if self.use_shared_expert and overlapped is None else None
+        uses_exchange = self.ep_group.size() > 1
+        overlapped_states = hidden_states if self.use_shared_expert and uses_exchange and self.tp_group.size() == 1 else None
+        shared_out = self.shared_experts(hidden_states) if self.use_shared_expert and overlapped_states is None else None
         probs, routes = self.route(hidden_states, padding_mask)
         if expert_tp.size() > 1:
             # Each rank's part of an expert contributes to the gradients of all tokens and probs.
             tokens, probs = (gather_from_sequence_parallel_region(x, group=expert_tp) for x in (tokens, probs))
             routes = gather_from_sequence_parallel_region(routes.to(torch.uint8), group=expert_tp).bool()
-        if exchanges:
-            out, overlapped_out = self._exchange(tokens, probs, routes, overlapped)
-            shared = shared if overlapped_out is None else overlapped_out
+        if uses_exchange:
+            out, overlapped_out = self._exchange(tokens, probs, routes, overlapped_states)
+            shared_out = shared_out if overlapped_out is None else overlapped_out
         else:
             order = expert_order(routes, self.config.moe_router_topk, 1)
-            out = sum_rows(self._run(tokens, probs_of_rows(probs, order), order), order)
+            out = sum_rows(self._run(tokens, gather_row_probs(probs, order), order), order)
         if expert_tp.size() > 1:
             out = reduce_scatter_to_sequence_parallel_region(out.to(probs.dtype), group=expert_tp).to(hidden_states.dtype)
         out = out.view_as(hidden_states)
-        return (out if shared is None else out + shared), None
+        return (out if shared_out is None else out + shared_out), None
 
-    def _exchange(self, tokens: Tensor, probs: Tensor, routes: Tensor, overlapped: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _exchange(self, tokens: Tensor, probs: Tensor, routes: Tensor, overlapped_states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run this rank's tokens [T, H] through the experts of all ranks and, meanwhile, `overlapped` through the shared experts.
 
         probs, routes [T, E]: prob of each expert, and whether the token uses it.
         """
-        k, local = self.config.moe_router_topk, routes.shape[1] // self.ep_group.size()
+        k, local_experts = self.config.moe_router_topk, routes.shape[1] // self.ep_group.size()
         exchange = Exchange.plan(routes, k, self.ep_group)
-        probs_by_rank = torch.where(routes, probs, UNROUTED).view(-1, local)
+        probs_by_rank = torch.where(routes, probs, UNROUTED).view(-1, local_experts)
         probs_in_flight = exchange.dispatch(distinct_rows(probs_by_rank, exchange.order.pair_of))
-        tokens_in_flight = exchange.dispatch(gather(tokens, exchange.order))
-        inner = None if overlapped is None else self.shared_experts.up(overlapped)
+        tokens_in_flight = exchange.dispatch(gather_rows(tokens, exchange.order))
+        inner = None if overlapped_states is None else self.shared_experts.up(overlapped_states)
         local_probs = probs_in_flight.wait()
-        order = expert_order(local_probs != UNROUTED, min(k, local), 1, exchange.rows)
-        row_probs, received = probs_of_rows(local_probs, order), tokens_in_flight.wait()
+        order = expert_order(local_probs != UNROUTED, min(k, local_experts), 1, exchange.rows)
+        row_probs, received_tokens = gather_row_probs(local_probs, order), tokens_in_flight.wait()
         if exchange.rows <= IMBALANCE_LIMIT * exchange.even_share:
-            out = self._run(received, row_probs, order)
+            out = self._run(received_tokens, row_probs, order)
         else:
-            ends, rows = order.counts.cumsum(0, dtype=torch.int32), gather(received, order)
-            del received
-            out = self.experts.run_in_parts(rows, ends, row_probs, exchange.even_share)
-        returning = exchange.combine(sum_rows(out, order))
-        shared = None if inner is None else self.shared_experts.activate_and_down(overlapped, inner)
-        return sum_rows(returning.wait(), exchange.order), shared
+            ends, rows = order.counts.cumsum(0, dtype=torch.int32), gather_rows(received_tokens, order)
+            del received_tokens
+            out = self.experts.run_in_chunks(rows, ends, row_probs, exchange.even_share)
+        outputs_in_flight = exchange.combine(sum_rows(out, order))
+        shared_out = None if inner is None else self.shared_experts.activate_and_down(overlapped_states, inner)
+        return sum_rows(outputs_in_flight.wait(), exchange.order), shared_out
 
     def _run(self, tokens: Tensor, row_probs: Tensor, order: ExpertOrder) -> Tensor:
         """Outputs [R, H] of the rows of tokens [T, H]. row_probs [R]: prob of each row."""
-        rows = gather(tokens, order)
-        with recomputed(rows, partial(tokens.detach().index_select, 0, order.token_of)):
+        rows = gather_rows(tokens, order)
+        with recompute_in_backward(rows, partial(tokens.detach().index_select, 0, order.token_of)):
             return self.experts.run(rows, order.counts.cumsum(0, dtype=torch.int32), row_probs)

@@ -1,8 +1,8 @@
 """The language model with its MTP head, without the LM head's product.
 
-megatron-core's `GPTModel` multiplies by the LM head inside `forward`, feeds MTP the state after the final norm, and computes MTP's loss
-itself. This model returns hidden states instead: the engine computes log-probs and losses of the trunk and every MTP depth from them, so
-that logits are never materialized and the model needs no labels.
+megatron-core's `GPTModel` multiplies by the LM head in `forward`, passes MTP the state after the final norm, and computes MTP's loss. This
+model returns hidden states instead. The engine computes log-probs and losses of the trunk and every MTP depth from them, so logits are
+never materialized and the model needs no labels.
 """
 
 from __future__ import annotations
@@ -48,33 +48,33 @@ class VocabParallelEmbedding(UpstreamVocabParallelEmbedding):
     """
 
     def forward(self, input_: Tensor) -> Tensor:
-        weight, ids, outside = self.weight, input_, None
+        weight, ids, is_remote = self.weight, input_, None
         if not is_buffered(weight):
             return super().forward(input_)
         if self.tp_group.size() > 1:
-            outside = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-            ids = (input_ - self.vocab_start_index).masked_fill(outside, 0)
-        rows: Tensor = _EmbeddingRows.apply(weight, ids, outside)
+            is_remote = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            ids = (input_ - self.vocab_start_index).masked_fill(is_remote, 0)
+        rows: Tensor = _EmbeddingRows.apply(weight, ids, is_remote)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1).contiguous(), group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group) if outside is not None else rows
+        return reduce_from_tensor_model_parallel_region(rows, group=self.tp_group) if is_remote is not None else rows
 
 
 class _EmbeddingRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, outside: Tensor | None) -> Tensor:
-        ctx.save_for_backward(ids, outside)
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, is_remote: Tensor | None) -> Tensor:
+        ctx.save_for_backward(ids, is_remote)
         ctx.weight = weight  # a parameter, which outlives the graph
         rows = torch.nn.functional.embedding(ids, weight)
-        return rows if outside is None else rows.masked_fill(outside.unsqueeze(-1), 0.0)
+        return rows if is_remote is None else rows.masked_fill(is_remote.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ids, outside = ctx.saved_tensors
+        ids, is_remote = ctx.saved_tensors
         buffer: Tensor = ctx.weight.main_grad
         grad = grads[0].to(buffer.dtype)
-        if outside is not None:
-            grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        if is_remote is not None:
+            grad = grad.masked_fill(is_remote.unsqueeze(-1), 0.0)
         # Unlike `index_add_`, this adds rows of equal ids in a fixed order on CUDA as well.
         buffer.index_put_((ids.flatten(),), grad.flatten(0, -2), accumulate=True)
         return None, None, None
@@ -84,7 +84,7 @@ class MtpLayer(MultiTokenPredictionLayer):
     """Norms, projection, transformer layer and final norm of one MTP depth.
 
     Depth k combines the state at token i with the embedding of token i + k; its output predicts token i + k + 1 (DeepSeek-V3 report, arXiv
-    2412.19437, section 2.2). Upstream shifts token ids itself, sample by sample in Python; here `MtpModel` shifts a whole microbatch.
+    2412.19437, section 2.2). Upstream shifts token ids sample by sample in Python; here `MtpModel` shifts a whole microbatch at once.
 
     passes_prenorm: whether the next depth reads the state before this depth's final norm rather than after it (set per model family).
     """
@@ -146,7 +146,7 @@ class MtpModel(GPTModel):
             self.decoder.final_layernorm.register_forward_pre_hook(self._save_prenorm)
 
     def use_rope(self, rope: Rope | None, window_rope: Rope | None = None) -> None:
-        """Use this rotary embedding, if any, in every attention layer, except in window layers if they have their own."""
+        """Use `rope` in every attention layer, except in window layers if `window_rope` is set."""
         self.rope, self.window_rope = rope, window_rope
         for module in self.modules():
             if isinstance(module, LatentAttention) and rope is not None:
@@ -162,24 +162,24 @@ class MtpModel(GPTModel):
         """
         position_ids = packing.position_ids
         packing.rotary, packing.window_rotary = self._rotary(position_ids), self._window_rotary(position_ids)
-        embedded = self._embed(input_ids[packing.tokens], position_ids) if self.pre_process else None
-        padding = self._padding(packing)
+        embeddings = self._embed(input_ids[packing.tokens], position_ids) if self.pre_process else None
+        padding = self._router_padding_mask(packing)
         if self.boundary_states is not None and depths:
             self.boundary_states.begin()
-        state = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packing, padding_mask=padding)
+        state = self.decoder(hidden_states=embeddings, attention_mask=None, packed_seq_params=packing, padding_mask=padding)
         if not self.post_process:
             return state
         prenorm, self._prenorm = self._prenorm, None
         head = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
         mtp: list[Tensor] = []
         if depths and self.block_drafter is not None:
-            mtp = self._block(self.block_drafter, input_ids, packing, depths)
+            mtp = self._draft_block(self.block_drafter, input_ids, packing, depths)
         elif depths:
             trunk_state = prenorm if self.mtp_reads_prenorm else state
             if self.boundary_states is not None:
                 trunk_state = self.mtp.layers[0].project(self.boundary_states.take())
             assert trunk_state is not None
-            mtp = self._mtp(trunk_state, input_ids, packing, depths)
+            mtp = self._run_mtp(trunk_state, input_ids, packing, depths)
         return Hidden(trunk=state.squeeze(1), head=head, mtp=[depth.squeeze(1) for depth in mtp])
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class MtpModel(GPTModel):
     def _window_rotary(self, position_ids: Tensor) -> Rotary | None:
         return None if self.window_rope is None else self.window_rope.rotary(position_ids)
 
-    def _mtp(self, state: Tensor, input_ids: Tensor, packing: Packing, depths: int) -> list[Tensor]:
+    def _run_mtp(self, state: Tensor, input_ids: Tensor, packing: Packing, depths: int) -> list[Tensor]:
         """States of the first `depths` depths, as inputs of the LM head.
 
         Separate layers use their tokens' positions and attend to their own keys. A repeated layer works as in an engine that drafts several
@@ -204,20 +204,20 @@ class MtpModel(GPTModel):
         states = []
         for depth in range(depths):
             input_ids = packing.shift(input_ids)
-            embedded = self._embed(input_ids[packing.tokens], position_ids)
-            embedded = embedded.detach() if self.mtp_isolated else embedded
+            embeddings = self._embed(input_ids[packing.tokens], position_ids)
+            embeddings = embeddings.detach() if self.mtp_isolated else embeddings
             if self.mtp_masks_first_embedding and (depth == 0 or not repeated):
-                first = self._sequence_part(position_ids == 0)
-                embedded = embedded.masked_fill(first[:, None, None], 0.0)
+                is_first = self._sequence_shard(position_ids == 0)
+                embeddings = embeddings.masked_fill(is_first[:, None, None], 0.0)
             depth_packing = packing
             if repeated:
                 positions = position_ids + depth
                 depth_packing = packing.at_depth(positions, self._rotary(positions), earlier, self._window_rotary(positions))
-            head_state, state = layers[min(depth, len(layers) - 1)](state, embedded, depth_packing, self._padding(packing))
+            head_state, state = layers[min(depth, len(layers) - 1)](state, embeddings, depth_packing, self._router_padding_mask(packing))
             states.append(head_state)
         return states
 
-    def _block(self, drafter: BlockDrafter, input_ids: Tensor, packing: Packing, drafts: int) -> list[Tensor]:
+    def _draft_block(self, drafter: BlockDrafter, input_ids: Tensor, packing: Packing, drafts: int) -> list[Tensor]:
         """States of a block of `drafts` drafts, as inputs of the LM head.
 
         A block begins at every token i, after which the engine has sampled token i + 1. Its inputs are that token and `drafts` mask tokens,
@@ -231,12 +231,12 @@ class MtpModel(GPTModel):
         rotary = [self._rotary(positions + 1 + offset) for offset in range(drafts + 1)]
         return drafter(self.boundary_states.take(), [token, *[mask] * drafts], rotary, packing)
 
-    def _padding(self, packing: Packing) -> Tensor | None:
+    def _router_padding_mask(self, packing: Packing) -> Tensor | None:
         """Mask of local tokens excluded from router losses and load statistics."""
-        return None if packing.padding_mask is None or self.config.num_moe_experts is None else self._sequence_part(packing.padding_mask)
+        return None if packing.padding_mask is None or self.config.num_moe_experts is None else self._sequence_shard(packing.padding_mask)
 
-    def _sequence_part(self, values: Tensor) -> Tensor:
-        """This rank's part of per-token values under sequence parallelism."""
+    def _sequence_shard(self, values: Tensor) -> Tensor:
+        """This rank's shard of per-token values under sequence parallelism."""
         if not self.config.sequence_parallel:
             return values
         tp = self.pg_collection.tp

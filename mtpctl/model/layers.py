@@ -41,11 +41,11 @@ def uses_exact_sums(config: TransformerConfig) -> bool:
 
 
 @contextmanager
-def recomputed(value: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
-    """Operations in the block do not save `value` for their backward pass; `compute` recomputes it there.
+def recompute_in_backward(value: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
+    """Recompute `value` with `compute` in the backward pass of operations in the block, instead of saving it.
 
-    A linear layer saves its input for its weight's gradient. If that input is a norm's or activation's output, autograd saves the norm's or
-    activation's own inputs too, so recomputing the elementwise operation saves memory at the cost of bandwidth only. `compute` must return
+    A linear layer saves its input for its weight's gradient. If that input is a norm's or activation's output, autograd also saves the
+    inputs of that operation, so recomputing it saves memory at the cost of bandwidth only. `compute` must return
     bit-identical values. It runs without gradients, once per operation that would have saved `value`.
     """
     address, count = value.data_ptr(), value.numel()
@@ -72,7 +72,7 @@ class ColumnParallelLinear(UpstreamColumnParallelLinear):
     """
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        out = _product(self, input_, has_options=bool(args or kwargs))
+        out = _bypass_upstream(self, input_, has_options=bool(args or kwargs))
         return super().forward(input_, *args, **kwargs) if out is None else out
 
 
@@ -80,11 +80,13 @@ class RowParallelLinear(UpstreamRowParallelLinear):
     """[..., in / tp] → [..., out], and the bias if the caller adds it. Bypasses upstream like `ColumnParallelLinear`."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        out = _product(self, input_, has_options=False)
+        out = _bypass_upstream(self, input_, has_options=False)
         return super().forward(input_) if out is None else out
 
 
-def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, *, has_options: bool) -> tuple[Tensor, Tensor | None] | None:
+def _bypass_upstream(
+    layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, *, has_options: bool
+) -> tuple[Tensor, Tensor | None] | None:
     """The layer's output, and the bias if the caller adds it; None if upstream's forward pass must compute them."""
     if uses_exact_sums(layer.config):
         assert not has_options or layer.tp_group.size() == 1, "options of a call are not exact with tp > 1"
@@ -110,7 +112,7 @@ def _exact_product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor) -
     if not splits_tokens:
         return exact_grad.linear(copy_to_tensor_model_parallel_region(x, group), layer.weight)
     tokens = gather_from_sequence_parallel_region(x, group=group)
-    with recomputed(tokens, partial(gather_from_sequence_parallel_region, x.detach(), group=group)):
+    with recompute_in_backward(tokens, partial(gather_from_sequence_parallel_region, x.detach(), group=group)):
         return exact_grad.linear(tokens, layer.weight)
 
 
@@ -127,7 +129,7 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         if is_buffered(self.weight):
             return buffered_linear(x, self.weight), None
-        # For 3-D input, torch selects the matmul, and thus the rounding, by whether the weight requires a gradient.
+        # 2-D, because for 3-D input torch selects the matmul, and thus the rounding, by whether the weight requires a gradient.
         return F.linear(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]), None
 
 
@@ -175,7 +177,7 @@ class RMSNorm(torch.nn.Module):
 class GatedRMSNorm(RMSNorm):
     """Output norm of linear attention. Its weight is centered at 1, as in Hugging Face checkpoints, even if other norms are centered at 0.
 
-    A weight stored as weight - 1 would be rounded when 1 is added back.
+    A weight stored as weight - 1 would be rounded when 1 is added.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **options: object) -> None:
@@ -200,7 +202,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         normed = self._norm(input_)
-        with recomputed(normed, partial(self._norm, input_.detach())):
+        with recompute_in_backward(normed, partial(self._norm, input_.detach())):
             return super().forward(normed, *args, **kwargs)
 
     def _norm(self, x: Tensor) -> Tensor:
@@ -226,5 +228,5 @@ class Mlp(MLP):
         activation = activation_of(self.config)
         product = activation(inner, per_token_scale)
         scale = None if per_token_scale is None else per_token_scale.detach()
-        with recomputed(product, partial(activation, inner.detach(), scale)):
+        with recompute_in_backward(product, partial(activation, inner.detach(), scale)):
             return self.linear_fc2(product)

@@ -2,13 +2,13 @@
 
 A [rank, in] and B [out, rank] are split over the tensor-parallel ranks so that only [tokens, rank] is communicated:
 
-column      W and B are split by rows, A is replicated. With sequence parallelism A is applied to a rank's own tokens and its result is
-            gathered. A's gradient then covers those tokens only, and megatron-core sums it over the ranks.
+column      W and B are split by rows, A is replicated. With sequence parallelism A is applied to a rank's tokens, and the result is
+            gathered. A's gradient then covers these tokens only, and megatron-core sums it over the ranks.
 row         W and A are split by columns, B is replicated. The partial results A x are summed (reduce-scattered with sequence parallelism)
             before B is applied.
 expert      Tokens are gathered before the experts and outputs are summed after them, so the adapter needs no communication. A rank has a
             part of the replicated matrix's gradient, and megatron-core sums it over the ranks.
-replicated  W, A and B are replicated and applied to a rank's own tokens.
+replicated  W, A and B are replicated and applied to a rank's tokens.
 
 An adapter is a submodule of its layer, so the layer's parameters keep their names. MTP layers get no adapters, because inference engines do
 not support adapters on drafters; their weights are trained instead.
@@ -50,7 +50,7 @@ REPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 class Adapter(torch.nn.Module):
-    """This rank's part of A and B of one layer. `segments`: rows of B for each output of a fused layer, such as gate and up."""
+    """This rank's shards of A and B of one layer. `segments`: rows of B for each output of a fused layer, such as gate and up."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float, segments: dict[str, int]) -> None:
         super().__init__()
@@ -58,18 +58,18 @@ class Adapter(torch.nn.Module):
         self.scale, self.segments = scale, segments
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge_into(self, weight: Tensor) -> Tensor:
         """W + scale B A as a new tensor in W's dtype, computed in fp32."""
         return torch.addmm(weight.float(), self.lora_b.float(), self.lora_a.float(), alpha=self.scale).to(weight.dtype)
 
 
-class _Adapted(torch.nn.Module):
+class _AdaptedLinear(torch.nn.Module):
     """A linear layer with an adapter."""
 
     adapter: Adapter
     tp_group: dist.ProcessGroup
     explicit_expert_comm: bool
-    split = ""
+    split_matrix = ""
     """Name of the adapter matrix that is split over tp, if any."""
 
     def sharded_state_dict(
@@ -77,22 +77,22 @@ class _Adapted(torch.nn.Module):
     ) -> ShardedStateDict:
         assert metadata is not None
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        parts = make_sharded_tensors_for_checkpoint(
+        adapter_state = make_sharded_tensors_for_checkpoint(
             self.adapter.state_dict(keep_vars=True),
             f"{prefix}adapter.",
-            {self.split: 0 if self.split == "lora_b" else 1},
+            {self.split_matrix: 0 if self.split_matrix == "lora_b" else 1},
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
         if sizes := self.adapter.segments:
             name = f"{prefix}adapter.lora_b"
-            parts[name] = _split_tensor_factory(parts[name], list(sizes.values()), list(sizes), 0)
-        return {**state, **parts}
+            adapter_state[name] = _split_tensor_factory(adapter_state[name], list(sizes.values()), list(sizes), 0)
+        return {**state, **adapter_state}
 
 
-class LoraColumnParallelLinear(_Adapted, ColumnParallelLinear):
-    split = "lora_b"
+class LoraColumnParallelLinear(_AdaptedLinear, ColumnParallelLinear):
+    split_matrix = "lora_b"
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(input_, *args, **kwargs)
@@ -109,8 +109,8 @@ class LoraLayerNormColumnParallelLinear(LayerNormColumnParallelLinear, LoraColum
     """`LayerNormColumnParallelLinear.forward` passes the normed input to the adapted layer's `forward`."""
 
 
-class LoraRowParallelLinear(_Adapted, RowParallelLinear):
-    split = "lora_a"
+class LoraRowParallelLinear(_AdaptedLinear, RowParallelLinear):
+    split_matrix = "lora_a"
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(input_)
@@ -138,7 +138,7 @@ class GroupedLayer:
         """product: see `grouped_linear`."""
         self._product = product
         self.weights = WeightStack([linear.weight for linear in linears])
-        adapters: list[Adapter] = [linear.adapter for linear in linears if isinstance(linear, _Adapted)]
+        adapters: list[Adapter] = [linear.adapter for linear in linears if isinstance(linear, _AdaptedLinear)]
         self._adapters: tuple[WeightStack, WeightStack, float] | None = None
         if adapters:
             a, b = WeightStack([adapter.lora_a for adapter in adapters]), WeightStack([adapter.lora_b for adapter in adapters])
@@ -172,11 +172,11 @@ def attach_adapters(model: GPTModel, lora: LoraConfig, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if not name.startswith("mtp."):
             parameter.requires_grad_(False)
-    linears = list(_linears(model))
+    linears = list(_linear_layers(model))
     _check_targets(lora, {_leaf(path) for path, _, _ in linears})
     for path, linear, segments in linears:
         if _leaf(path) in lora.targets:
-            linear.adapter = _adapter(linear, path, segments, lora, seed)
+            linear.adapter = _create_adapter(linear, path, segments, lora, seed)
             cast(Any, linear).__class__ = _ADAPTED[type(linear)]
     if model.pre_process and model.config.recompute_granularity == "full":
         # Recomputation gives adapters no gradient unless its input requires one.
@@ -187,8 +187,8 @@ def _leaf(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def _linears(model: GPTModel) -> Iterator[tuple[str, _Linear, dict[str, int]]]:
-    """Linear layers of this rank's decoder layers: path in the whole model (decoder layer, expert, name), module, segments."""
+def _linear_layers(model: GPTModel) -> Iterator[tuple[str, _Linear, dict[str, int]]]:
+    """Yield this rank's linear decoder layers: path in the whole model (decoder layer, expert, name), module, segments."""
     for layer in model.decoder.layers:
         for name, module in list(layer.named_modules()):
             if type(module) not in _ADAPTED:
@@ -214,34 +214,34 @@ def _global_expert_name(layer: torch.nn.Module, name: str) -> str:
     return f"{head}{separator}{experts.ep_group.rank() * experts.num_local_experts + int(number)}.{rest}"
 
 
-def _check_targets(lora: LoraConfig, local: set[str]) -> None:
+def _check_targets(lora: LoraConfig, local_names: set[str]) -> None:
     gathered: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
-    known: set[str] = set().union(*gathered)
-    unknown = [target for target in lora.targets if target not in known]
+    dist.all_gather_object(gathered, local_names)
+    all_names: set[str] = set().union(*gathered)
+    unknown = [target for target in lora.targets if target not in all_names]
     if unknown:
-        raise UserError(f"train.lora.targets: no layer of this model is a {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        raise UserError(f"train.lora.targets: no layer of this model is a {', '.join(unknown)}; it has {', '.join(sorted(all_names))}")
 
 
-def _adapter(linear: _Linear, path: str, segments: dict[str, int], lora: LoraConfig, seed: int) -> Adapter:
+def _create_adapter(linear: _Linear, path: str, segments: dict[str, int], lora: LoraConfig, seed: int) -> Adapter:
     weight: Tensor = linear.weight
-    row = isinstance(linear, RowParallelLinear)
-    inputs = weight.shape[1]
-    total, first = inputs, 0
+    is_row_parallel = isinstance(linear, RowParallelLinear)
+    local_width = weight.shape[1]
+    full_width, column_start = local_width, 0
     if isinstance(linear, RowParallelLinear):
-        total, first = linear.input_size, linear.tp_group.rank() * inputs
+        full_width, column_start = linear.input_size, linear.tp_group.rank() * local_width
     generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(path.encode()))
-    a = (torch.rand(lora.rank, total, generator=generator) * 2 - 1) / total**0.5
+    a = (torch.rand(lora.rank, full_width, generator=generator) * 2 - 1) / full_width**0.5
     adapter = Adapter(
-        a[:, first : first + inputs].to(weight.device, weight.dtype),
+        a[:, column_start : column_start + local_width].to(weight.device, weight.dtype),
         torch.zeros(weight.shape[0], lora.rank, device=weight.device, dtype=weight.dtype),
         lora.alpha / lora.rank,
         segments,
     )
     replicated = [adapter.lora_a, adapter.lora_b]
     if not isinstance(linear, ReplicatedLinear):
-        split = replicated.pop(0 if row else 1)
-        set_tensor_model_parallel_attributes(split, is_parallel=True, dim=1 if row else 0, stride=1)
+        split = replicated.pop(0 if is_row_parallel else 1)
+        set_tensor_model_parallel_attributes(split, is_parallel=True, dim=1 if is_row_parallel else 0, stride=1)
     for parameter in adapter.parameters():
         parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
     for parameter in replicated:
@@ -251,7 +251,7 @@ def _adapter(linear: _Linear, path: str, segments: dict[str, int], lora: LoraCon
 
 
 def _has_partial_gradient(linear: _Linear) -> bool:
-    """Whether a replicated matrix's gradient on this rank is partial: from the rank's own tokens or its part of a sum."""
+    """Whether this rank's gradient of a replicated matrix is partial: from the rank's tokens, or from its part of a sum."""
     if isinstance(linear, ReplicatedLinear):
         return bool(cast(Any, linear.weight).sequence_parallel)
     return bool(linear.config.sequence_parallel and linear.tp_group.size() > 1)

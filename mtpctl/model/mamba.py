@@ -1,6 +1,6 @@
 """Mamba-2 (arXiv 2405.21060), the recurrent mixer of Nemotron-H, on packed sequences.
 
-megatron-core's mixer requires mamba-ssm, does not support packed samples and runs on CUDA alone, so this is a separate module with the same
+megatron-core's mixer requires mamba-ssm, does not support packed samples and runs on CUDA only. This is a separate module with the same
 parameters. They are split over tensor-parallel ranks by groups: each rank has the heads, B and C of its groups.
 Context-parallel ranks exchange tokens for groups, see `mtpctl.model.packing`.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from mtpctl.families.shape import MambaShape
 from mtpctl.kernels.scaling import scale_heads
 from mtpctl.model.layers import LayerNormColumnParallelLinear, RowParallelLinear
-from mtpctl.model.packing import Packing, convolve, exchange, own_channels, own_heads, to_tokens
+from mtpctl.model.packing import Packing, convolve, exchange_heads, local_channels, local_heads, to_tokens
 
 try:
     from fla.modules.causal_conv1d import causal_conv1d
@@ -52,13 +52,13 @@ class GroupedNorm(MegatronModule):
 
 
 def grouped_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """The function of `GroupedNorm`."""
+    """`GroupedNorm` as a function."""
     if x.is_cuda and x.numel() and rmsnorm_fn is not None:  # one kernel per pass; below, each operation stores its result in fp32
         return rmsnorm_fn(x, weight, None, z=gate, eps=eps, group_size=x.shape[-1] // groups, norm_before_gate=False)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    gated = (x.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (groups, -1))
-    unit = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
-    return (unit * weight.to(wide)).to(gate.dtype)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    gated = (x.to(compute_dtype) * F.silu(gate.to(compute_dtype))).unflatten(-1, (groups, -1))
+    normed = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
+    return (normed * weight.to(compute_dtype)).to(gate.dtype)
 
 
 class Mamba2(MegatronModule):
@@ -99,9 +99,9 @@ class Mamba2(MegatronModule):
         per_head: list[Tensor] = [self.A_log, self.D, self.dt_bias]
         cp, ranks = self.pg_collection.cp, self.pg_collection.cp.size()
         if ranks > 1:
-            mixed, steps = exchange(mixed, self._widths, (self.heads, self.groups, self.groups), (steps,), packed_seq_params, cp)
-            convolution = [own_channels(weight, self._widths, cp) for weight in convolution]
-            per_head = own_heads(per_head, cp)
+            mixed, steps = exchange_heads(mixed, self._widths, (self.heads, self.groups, self.groups), (steps,), packed_seq_params, cp)
+            convolution = [local_channels(weight, self._widths, cp) for weight in convolution]
+            per_head = local_heads(per_head, cp)
         widths = [width // ranks for width in self._widths]
         (taps, bias), (decay, skip, step_bias) = convolution, per_head
         scan = Scan(mixed, widths, taps, bias, steps, decay, skip, step_bias, self.groups // ranks)
@@ -114,7 +114,7 @@ class Mamba2(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """The state dict of this tensor-parallel rank. Parts of fused tensors are stored separately, so that tp can change."""
+        """The state dict of this tensor-parallel rank. The tensors that are fused are stored separately, so that tp can change."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state: dict[str, Any] = {}
         for module, path, split in (
@@ -132,8 +132,8 @@ class Mamba2(MegatronModule):
             state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
         sections = {"in_proj.weight": [self.inner, *self._widths, self.heads], "conv1d.weight": self._widths, "conv1d.bias": self._widths}
         for name, widths in sections.items():
-            parts = ["z", "x", "B", "C", "dt"] if len(widths) > 3 else ["x", "B", "C"]
-            state[prefix + name] = _split_tensor_factory(state[prefix + name], widths, parts, 0)
+            part_names = ["z", "x", "B", "C", "dt"] if len(widths) > 3 else ["x", "B", "C"]
+            state[prefix + name] = _split_tensor_factory(state[prefix + name], widths, part_names, 0)
         return state
 
 
@@ -175,7 +175,7 @@ class Scan:
     def run_torch(self, row: Packing) -> Tensor:
         """Output [T, heads, head dim], in plain PyTorch."""
         x, b, c = self._split(F.silu(convolve(self.mixed, self.taps, row.position_ids) + self.bias))
-        steps, log_decay = self._discretized()
+        steps, log_decay = self._discretize()
         out = torch.empty_like(x)
         for group in row.groups:
             # Padding follows a sample's last token; the scan is causal, so padding does not affect the sample.
@@ -189,7 +189,7 @@ class Scan:
         samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
         mixed: Tensor = causal_conv1d(self.mixed[None], self.taps, bias=self.bias, activation="silu", **samples)[0][0]
         x, b, c = self._split(mixed)
-        steps, log_decay = self._discretized()
+        steps, log_decay = self._discretize()
         queries, keys = (part.repeat_interleave(x.shape[1] // self.groups, dim=1)[None] for part in (c, b))
         out: Tensor = chunk_simple_gla(queries, keys, scale_heads(x, steps)[None], g=log_decay[None], scale=1.0, **samples)[0]
         return scale_heads(x, self.skip, out[0])
@@ -199,11 +199,11 @@ class Scan:
         x, b, c = mixed.split(self.widths, dim=-1)
         return x.unflatten(-1, (len(self.decay), -1)), b.unflatten(-1, (self.groups, -1)), c.unflatten(-1, (self.groups, -1))
 
-    def _discretized(self) -> tuple[Tensor, Tensor]:
+    def _discretize(self) -> tuple[Tensor, Tensor]:
         """Steps and log decays [T, heads], in fp32 or wider."""
-        wide = torch.promote_types(self.steps.dtype, torch.float32)
-        steps = F.softplus(self.steps.to(wide) + self.step_bias.to(wide))
-        return steps, -self.decay.to(wide).exp() * steps
+        compute_dtype = torch.promote_types(self.steps.dtype, torch.float32)
+        steps = F.softplus(self.steps.to(compute_dtype) + self.step_bias.to(compute_dtype))
+        return steps, -self.decay.to(compute_dtype).exp() * steps
 
 
 def selective_scan(x: Tensor, steps: Tensor, log_decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -219,20 +219,20 @@ def selective_scan(x: Tensor, steps: Tensor, log_decay: Tensor, b: Tensor, c: Te
     chunk = min(CHUNK, length)
     padding = -length % chunk
 
-    def chunks(part: Tensor) -> Tensor:
+    def split_chunks(part: Tensor) -> Tensor:
         part = F.pad(part.to(log_decay.dtype), (0, 0) * (part.dim() - 2) + (0, padding))
         return part.unflatten(1, (-1, chunk)).movedim(3, 1)  # [B, heads or groups, chunks, C, …]
 
-    values, total = chunks(x * steps[..., None]), chunks(log_decay).cumsum(-1)
-    b, c = (chunks(part).repeat_interleave(heads // groups, dim=1) for part in (b, c))
+    values, decay_sums = split_chunks(x * steps[..., None]), split_chunks(log_decay).cumsum(-1)
+    b, c = (split_chunks(part).repeat_interleave(heads // groups, dim=1) for part in (b, c))
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
-    within = c @ b.mT * (total[..., :, None] - total[..., None, :]).masked_fill(~causal, float("-inf")).exp()
-    inside = within @ values
+    scores = c @ b.mT * (decay_sums[..., :, None] - decay_sums[..., None, :]).masked_fill(~causal, float("-inf")).exp()
+    intra_chunk_out = scores @ values
     state = values.new_zeros(*values.shape[:2], b.shape[-1], values.shape[-1])
     outputs = []
     for i in range(values.shape[2]):
-        outputs.append(inside[:, :, i] + (c[:, :, i] * total[:, :, i, :, None].exp()) @ state)
-        last = total[:, :, i, -1:, None]
-        state = state * last.exp() + (b[:, :, i] * (last - total[:, :, i, :, None]).exp()).mT @ values[:, :, i]
+        outputs.append(intra_chunk_out[:, :, i] + (c[:, :, i] * decay_sums[:, :, i, :, None].exp()) @ state)
+        chunk_decay = decay_sums[:, :, i, -1:, None]
+        state = state * chunk_decay.exp() + (b[:, :, i] * (chunk_decay - decay_sums[:, :, i, :, None]).exp()).mT @ values[:, :, i]
     out = torch.cat(outputs, dim=2)[:, :, :length]
     return out.movedim(1, 2).to(dtype)

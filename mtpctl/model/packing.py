@@ -45,7 +45,7 @@ class EarlierDepths:
 
 
 @dataclass
-class Group:
+class LengthGroup:
     """Parts of similar length that are computed as one padded batch.
 
     queries [samples, length]: indices of this rank's tokens. keys [samples, length]: indices of the keys visible to this rank. valid
@@ -101,32 +101,39 @@ class Packing(PackedSeqParams):
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every sample needs at least one token; the lengths are {lengths}")
-        total, count = sum(lengths), blocks(cp)
-        if total % count:
-            raise ValueError(f"{total} tokens do not divide over the {count} blocks of {cp} context-parallel ranks")
+        total, block_count = sum(lengths), num_blocks(cp)
+        if total % block_count:
+            raise ValueError(f"{total} tokens do not divide over the {block_count} blocks of {cp} context-parallel ranks")
         starts = [0, *accumulate(lengths)]
-        size = total // count
-        queries, keys, positions, visible = [], [], [], []
-        own_blocks = [cp_rank] if cp == 1 else [cp_rank, count - 1 - cp_rank]
-        for block in own_blocks:
-            low, high = block * size, (block + 1) * size
-            parts = [(first, max(first, low), min(last, high)) for first, last in pairwise(starts) if last > low and first < high]
-            queries += [stop - begin for _, begin, stop in parts]
-            keys += [stop - first for first, _, stop in parts]
-            positions += [torch.arange(begin - first, stop - first) for first, begin, stop in parts]
+        block_size = total // block_count
+        queries, keys, positions, visible_blocks = [], [], [], []
+        local_blocks = [cp_rank] if cp == 1 else [cp_rank, block_count - 1 - cp_rank]
+        for block in local_blocks:
+            block_start, block_end = block * block_size, (block + 1) * block_size
+            parts = [
+                (first, max(first, block_start), min(last, block_end))
+                for first, last in pairwise(starts)
+                if last > block_start and first < block_end
+            ]
+            queries += [end - begin for _, begin, end in parts]
+            keys += [end - first for first, _, end in parts]
+            positions += [torch.arange(begin - first, end - first) for first, begin, end in parts]
             if cp > 1:
-                began, skipped = divmod(parts[0][0], size)
-                visible += [(_cp_position(other, cp), skipped if other == began else 0) for other in range(began, block + 1)]
-        query_ends = _sums(queries).to(device)
+                first_block, first_token = divmod(parts[0][0], block_size)
+                visible_blocks += [
+                    (_cp_position(visible_block, cp), first_token if visible_block == first_block else 0)
+                    for visible_block in range(first_block, block + 1)
+                ]
+        query_ends = _cumulative_lengths(queries).to(device)
         return cls(
             qkv_format="packed",
             cu_seqlens_q=query_ends,
-            cu_seqlens_kv=query_ends if keys == queries else _sums(keys).to(device),
+            cu_seqlens_kv=query_ends if keys == queries else _cumulative_lengths(keys).to(device),
             max_seqlen_q=max(queries),
             max_seqlen_kv=max(keys),
             starts=torch.tensor(starts, device=device),
-            tokens=torch.cat([torch.arange(block * size, (block + 1) * size, device=device) for block in own_blocks]),
-            visible_blocks=visible,
+            tokens=torch.cat([torch.arange(block * block_size, (block + 1) * block_size, device=device) for block in local_blocks]),
+            visible_blocks=visible_blocks,
             position_ids=torch.cat(positions).to(device),
             lengths=(queries, keys),
             sample_lengths=lengths,
@@ -144,10 +151,10 @@ class Packing(PackedSeqParams):
     def cp_order(self) -> Tensor:
         """int64 [T]: indices in the row of the tokens of all CP ranks, concatenated in rank order."""
         count = self.ranks * 2
-        size = len(self.tokens) // 2
-        blocks = [block for rank in range(self.ranks) for block in (rank, count - 1 - rank)]
-        starts = torch.tensor(blocks, device=self.tokens.device)[:, None] * size
-        return (starts + torch.arange(size, device=self.tokens.device)).flatten()
+        block_size = len(self.tokens) // 2
+        block_ranks = [block for rank in range(self.ranks) for block in (rank, count - 1 - rank)]
+        starts = torch.tensor(block_ranks, device=self.tokens.device)[:, None] * block_size
+        return (starts + torch.arange(block_size, device=self.tokens.device)).flatten()
 
     @cached_property
     def row_order(self) -> Tensor:
@@ -173,7 +180,7 @@ class Packing(PackedSeqParams):
         """bool [t]: this rank's padding tokens; None if the row has none."""
         return self.tokens >= self.starts[-1] - self.padding_tokens if self.padding_tokens else None
 
-    def visible(self, gathered: Tensor) -> Tensor:
+    def select_visible(self, gathered: Tensor) -> Tensor:
         """Select the keys or values that this rank's queries attend to, part by part, from those of all ranks [T, …] in rank order."""
         if not self.visible_blocks:
             return gathered
@@ -182,7 +189,7 @@ class Packing(PackedSeqParams):
         return torch.cat([split[block][first:] for block, first in self.visible_blocks])
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[LengthGroup]:
         """The parts in few groups, for operations that process samples step by step and have no kernel for packed rows.
 
         A part shorter than half of the group's longest starts a new group, so at most half of a group is padding.
@@ -194,21 +201,21 @@ class Packing(PackedSeqParams):
                 result.append(result[-1] if 2 * length >= result[-1] else length)
             return result
 
-        return self._grouped(widths)
+        return self._build_groups(widths)
 
     @cached_property
-    def length_groups(self) -> list[Group]:
+    def length_groups(self) -> list[LengthGroup]:
         """The parts grouped by length, rounded up to a multiple of `STEP`.
 
         For attention: its order of summation depends on the width, so this makes a sample's result independent of the other samples.
         """
-        return self._grouped(lambda lengths: [-(-length // STEP) * STEP for length in lengths])
+        return self._build_groups(lambda lengths: [-(-length // STEP) * STEP for length in lengths])
 
-    def _grouped(self, widths: Callable[[list[int]], list[int]]) -> list[Group]:
+    def _build_groups(self, widths: Callable[[list[int]], list[int]]) -> list[LengthGroup]:
         device = self.position_ids.device
         return [
-            Group(g.queries.to(device), g.keys.to(device), g.valid.to(device), None if g.mask is None else g.mask.to(device))
-            for g in _groups(*self.lengths, widths)
+            LengthGroup(g.queries.to(device), g.keys.to(device), g.valid.to(device), None if g.mask is None else g.mask.to(device))
+            for g in _group_parts(*self.lengths, widths)
         ]
 
     def at_depth(self, position_ids: Tensor, rotary: Rotary | None, earlier: EarlierDepths, window_rotary: Rotary | None = None) -> Packing:
@@ -226,8 +233,8 @@ class Packing(PackedSeqParams):
         return shifted
 
 
-def blocks(cp: int) -> int:
-    """Number of equal blocks that a row is split into for `cp` ranks."""
+def num_blocks(cp: int) -> int:
+    """Number of equal blocks into which a row is split for `cp` ranks."""
     return 2 * cp if cp > 1 else 1
 
 
@@ -236,24 +243,24 @@ def _cp_position(block: int, cp: int) -> int:
     return 2 * block if block < cp else 2 * (2 * cp - 1 - block) + 1
 
 
-def _sums(lengths: list[int]) -> Tensor:
+def _cumulative_lengths(lengths: list[int]) -> Tensor:
     sums = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     sums[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     return sums
 
 
-def _groups(queries: list[int], keys: list[int], widths: Callable[[list[int]], list[int]]) -> list[Group]:
+def _group_parts(queries: list[int], keys: list[int], widths: Callable[[list[int]], list[int]]) -> list[LengthGroup]:
     """Group parts by their padded width, longest first. `widths` maps descending lengths to widths.
 
     A part whose sample began in an earlier block (at most one per block) forms its own group.
     """
-    query_starts, key_starts = _sums(queries).tolist(), _sums(keys).tolist()
+    query_starts, key_starts = _cumulative_lengths(queries).tolist(), _cumulative_lengths(keys).tolist()
     result = []
     for i, (query_count, key_count) in enumerate(zip(queries, keys, strict=True)):
         if key_count > query_count:
             mask = torch.ones(query_count, key_count, dtype=torch.bool).tril(key_count - query_count)
             index = query_starts[i] + torch.arange(query_count)[None]
-            result.append(Group(index, key_starts[i] + torch.arange(key_count)[None], torch.ones_like(index, dtype=torch.bool), mask))
+            result.append(LengthGroup(index, key_starts[i] + torch.arange(key_count)[None], torch.ones_like(index, dtype=torch.bool), mask))
     grouped: dict[int, list[int]] = {}
     order = sorted((i for i in range(len(queries)) if keys[i] == queries[i]), key=queries.__getitem__, reverse=True)
     for i, width in zip(order, widths([queries[i] for i in order]), strict=True):
@@ -262,7 +269,7 @@ def _groups(queries: list[int], keys: list[int], widths: Callable[[list[int]], l
         columns = torch.arange(width)[None]
         valid = columns < torch.tensor([queries[i] for i in group])[:, None]
         index, key_index = (torch.tensor([starts[i] for i in group])[:, None] + columns for starts in (query_starts, key_starts))
-        result.append(Group(torch.where(valid, index, 0), torch.where(valid, key_index, 0), valid))
+        result.append(LengthGroup(torch.where(valid, index, 0), torch.where(valid, key_index, 0), valid))
     return result
 
 
@@ -270,13 +277,13 @@ def convolve(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:
     """Depthwise causal convolution of x [T, channels] with weight [channels, width], zero-padded at the start of each sample."""
     taps = weight.unbind(-1)
     out = x * taps[-1]
-    for back, tap in enumerate(reversed(taps[:-1]), start=1):
-        earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
-        out = out + earlier.masked_fill((position_ids < back)[:, None], 0.0) * tap
+    for distance, tap in enumerate(reversed(taps[:-1]), start=1):
+        earlier = F.pad(x, (0, 0, distance, 0))[: len(x)]
+        out = out + earlier.masked_fill((position_ids < distance)[:, None], 0.0) * tap
     return out
 
 
-def exchange(
+def exchange_heads(
     mixed: Tensor, widths: Sequence[int], counts: Sequence[int], others: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup
 ) -> list[Tensor]:
     """Exchange this rank's tokens of all heads [t, …] for all tokens of this rank's heads [T, …].
@@ -288,24 +295,24 @@ def exchange(
     return [torch.cat([part.flatten(1) for part in received[: len(parts)]], dim=-1), *received[len(parts) :]]
 
 
-def own_channels(weight: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of the heads that this context-parallel rank computes, of a fused weight with parts of these `widths`."""
-    return torch.cat(own_heads(weight.split(list(widths)), group))
+def local_channels(weight: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows of this context-parallel rank's heads, of a fused weight with parts of these `widths`."""
+    return torch.cat(local_heads(weight.split(list(widths)), group))
 
 
-def own_heads(weights: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """The rows of the heads that this context-parallel rank computes."""
+def local_heads(weights: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Rows of this context-parallel rank's heads."""
     return [weight.chunk(group.size())[group.rank()] for weight in weights]
 
 
 def to_heads(parts: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup) -> list[Tensor]:
     """Each of `parts` [t, heads, …] → [T, heads / P, …] in row order. Parts may differ in their number of heads."""
     ranks = group.size()
-    sent = [part.unflatten(1, (ranks, -1)) for part in parts]
-    shapes = [part.shape[2:] for part in sent]
+    split_parts = [part.unflatten(1, (ranks, -1)) for part in parts]
+    shapes = [part.shape[2:] for part in split_parts]
     # One message for all parts: [P, t, all parts' values for a rank].
-    packed = torch.cat([part.flatten(2) for part in sent], dim=-1).transpose(0, 1).contiguous()
-    received: Tensor = all_to_all(group, packed.flatten(0, 1))
+    message = torch.cat([part.flatten(2) for part in split_parts], dim=-1).transpose(0, 1).contiguous()
+    received: Tensor = all_to_all(group, message.flatten(0, 1))
     ordered = received.index_select(0, packing.row_order)
     pieces = ordered.split([shape.numel() for shape in shapes], dim=1)
     return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]

@@ -41,7 +41,7 @@ class ProcessGroups:
         Raises RuntimeError if the number of ranks does not match the layout, or if the process already has groups.
         """
         if rank.world_size != parallel.world_size:
-            raise RuntimeError(f"{rank.world_size} ranks were started for a layout of {parallel.world_size}")
+            raise RuntimeError(f"{rank.world_size} ranks were started for a layout of {parallel.world_size} ranks")
         if dist.is_initialized():
             raise RuntimeError("this process already has process groups; close their owner first")
         cpu_device.install()
@@ -64,7 +64,7 @@ class ProcessGroups:
     def close(self) -> None:
         """Destroy the groups and their threads. Idempotent."""
         parallel_state.destroy_model_parallel()
-        # megatron-core keeps these two, with their threads. A process forked later would wait for the threads, which it does not have.
+        # megatron-core does not destroy these two groups and their threads. A forked process has no such threads and would wait for them.
         parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
         parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
         if dist.is_initialized():
@@ -82,7 +82,7 @@ def _join(rank: Rank) -> None:
     cuda = torch.cuda.is_available()
     if cuda and rank.local_rank >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise ClusterResources(f"train.parallel: rank {rank.rank} needs GPU {rank.local_rank} of a host with {count}; use fewer ranks")
+        raise ClusterResources(f"train.parallel: rank {rank.rank} needs GPU {rank.local_rank} of a host with {count} GPUs; use fewer ranks")
     if cuda:
         torch.cuda.set_device(rank.local_rank)
     store: dist.Store = dist.HashStore() if rank.world_size == 1 else join_store(rank.master, rank.deadline_s)
@@ -107,9 +107,9 @@ def reduce_sums(sums: dict[str, Tensor]) -> dict[str, Tensor]:
         return sums
     names = sorted(sums)
     if names:
-        flat = torch.stack([sums[name].float() for name in names])
-        dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
-        sums = dict(zip(names, flat, strict=True))
+        stacked = torch.stack([sums[name].float() for name in names])
+        dist.all_reduce(stacked, group=parallel_state.get_data_parallel_group())
+        sums = dict(zip(names, stacked, strict=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         values = [{name: value.item() for name, value in sums.items()}]
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -122,9 +122,9 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Sums over the data-parallel ranks, exact for integers below 2^53. Collective; all ranks pass equally many values."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(values)
-    flat = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
-    dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
-    return flat.tolist()
+    stacked = torch.tensor(values, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(stacked, group=parallel_state.get_data_parallel_group())
+    return stacked.tolist()
 
 
 def max_over_ranks(value: int) -> int:

@@ -25,14 +25,17 @@ class Rotary(NamedTuple):
 
 @dataclass(frozen=True)
 class Rope:
-    """inverse_frequencies: fp32 [rotated dimensions / 2]. scaling: factor of cosine and sine. exact: use `exact.cos_sin`."""
+    """A rotary embedding.
+
+    inverse_frequencies: fp32 [rotated dimensions / 2]. scaling: factor of cosine and sine. exact: use `exact.cos_sin`.
+    """
 
     inverse_frequencies: Tensor
     scaling: float = 1.0
     exact: bool = False
 
-    def on(self, device: torch.device) -> Rope:
-        """Move to a device. Done once, because copying the frequencies in each pass would synchronize the host with the device."""
+    def to_device(self, device: torch.device) -> Rope:
+        """Move to a device. Call it once: a copy in each pass would synchronize the host with the device."""
         return replace(self, inverse_frequencies=self.inverse_frequencies.to(device))
 
     def rotary(self, position_ids: Tensor) -> Rotary:
@@ -59,31 +62,31 @@ def window_rope_of(shape: ModelShape) -> Rope | None:
 def rope_of(shape: ModelShape) -> Rope:
     """The rotary embedding of a model, with the scaling of its config."""
     dims = shape.latent.rope_dim if shape.latent else int(shape.head_dim * shape.rotary_fraction)
-    plain = 1.0 / shape.rope_theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
     scaling = shape.rope_scaling
     if scaling is None:
-        return Rope(plain)
+        return Rope(frequencies)
     kind = scaling["rope_type"]
     if kind == "linear":
-        return Rope(plain / scaling["factor"])
+        return Rope(frequencies / scaling["factor"])
     if kind == "llama3":
         low, high, trained = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
-        return Rope(scaled_by_wavelength(plain, scaling["factor"], low, high, trained))
+        return Rope(scale_by_wavelength(frequencies, scaling["factor"], low, high, trained))
     assert kind == "yarn", f"RoPE scaling {kind!r} is not supported"
-    return _yarn(plain, shape, scaling)
+    return _yarn(frequencies, shape, scaling)
 
 
-def scaled_by_wavelength(plain: Tensor, factor: float, low: float, high: float, trained: float) -> Tensor:
+def scale_by_wavelength(frequencies: Tensor, factor: float, low: float, high: float, trained: float) -> Tensor:
     """Llama 3.1: divide frequencies of at most `low` turns in the trained length, keep those of at least `high`, interpolate between."""
-    turns = trained * plain / (2 * math.pi)
+    turns = trained * frequencies / (2 * math.pi)
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * (unscaled + (1 - unscaled) / factor)
+    return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-def _yarn(plain: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:
+def _yarn(frequencies: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:
     """Keep frequencies with over `beta_fast` turns in the trained length, divide those with under `beta_slow`, interpolate in between."""
     trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-    dims = 2 * len(plain)
+    dims = 2 * len(frequencies)
 
     def dimension(turns: float) -> float:
         return dims * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
@@ -92,12 +95,12 @@ def _yarn(plain: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
-    ramp = ((torch.arange(len(plain)) - low) / ((high - low) or 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(len(frequencies)) - low) / ((high - low) or 0.001)).clamp(0, 1)
     attention = scaling.get("attention_factor")
     if attention is None:
         mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
         attention = _magnitude(factor, mscale) / _magnitude(factor, mscale_all) if mscale and mscale_all else _magnitude(factor, 1.0)
-    return Rope(plain * (1 - ramp + ramp / factor), float(attention))
+    return Rope(frequencies * (1 - ramp + ramp / factor), float(attention))
 
 
 def _magnitude(factor: float, mscale: float) -> float:

@@ -1,12 +1,12 @@
 """MoE routers: router losses, expert loads, and routing replay.
 
-Upstream divides router losses by the tokens of a microbatch. Here every loss is divided by the tokens of the whole update, so routers get
-that number, and losses are attached here instead of upstream.
+Upstream divides router losses by the tokens of a microbatch. Here every loss is divided by the tokens of the whole update. Routers
+therefore get that number, and attach the losses themselves.
 
 With replay, tokens go to the experts that an earlier pass selected. Their probs are still computed from this router's own logits, so the
 router gets a gradient (arXiv 2510.11370, section 3). Upstream's replay stores routes in process-wide lists and looks up those of a backward
-pass by counting over all routers ever created. Here a layer passes routes to its router with its tokens, so recomputation and pipelines
-need no special handling. MTP layers do not replay routes.
+pass by counting over all routers ever created. Here a layer passes its routes to its router in each pass, so recomputation and
+pipelines need no special handling. MTP layers do not replay routes.
 
 Shape legend: T tokens, E experts, k experts per token.
 """
@@ -33,16 +33,17 @@ from mtpctl.model.packing import Packing
 
 
 class ExpertChoice:
-    """The experts of one pass: selected by the router or replayed. The pass sets `own` (the router's) and `chosen` (those used), [T, k].
+    """The experts of one pass: selected by the router or replayed. The pass sets `router_experts` (the router's selection) and
+    `used_experts`, [T, k].
 
-    Implements the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether `chosen` is read.
-    softmax_bias [E]: added to the softmax of the scores to select experts. Upstream supports a bias only with other score functions.
+    Implements the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether `used_experts` is
+    read. softmax_bias [E]: added to the softmax of the scores to select experts. Upstream supports a bias only with other score functions.
     """
 
     def __init__(self, replay: ReplayedRoutes | None, *, recorded: bool = True) -> None:
         self.replay, self.recorded = replay, recorded
         self.softmax_bias: Tensor | None = None
-        self.own = self.chosen = torch.empty(0)
+        self.router_experts = self.used_experts = torch.empty(0)
 
     def get_replay_topk(
         self,
@@ -54,19 +55,19 @@ class ExpertChoice:
     ) -> tuple[Tensor, Tensor]:
         """scores [T, E] → scores and indices of the chosen experts, both [T, k]."""
         ranked = scores if self.softmax_bias is None else scores.softmax(-1, dtype=torch.float32) + self.softmax_bias
-        values, self.own = default_compute_topk(ranked, topk, num_groups=num_groups, group_topk=group_topk)
+        values, self.router_experts = default_compute_topk(ranked, topk, num_groups=num_groups, group_topk=group_topk)
         if self.softmax_bias is not None:
-            values = scores.gather(1, self.own)
-        self.chosen = self.own
+            values = scores.gather(1, self.router_experts)
+        self.used_experts = self.router_experts
         if self.replay is None:
-            return values, self.own
-        self.chosen = torch.where(self.replay.replayed[:, None], self.replay.experts.long(), self.own)
-        return scores.gather(1, self.chosen), self.chosen
+            return values, self.router_experts
+        self.used_experts = torch.where(self.replay.replayed[:, None], self.replay.experts.long(), self.router_experts)
+        return scores.gather(1, self.used_experts), self.used_experts
 
-    def agreement(self) -> tuple[Tensor, Tensor]:
+    def count_agreement(self) -> tuple[Tensor, Tensor]:
         """Number of replayed experts that the router would also have chosen, and of all replayed experts."""
         assert self.replay is not None
-        same = (self.chosen[:, :, None] == self.own[:, None, :]).any(-1)
+        same = (self.used_experts[:, :, None] == self.router_experts[:, None, :]).any(-1)
         replayed = self.replay.replayed
         return (same & replayed[:, None]).sum(), replayed.sum() * self.replay.experts.shape[1]
 
@@ -112,21 +113,23 @@ class Router(TopKRouter):
         config = self.config
         logits = logits.view(-1, self.num_experts)
         # With activation recomputation a pass runs twice, the first time without gradients.
-        trains = self.training and torch.is_grad_enabled()
-        real = None if padding_mask is None else ~padding_mask.view(-1, 1)
-        if trains and config.moe_z_loss_coeff:
-            logits = self._attach(logits, config.moe_z_loss_coeff * _z_loss_sum(logits, real))
-        rule = self._rule(logits)
+        is_training = self.training and torch.is_grad_enabled()
+        is_real = None if padding_mask is None else ~padding_mask.view(-1, 1)
+        if is_training and config.moe_z_loss_coeff:
+            logits = self._attach_loss(logits, config.moe_z_loss_coeff * _z_loss_sum(logits, is_real))
+        rule = self._kernel_rule(logits)
         if rule is not None:
-            counts = trains and real is None and not config.moe_aux_loss_coeff
-            probs, routes = route(logits, self.expert_bias, rule, self.load if counts else None, self._replay(trains))
+            counts_in_kernel = is_training and is_real is None and not config.moe_aux_loss_coeff
+            probs, routes = route(
+                logits, self.expert_bias, rule, self.load if counts_in_kernel else None, self._routes_to_replay(is_training)
+            )
         elif uses_exact_sums(config):
-            counts = False
+            counts_in_kernel = False
             selection = self.choice or ExpertChoice(None, recorded=False)
             _values, experts = selection.get_replay_topk(logits, self.topk, None, None, _top_experts)
             probs, routes = exact_grad.route(logits, experts, of_all=config.moe_router_pre_softmax)
         else:
-            counts = False
+            counts_in_kernel = False
             choice = self.choice
             if self.score_function == "softmax" and self.expert_bias is not None:
                 choice = choice or ExpertChoice(None, recorded=False)
@@ -142,19 +145,19 @@ class Router(TopKRouter):
                 expert_bias=self.expert_bias,
                 router_replay=choice,
             )
-        if trains and rule is None and self.choice is not None and self.choice.replay is not None:
-            self.replayed += torch.stack(self.choice.agreement())
-        if trains and not counts:
-            load = (routes if real is None else routes & real).sum(0)
+        if is_training and rule is None and self.choice is not None and self.choice.replay is not None:
+            self.replayed += torch.stack(self.choice.count_agreement())
+        if is_training and not counts_in_kernel:
+            load = (routes if is_real is None else routes & is_real).sum(0)
             self.load += load
             if config.moe_aux_loss_coeff:
-                probs = self._attach(probs, config.moe_aux_loss_coeff * self._balance_loss_sum(logits, load, real))
+                probs = self._attach_loss(probs, config.moe_aux_loss_coeff * self._balance_loss_sum(logits, load, is_real))
         return probs, routes
 
-    def _rule(self, logits: Tensor) -> RoutingRule | None:
-        """The rule for `mtpctl.kernels.routing`; None if its kernel cannot be used.
+    def _kernel_rule(self, logits: Tensor) -> RoutingRule | None:
+        """The rule for the kernel of `mtpctl.kernels.routing`.
 
-        These are routers on a CPU, with expert groups, that record routes, or with `numerics: bitwise`.
+        None if the kernel does not support the router: on a CPU, with expert groups, if it records routes, or with `numerics: bitwise`.
         """
         config = self.config
         recorded = self.choice is not None and self.choice.recorded
@@ -167,15 +170,15 @@ class Router(TopKRouter):
             return RoutingRule(self.topk, "softmax of all" if config.moe_router_pre_softmax else "softmax of the chosen", scaling)
         return None
 
-    def _replay(self, trains: bool) -> ReplayedRoutes | None:
+    def _routes_to_replay(self, is_training: bool) -> ReplayedRoutes | None:
         replay = None if self.choice is None else self.choice.replay
-        return replace(replay, counts=self.replayed) if replay is not None and trains else replay
+        return replace(replay, counts=self.replayed) if replay is not None and is_training else replay
 
-    def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
+    def _attach_loss(self, x: Tensor, loss: Tensor) -> Tensor:
         """Return x such that its backward pass also backpropagates `loss`, a sum over tokens."""
         return MoEAuxLossAutoScaler.apply(x, loss / (self.tokens * self.passes))
 
-    def _balance_loss_sum(self, logits: Tensor, load: Tensor, real: Tensor | None) -> Tensor:
+    def _balance_loss_sum(self, logits: Tensor, load: Tensor, is_real: Tensor | None) -> Tensor:
         """This rank's part of the microbatch's E Σ f P (Switch, arXiv 2101.03961, equation 4) times its tokens.
 
         f is the fraction of all rows routed to an expert, P its mean score over all tokens. Only P has a gradient.
@@ -185,8 +188,8 @@ class Router(TopKRouter):
         else:
             scores = logits.float().sigmoid()
             scores = scores / scores.sum(-1, keepdim=True)
-        if real is not None:
-            scores = scores * real
+        if is_real is not None:
+            scores = scores * is_real
         if self.tp_cp_group.size() > 1:
             load = load.clone()
             dist.all_reduce(load, group=self.tp_cp_group)
@@ -200,10 +203,10 @@ def _top_experts(logits: Tensor, k: int, **_: object) -> tuple[Tensor, Tensor]:
     return logits.gather(1, experts), experts
 
 
-def _z_loss_sum(logits: Tensor, real: Tensor | None) -> Tensor:
+def _z_loss_sum(logits: Tensor, is_real: Tensor | None) -> Tensor:
     """Sum over tokens of log² Σ exp(logits) (ST-MoE, arXiv 2202.08906, equation 5)."""
     values = logits.float().logsumexp(-1, keepdim=True).square()
-    return (values if real is None else values * real).sum()
+    return (values if is_real is None else values * is_real).sum()
 
 
 class DecoderLayer(TransformerLayer):
@@ -221,16 +224,16 @@ class DecoderLayer(TransformerLayer):
         if self.moe_index is None or (packed_seq_params.routes is None and recorded is None):
             return run(*args, packed_seq_params=packed_seq_params, **kwargs)
         router: Router = self.mlp.router
-        router.choice = choice = ExpertChoice(self._replay(packed_seq_params, self.moe_index), recorded=recorded is not None)
+        router.choice = choice = ExpertChoice(self._routes_to_replay(packed_seq_params, self.moe_index), recorded=recorded is not None)
         try:
             result: tuple[Tensor, Tensor | None] = run(*args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
             router.choice = None
         if recorded is not None:
-            recorded[self.moe_index] = choice.chosen.to(torch.int16)
+            recorded[self.moe_index] = choice.used_experts.to(torch.int16)
         return result
 
-    def _replay(self, packing: Packing, moe_index: int) -> ReplayedRoutes | None:
+    def _routes_to_replay(self, packing: Packing, moe_index: int) -> ReplayedRoutes | None:
         """The routes of this layer's tokens."""
         if packing.routes is None or packing.routed is None:
             return None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
-from mtpctl.model.packing import Packing, blocks
+from mtpctl.model.packing import Packing, num_blocks
 from mtpctl.model.parallel import sum_over_ranks
 from mtpctl.plan.flops import peak_flops, step_flops
 from mtpctl.routes import Routes, RouteShape
@@ -146,7 +146,7 @@ def pack(
     starts = np.cumsum(responses) - responses
     rows = np.arange(sum(responses)) + np.repeat(ends - responses - 1 - starts, responses)
     pieces = [s.token_ids for s in packed]
-    if padding := -sum(lengths) % (blocks(cp) * tp):
+    if padding := -sum(lengths) % (num_blocks(cp) * tp):
         pieces.append(np.zeros(padding, np.int32))
         lengths.append(padding)
     token_ids = np.concatenate(pieces, dtype=np.int64)

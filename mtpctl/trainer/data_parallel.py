@@ -244,7 +244,7 @@ class Gradients:
         if self._overlap is not None:
             self._overlap.begin(microbatches)
         allocate(self._buffers)
-        stacks = [stack for experts in self._experts for stack in experts.stacks()]
+        stacks = [stack for experts in self._experts for stack in experts.weight_stacks()]
         for stack in stacks:
             stack.mark_stale()
         for buffer in self._overwritten_buffers:
@@ -271,7 +271,7 @@ class Gradients:
     def _zero_stale(self, first_layer: int) -> None:
         """Zero buffers that received no gradient in this update, of parameters of layers from index `first_layer` on."""
         experts = (experts for index, experts in zip(self._expert_indices, self._experts, strict=True) if index >= first_layer)
-        stale = [buffer for layer_experts in experts for stack in layer_experts.stacks() for buffer in stack.stale_buffers()]
+        stale = [buffer for layer_experts in experts for stack in layer_experts.weight_stacks() for buffer in stack.stale_buffers()]
         overwritten = zip(self._overwritten_indices, self._overwritten_buffers, strict=True)
         _zero_tensors([*stale, *(buffer for index, buffer in overwritten if index >= first_layer and take_stale(buffer))])
 

@@ -141,17 +141,17 @@ def followed(batch: list[Sequence], folder: HfFolder, *, crowded: bool) -> list[
 def counted_parts() -> Iterator[list[int]]:
     """Record the rows of each pass that a rank splits because its experts received too many."""
     rows: list[int] = []
-    whole = Experts.run_in_parts
+    whole = Experts.run_in_chunks
 
-    def run_in_parts(self: Experts, all_rows: Tensor, ends: Tensor, shares: Tensor, most: int) -> Tensor:
+    def run_in_chunks(self: Experts, all_rows: Tensor, ends: Tensor, shares: Tensor, most: int) -> Tensor:
         rows.append(len(all_rows))
         return whole(self, all_rows, ends, shares, most)
 
-    Experts.run_in_parts = run_in_parts  # type: ignore[method-assign]
+    Experts.run_in_chunks = run_in_chunks  # type: ignore[method-assign]
     try:
         yield rows
     finally:
-        Experts.run_in_parts = whole  # type: ignore[method-assign]
+        Experts.run_in_chunks = whole  # type: ignore[method-assign]
 
 
 def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:

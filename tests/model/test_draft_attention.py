@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.model.core_attention import PackedAttention, joined_attention
+from mtpctl.model.core_attention import PackedAttention, combined_attention
 from mtpctl.model.packing import EarlierDepths, Packing
 
 HEADS, KV_HEADS, WIDTH, VALUES = 6, 3, 8, 5
@@ -44,7 +44,7 @@ class PlainPrefix:
 
 @pytest.mark.parametrize("later", [0, 1, 2])
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (None, True), (4, False), (4, True)])
-def test_joined_attention_matches_one_softmax(later: int, window: int | None, has_sinks: bool) -> None:
+def test_combined_attention_matches_one_softmax(later: int, window: int | None, has_sinks: bool) -> None:
     """A query of a later depth is at a later position, so its window has fewer of the first depth's keys."""
     g = torch.Generator().manual_seed(0)
     tokens = sum(LENGTHS)
@@ -64,7 +64,7 @@ def test_joined_attention_matches_one_softmax(later: int, window: int | None, ha
         packing = packing.at_depth(packing.position_ids + later, None, EarlierDepths([k, *keys[:-1]], [v, *values[:-1]]))
     whole = module(q, [k, *keys][-1], [v, *values][-1], None, packed_seq_params=packing).view(tokens, HEADS, VALUES)
     prefix = PlainPrefix(LENGTHS, WIDTH**-0.5, None if window is None else window - later)
-    joined = joined_attention(q, k, v, (keys, values) if later else None, prefix, WIDTH**-0.5, sinks if has_sinks else None)
+    joined = combined_attention(q, k, v, (keys, values) if later else None, prefix, WIDTH**-0.5, sinks if has_sinks else None)
     torch.testing.assert_close(joined, whole, atol=1e-6, rtol=0)  # log-sum-exps are fp32
     weights = torch.randn(joined.shape, generator=g, dtype=torch.float64)
     for tensor, expected in zip(

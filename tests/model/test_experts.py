@@ -15,7 +15,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.grouped import stacked
 from mtpctl.kernels.rows import expert_order
 from mtpctl.model import build
-from mtpctl.model.experts import AsyncAllToAll, MixtureOfExperts, gather, probs_of_rows, sum_rows
+from mtpctl.model.experts import AsyncAllToAll, MixtureOfExperts, gather_row_probs, gather_rows, sum_rows
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.engine import MegatronEngine
@@ -78,7 +78,7 @@ def test_running_in_parts_saves_only_inputs_and_gives_equal_gradients(tmp_path: 
         leaves = [] if frozen_input else [rows, probs]
         ends, upstream = torch.tensor([3, 3, 20, 21, 40, 55, 64, 64], dtype=torch.int32), torch.randn(count, hidden)
         actual: list[tuple[int, list[torch.Tensor]]] = []
-        for run in (experts.run, partial(experts.run_in_parts, max_rows=24)):
+        for run in (experts.run, partial(experts.run_in_chunks, max_rows=24)):
             trainer.gradients.clear(1)
             for leaf in leaves:
                 leaf.grad = None
@@ -93,7 +93,7 @@ def test_running_in_parts_saves_only_inputs_and_gives_equal_gradients(tmp_path: 
         for a, b in zip(tensor, expected, strict=True):
             torch.testing.assert_close(a, b)
         with torch.no_grad():
-            torch.testing.assert_close(experts.run_in_parts(rows, ends, probs, 24), tensor[0])
+            torch.testing.assert_close(experts.run_in_chunks(rows, ends, probs, 24), tensor[0])
 
 
 TOKENS, EXPERTS, K = 23, 6, 2
@@ -104,7 +104,7 @@ def test_gather_and_sum_of_rows_match_dense_products_with_gradients() -> None:
     order = expert_order(routes, K, 1)
     tokens = torch.randn(TOKENS, 4, dtype=torch.float64, requires_grad=True)
     probs = torch.rand(TOKENS, EXPERTS, dtype=torch.float64, requires_grad=True)
-    rows = gather(tokens, order) * probs_of_rows(probs, order)[:, None]
+    rows = gather_rows(tokens, order) * gather_row_probs(probs, order)[:, None]
     expected = tokens * (probs * routes).sum(1, keepdim=True)
     torch.testing.assert_close(sum_rows(rows, order), expected)
     upstream = torch.randn_like(expected)

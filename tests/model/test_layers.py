@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from mtpctl.kernels.activations import swiglu
 from mtpctl.kernels.norm import gated_rms_norm
-from mtpctl.model.layers import GatedRMSNorm, recomputed
+from mtpctl.model.layers import GatedRMSNorm, recompute_in_backward
 from tests.fakes.kept import Kept
 
 
@@ -34,7 +34,7 @@ def normed_linear(x, scale, weight, *, recompute):
     normed = norm(x)
     if not recompute:
         return normed @ weight.T
-    with recomputed(normed, lambda: norm(x.detach())):
+    with recompute_in_backward(normed, lambda: norm(x.detach())):
         return normed @ weight.T
 
 
@@ -67,7 +67,7 @@ def test_swiglu_saves_only_its_arguments():
     both, weight = torch.randn(64, 32, requires_grad=True), torch.randn(8, 16, requires_grad=True)
     with Kept(both, weight) as memory:
         product = swiglu(both)
-        with recomputed(product, lambda: swiglu(both.detach())):
+        with recompute_in_backward(product, lambda: swiglu(both.detach())):
             out = product @ weight.T
         del product
     assert memory.bytes == out.nbytes
@@ -76,7 +76,7 @@ def test_swiglu_saves_only_its_arguments():
 def test_other_tensors_in_the_block_are_saved():
     value, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     trainer = value * 2
-    with recomputed(trainer, lambda: 1 / 0):
+    with recompute_in_backward(trainer, lambda: 1 / 0):
         out = (other * other) @ other.T
     out.sum().backward()
     assert other.grad is not None

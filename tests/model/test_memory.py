@@ -88,7 +88,7 @@ def kept_bytes(monkeypatch, folder, **fields) -> tuple[int, int]:
     """Bytes alive after a forward pass, and its number of tokens."""
     monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps, offset: Norm.apply(x, weight))
     monkeypatch.setattr(attention, "split_heads", SplitHeads.apply)
-    monkeypatch.setattr(core_attention.PackedAttention, "_grouped", lambda self, q, k, v, packing, later: Flash.apply(q, k, v))
+    monkeypatch.setattr(core_attention.PackedAttention, "_attend_by_group", lambda self, q, k, v, packing, later: Flash.apply(q, k, v))
     with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192, **fields) as trainer:
         (micro,) = trainer._micro_batches(sequences(40, low=60, high=100), 0)
         trainer.model.train()

@@ -28,10 +28,10 @@ def test_cp_rank_has_a_block_from_the_front_and_one_from_the_back():
 def test_block_attends_back_to_the_start_of_its_first_sample():
     first, second = (Packing.of([2, 5, 1], "cpu", cp_rank=rank, cp=2) for rank in range(2))
     stored = torch.cat([first.tokens, second.tokens])
-    assert first.visible(stored).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert first.select_visible(stored).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert (first.cu_seqlens_q.tolist(), first.cu_seqlens_kv.tolist()) == ([0, 2, 3, 4], [0, 2, 7, 8])
     # The second rank's blocks are adjacent; the sample that spans both has two parts.
-    assert second.visible(stored).tolist() == [2, 3, 2, 3, 4, 5]
+    assert second.select_visible(stored).tolist() == [2, 3, 2, 3, 4, 5]
     assert (second.cu_seqlens_q.tolist(), second.cu_seqlens_kv.tolist()) == ([0, 2, 4], [0, 2, 6])
 
 
@@ -39,7 +39,7 @@ def test_sample_may_span_many_blocks():
     ranks = [Packing.of([1, 22, 1], "cpu", cp_rank=rank, cp=4) for rank in range(4)]
     middle = ranks[1]
     assert middle.tokens.tolist() == [3, 4, 5, 18, 19, 20]
-    assert middle.visible(torch.cat([rank.tokens for rank in ranks])).tolist() == [*range(1, 6), *range(1, 21)]
+    assert middle.select_visible(torch.cat([rank.tokens for rank in ranks])).tolist() == [*range(1, 6), *range(1, 21)]
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
@@ -65,7 +65,7 @@ def over_ranks(lengths: list[int], cp: int, k: Tensor, v: Tensor) -> list[tuple[
     """Each rank's packing and its visible keys and values after gathering those of all ranks."""
     ranks = [Packing.of(lengths, "cpu", cp_rank=rank, cp=cp) for rank in range(cp)]
     stored = torch.cat([rank.tokens for rank in ranks])
-    return [(rank, rank.visible(k[stored]), rank.visible(v[stored])) for rank in ranks]
+    return [(rank, rank.select_visible(k[stored]), rank.select_visible(v[stored])) for rank in ranks]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -87,7 +87,7 @@ def test_grouped_attention_matches_per_sample_attention(cp):
     )
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1))
     for packing, seen_k, seen_v in over_ranks(lengths, cp, k, v):
-        actual = attention._grouped(q[packing.tokens], seen_k, seen_v, packing)
+        actual = attention._attend_by_group(q[packing.tokens], seen_k, seen_v, packing)
         torch.testing.assert_close(actual, expected[packing.tokens], atol=1e-6, rtol=0)
 
 
@@ -122,4 +122,4 @@ def test_flash_kernel_gets_padded_widths_and_the_original_scale(monkeypatch, dim
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1), window=window)
     for packing, seen_k, seen_v in over_ranks(lengths, cp, k, v):
         inputs = (q[packing.tokens], seen_k, seen_v, packing)
-        torch.testing.assert_close(attention._flash(*inputs), attention._grouped(*inputs), atol=1e-6, rtol=0)
+        torch.testing.assert_close(attention._flash(*inputs), attention._attend_by_group(*inputs), atol=1e-6, rtol=0)

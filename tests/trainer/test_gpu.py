@@ -75,8 +75,8 @@ def test_attention(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
         out = way(*leaves, packing)
         return [out.detach(), *torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)]
 
-    exact = run(attention._grouped, torch.float64)
-    own, result = run(attention._grouped, torch.bfloat16), run(attention._flash, torch.bfloat16)
+    exact = run(attention._attend_by_group, torch.float64)
+    own, result = run(attention._attend_by_group, torch.bfloat16), run(attention._flash, torch.bfloat16)
     for what, mine, theirs, right in zip(("out", "q", "k", "v"), result, own, exact, strict=True):
         assert error([mine], [right]) <= 2 * error([theirs], [right]), what
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.kernels import exact, exact_experts, invariant
-from mtpctl.model.rope import scaled_by_wavelength
+from mtpctl.model.rope import scale_by_wavelength
 from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, patch
 from mtpctl.rollout.vllm.plugin import NUMERICS
 
@@ -158,7 +158,7 @@ def rotary_table(layer: RotaryEmbedding, positions: int = 0) -> tuple[Tensor, Te
         frequencies = RotaryEmbedding._compute_inv_freq(layer, layer.base)
         if isinstance(layer, Llama3RotaryEmbedding):
             factors = layer.scaling_factor, layer.low_freq_factor, layer.high_freq_factor
-            frequencies = scaled_by_wavelength(frequencies, *factors, layer.orig_max_position)
+            frequencies = scale_by_wavelength(frequencies, *factors, layer.orig_max_position)
         indices = torch.arange(max(layer.max_position_embeddings, positions), dtype=torch.float32)
         return exact.cos_sin(indices[:, None] * frequencies)
 
