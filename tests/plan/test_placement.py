@@ -168,7 +168,7 @@ def test_most_engines_is_the_number_that_fits() -> None:
 
 def test_too_many_engines_for_a_fixed_cluster_are_an_error() -> None:
     recipe = load_recipe("tiny_mtp", sets=[ELASTIC, "cluster.num_cpus=3"]).recipe
-    with pytest.raises(ClusterResources, match=r"but 3 are available; lower rollout\.replicas\.max: 8, or join a cluster"):
+    with pytest.raises(ClusterResources, match=r"but 3 are available; lower rollout\.replicas\.max: 8, or use a cluster"):
         place(recipe, engines=8)
 
 

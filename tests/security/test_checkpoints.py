@@ -67,7 +67,9 @@ def test_metadata_that_runs_code_is_refused_by_each_reader(run: Path, tmp_path: 
     (path / ".metadata").write_bytes(attacks(mark)[attack])
     write_listing(path, 1, {})
     for read in (shard_sizes, tensors_in, lambda path: choose_checkpoint(path.parent, contents=True)):
-        with pytest.raises(UserError, match=r"/rl-000002/\.metadata: names .*, which no checkpoint needs and which may run code") as caught:
+        with pytest.raises(
+            UserError, match=r"/rl-000002/\.metadata: contains .*, which no checkpoint needs and which may run code"
+        ) as caught:
             read(path)
         assert "\n" not in str(caught.value)
     assert not mark.exists()

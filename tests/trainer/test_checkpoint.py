@@ -308,7 +308,7 @@ class TestUnreadable:
                 return os.system, (f"touch {tmp_path}/executed",)
 
         (path / ".metadata").write_bytes(pickle.dumps(Attack()))
-        with pytest.raises(UserError, match=r"\.metadata: names posix\.system, which no checkpoint needs"):
+        with pytest.raises(UserError, match=r"\.metadata: contains posix\.system, which no checkpoint needs"):
             trainer.restore(path)
         assert not (tmp_path / "executed").exists()
 
