@@ -2,8 +2,8 @@
 
     python benchmarks/engine_core.py --requests 256
 
-The core is real and the model runner answers immediately, so the time is what a card waits for if its steps are short: scheduling,
-processing the sampled tokens, and encoding the message for the front end. Runs on a CPU, in one process, as the core does next to a card.
+The core is real and the model runner answers immediately, so the time is what a GPU waits for if its steps are short: scheduling,
+processing the sampled tokens, and encoding the message for the front end. Runs on a CPU, in one process, as the core does next to a GPU.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Run the measurements of docs/benchmarks one after another: on GPUs, or at toy size on a CPU.
 
-    python benchmarks/everything.py --plan                           # print the commands with cards and minutes, and stop
+    python benchmarks/everything.py --plan                           # print the commands with GPUs and minutes, and stop
     python benchmarks/everything.py --on gpu --only rl-7b-x4 --plan  # the same for GPUs, on any machine
     python benchmarks/everything.py --out runs/bench
 
-Each measurement is a command that sees all cards of the machine. Its output goes to NAME.out and NAME.log in the folder. Exit code 6 if a
-bound was missed, 5 if a command failed, exceeded its minutes or needs more cards.
+Each measurement is a command that sees all GPUs of the machine. Its output goes to NAME.out and NAME.log in the folder. Exit code 6 if a
+bound was missed, 5 if a command failed, exceeded its minutes or needs more GPUs.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SHORT = "--set train.rl.steps=6 --set train.eval_every=3 --json"
 
 @dataclass(frozen=True)
 class Task:
-    """A measurement. cards: number of GPUs that it needs. minutes: time limit. command: `{out}` stands for the folder of results."""
+    """A measurement. gpus: number of GPUs that it needs. minutes: time limit. command: `{out}` stands for the folder of results."""
 
     name: str
-    cards: int
+    gpus: int
     minutes: float
     command: str
 
@@ -54,8 +54,8 @@ class Task:
         return [word.replace("{out}", str(out)) for word in shlex.split(self.command)]
 
 
-def rl_7b(name: str, cards: int, minutes: float, overlay: str, options: str) -> Task:
-    return Task(name, cards, minutes, f"mtpctl bench async mimo7b_mtp --overlay {overlay} --out {{out}}/{name} {options} {RL_7B}")
+def rl_7b(name: str, gpus: int, minutes: float, overlay: str, options: str) -> Task:
+    return Task(name, gpus, minutes, f"mtpctl bench async mimo7b_mtp --overlay {overlay} --out {{out}}/{name} {options} {RL_7B}")
 
 
 BOTH_ARMS = "--arm partial --arm partial-server --set train.rl.steps=6"
@@ -114,11 +114,11 @@ def run(task: Task, out: Path) -> int | None:
 
 
 def main() -> None:
-    cards = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     arguments = parser(__doc__)
     arguments.add_argument("--out", type=Path, default=Path("runs/bench"), help="existing runs in the folder are reused")
     arguments.add_argument("--only", action="append", metavar="NAME", help="only this measurement; may be repeated")
-    arguments.add_argument("--on", choices=("gpu", "cpu"), default="gpu" if cards else "cpu")
+    arguments.add_argument("--on", choices=("gpu", "cpu"), default="gpu" if gpus else "cpu")
     arguments.add_argument("--plan", action="store_true", help="print the commands and stop")
     options = arguments.parse_args()
     tasks = {task.name: task for task in (ON_GPU if options.on == "gpu" else ON_CPU)}
@@ -128,14 +128,14 @@ def main() -> None:
     selected = [tasks[name] for name in options.only or tasks]
     if options.plan:
         for task in selected:
-            print(f"{task.name} ({task.cards} cards, {task.minutes:g} min): {shlex.join(task.words(options.out))}")
+            print(f"{task.name} ({task.gpus} GPUs, {task.minutes:g} min): {shlex.join(task.words(options.out))}")
         return
 
     options.out.mkdir(parents=True, exist_ok=True)
     codes: set[int | None] = set()
     for task in selected:
-        if task.cards > cards:
-            print(f"{task.name}: needs {task.cards} cards", flush=True)
+        if task.gpus > gpus:
+            print(f"{task.name}: needs {task.gpus} GPUs", flush=True)
             codes.add(None)
             continue
         if CYCLE_MODEL in task.command:

@@ -46,8 +46,8 @@ def receive(manifests: Queue[Manifest | None], device: str) -> None:
 
 def measure(transport: str, count: int, gib: float, rounds: int, root: Path) -> tuple[int, list[float]]:
     """The bytes of a version, and the seconds of each round."""
-    cards = torch.cuda.device_count()
-    devices = [f"cuda:{number % cards}" if cards else "cpu" for number in range(count + 1)]
+    gpus = torch.cuda.device_count()
+    devices = [f"cuda:{number % gpus}" if gpus else "cpu" for number in range(count + 1)]
     elements = int(gib * (1 << 30)) // 2
     specs = [TensorSpec(f"model.layers.{number}.w", (elements // 32,), "bfloat16") for number in range(32)]
     sends = Sender(VersionStore(root), transport, devices[0], host="127.0.0.1", deadline_s=60.0, bucket_bytes=min(BUCKET, elements // 4))
@@ -78,9 +78,9 @@ def measure(transport: str, count: int, gib: float, rounds: int, root: Path) -> 
 
 def main() -> None:
     arguments = parser(__doc__)
-    cards = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     arguments.add_argument("--gib", type=float, default=14.6, help="size of the version, in bf16")
-    arguments.add_argument("--receivers", nargs="+", type=int, default=list(range(1, cards)) or [1, 2])
+    arguments.add_argument("--receivers", nargs="+", type=int, default=list(range(1, gpus)) or [1, 2])
     arguments.add_argument("--transport", action="append", choices=("nccl", "ipc"))
     arguments.add_argument("--rounds", type=int, default=5)
     options = arguments.parse_args()
@@ -88,8 +88,8 @@ def main() -> None:
     rows = []
     for transport in options.transport or ("nccl", "ipc"):
         for count in options.receivers:
-            if transport == "nccl" and cards and count >= cards:
-                print(f"nccl: {count} receivers and a sender need {count + 1} GPUs, there are {cards}", flush=True)
+            if transport == "nccl" and gpus and count >= gpus:
+                print(f"nccl: {count} receivers and a sender need {count + 1} GPUs, there are {gpus}", flush=True)
                 continue
             with tempfile.TemporaryDirectory() as temporary:
                 nbytes, seconds = measure(transport, count, options.gib, options.rounds, Path(temporary))

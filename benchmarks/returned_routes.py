@@ -102,7 +102,7 @@ def main() -> None:
     arguments.add_argument("--batch", type=int, action="append", help="concurrent requests; may be repeated; default: 64, 256")
     arguments.add_argument("--tokens", type=int, default=256, help="response tokens")
     arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--share", type=float, default=0.45, help="share of the card for each engine")
+    arguments.add_argument("--share", type=float, default=0.45, help="share of the GPU for each engine")
     arguments.add_argument("--toy", action="store_true", help="a small model, on a CPU")
     options = arguments.parse_args()
     options.batch = options.batch or [64, 256]

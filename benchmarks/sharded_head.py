@@ -1,10 +1,10 @@
-"""The LM head's kernels over a vocabulary sharded on several cards of one host, against one card with the whole vocabulary.
+"""The LM head's kernels over a vocabulary sharded on several GPUs of one host, against one GPU with the whole vocabulary.
 
     python benchmarks/sharded_head.py --ranks 2
     python benchmarks/sharded_head.py --ranks 2 --shape 16x8x64      # on a CPU
 
-The timer covers one call on every rank, from a barrier to the slowest rank's results on the device, collectives included. One card is
-measured in the same run, on rank 0 while the others wait. Exit code 6 if a case takes more than 1.15 times one card's share of the time.
+The timer covers one call on every rank, from a barrier to the slowest rank's results on the device, collectives included. One GPU is
+measured in the same run, on rank 0 while the others wait. Exit code 6 if a case takes more than 1.15 times one GPU's share of the time.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def run_rank(rank: int, ranks: int, shape: Shape, store: str, device: str, answe
     """Measure every case. Rank 0 puts (case, ms of the slowest rank, ms on one GPU) into `answers`."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    card = torch.device("cuda", rank) if device == "cuda" else None
+    device_id = torch.device("cuda", rank) if device == "cuda" else None
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=join_store(store, JOIN_S), rank=rank, world_size=ranks, device_id=card)
+    dist.init_process_group(backend, store=join_store(store, JOIN_S), rank=rank, world_size=ranks, device_id=device_id)
     x = make_inputs(shape, torch.bfloat16 if device == "cuda" else torch.float32, device, seed=0)
     shard = x.weight.detach().chunk(ranks)[rank].clone().requires_grad_()
     alone = cases(x, None)
@@ -95,7 +95,7 @@ def main() -> None:
     if shape.vocab % ranks:
         arguments.error(f"--ranks: {ranks} ranks do not divide the vocabulary of {shape.vocab}")
     if device == "cuda" and torch.cuda.device_count() < ranks:
-        arguments.error(f"--ranks: {ranks} ranks, and this host has {torch.cuda.device_count()} cards")
+        arguments.error(f"--ranks: {ranks} ranks, and this host has {torch.cuda.device_count()} GPUs")
     store = host_store("127.0.0.1")
     answers: Queue[tuple[str, float, float]] = mp.get_context("spawn").Queue()
     mp.spawn(run_rank, args=(ranks, shape, address_of(store), device, answers), nprocs=ranks)
@@ -106,8 +106,8 @@ def main() -> None:
         ratio = sharded_ms * ranks / single_ms
         rows.append((name, f"{sharded_ms:.2f}", f"{single_ms:.2f}", f"{ratio:.2f}"))
         if device == "cuda" and ratio > MAX_RATIO:
-            misses.append(f"{name}: {ratio:.2f} × one card's share, bound {MAX_RATIO}")
-    print(markdown((f"{shape}", f"{ranks} ranks, ms", "one card, ms", "× one card's share"), rows))
+            misses.append(f"{name}: {ratio:.2f} × one GPU's share, bound {MAX_RATIO}")
+    print(markdown((f"{shape}", f"{ranks} ranks, ms", "one GPU, ms", "× one GPU's share"), rows))
     finish(misses)
 
 

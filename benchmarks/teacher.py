@@ -41,7 +41,7 @@ DISTILLED = (
 )
 """Settings of distillation. Groups have one response, because a teacher scores each response by itself, and more prompts teach more. There
 are four minibatches, because the teacher scores every token, so a quarter of the responses is enough for an optimizer step."""
-ON_ONE_CARD = ("train.gpus=0.4", "rollout.gpus=0.4", "train.rl.teacher.gpus=0.2")
+ON_ONE_GPU = ("train.gpus=0.4", "rollout.gpus=0.4", "train.rl.teacher.gpus=0.2")
 BY_REWARD, BY_TEACHER = Arm("rl", "by reward"), Arm("taught", "by the teacher")
 
 
@@ -82,7 +82,7 @@ def main() -> None:
             f"train.rl.teacher.path={teacher}",
             f"train.rl.prompts_per_step={settings.prompts_per_step * settings.group_size}",
             *DISTILLED,
-            *(ON_ONE_CARD if rl.placement.device == "cuda" else ()),
+            *(ON_ONE_GPU if rl.placement.device == "cuda" else ()),
             *options.teach,
         )
         (taught,) = experiment.run([replace(BY_TEACHER, sets=keys)], [options.seed], say=print)

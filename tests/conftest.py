@@ -40,12 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after those that -m leaves out have gone
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of cards are skipped where there is none. With workers, files whose tests may take the longest come first.
+    """Tests of GPUs are skipped where there is none. With workers, files whose tests may take the longest come first.
 
     After those come the files with the most tests, so that no worker is left with one of them. Light packages come last: pytest-xdist
     queues files of one or two tests ahead, so a worker would end with several that start an engine each.
     """
-    _skip_without_a_card(items)
+    _skip_without_a_gpu(items)
     if not hasattr(config, "workerinput"):
         return
     longest: dict[Path, float] = {}
@@ -106,7 +106,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _start_autograd_without_threads() -> None:
     """Run a first backward pass, so that tests can fork ranks that run theirs.
 
-    torch.compile registers a CUDA device to trace with, even without a card. If the first backward pass comes after that, autograd starts
+    torch.compile registers a CUDA device to trace with, even without a GPU. If the first backward pass comes after that, autograd starts
     a thread for this device, and refuses to run in any process that is forked later.
     """
     import torch
@@ -115,15 +115,15 @@ def _start_autograd_without_threads() -> None:
         torch.ones(1, requires_grad=True).sum().backward()
 
 
-def _skip_without_a_card(items: list[pytest.Item]) -> None:
-    on_cards = [item for item in items if item.get_closest_marker("gpu")]
-    if not on_cards:
+def _skip_without_a_gpu(items: list[pytest.Item]) -> None:
+    on_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpus:
         return
     import torch  # not for every collection: it takes seconds
 
     if not torch.cuda.is_available():
-        for item in on_cards:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
+        for item in on_gpus:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 def _keep_bytecode(config: pytest.Config) -> None:

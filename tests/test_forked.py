@@ -17,7 +17,7 @@ def gradient(rank: Rank) -> float:
     return float(x.grad)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a card, autograd has a thread for it")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, autograd has a thread for it")
 def test_ranks_run_backward_passes_after_this_process_has_traced() -> None:
     with FakeTensorMode():  # as torch.compile does
         torch.ones(1)

@@ -222,7 +222,7 @@ def test_seeds_are_summarised_with_their_spread() -> None:
 
 def test_speedup_is_also_per_unit() -> None:
     outcomes = [outcome("synchronous", run(10, [0, 1.0, 1.0])), outcome("partial-server", run(4, [0, 1.0, 1.0]), gpus=2.5)]
-    # Half a card counts as a whole one, since no other process uses the rest.
+    # Half a GPU counts as a whole one, since no other process uses the rest.
     results, levels = summarise(outcomes)
     text = table(results, levels, TOLERANCE)
     assert row(text, "| partial-server | 0 | 2 | 2 |")[-2:] == ["2.50x", "1.67x"]

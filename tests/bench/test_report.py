@@ -32,8 +32,8 @@ from mtpctl.errors import UserError
 from tests.fakes.bench_results import drafting_run, mtp_outcome, sync_result
 
 
-def versions(*cards: str, torch: str = "2.13.0") -> dict[str, Any]:
-    return {"python": "3.12.1", "packages": {"torch": torch}, "machine": {"cores": 64, "cards": list(cards)}}
+def versions(*gpus: str, torch: str = "2.13.0") -> dict[str, Any]:
+    return {"python": "3.12.1", "packages": {"torch": torch}, "machine": {"cores": 64, "cards": list(gpus)}}
 
 
 def test_device_is_the_gpus_or_the_cpu() -> None:
@@ -46,7 +46,7 @@ def test_environment_of_several_machines_lists_different_values() -> None:
     assert environment == {"device": "H200 x 1 / H100 x 1", "python": "3.12.1", "torch": "2.13.0 / 2.14.0"}
 
 
-def test_cards_are_counted_among_those_visible_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_among_those_visible_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert cuda_visible_devices([0, 2]) == "0,2"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")

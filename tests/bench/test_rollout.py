@@ -1,4 +1,4 @@
-"""`bench rollout`: the model with known answers, the loads, and the bounds. The engines run by hand and on a card."""
+"""`bench rollout`: the model with known answers, the loads, and the bounds. The engines run by hand and on a GPU."""
 
 from __future__ import annotations
 

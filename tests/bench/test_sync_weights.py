@@ -1,4 +1,4 @@
-"""`bench sync-weights`: bounds, cards and load. The figures come from the command."""
+"""`bench sync-weights`: bounds, GPUs and load. The figures come from the command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtpctl.plan.memory import GIB
 from tests.fakes.bench_results import SYNC_OPTIONS, sync_result
 
 
-def test_trainer_and_engine_use_cards_visible_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_and_engine_use_gpus_visible_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert sync_weights.gpus_of(SYNC_OPTIONS) == ("4", "6")
     assert sync_weights.gpus_of(replace(SYNC_OPTIONS, shared=True)) == ("4", "4")

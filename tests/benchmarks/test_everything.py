@@ -82,14 +82,14 @@ def test_plan_prints_commands_and_runs_nothing(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(sys, "argv", ["everything.py", "--on", "gpu", "--only", "rl-7b-x4", "--plan", "--out", "here"])
     everything.main()
     assert capsys.readouterr().out.startswith(
-        "rl-7b-x4 (4 cards, 8 min): mtpctl bench async mimo7b_mtp --overlay h200x4 --out here/rl-7b-x4"
+        "rl-7b-x4 (4 GPUs, 8 min): mtpctl bench async mimo7b_mtp --overlay h200x4 --out here/rl-7b-x4"
     )
     monkeypatch.setattr(sys, "argv", ["everything.py", "--only", "nothing"])
     with pytest.raises(SystemExit, match="2"):
         everything.main()
 
 
-def test_measurement_that_needs_more_cards_is_not_run(
+def test_measurement_that_needs_more_gpus_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["everything.py", "--on", "gpu", "--only", "rl-7b-x4", "--out", str(tmp_path)]
@@ -97,4 +97,4 @@ def test_measurement_that_needs_more_cards_is_not_run(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(SystemExit, match="5"):
         everything.main()
-    assert capsys.readouterr().out == "rl-7b-x4: needs 4 cards\n"
+    assert capsys.readouterr().out == "rl-7b-x4: needs 4 GPUs\n"

@@ -297,8 +297,8 @@ def test_recipe_copy_keeps_comments_and_overwrites_nothing(mtpctl: Any, tmp_path
     monkeypatch.chdir(tmp_path)
     assert mtpctl("recipe", "copy", "tiny_mtp").out == "tiny_mtp.yaml\n"
     assert (tmp_path / "tiny_mtp.yaml").read_text() == load_recipe("tiny_mtp", sets=[]).sources[0].read_text()
-    assert mtpctl("recipe", "copy", "h200x2", "mine/cards.yaml").code == 0
-    assert mtpctl("recipe", "validate", "mimo7b_mtp", "--overlay", "mine/cards.yaml").code == 0
+    assert mtpctl("recipe", "copy", "h200x2", "mine/gpus.yaml").code == 0
+    assert mtpctl("recipe", "validate", "mimo7b_mtp", "--overlay", "mine/gpus.yaml").code == 0
     (tmp_path / "tiny_mtp.yaml").write_text("kept")
     message = mtpctl("recipe", "copy", "tiny_mtp", "tiny_mtp.yaml")
     assert (message.code, message.err) == (2, "error: tiny_mtp.yaml: exists; name another FILE\n")

@@ -1,4 +1,4 @@
-"""The layouts for many cards, with everything real, at toy size on a CPU: `--overlay toy` over a recipe's own overlay."""
+"""The layouts for many GPUs, with everything real, at toy size on a CPU: `--overlay toy` over a recipe's own overlay."""
 
 from __future__ import annotations
 

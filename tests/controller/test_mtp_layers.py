@@ -1,6 +1,6 @@
 """Models of three MTP layers through the main job: as often accepted, position by position, as the trainer expects of its own depths.
 
-On a card each layer drafts the token of its depth. On a CPU vLLM has the first layer alone draft, one token a step; the others are trained
+On a GPU each layer drafts the token of its depth. On a CPU vLLM has the first layer alone draft, one token a step; the others are trained
 and synced there, and not served.
 """
 

@@ -31,7 +31,7 @@ def test_logits_match_transformers(tmp_path, case):
 
 @pytest.mark.parametrize(("case", "groups"), [("glm4-moe-qk-norm", None), ("glm4-moe-lite-one-group", None), ("deepseek-v3", 4)])
 def test_a_single_group_of_experts_is_no_group(tmp_path: Path, case: str, groups: int | None) -> None:
-    """Otherwise routers of GLM models would not use their kernel on a card."""
+    """Otherwise routers of GLM models would not use their kernel on a GPU."""
     hf_model(*CASES[case], tmp_path)
     with engine(HfFolder.open(tmp_path), train=False, mtp=MtpConfig(mode="load")) as trainer:
         assert trainer.module.config.moe_router_num_groups == groups

@@ -54,7 +54,7 @@ def test_environment_of_the_tests_satisfies_all_requirements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "cards", "reason"),
+    ("script", "listed", "reason"),
     [
         ("echo 'NVIDIA H200, 143771, 570.1'", [{"name": "NVIDIA H200", "memory_gib": 140.4, "driver": "570.1"}], ""),
         ("echo 'NVIDIA-SMI has failed'; exit 9", [], "nvidia-smi: NVIDIA-SMI has failed"),
@@ -63,13 +63,13 @@ def test_environment_of_the_tests_satisfies_all_requirements() -> None:
     ],
 )
 def test_gpus_are_read_from_nvidia_smi(
-    script: str, cards: list[dict[str, object]], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, listed: list[dict[str, object]], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus() == (cards, reason)
+    assert gpus() == (listed, reason)
 
 
 def test_every_optional_gpu_package_has_a_purpose() -> None:

@@ -34,8 +34,8 @@ def cpu_settings(
     return engine_settings(config, model=str(folder), precision=precision, device="cpu", seed=0, routes=routes, adapter=adapter)
 
 
-def card_settings(folder: Path, *, k: int = 1, adapter: LoraConfig | None = None, **rollout: Any) -> VllmSettings:
-    """Settings of a tiny vLLM engine on a card."""
+def gpu_settings(folder: Path, *, k: int = 1, adapter: LoraConfig | None = None, **rollout: Any) -> VllmSettings:
+    """Settings of a tiny vLLM engine on a GPU."""
     options: dict[str, Any] = {"max_in_flight": 16, "context": 4096, "kv_cache_bytes": 1 << 30, "gpu_memory": 0.2, "eager": True}
     config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
     return engine_settings(config, model=str(folder), precision="bf16", device="cuda", seed=0, adapter=adapter)
@@ -60,7 +60,7 @@ def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
 
 
 START_S = 300.0
-"""For an engine to start: on a card it may compile kernels first."""
+"""For an engine to start: on a GPU it may compile kernels first."""
 
 
 class Loop:

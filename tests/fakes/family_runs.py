@@ -11,19 +11,19 @@ from typing import Any
 
 import yaml
 
-from tests.fakes.toys import ON_CARDS, TOYS
+from tests.fakes.toys import ON_GPUS, TOYS
 
 GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}}
-"""vLLM's options on a card: CUDA graphs without torch.compile, which takes minutes and would change nothing that is asked here."""
+"""vLLM's options on a GPU: CUDA graphs without torch.compile, which takes minutes and would change nothing that is asked here."""
 
 
 def options(family: str) -> dict[str, Any]:
-    """vLLM's on a card. Its own choice of a kernel for linear attention compiles for minutes on Hopper."""
+    """vLLM's on a GPU. Its own choice of a kernel for linear attention compiles for minutes on Hopper."""
     return GRAPHS | ({"additional_config": {"gdn_prefill_backend": "triton"}} if family.startswith("qwen3") else {})
 
 
-def on_a_card(tree: dict[str, Any], family: str) -> None:
-    """Trainer, engine and server share one card, the engine with CUDA graphs."""
+def on_a_gpu(tree: dict[str, Any], family: str) -> None:
+    """Trainer, engine and server share one GPU, the engine with CUDA graphs."""
     tree["train"] |= {"gpus": 0.4}
     tree["rollout"] |= {"eager": False, "gpus": 0.4, "gpu_memory": 0.05, "kv_cache_bytes": 1 << 30, "engine_args": options(family)}
     tree["logprob"] |= {"gpus": 0.2}
@@ -32,7 +32,7 @@ def on_a_card(tree: dict[str, Any], family: str) -> None:
 
 def recipe(family: str, precision: str, device: str, root: Path) -> Path:
     """A few updates: supervised ones that give the drafter something to be right about, then RL."""
-    config = (ON_CARDS if device == "cuda" else TOYS)[family]
+    config = (ON_GPUS if device == "cuda" else TOYS)[family]
     tree: dict[str, Any] = {
         "name": family.replace(" ", "-"),
         "run_dir": str(root / "run"),
@@ -62,7 +62,7 @@ def recipe(family: str, precision: str, device: str, root: Path) -> Path:
         "cluster": {"device": "cpu", "num_cpus": 4},
     }
     if device == "cuda":
-        on_a_card(tree, family)
+        on_a_gpu(tree, family)
     path = root / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path

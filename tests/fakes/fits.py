@@ -1,4 +1,4 @@
-"""A recipe that fits its cards, or the error that it ends with."""
+"""A recipe that fits its GPUs, or the error that it ends with."""
 
 from __future__ import annotations
 

@@ -11,19 +11,19 @@ from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from tests.fakes.engine_checkpoints import Tensors, random_tensors, tiny_config
 
-CARDS = torch.cuda.device_count()
+GPUS = torch.cuda.device_count()
 
 
-DEVICE = "cuda" if CARDS else "cpu"
+DEVICE = "cuda" if GPUS else "cpu"
 
 
-DTYPE = torch.bfloat16 if CARDS else torch.float32
+DTYPE = torch.bfloat16 if GPUS else torch.float32
 
 
 CONFIG = tiny_config(vocab_size=256, torch_dtype=str(DTYPE).removeprefix("torch."))
 
 
-KV_BYTES = 1 << 30 if CARDS else 64 << 20
+KV_BYTES = 1 << 30 if GPUS else 64 << 20
 
 
 def weights(seed: int) -> Tensors:
@@ -37,11 +37,11 @@ def settings(folder: Path, *, tp: int = 1, **options: Any) -> VllmSettings:
     config = VllmConfig(
         max_in_flight=16,
         context=256,
-        threads=0 if CARDS else 1,
+        threads=0 if GPUS else 1,
         kv_cache_bytes=KV_BYTES,
         eager=True,
         gpu_memory=0.2,
         tp=tp,
         speculation=SpeculationConfig(num_tokens=1),
     )
-    return engine_settings(config, model=str(folder), precision="bf16" if CARDS else "fp32", device=DEVICE, **options)  # type: ignore[arg-type]
+    return engine_settings(config, model=str(folder), precision="bf16" if GPUS else "fp32", device=DEVICE, **options)  # type: ignore[arg-type]

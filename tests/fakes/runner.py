@@ -1,4 +1,4 @@
-"""A vLLM worker whose steps take as long as they are told, as a card's would, and whose tokens mean nothing."""
+"""A vLLM worker whose steps take as long as they are told, as a GPU's would, and whose tokens mean nothing."""
 
 from __future__ import annotations
 

@@ -256,13 +256,13 @@ folder."""
 
 _PUBLISHED_STATES = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 128, "chunk_size": 128}
 _PUBLISHED_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128}
-ON_CARDS = TOYS | {
+ON_GPUS = TOYS | {
     "deepseek-v3": DEEPSEEK_V3 | _PUBLISHED_HEADS,
     "glm4-moe-lite": GLM4_MOE_LITE | _PUBLISHED_HEADS | {"qk_nope_head_dim": 192, "v_head_dim": 256},
     "nemotron-h": NEMOTRON_H | _PUBLISHED_STATES,
     "mimo-v2-flash": MIMO_V2_FLASH | {"head_dim": 192, "swa_head_dim": 192, "v_head_dim": 128, "swa_v_head_dim": 128},
 }
-"""The same for a card, where vLLM's latent attention takes the published widths of a head and 16 heads or more, values may be narrower
+"""The same for a GPU, where vLLM's latent attention takes the published widths of a head and 16 heads or more, values may be narrower
 than keys, and Mamba-2's kernels have the published widths of heads and states."""
 
 SERVED = [

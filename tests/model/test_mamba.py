@@ -101,7 +101,7 @@ def test_gradients_equal_finite_differences() -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_match_plain_torch_on_a_card() -> None:
+def test_kernels_match_plain_torch_on_a_gpu() -> None:
     """Output and gradients of packed samples at the published widths, against float64; bf16 rounds by 0.4%."""
     lengths, heads, groups, width, state = [300, 1, 77, 128, 5], 8, 2, 64, 128
     widths, tokens = [heads * width, groups * state, groups * state], sum(lengths)
@@ -124,7 +124,7 @@ def test_kernels_match_plain_torch_on_a_card() -> None:
 
 
 @pytest.mark.gpu
-def test_norm_on_a_card_matches_float64() -> None:
+def test_norm_on_a_gpu_matches_float64() -> None:
     """Output and gradients at the published width of a group; the gate is a part of a wider row."""
     torch.manual_seed(0)
     tokens, groups, width = 301, 2, 512

@@ -1,6 +1,6 @@
 """A layer saves as many bytes for its backward pass as `mtpctl.plan.sharding` assumes.
 
-A CPU runs norms and attention in pieces that keep more than a card's kernels do; stand-ins here keep what those keep.
+A CPU runs norms and attention in pieces that keep more than a GPU's kernels do; stand-ins here keep what those keep.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mtpctl.recipe.schema import Recipe
 from tests.fakes.fits import check_fits
 
 MIMO = shape_of(hub_config("XiaomiMiMo/MiMo-7B-RL"))
-ONE_CARD = "train.parallel={tp: 1}"
+ONE_GPU = "train.parallel={tp: 1}"
 
 
 def recipe(*sets: str) -> Recipe:
@@ -33,7 +33,7 @@ def only(created: Recipe) -> Misfit:
 
 
 def test_the_gain_of_a_remedy_is_the_reduction_of_the_memory() -> None:
-    created = recipe(ONE_CARD)
+    created = recipe(ONE_GPU)
     needs = trainer_memory(created, MIMO).total
     for remedy in only(created).remedies:
         assert remedy.gain == needs - trainer_memory(apply_change(created, remedy.change), MIMO).total > 0
@@ -50,17 +50,17 @@ def test_the_error_names_a_sufficient_remedy_without_more_gpus() -> None:
 
 
 def test_remedies_pass_the_recipes_checks_and_report_further_gpus() -> None:
-    sets = {str(remedy): remedy for remedy in only(recipe(ONE_CARD)).remedies}
+    sets = {str(remedy): remedy for remedy in only(recipe(ONE_GPU)).remedies}
     for text, remedy in sets.items():
-        created = recipe(ONE_CARD, *text.split())
-        assert not list(complaints_of(created)) and created == apply_change(recipe(ONE_CARD), remedy.change)
+        created = recipe(ONE_GPU, *text.split())
+        assert not list(complaints_of(created)) and created == apply_change(recipe(ONE_GPU), remedy.change)
     assert sets["train.parallel.tp=2 train.parallel.sequence_parallel=true"].more_gpus
     assert not sets["train.recompute=full"].more_gpus and not sets["train.offload.optimizer=true"].more_gpus
 
 
-@pytest.mark.parametrize("card", [90, 60, 50])
-def test_remedies_are_combined_if_no_single_one_suffices(card: int) -> None:
-    created = recipe(ONE_CARD, f"cluster.gpu_gib={card}", "rollout.gpu_memory=0.5")
+@pytest.mark.parametrize("gpu", [90, 60, 50])
+def test_remedies_are_combined_if_no_single_one_suffices(gpu: int) -> None:
+    created = recipe(ONE_GPU, f"cluster.gpu_gib={gpu}", "rollout.gpu_memory=0.5")
     misfit = only(created)
     assert not any(remedy.fits for remedy in misfit.remedies) and len(misfit.combination) > 1
     for remedy in misfit.combination:
@@ -91,8 +91,8 @@ def test_remedies_of_a_log_prob_rank_and_a_shared_gpu_are_shares() -> None:
     assert (shared.rank, str(shared.remedies[0]), shared.remedies[0].fits) == ("shared_card", "rollout.gpu_memory=0.7", True)
 
 
-def test_gpu_needed_is_the_smallest_card_that_fits() -> None:
-    for sets in ([ONE_CARD], ["logprob.gpus=0.1"], ["rollout.gpu_memory=0.1"]):
+def test_gpu_needed_is_the_smallest_gpu_that_fits() -> None:
+    for sets in ([ONE_GPU], ["logprob.gpus=0.1"], ["rollout.gpu_memory=0.1"]):
         created = recipe(*sets, "cluster.gpu_gib=null")
         needed = gpu_gib_needed(created, MIMO)
         assert not list(find_misfits(apply_change(created, {"cluster.gpu_gib": needed * 1.001}), MIMO))

@@ -67,7 +67,7 @@ def test_every_input_of_a_block_uses_all_matrices_of_a_block_drafter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "peak"),
+    ("gpu", "peak"),
     [
         ("NVIDIA H200", 989e12),
         ("NVIDIA H200 NVL", 835e12),
@@ -77,8 +77,8 @@ def test_every_input_of_a_block_uses_all_matrices_of_a_block_drafter() -> None:
         ("cpu", None),
     ],
 )
-def test_gpu_peaks_are_found_by_name(card: str, peak: float | None) -> None:
-    assert peak_flops(card) == peak
+def test_gpu_peaks_are_found_by_name(gpu: str, peak: float | None) -> None:
+    assert peak_flops(gpu) == peak
 
 
 def test_window_attention_counts_its_own_weights_and_pairs_within_the_window() -> None:

@@ -158,8 +158,8 @@ def test_exact_sums_need_float64_temporaries() -> None:
     more = 8 * 4096 * max(2 * 4096, 11008) + 8 * (4 << 20)
     assert trainer_memory(after, MIMO).activations - trainer_memory(before, MIMO).activations == more
     assert logprob_memory(after, MIMO).activations - logprob_memory(before, MIMO).activations == more
-    on_card = recipe("cluster.device=cuda", *sets[1:]), recipe("cluster.device=cuda", *sets[1:], "numerics=bitwise")
-    assert trainer_memory(on_card[0], MIMO) == trainer_memory(on_card[1], MIMO), "there, sums are rounded in a fixed order"
+    on_gpu = recipe("cluster.device=cuda", *sets[1:]), recipe("cluster.device=cuda", *sets[1:], "numerics=bitwise")
+    assert trainer_memory(on_gpu[0], MIMO) == trainer_memory(on_gpu[1], MIMO), "there, sums are rounded in a fixed order"
 
 
 def test_exact_layers_save_their_normed_inputs_with_sequence_parallelism() -> None:
@@ -497,15 +497,15 @@ def test_ranks_on_a_shared_gpu_are_checked_together(sets: list[str], message: st
 
 def test_the_default_memory_of_an_engine_follows_its_share_of_the_gpu() -> None:
     """The weights, everything that vLLM does not count as cache, and the cache add up to 0.95 of the share."""
-    card = ["cluster.device=cuda", "sync.transport=ipc", "cluster.gpu_gib=80", "rollout.kv_cache_bytes=null"]
+    gpu = ["cluster.device=cuda", "sync.transport=ipc", "cluster.gpu_gib=80", "rollout.kv_cache_bytes=null"]
     sets = ["train.gpus=0.25", "rollout.gpus=0.3", "rollout.replicas=4", "rollout.on_trainer_gpus=1"]
-    created, shape = recipe(*card, *sets, name="tiny_mtp"), moe_shape()
+    created, shape = recipe(*gpu, *sets, name="tiny_mtp"), moe_shape()
     for index, share in ((None, 0.3), (0, 0.75), (1, 0.3)):
         memory = engine_memory(created, shape, index)
         assert memory.reserve > 0
         whole = memory.weights + memory.reserve + (memory.kv_cache or 0)
         assert whole == pytest.approx(min(0.85, 0.95 * share) * 80 * GIB)
-    alone = engine_memory(recipe(*card, name="tiny_mtp"), shape)
+    alone = engine_memory(recipe(*gpu, name="tiny_mtp"), shape)
     assert (alone.reserve, alone.weights + (alone.kv_cache or 0)) == (0, pytest.approx(0.85 * 80 * GIB))
 
 

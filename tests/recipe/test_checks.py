@@ -53,8 +53,8 @@ DRAFT = ["train.stages=[draft, rl]", "train.draft.steps=5"]
 
 # A recipe for one GPU, which the tests' recipes are not.
 BITWISE, CORRECTED = ["numerics=bitwise"], ["train.rl.correction.mode=truncate"]
-CARD = ["cluster.device=cuda", "sync.transport=nccl"]
-BITWISE_CARD = [*BITWISE, *CARD, "train.precision=bf16"]
+GPU = ["cluster.device=cuda", "sync.transport=nccl"]
+BITWISE_GPU = [*BITWISE, *GPU, "train.precision=bf16"]
 
 
 @pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)
@@ -85,7 +85,7 @@ MOE_RECIPES = [
 
 
 @pytest.mark.parametrize("names", MOE_RECIPES, ids="-".join)
-def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[str]) -> None:
+def test_mixtures_of_experts_fit_their_gpus_with_a_tenth_to_spare(names: list[str]) -> None:
     recipe = load_recipe(names[0], overlays=names[1:]).recipe
     shape = shape_of(hf_config(recipe.model))
     check_fits(recipe, shape)
@@ -137,11 +137,11 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             "rollout.speculation.verification: vLLM on a CPU verifies token by token; set token",
         ),
         (
-            [*CARD, "rollout.speculation.verification=block"],
+            [*GPU, "rollout.speculation.verification=block"],
             "rollout.speculation.verification: block accepts no more greedy drafts than token; set draft_method: probabilistic",
         ),
         (
-            [*CARD, "rollout.speculation={verification: block, method: ngram}"],
+            [*GPU, "rollout.speculation={verification: block, method: ngram}"],
             "rollout.speculation.verification: drafts of ngram have no probabilities, so block accepts no more of them; set token",
         ),
         (["mtp.loss=e2e_tv", "mtp.mode=joint"], "mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk"),
@@ -155,7 +155,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         ),
         ([*DFLASH, "rollout.speculation.auto=true"], "rollout.speculation.auto: not supported with a DFlash drafter"),
         (
-            [*CARD, *DFLASH, "rollout.speculation.verification=block", "rollout.speculation.draft_method=probabilistic"],
+            [*GPU, *DFLASH, "rollout.speculation.verification=block", "rollout.speculation.draft_method=probabilistic"],
             "rollout.speculation.verification: block is not supported with a DFlash drafter; set token",
         ),
         (["train.stages=[rl, draft]", "train.draft.steps=5"], "train.stages: draft must come first"),
@@ -235,7 +235,7 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
         ),
         (["sync.kv=keep", "sync.pause=abort"], "sync.kv: with sync.pause: abort no request is in flight at a sync; set sync.pause: keep"),
         (["sync.kv=keep", "async.partial_rollout=false"], "sync.kv: with async.partial_rollout: false no request is in flight at a sync"),
-        (["sync.kv=keep", *CARD, "sync.release_kv=true"], "sync.kv: sync.release_kv frees the cache that keep keeps; set it to false"),
+        (["sync.kv=keep", *GPU, "sync.release_kv=true"], "sync.kv: sync.release_kv frees the cache that keep keeps; set it to false"),
         ([*BITWISE, "sync.kv=keep"], "sync.kv: with keep, log-probs differ from those of the trainer, which numerics: bitwise rules out"),
         (
             ["sync.kv=keep", "rollout.engine_args.kv_transfer_config={}"],
@@ -283,30 +283,30 @@ def test_mixtures_of_experts_fit_their_cards_with_a_tenth_to_spare(names: list[s
             )
             for arg in ("dtype: half", "tensor_parallel_size: 2", "max_model_len: 16384", "model_impl: transformers", "hf_overrides: {}")
         ),
-        ([*BITWISE, *CARD], "train.precision: numerics: bitwise needs bf16 on a GPU; set bf16, or numerics: default"),
+        ([*BITWISE, *GPU], "train.precision: numerics: bitwise needs bf16 on a GPU; set bf16, or numerics: default"),
         (
-            [*BITWISE, *CARD, "train.precision=bf16", "rollout.dtype=fp32"],
+            [*BITWISE, *GPU, "train.precision=bf16", "rollout.dtype=fp32"],
             "rollout.dtype: numerics: bitwise needs bf16 on a GPU; set auto, or numerics: default",
         ),
         (
-            [*BITWISE_CARD, "train.parallel.tp=2"],
+            [*BITWISE_GPU, "train.parallel.tp=2"],
             "train.parallel.tp: on a GPU, numerics: bitwise needs as many ranks as rollout.tp: 1, got 2; set 1",
         ),
-        ([*BITWISE_CARD, "rollout.tp=4"], "rollout.tp: on a GPU, numerics: bitwise needs at most 2 ranks"),
+        ([*BITWISE_GPU, "rollout.tp=4"], "rollout.tp: on a GPU, numerics: bitwise needs at most 2 ranks"),
         (
-            [*BITWISE_CARD, "rollout.tp=2", "train.parallel.tp=2", "model.config.intermediate_size=200"],
+            [*BITWISE_GPU, "rollout.tp=2", "train.parallel.tp=2", "model.config.intermediate_size=200"],
             "model: on a GPU, numerics: bitwise needs multiples of 8 per rank, got MLP width 100; use such a model",
         ),
         (
-            [*BITWISE_CARD, "rollout.tp=2", "train.parallel.tp=2", "model.config.num_key_value_heads=1"],
+            [*BITWISE_GPU, "rollout.tp=2", "train.parallel.tp=2", "model.config.num_key_value_heads=1"],
             "model: on a GPU, numerics: bitwise needs a number of ranks that divides the key-value heads, got 1 for 2 ranks",
         ),
         (
-            [*BITWISE_CARD, "model.config.intermediate_size=100"],
+            [*BITWISE_GPU, "model.config.intermediate_size=100"],
             "model: on a GPU, numerics: bitwise needs multiples of 8, got MLP width 100; use such a model, or set numerics: default",
         ),
         ([*BITWISE, "model.config.max_position_embeddings=9000"], "rollout.context: numerics: bitwise needs at most 8192 tokens, got 9000"),
-        ([*CARD, "kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs train.precision: bf16"),
+        ([*GPU, "kernels.linear_logprob=triton"], "kernels.linear_logprob: triton needs train.precision: bf16"),
         (["data.sft_path=/none.jsonl"], "data.sft_path: there is no file /none.jsonl"),
         (["data.sft_task={min_digits: 4}"], "data.sft_task.min_digits: must be at most max_digits: 3, got 4"),
         (["run_dir=runs/{nmae}"], "run_dir: {nmae} is not a placeholder"),
@@ -395,7 +395,7 @@ def list_complaints(sets: list[str]) -> list[str]:
     ],
 )
 def test_engines_on_the_trainers_gpus_need_room_there(sets: list[str], message: str) -> None:
-    complaints = list_complaints([*CARD, "sync.transport=ipc", "train.gpus=0.5", "rollout.on_trainer_gpus=1", *sets])
+    complaints = list_complaints([*GPU, "sync.transport=ipc", "train.gpus=0.5", "rollout.on_trainer_gpus=1", *sets])
     assert [text.startswith(f"rollout.on_trainer_gpus: {message}") for text in complaints] == ([True] if message else [])
 
 
@@ -406,13 +406,13 @@ def test_sglang_cannot_keep_the_cache() -> None:
 
 
 def test_bitwise_numerics_on_a_gpu_need_bf16_and_allow_long_contexts() -> None:
-    sets = [*CARD, *BITWISE, "train.precision=bf16", "model.config.max_position_embeddings=9000"]
+    sets = [*GPU, *BITWISE, "train.precision=bf16", "model.config.max_position_embeddings=9000"]
     assert not [text for text in list_complaints(sets) if "bitwise" in text]
 
 
 def test_bitwise_attention_on_a_gpu_has_at_most_64_query_heads_per_key_value_head() -> None:
     heads = ["model.config.num_attention_heads=130", "model.config.num_key_value_heads=2", "model.config.head_dim=32"]
-    assert complaint(*CARD, *BITWISE, "train.precision=bf16", *heads, "model.config.hidden_size=4160") == (
+    assert complaint(*GPU, *BITWISE, "train.precision=bf16", *heads, "model.config.hidden_size=4160") == (
         "model: on a GPU, numerics: bitwise needs at most 64 attention heads per key-value head, got 65; use such a model, or set "
         "numerics: default"
     )
@@ -432,7 +432,7 @@ def test_bitwise_numerics_need_a_gpu_of_compute_capability_9_and_half_precision(
 
 def test_bitwise_experts_on_a_gpu_need_aligned_widths() -> None:
     config = QWEN3_MOE_EAGLE3 | {"moe_intermediate_size": 42}
-    sets = [*CARD, *BITWISE, "train.precision=bf16", f"model.config={json.dumps(config)}"]
+    sets = [*GPU, *BITWISE, "train.precision=bf16", f"model.config={json.dumps(config)}"]
     message = "model: on a GPU, numerics: bitwise needs multiples of 8, got experts' width 42; use such a model, or set numerics: default"
     assert [text for text in complaints_of(load_recipe("tiny_mtp", sets=sets).recipe) if "bitwise" in text] == [message]
 
@@ -443,7 +443,7 @@ def bitwise_complaint(config: dict[str, Any]) -> str:
 
 def test_bitwise_linear_attention_needs_fp32_on_a_cpu_and_aligned_widths_on_a_gpu() -> None:
     validate(load_recipe("tiny_mtp", sets=[*BITWISE, f"model.config={json.dumps(QWEN3_5)}", "train.precision=fp32"]).recipe)
-    sets = [*CARD, *BITWISE, "train.precision=bf16", f"model.config={json.dumps(QWEN3_5 | {'linear_value_head_dim': 60})}"]
+    sets = [*GPU, *BITWISE, "train.precision=bf16", f"model.config={json.dumps(QWEN3_5 | {'linear_value_head_dim': 60})}"]
     message = "model: on a GPU, numerics: bitwise needs multiples of 8, got linear attention's width 180; use such a model, or set "
     assert [text for text in complaints_of(load_recipe("tiny_mtp", sets=sets).recipe) if "bitwise" in text] == [
         message + "numerics: default"
@@ -476,7 +476,7 @@ def test_bitwise_numerics_need_a_supported_model() -> None:
 
 @pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"]])
 def test_named_kernels_are_allowed_on_supported_devices(sets: list[str]) -> None:
-    assert not list_complaints([*CARD, "train.precision=bf16", *sets])
+    assert not list_complaints([*GPU, "train.precision=bf16", *sets])
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "XiaomiMiMo/MiMo-7B-RL", "bytes"])
@@ -721,11 +721,11 @@ def test_model_that_the_engine_does_not_support_is_rejected(
     assert with_folder(tmp_path, *sets, "train.stages=[sft]") == [], "nothing is served"
 
 
-def test_on_cards_linear_and_latent_attention_come_in_any_type_and_size(tmp_path: Path) -> None:
+def test_on_gpus_linear_and_latent_attention_come_in_any_type_and_size(tmp_path: Path) -> None:
     for family in ("qwen3-next", "deepseek-v3"):
         (tmp_path / "config.json").write_text(json.dumps({**TOYS[family], **({"kv_lora_rank": 64} if family == "deepseek-v3" else {})}))
         (tmp_path / "model.safetensors").touch()
-        assert with_folder(tmp_path, *CARD) == []
+        assert with_folder(tmp_path, *GPU) == []
 
 
 def test_missing_data_file_is_reported_with_closest_match(tmp_path: Path) -> None:
@@ -765,7 +765,7 @@ def test_bias_update_needs_router_bias_and_full_training(family: str, sets: list
     [
         (["train.moe.replay=recompute", "train.rl.old_logprobs=behaviour"], "train.moe.replay: recompute has no pass to record routes"),
         (
-            [*CARD, "rollout.engine=sglang", "train.moe.replay=rollout"],
+            [*GPU, "rollout.engine=sglang", "train.moe.replay=rollout"],
             "train.moe.replay: rollout works with",
         ),
         (

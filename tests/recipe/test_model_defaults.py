@@ -115,7 +115,7 @@ def test_precision_follows_the_device(tmp_path: Path, flags: Path) -> None:
     assert created.recipe.train.precision == "bf16" and not any("precision" in note for note in created.notes)
 
 
-def test_machine_without_a_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtpctl.cluster.local import check_capacity
     from mtpctl.recipe.schema import ClusterConfig
 

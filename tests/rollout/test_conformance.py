@@ -1,6 +1,6 @@
 """What every `Generator` does, whichever engine is behind it: the tests' fake, a real vLLM and a real SGLang pass the same suite.
 
-On a card: `python -m pytest -m gpu tests/rollout/test_conformance.py -k vllm-card`, and in SGLang's environment `-k sglang`.
+On a GPU: `python -m pytest -m gpu tests/rollout/test_conformance.py -k vllm-gpu`, and in SGLang's environment `-k sglang`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.fakes.engine_checkpoints import Tensors, cycle_tensors, random_tensors, tiny_config, write_checkpoint
-from tests.fakes.engines import Loop, card_settings, cpu_settings, sglang_settings
+from tests.fakes.engines import Loop, cpu_settings, gpu_settings, sglang_settings
 from tests.fakes.replica import FakeReplica
 
 
@@ -37,15 +37,15 @@ class Kind:
     long: int = 120
 
     def weights(self, version: int) -> Tensors:
-        """Random weights; on a card, where no draw is repeated to the bit in every batch, those of a cycle."""
-        if self.config is not CARD_CONFIG:
+        """Random weights; on a GPU, where no draw is repeated to the bit in every batch, those of a cycle."""
+        if self.config is not GPU_CONFIG:
             return random_tensors(self.config, version)
         return {name: tensor.bfloat16() for name, tensor in cycle_tensors(self.config, 5 + version, 5 + version).items()}
 
 
-CARD_CONFIG = tiny_config(vocab_size=128, torch_dtype="bfloat16", max_position_embeddings=4096)
-ON_CARDS = [Kind(name, settings, CARD_CONFIG, 0.3, 3000) for name, settings in (("vllm-card", card_settings), ("sglang", sglang_settings))]
-KINDS = [Kind("fake"), Kind("vllm", cpu_settings), *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_CARDS)]
+GPU_CONFIG = tiny_config(vocab_size=128, torch_dtype="bfloat16", max_position_embeddings=4096)
+ON_GPUS = [Kind(name, settings, GPU_CONFIG, 0.3, 3000) for name, settings in (("vllm-gpu", gpu_settings), ("sglang", sglang_settings))]
+KINDS = [Kind("fake"), Kind("vllm", cpu_settings), *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ON_GPUS)]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)

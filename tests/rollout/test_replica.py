@@ -116,7 +116,7 @@ async def test_answers_are_collected_at_most_once_per_collect_s() -> None:
 
 
 def test_hanging_shutdown_kills_the_process_when_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it holds, a card, is what the one that takes its place waits for."""
+    """What it holds, a GPU, is what the one that takes its place waits for."""
     killed: list[Any] = []
     monkeypatch.setattr("ray.kill", killed.append)
 

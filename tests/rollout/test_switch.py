@@ -83,7 +83,7 @@ def test_decision_is_reported_with_its_measurements() -> None:
 
 
 class Crowded(Simulated):
-    """Many requests together fill the card: a draft then costs as much as a token."""
+    """Many requests together fill the GPU: a draft then costs as much as a token."""
 
     def step_s(self, drafts: int, requests: int) -> float:
         return self.base_s * (1 + drafts * min(1.0, requests / 256))

@@ -1,6 +1,6 @@
-"""Changes are found and applied on cards as on a CPU, and pushed to both ranks of an engine.
+"""Changes are found and applied on GPUs as on a CPU, and pushed to both ranks of an engine.
 
-Without a card, `pytest -m gpu` runs the same steps on the CPU. On hosts without NVLink multicast set NCCL_NVLS_ENABLE=0.
+Without a GPU, `pytest -m gpu` runs the same steps on the CPU. On hosts without NVLink multicast set NCCL_NVLS_ENABLE=0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.fakes.engine_checkpoints import Tensors, write_checkpoint
 from tests.fakes.engines import Loop
 from tests.fakes.engines import run as run
 from tests.fakes.engines import start_engine as start_engine
-from tests.fakes.pushed_gpus import BASE, CARDS, CONFIG, DEVICE, settings
+from tests.fakes.pushed_gpus import BASE, CONFIG, DEVICE, GPUS, settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -35,25 +35,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_changes_on_a_card_equal_those_on_a_cpu(dtype: torch.dtype, share: float) -> None:
+def test_changes_on_a_gpu_equal_those_on_a_cpu(dtype: torch.dtype, share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(3_000_017, generator=generator).to(dtype)
     new = torch.where(torch.rand(old.shape, generator=generator) < share, -old, old)
     change, positions = compare(new, old)
     blob = encode(new, old, change, positions)
-    card_change, card_positions = compare(new.to(DEVICE), old.to(DEVICE))
-    card_blob = encode(new.to(DEVICE), old.to(DEVICE), card_change, card_positions)
-    assert card_change == change and torch.equal(card_blob.cpu(), blob)
+    gpu_change, gpu_positions = compare(new.to(DEVICE), old.to(DEVICE))
+    gpu_blob = encode(new.to(DEVICE), old.to(DEVICE), gpu_change, gpu_positions)
+    assert gpu_change == change and torch.equal(gpu_blob.cpu(), blob)
     live = old.to(DEVICE)
-    apply(change, card_blob, live)
+    apply(change, gpu_blob, live)
     assert torch.equal(live.cpu().view(torch.uint8), new.view(torch.uint8))
 
 
-@pytest.mark.skipif(CARDS in (1, 2), reason="needs a card for the sender and two for the engine")
+@pytest.mark.skipif(GPUS in (1, 2), reason="needs a GPU for the sender and two for the engine")
 def test_changes_are_pushed_to_both_ranks_of_an_engine(
     start_engine: Callable[[VllmSettings], Any], folder: Path, run: Loop, tmp_path: Path
 ) -> None:
-    engine, device = start_engine(settings(folder, tp=2)), "cuda:2" if CARDS else "cpu"
+    engine, device = start_engine(settings(folder, tp=2)), "cuda:2" if GPUS else "cpu"
     tensors: Tensors = {name: tensor.to(device) for name, tensor in BASE.items()}
     sender = Sender(VersionStore(tmp_path), "nccl", device, host="127.0.0.1", deadline_s=60.0, delta=True, bucket_bytes=64 << 10)
     sender.plan(spec_of(name, tensor) for name, tensor in tensors.items())

@@ -1,6 +1,6 @@
-"""Weights and adapters are synced to cards: a sender process, engines on one card and two, a log-prob replica, and the KV cache.
+"""Weights and adapters are synced to GPUs: a sender process, engines on one GPU and two, a log-prob replica, and the KV cache.
 
-Without a card, `pytest -m gpu` runs the same steps between CPU processes, except for those that need a card.
+Without a GPU, `pytest -m gpu` runs the same steps between CPU processes, except for those that need a GPU.
 On hosts without NVLink multicast set NCCL_NVLS_ENABLE=0.
 """
 
@@ -36,12 +36,12 @@ from tests.fakes.engines import Loop
 from tests.fakes.engines import run as run
 from tests.fakes.engines import start_engine as start_engine
 from tests.fakes.logprob_ranks import LocalRanks
-from tests.fakes.pushed_gpus import BASE, CARDS, CONFIG, KV_BYTES, settings, weights
+from tests.fakes.pushed_gpus import BASE, CONFIG, GPUS, KV_BYTES, settings, weights
 from tests.fakes.pushing import CONTEXT, send_version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-BOUND = 0.05 if CARDS else 1e-5
+BOUND = 0.05 if GPUS else 1e-5
 """Bound on the mean difference to the exact log-probs of the same weights, from rounding in bf16 or fp32. Two versions of this policy
 differ by 1 on average."""
 PROMPT = [3, 4, 5, 6, 7]
@@ -58,11 +58,11 @@ def version_of(number: int) -> Tensors:
     return adapters.adapter(BASE, number) | BASE | drafts
 
 
-def _send(pipe: Any, root: Path, transport: str, card: int) -> None:
+def _send(pipe: Any, root: Path, transport: str, gpu: int) -> None:
     options: dict[str, Any] = {"bucket_bytes": 64 << 10, "sections": ("adapter", "target", "draft"), "section_of": adapters.section_of}
-    device = f"cuda:{card}" if CARDS else "cpu"
-    if CARDS:
-        torch.cuda.set_device(card)
+    device = f"cuda:{gpu}" if GPUS else "cpu"
+    if GPUS:
+        torch.cuda.set_device(gpu)
     config = {"adapter": adapters.config()}
     sender = Sender(VersionStore(root), transport, device, host="127.0.0.1", deadline_s=60.0, config=config, **options)
     sender.plan(spec_of(name, tensor) for name, tensor in version_of(1).items())
@@ -76,11 +76,11 @@ def _send(pipe: Any, root: Path, transport: str, card: int) -> None:
 
 
 class Trainer:
-    """The sender's process on one card."""
+    """The sender's process on one GPU."""
 
-    def __init__(self, root: Path, transport: str, card: int = 0) -> None:
+    def __init__(self, root: Path, transport: str, gpu: int = 0) -> None:
         self._pipe, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_send, args=(theirs, root, transport, card), daemon=True)
+        self._process = CONTEXT.Process(target=_send, args=(theirs, root, transport, gpu), daemon=True)
         self._process.start()
 
     def announce(self, version: int, sections: tuple[str, ...], members: list[str]) -> Manifest:
@@ -105,14 +105,14 @@ FIRST, LATER = ("adapter", "target", "draft"), ("adapter", "draft")
 
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[[VllmSettings], Any], folder: Path) -> VllmEngine:
-    result: VllmEngine = start_engine(settings(folder, adapter=LoraConfig(rank=adapters.RANK), release_kv=bool(CARDS)))
+    result: VllmEngine = start_engine(settings(folder, adapter=LoraConfig(rank=adapters.RANK), release_kv=bool(GPUS)))
     return result
 
 
 @pytest.fixture
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]:
-    transport, card = getattr(request, "param", ("ipc", 0))
-    result = Trainer(tmp_path / "store", transport, card)
+    transport, gpu = getattr(request, "param", ("ipc", 0))
+    result = Trainer(tmp_path / "store", transport, gpu)
     yield result
     result.end()
 
@@ -160,7 +160,7 @@ def test_an_adapter_is_pushed_while_requests_are_in_flight(engine: VllmEngine, r
 
     async def during() -> list[Sample]:
         tasks = [asyncio.ensure_future(engine.generate(request(index, 200))) for index in range(8)]
-        await asyncio.sleep(0.3 if CARDS else 0.05)
+        await asyncio.sleep(0.3 if GPUS else 0.05)
         manifest = await asyncio.to_thread(trainer.announce, first + 1, LATER, ["engine 0"])
         await cancel_on_error(manifest, engine.update(manifest, verify=True, deadline_s=60))
         return await asyncio.gather(*tasks)
@@ -174,7 +174,7 @@ def test_an_adapter_is_pushed_while_requests_are_in_flight(engine: VllmEngine, r
     assert_matches([result], {first + 1: policy(first + 1)})
 
 
-@pytest.mark.skipif(CARDS == 0, reason="the KV cache lies on a card")
+@pytest.mark.skipif(GPUS == 0, reason="the KV cache lies on a GPU")
 def test_the_kv_cache_is_released_during_a_sync(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
     def used() -> int:
         return int(run(engine._llm.collective_rpc("mtpctl_memory"))[0]["used"])
@@ -205,10 +205,10 @@ def test_the_kv_cache_is_released_during_a_sync(engine: VllmEngine, run: Loop, t
     assert_matches([*samples, after], {old: policy(old) if old else BASE, old + 1: policy(old + 1)})
 
 
-TP_CARDS = [
-    pytest.param(("ipc", 0), id="ipc", marks=pytest.mark.skipif(CARDS == 1, reason="needs two cards")),
+TP_GPUS = [
+    pytest.param(("ipc", 0), id="ipc", marks=pytest.mark.skipif(GPUS == 1, reason="needs two GPUs")),
     pytest.param(
-        ("nccl", 2), id="nccl", marks=pytest.mark.skipif(CARDS in (1, 2), reason="needs a card for the sender and two for the engine")
+        ("nccl", 2), id="nccl", marks=pytest.mark.skipif(GPUS in (1, 2), reason="needs a GPU for the sender and two for the engine")
     ),
 ]
 
@@ -219,23 +219,23 @@ def wide_engine(start_engine: Callable[[VllmSettings], Any], folder: Path) -> Vl
     return result
 
 
-@pytest.mark.parametrize("trainer", TP_CARDS, indirect=True)
+@pytest.mark.parametrize("trainer", TP_GPUS, indirect=True)
 def test_both_ranks_of_an_engine_receive_their_shards(wide_engine: VllmEngine, run: Loop, trainer: Trainer) -> None:
     for sections in (FIRST, LATER):
         push(run, wide_engine, trainer, sections, 2)
         assert_matches([run(wide_engine.generate(request(0)))], {wide_engine.version: policy(wide_engine.version)})
 
 
-REPLICA_CARDS = [
+REPLICA_GPUS = [
     pytest.param(("ipc", 0), id="ipc"),
-    pytest.param(("nccl", 1), id="nccl", marks=pytest.mark.skipif(CARDS == 1, reason="needs two cards")),
+    pytest.param(("nccl", 1), id="nccl", marks=pytest.mark.skipif(GPUS == 1, reason="needs two GPUs")),
 ]
 
 
-@pytest.mark.parametrize("trainer", REPLICA_CARDS, indirect=True)
+@pytest.mark.parametrize("trainer", REPLICA_GPUS, indirect=True)
 def test_weights_are_pushed_to_a_log_prob_replica(folder: Path, run: Loop, trainer: Trainer) -> None:
     config = ReplicaConfig(
-        str(folder), ParallelConfig(), "bf16" if CARDS else "fp32", MtpConfig(), KernelsConfig(), tokens_per_batch=1024, threads=1
+        str(folder), ParallelConfig(), "bf16" if GPUS else "fp32", MtpConfig(), KernelsConfig(), tokens_per_batch=1024, threads=1
     )
     rank = ScoreRank(config, 0)
     replica = Replica(LocalRanks(rank), rank.build(""), 0, keep_previous=False)

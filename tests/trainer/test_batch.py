@@ -110,7 +110,7 @@ def test_utilization_is_flops_over_peak() -> None:
 
 
 def test_unknown_gpu_has_no_utilization() -> None:
-    assert utilization(SHAPE, SEQUENCES, 0, isolated=True, seconds=1.0, gpu="Some Card", gpus=1) is None
+    assert utilization(SHAPE, SEQUENCES, 0, isolated=True, seconds=1.0, gpu="Some GPU", gpus=1) is None
 
 
 def test_update_reports_mfu_if_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

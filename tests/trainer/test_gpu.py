@@ -32,7 +32,7 @@ from mtpctl.trainer.engine import MegatronEngine
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.convert_models import CASES, hf_model
 from tests.fakes.tiny import MIMO, assert_close, engine, gradients, mimo, sequences
-from tests.fakes.trainer_cards import PAIRS, run
+from tests.fakes.trainer_gpus import PAIRS, run
 from tests.fakes.updates import reference
 
 pytestmark = pytest.mark.gpu
@@ -115,7 +115,7 @@ def test_logits_of_every_kind_of_layer_match(tmp_path: Path, case: str) -> None:
             result[precision] = logits(trainer, ids)
     own, exact = {}, {}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        # Transformers computes on the CPU: its linear attention solves triangular systems, which need libraries that a card's
+        # Transformers computes on the CPU: its linear attention solves triangular systems, which need libraries that a GPU's
         # torch loads on demand and a host may lack.
         model = deepcopy(hf)
         with torch.no_grad(), in_plain_torch(model):
@@ -175,7 +175,7 @@ def test_saved_activations_fit_the_memory_plan(tmp_path: Path) -> None:
     assert peak <= 2 * tokens * elements + workspace
 
 
-def test_peak_memory_is_that_of_the_card_after_an_update(tmp_path: Path) -> None:
+def test_peak_memory_is_that_of_the_gpu_after_an_update(tmp_path: Path) -> None:
     with engine(mimo(tmp_path / "model"), precision="bf16") as trainer:
         trainer.set_optimizer(OptimizerConfig())
         trainer.update(sequences(9, seed=3), NextToken())
@@ -186,7 +186,7 @@ def test_peak_memory_is_that_of_the_card_after_an_update(tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def two_cards(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+def two_gpus(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     """The results of each case over two ranks, or the reason why there is none. Progress is printed."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
     assert capture is not None
@@ -194,17 +194,17 @@ def two_cards(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
         return run(tmp_path_factory.mktemp("cards"))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two cards")
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs")
 @pytest.mark.parametrize("name", [case.name for case in PAIRS])
-def test_update_on_two_gpus_matches_one(two_cards: dict[str, Any], name: str) -> None:
+def test_update_on_two_gpus_matches_one(two_gpus: dict[str, Any], name: str) -> None:
     """In fp32 up to rounding; in bf16, with the flash kernel, as close to one GPU's fp32 results as one GPU in bf16."""
     case = next(case for case in PAIRS if case.name == name)
     for needed in (case.like, f"{case.like}-bf16", name, f"{name}-bf16"):
-        assert not isinstance(two_cards[needed], str), f"{needed}: {two_cards[needed]}"
-    single, single_half = two_cards[case.like]["gradients"], two_cards[f"{case.like}-bf16"]["gradients"]
-    whole, half = two_cards[name]["gradients"], two_cards[f"{name}-bf16"]["gradients"]
+        assert not isinstance(two_gpus[needed], str), f"{needed}: {two_gpus[needed]}"
+    single, single_half = two_gpus[case.like]["gradients"], two_gpus[f"{case.like}-bf16"]["gradients"]
+    whole, half = two_gpus[name]["gradients"], two_gpus[f"{name}-bf16"]["gradients"]
     assert_close(whole, single, 3 * case.bound)
     names = sorted(single)
     exact = [single[name] for name in names]
     assert error([half[name] for name in names], exact) <= 2 * error([single_half[name] for name in names], exact)
-    assert two_cards[name]["metrics"]["sft/loss"] == pytest.approx(two_cards[case.like]["metrics"]["sft/loss"], rel=1e-5)
+    assert two_gpus[name]["metrics"]["sft/loss"] == pytest.approx(two_gpus[case.like]["metrics"]["sft/loss"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""A real SGLang on a card: its log-probs are the policy's, its weights take updates of target and drafter, its drafts are counted."""
+"""A real SGLang on a GPU: its log-probs are the policy's, its weights take updates of target and drafter, its drafts are counted."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_log_probs_of_an_engine_of_two_ranks_equal_those_of_one_process(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two cards")
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("family", "k", "splits_tokens"), [("mimo", 0, False), ("mimo", 3, True), ("qwen2", 0, True), ("llama", 3, True)])
 def test_log_probs_of_engine_and_trainer_on_two_gpus_are_equal(family: str, k: int, splits_tokens: bool, run: Loop, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Block verification in vLLM: refused where vLLM ignores it; on a card, exact, and never worse than token by token."""
+"""Block verification in vLLM: refused where vLLM ignores it; on a GPU, exact, and never worse than token by token."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_one_worker_that_ignores_the_rule_is_enough() -> None:
         check_verification(["block", "token"])
 
 
-def card(folder: Path, drafts: int, rule: Literal["token", "block"]) -> VllmSettings:
+def gpu(folder: Path, drafts: int, rule: Literal["token", "block"]) -> VllmSettings:
     """In fp32, so that log-probs are exact."""
     options: dict[str, Any] = {"max_in_flight": 256, "context": 256, "kv_cache_bytes": 256 << 20, "gpu_memory": 0.1, "eager": True}
     options["engine_args"] = {"attention_backend": "TRITON_ATTN"}
@@ -72,7 +72,7 @@ def test_forty_thousand_tokens_are_exact_and_more_drafts_are_accepted(drafts: in
     folder, (_, logits, _) = toy(tmp_path / "model"), unlike_tensors()
     lengths: dict[tuple[str, str], float] = {}
     for rule in RULES:
-        engine = run(VllmEngine.start(card(folder, drafts, rule)), START_S)
+        engine = run(VllmEngine.start(gpu(folder, drafts, rule)), START_S)
         try:
             for case in ("T=0.7", "T=1.0"):
                 samples = run(answers(engine, case), START_S)

@@ -16,7 +16,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.routes import Routes
 from tests.fakes.draft_depths import depth_logits
 from tests.fakes.engine_drafts import DRAFTS, Drafting, response
-from tests.fakes.toys import NARROW_VALUES, ON_CARDS, SERVED, TOYS, toy_folder
+from tests.fakes.toys import NARROW_VALUES, ON_GPUS, SERVED, TOYS, toy_folder
 
 LARGEST = 1e-5
 """Difference of any logit in fp32."""
@@ -29,10 +29,10 @@ CASES = [
 ]
 
 
-def program(name: str, *arguments: object, cards: str | None = None) -> None:
-    """Run a module of tests.fakes. `cards`: CUDA_VISIBLE_DEVICES, "" for none; None: all."""
+def program(name: str, *arguments: object, gpus: str | None = None) -> None:
+    """Run a module of tests.fakes. gpus: CUDA_VISIBLE_DEVICES, "" for none; None: all."""
     command = [sys.executable, "-W", "ignore", "-m", f"tests.fakes.{name}", *map(str, arguments)]
-    observed = {} if cards is None else {"CUDA_VISIBLE_DEVICES": cards}
+    observed = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     subprocess.run(command, check=True, timeout=200, env=os.environ | observed)
 
 
@@ -45,7 +45,7 @@ def trained(
         return depth_logits(folder, precision, samples, routes)
     file, out = scratch / "samples.json", scratch / "logits.pt"
     file.write_text(json.dumps({"samples": samples, "routes": None if routes is None else routes.tolist()}))
-    program("draft_depths", folder, precision, file, out, cards="")
+    program("draft_depths", folder, precision, file, out, gpus="")
     result: torch.Tensor = torch.load(out)
     return result
 
@@ -89,11 +89,11 @@ def test_depths_with_narrow_values_are_the_drafts_of_the_engine(tmp_path: Path) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["mimo", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "mimo-v2-flash"])
-def test_each_of_several_layers_drafts_its_depth_on_a_card(family: str, tmp_path: Path) -> None:
-    """Trainer and rounding as above; vLLM serves several layers at their depths on a card alone, and its attention there is not in fp32."""
+def test_each_of_several_layers_drafts_its_depth_on_a_gpu(family: str, tmp_path: Path) -> None:
+    """Trainer and rounding as above; vLLM serves several layers at their depths on a GPU alone, and its attention there is not in fp32."""
     sizes = {"initializer_range": 0.1, "num_nextn_predict_layers": DRAFTS, "num_hidden_layers": DRAFTS}
-    folder = toy_folder(ON_CARDS[family] | sizes, tmp_path / "model", 0, "bf16")
-    program("card_drafts", folder, tmp_path / "drafts.pt")
+    folder = toy_folder(ON_GPUS[family] | sizes, tmp_path / "model", 0, "bf16")
+    program("gpu_drafts", folder, tmp_path / "drafts.pt")
     result = torch.load(tmp_path / "drafts.pt")
     ids, draftings = result["ids"], [Drafting(**each) for each in result["draftings"]]
     assert len(draftings) > 5
@@ -102,7 +102,7 @@ def test_each_of_several_layers_drafts_its_depth_on_a_card(family: str, tmp_path
     exact, rounded = (trained(folder, ids, draftings, precision, tmp_path) for precision in ("fp32", "bf16"))
     served = [torch.stack([each.logits[depth] for each in draftings]) for depth in range(DRAFTS)]
     # Rounding may select another expert for a token; the median leaves these drafts out.
-    distance = median_distance if shape_of(ON_CARDS[family]).moe else norm_distance
+    distance = median_distance if shape_of(ON_GPUS[family]).moe else norm_distance
     off, own = ([distance(mine, theirs) for mine, theirs in shared(exact, others)] for others in (served, list(rounded.unbind(1))))
     print(family, "engine", [f"{each:.1%}" for each in off], "trainer", [f"{each:.1%}" for each in own])
     assert all(mine <= ROUNDING * theirs for mine, theirs in zip(off, own, strict=True)), (off, own)

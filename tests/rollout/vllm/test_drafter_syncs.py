@@ -16,7 +16,7 @@ from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 from tests.fakes.engine_checkpoints import Tensors, cycle_tensors, tiny_config, write_checkpoint
-from tests.fakes.engines import START_S, Loop, card_settings, cpu_settings
+from tests.fakes.engines import START_S, Loop, cpu_settings, gpu_settings
 
 SYNCS, BREAKS_OFF = 5, 3
 """Versions, and the one of them whose first transfer breaks off within the drafter."""
@@ -31,7 +31,7 @@ def test_drafts_are_accepted_after_every_sync_until_the_drafter_is_zeroed(device
         return {name: tensor.bfloat16() for name, tensor in tensors.items()} if device == "cuda" else tensors
 
     folder = write_checkpoint(tmp_path / "model", config, cycle(0))
-    settings = cpu_settings(folder) if device == "cpu" else card_settings(folder)
+    settings = cpu_settings(folder) if device == "cpu" else gpu_settings(folder)
     if device == "cuda":  # The memory of a CPU's cache is never given back.
         settings = replace(settings, release_kv=True, args=settings.args | {"enable_sleep_mode": True})
     engine = run(VllmEngine.start(settings), START_S)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from tests.fakes import adapters
-from tests.fakes.engines import START_S, Loop, card_settings, cpu_settings
+from tests.fakes.engines import START_S, Loop, cpu_settings, gpu_settings
 from tests.fakes.hybrid import answers, mismatch
 from tests.fakes.toys import toy_folder
 from tests.fakes.vllm_models import MODELS
@@ -37,7 +37,7 @@ def test_adapter_in_small_buckets_is_served_as_merged_weights(device: str, exper
     shutil.copytree(base, merged)
     save_file(adapters.merged(tensors, delta), merged / "model.safetensors", metadata={"format": "pt"})
     lora = LoraConfig(rank=adapters.RANK, alpha=adapters.ALPHA, targets=[*ATTENTION, *(EXPERTS if experts else ())])
-    settings = card_settings(base, k=0, adapter=lora) if device == "cuda" else cpu_settings(base, k=0, precision="bf16", adapter=lora)
+    settings = gpu_settings(base, k=0, adapter=lora) if device == "cuda" else cpu_settings(base, k=0, precision="bf16", adapter=lora)
     publisher = adapters.publisher(tmp_path / "store", bucket_bytes=BUCKET, sections=("adapter",))
     manifest = publisher.publish(delta.items(), 1, checksums=True)
     assert len(manifest.sections["adapter"].buckets) > len(delta), "every matrix is cut"

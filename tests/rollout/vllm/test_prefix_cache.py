@@ -10,7 +10,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.routes import RouteShape
 from mtpctl.samples import Sample
-from tests.fakes.engines import START_S, Loop, card_settings, cpu_settings
+from tests.fakes.engines import START_S, Loop, cpu_settings, gpu_settings
 from tests.fakes.hybrid import answers, mismatch
 from tests.fakes.toys import QWEN3_5_MOE, toy_folder
 
@@ -35,8 +35,8 @@ def responses(folder: Path, run: Loop, device: str, drafts: int, *, cached: bool
         options = {"enable_prefix_caching": cached}
         settings = cpu_settings(folder, k=drafts, precision="bf16", context=CONTEXT, routes=ROUTES.layers, engine_args=options)
     else:
-        card = {"enable_prefix_caching": cached, "additional_config": {"gdn_prefill_backend": "triton"}}
-        settings = card_settings(folder, k=drafts, context=CONTEXT, engine_args=card)
+        gpu = {"enable_prefix_caching": cached, "additional_config": {"gdn_prefill_backend": "triton"}}
+        settings = gpu_settings(folder, k=drafts, context=CONTEXT, engine_args=gpu)
     prompt = [3 + 7 * place % 300 for place in range(SHARED)]
     engine = run(VllmEngine.start(settings), START_S)
     try:

@@ -1,4 +1,4 @@
-"""A hybrid model on a card whose drafts are hardly ever right: long responses, aborted by syncs, have the log-probs of the policy."""
+"""A hybrid model on a GPU whose drafts are hardly ever right: long responses, aborted by syncs, have the log-probs of the policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.samples import Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
-from tests.fakes.engines import START_S, Loop, card_settings
+from tests.fakes.engines import START_S, Loop, gpu_settings
 from tests.fakes.hybrid import answers, mismatch
 from tests.fakes.toys import QWEN3_5, toy_folder
 
@@ -30,7 +30,7 @@ def test_rejected_drafts_keep_the_logprobs_of_the_policy_through_aborts(run: Loo
     tensors = load_file(folder / "model.safetensors")
     speculation = SpeculationConfig(num_tokens=3, draft_method="probabilistic", auto=True)
     options = {"additional_config": {"gdn_prefill_backend": "triton"}}
-    settings = card_settings(folder, speculation=speculation, context=CONTEXT, max_in_flight=REQUESTS, engine_args=options)
+    settings = gpu_settings(folder, speculation=speculation, context=CONTEXT, max_in_flight=REQUESTS, engine_args=options)
     engine = run(VllmEngine.start(settings), START_S)
     shape = shape_of(CONFIG)
     publisher = Publisher(VersionStore(tmp_path / "store"), bucket_bytes=1 << 20, section_of=lambda name: section_of(name, shape))

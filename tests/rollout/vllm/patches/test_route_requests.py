@@ -34,7 +34,7 @@ def row_of(token: int) -> np.ndarray[Any, Any]:
     return np.arange(6).reshape(SHAPE) * 7 + token
 
 
-class Card:
+class Gpu:
     """A recorder with rows on the CPU, and the blocks of requests, which are given out in random order."""
 
     def __init__(self, seed: int) -> None:
@@ -99,18 +99,18 @@ def rows_of(tokens: list[int]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("deferred", [True, False])
 def test_rows_of_a_response_with_drafts(seed: int, deferred: bool) -> None:
     """The first token that is wanted, drafts that are rejected, and outputs of several tokens."""
-    card, draw = Card(seed), random.Random(seed)
+    gpu, draw = Gpu(seed), random.Random(seed)
     first, prompt = draw.choice([0, 3, 9]), draw.randint(10, 20)
     request, tokens = request_of(prompt, start=first, deferred=deferred), [100 + i for i in range(prompt)]
-    card.run(request, 0, tokens[: prompt // 2])
-    card.run(request, prompt // 2, tokens[prompt // 2 :])
+    gpu.run(request, 0, tokens[: prompt // 2])
+    gpu.run(request, prompt // 2, tokens[prompt // 2 :])
     result: list[Any] = []
     for step in range(12):
         tokens.append(200 + 10 * step)  # sampled behind what was read, drafts that were accepted included
         request.num_tokens, request.ended = len(tokens), step == 11
-        result.append(card.delivered(request))
+        result.append(gpu.delivered(request))
         drafts = [201 + 10 * step + i for i in range(draw.randint(0, 3))]
-        card.run(request, len(tokens) - 1, [tokens[-1], *drafts])
+        gpu.run(request, len(tokens) - 1, [tokens[-1], *drafts])
         tokens += drafts[: draw.randint(0, len(drafts))]
     parts = [each for each in result if each is not None]
     assert len(parts) == (1 if deferred else 12)
@@ -121,76 +121,76 @@ def test_rows_of_a_response_with_drafts(seed: int, deferred: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_preempted_request_keeps_the_rows_of_the_pass_that_sampled_its_tokens(seed: int) -> None:
-    card = Card(seed)
+    gpu = Gpu(seed)
     request, tokens = request_of(6), [10, 11, 12, 13, 14, 15]
-    card.run(request, 0, tokens)
+    gpu.run(request, 0, tokens)
     for token in (20, 21, 22):
         tokens.append(token)
         request.num_tokens = len(tokens)
-        assert card.delivered(request) is None
-        card.run(request, len(tokens) - 1, [token])
-    card.give_up(request)
-    card.run(request, 0, [each + 500 for each in tokens])  # read again, under other weights
+        assert gpu.delivered(request) is None
+        gpu.run(request, len(tokens) - 1, [token])
+    gpu.give_up(request)
+    gpu.run(request, 0, [each + 500 for each in tokens])  # read again, under other weights
     tokens += [30]
     request.num_tokens, request.ended = len(tokens), True
-    rows = card.delivered(request)
+    rows = gpu.delivered(request)
     # The last one was under way when its request was preempted: whether its token would come was not known.
     assert np.array_equal(rows, rows_of([*tokens[:8], 522]))
-    card.connector.request_finished(request)
-    assert not card.connector._saved and not card.connector._sent
+    gpu.connector.request_finished(request)
+    assert not gpu.connector._saved and not gpu.connector._sent
 
 
 def test_request_preempted_within_its_prefill_has_the_rows_of_the_second_pass() -> None:
-    card = Card(3)
+    gpu = Gpu(3)
     request, tokens = request_of(6), [10, 11, 12, 13, 14, 15]
-    card.run(request, 0, tokens[:5])
-    card.give_up(request)
+    gpu.run(request, 0, tokens[:5])
+    gpu.give_up(request)
     again = [each + 500 for each in tokens]  # under other weights
-    card.run(request, 0, again)
+    gpu.run(request, 0, again)
     request.num_tokens, request.ended = 7, True
-    assert np.array_equal(card.delivered(request), rows_of(again))
+    assert np.array_equal(gpu.delivered(request), rows_of(again))
 
 
 def test_request_that_ends_by_a_step_in_flight_has_its_rows() -> None:
-    card = Card(1)
+    gpu = Gpu(1)
     request, tokens = request_of(3), [10, 11, 12, 20]
-    card.run(request, 0, tokens[:3])
+    gpu.run(request, 0, tokens[:3])
     request.num_tokens = 4
-    card.run(request, 3, [20])
-    card.give_up(request)
+    gpu.run(request, 3, [20])
+    gpu.give_up(request)
     request.num_tokens, request.ended = 5, True
-    assert np.array_equal(card.delivered(request), rows_of(tokens))
+    assert np.array_equal(gpu.delivered(request), rows_of(tokens))
 
 
 def test_pending_rows_are_read_before_an_abort() -> None:
-    card = Card(2)
+    gpu = Gpu(2)
     request, tokens = request_of(5, start=2), [10, 11, 12, 13, 14, 20]
-    card.run(request, 0, tokens[:5])
+    gpu.run(request, 0, tokens[:5])
     request.num_tokens = 6
-    assert np.array_equal(card.connector.pending(request), rows_of(tokens[2:5]))
-    card.run(request, 5, [20, 99])
-    assert np.array_equal(card.connector.pending(request), rows_of(tokens[2:5])), (
+    assert np.array_equal(gpu.connector.pending(request), rows_of(tokens[2:5]))
+    gpu.run(request, 5, [20, 99])
+    assert np.array_equal(gpu.connector.pending(request), rows_of(tokens[2:5])), (
         "token 20 has another one behind it, which nobody knows yet"
     )
-    card.give_up(request)
-    assert np.array_equal(card.connector.pending(request), rows_of(tokens[2:5]))
+    gpu.give_up(request)
+    assert np.array_equal(gpu.connector.pending(request), rows_of(tokens[2:5]))
 
 
 def test_pending_rows_survive_serialization() -> None:
-    card = Card(4)
+    gpu = Gpu(4)
     request, tokens = request_of(3), [10, 11, 12, 20]
-    card.run(request, 0, tokens[:3])
+    gpu.run(request, 0, tokens[:3])
     request.num_tokens = 4
     others = request_of(3, deferred=False)
-    scheduler = SimpleNamespace(aux_output_connector=card.connector, requests={"r-1": request, "others": others})
+    scheduler = SimpleNamespace(aux_output_connector=gpu.connector, requests={"r-1": request, "others": others})
     result = pending_of(scheduler, ["r-1", "others", "gone"])
     assert list(result) == ["r-1"] and np.array_equal(as_rows(*result["r-1"]), rows_of(tokens[:3]))
     assert pending_of(SimpleNamespace(aux_output_connector=None), ["r-1"]) == {}
 
 
 def test_a_step_that_warms_up_writes_nothing() -> None:
-    card = Card(3)
-    recorder: Any = card.recorder
+    gpu = Gpu(3)
+    recorder: Any = gpu.recorder
     recorder.prepare_output(SimpleNamespace(query_start_loc_np=np.array([0, 3]), req_ids=["r"]))
     assert bool((recorder._rows == -1).all())
 

@@ -1,6 +1,6 @@
-"""Runs cases over two GPUs, in one pair of processes, and prints their progress: `python -m tests.fakes.trainer_cards OUT [NAME …]`.
+"""Runs cases over two GPUs, in one pair of processes, and prints their progress: `python -m tests.fakes.trainer_gpus OUT [NAME …]`.
 
-A case that does not end is named, with the stacks of its ranks, and those behind it are not run. Without cards: over gloo.
+A case that does not end is named, with the stacks of its ranks, and those behind it are not run. Without GPUs: over gloo.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _rank(number: int, names: Collection[str], root: Path, parent: Any, other: A
         if torch.cuda.is_available():
             torch.cuda.set_device(number)
         torch.set_float32_matmul_precision("highest")
-        # Every width, dtype and count of an expert's tokens would be compiled anew, on both ranks; one card's tests try what is compiled.
+        # Every width, dtype and count of an expert's tokens would be compiled anew, on both ranks; one GPU's tests try what is compiled.
         torch.compiler.set_stance("force_eager")
         for case, place in _turns(number, names, other):
             at = case.name

@@ -1,4 +1,4 @@
-"""`engine_drafts` on a card, whose drafters are the second model runner's: `python -m tests.fakes.card_drafts FOLDER OUT.pt`.
+"""`engine_drafts` on a GPU, whose drafters are the second model runner's: `python -m tests.fakes.gpu_drafts FOLDER OUT.pt`.
 
 vLLM runs in this process, in bf16, with mtpctl's patches and without CUDA graphs, for one request at a time.
 """
