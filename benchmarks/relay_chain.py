@@ -86,7 +86,7 @@ def measure(root: Path, url: str, files: dict[str, int], count: int, rate: float
         for folder in folders:
             folder.mkdir()
         relays = [LimitedRelay(folder, rate) for folder in folders]
-        digests = remote.digests_of([Path(url.removeprefix("file://"), VERSION, name) for name in files])
+        digests = remote.compute_digests([Path(url.removeprefix("file://"), VERSION, name) for name in files])
         sources = ["", *(relay.address for relay in relays[:-1])]
         links = [ChainLink(source, number, digests) if chain else None for number, source in enumerate(sources)]
         began = time.perf_counter()

@@ -12,4 +12,4 @@ uv venv --quiet --python 3.12 "$dir"
 uv pip install --quiet --python "$dir/bin/python" --override <(echo "cuda-tile ; sys_platform == 'never'") \
     sglang==0.5.21 "ray==$(version ray)" pydantic pyyaml safetensors
 uv pip install --quiet --python "$dir/bin/python" --no-deps --editable "$here"
-"$dir/bin/python" -c 'import mtpctl.rollout.sglang.receiver, ray, sglang; print("SGLang", sglang.__version__, "with Ray", ray.__version__)'
+"$dir/bin/python" -c 'import mtpctl.rollout.sglang.plugin, ray, sglang; print("SGLang", sglang.__version__, "with Ray", ray.__version__)'

@@ -124,15 +124,15 @@ class ElasticRollout:
         return Answer(message)
 
     def _check(self, membership: Membership, live: set[str], draining: set[str]) -> None:
-        for index in membership.taken:
+        for index in membership.occupied_slots:
             node = self._bundles.by_actor[_actor(index)].node
             if node not in live or node in draining:
                 self._leave(membership, index, "its host is being drained" if node in live else "its host is lost")
-        for index in membership.taken[: -self.requested]:
+        for index in membership.occupied_slots[: -self.requested]:
             self._leave(membership, index, f"{self.requested} are requested")
-        if (actor := self._starved_actor()) and not self._leaving and len(membership.taken) > self.rollout.replica_range.min:
-            self._leave(membership, membership.taken[0], f"no other host has capacity for {actor}")
-        for index in [index for index in self._joining if membership.serves(index)]:
+        if (actor := self._starved_actor()) and not self._leaving and len(membership.occupied_slots) > self.rollout.replica_range.min:
+            self._leave(membership, membership.occupied_slots[0], f"no other host has capacity for {actor}")
+        for index in [index for index in self._joining if membership.is_serving(index)]:
             self._report(f"replica {index} serves")
             self._joining.remove(index)
         # In a separate task, because Ray needs a while to reject a reservation if another job was faster.
@@ -140,7 +140,7 @@ class ElasticRollout:
             if joining is not None:
                 joining.result()
             self._join_task = asyncio.create_task(self._join(membership))
-        self._show_wait(len(membership.taken))
+        self._show_wait(len(membership.occupied_slots))
 
     def _leave(self, membership: Membership, index: int, reason: str) -> None:
         if index not in self._leaving:
@@ -161,8 +161,10 @@ class ElasticRollout:
 
     async def _join(self, membership: Membership) -> None:
         """Add replicas until none is missing or no host has capacity."""
-        while len(membership.taken) < self.requested and not self._state.weights_lost and not self._waiting_actors():
-            index = next(i for i in range(self.requested + len(self._leaving)) if i not in membership.taken and i not in self._leaving)
+        while len(membership.occupied_slots) < self.requested and not self._state.weights_lost and not self._waiting_actors():
+            index = next(
+                i for i in range(self.requested + len(self._leaving)) if i not in membership.occupied_slots and i not in self._leaving
+            )
             actor = _actor(index)
             if await self._bundles.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
                 return

@@ -31,7 +31,7 @@ from mtpctl.recipe.rl import TeacherConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Ids, Sample, ids_of
 from mtpctl.sync.remote import URL_FIELD
-from mtpctl.sync.store import VersionStore, default_root, name_of
+from mtpctl.sync.store import VersionStore, default_root, store_name
 
 if TYPE_CHECKING:
     from mtpctl.convert.hf_folder import HfFolder
@@ -252,7 +252,7 @@ def open_version_store(folder: Path, recipe: Recipe, shape: ModelShape) -> Versi
     if recipe.sync.delta:
         # `default_root` reserves three versions of this size, so this adds 3/4 of a version for the deltas.
         size += size // 4
-    return VersionStore(default_root(name_of(folder), size, folder / "versions"), remote)
+    return VersionStore(default_root(store_name(folder), size, folder / "versions"), remote)
 
 
 def local_folder(name: str, field: str) -> Path:

@@ -29,7 +29,7 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.groups import has_signal
 from mtpctl.rl.rewards.function import Outcome, Reward
-from mtpctl.rollout.protocol import Generator, request_for
+from mtpctl.rollout.protocol import Generator, create_request
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.session import Telemetry
 
@@ -332,4 +332,4 @@ def build_request(
     """The request for one response to a problem, with the sampling parameters of the recipe."""
     prompt = prepared.prompt_ids(problem, recipe.data)
     sample = Sample(prompt_id=problem.prompt_id, group_id=group_id, prompt_ids=prompt, index=index)
-    return request_for(recipe.rollout, sample, context=prepared.context, end_ids=prepared.end_ids, seed=seed, problem=problem)
+    return create_request(recipe.rollout, sample, context=prepared.context, end_ids=prepared.end_ids, seed=seed, problem=problem)

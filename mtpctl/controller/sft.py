@@ -21,7 +21,7 @@ from mtpctl.data.problems import PromptCursor
 from mtpctl.data.prompts import SftSample, encode_sft
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rollout.protocol import Generator, request_for
+from mtpctl.rollout.protocol import Generator, create_request
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.session import Telemetry
 
@@ -162,7 +162,7 @@ class DraftStage(SftStage):
             for number in missing_numbers:
                 problem = problems[number]
                 sample = Sample(problem.prompt_id, str(number), prepared.prompt_ids(problem, recipe.data), index=number)
-                yield request_for(recipe.rollout, sample, context=prepared.context, end_ids=prepared.end_ids, problem=problem)
+                yield create_request(recipe.rollout, sample, context=prepared.context, end_ids=prepared.end_ids, problem=problem)
 
         with self.file.open("a") as stream:
             async with contextlib.aclosing(generator.generate(requests())) as samples:

@@ -17,7 +17,7 @@ from mtpctl.environments.environment import CLOSE_S, FIELD, EnvironmentClass, En
 from mtpctl.environments.turns import ChatReplies, ChatText, Text
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
-from mtpctl.rollout.protocol import request_for
+from mtpctl.rollout.protocol import create_request
 from mtpctl.samples import GenerationRequest, Sample
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ async def _episode_failures(rollout: RolloutBase, problems: Sequence[Problem]) -
     async def requests() -> AsyncIterator[GenerationRequest]:
         for problem in problems:
             first = Sample(problem.prompt_id, problem.prompt_id, tokenizer.encode(problem.prompt))
-            yield request_for(rollout, first, context=CONTEXT, end_ids=[tokenizer.eos_id], problem=problem)
+            yield create_request(rollout, first, context=CONTEXT, end_ids=[tokenizer.eos_id], problem=problem)
 
     engines = cast("ReplicaPool", StandIn(tokenizer))
     failures = {}

@@ -24,7 +24,7 @@ from mtpctl.environments.environment import (
 )
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
-from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR, last_turn, length_to_stop
+from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR, find_stop_length, last_turn_start
 from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
 
 
@@ -84,7 +84,7 @@ class Play:
         return await self._timed(sample, self._instance.create(), lambda _: True)
 
     async def go_on(self, sample: Sample) -> bool:
-        start = last_turn(sample)
+        start = last_turn_start(sample)
         length = self._turn_length(sample, start)
         if length is None or turns(sample) >= self._turns.limit:
             return False
@@ -107,7 +107,7 @@ class Play:
         """Length of the turn that begins at `start`; None if the turn ends the response instead of calling the environment."""
         ids = sample.response_ids[start:]
         if self.stop:
-            return length_to_stop(self._turns.text.decode, ids.tolist(), self.stop)
+            return find_stop_length(self._turns.text.decode, ids.tolist(), self.stop)
         return len(ids) if self._end_token(sample) is not None else None
 
     def _end_token(self, sample: Sample) -> int | None:

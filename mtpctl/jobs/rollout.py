@@ -26,7 +26,7 @@ from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.pool import Rewarder
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.protocol import Generator, request_for
+from mtpctl.rollout.protocol import Generator, create_request
 from mtpctl.rollout.sample_file import Origin, SampleFile, Tally
 from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.signals import stop_signals
@@ -94,7 +94,7 @@ def rollout(
             answer = None if problem.answer == NO_ANSWER else problem.answer
             requested.append(Prompt(number, problem.prompt_id, problem.prompt, ids, answer, problem))
         file = stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {prompt.prompt_id: prompt.text for prompt in requested}))
-        missing, samples, tokens = missing_responses(requested, n, file.done), file.tally.samples, file.tally.tokens
+        missing, samples, tokens = missing_responses(requested, n, file.keys), file.tally.samples, file.tally.tokens
         seconds = 0.0
         if missing:
             if samples:
@@ -216,20 +216,20 @@ async def generate_responses(
     """
     prompts = {prompt.prompt_id: prompt for prompt, _ in missing}
     failures = Failures()
-    total, began = len(out.done) + len(missing), time.perf_counter()
+    total, began = len(out.keys) + len(missing), time.perf_counter()
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for prompt, index in missing:
             sample = Sample(prompt.prompt_id, prompt.prompt_id, ids_of(prompt.ids), index=index)
             request_seed = None if seed is None else (seed * 1_000_003 + prompt.number) * 65_537 + index
-            yield request_for(rollout, sample, context=context, end_ids=end_ids, seed=request_seed, problem=prompt.problem)
+            yield create_request(rollout, sample, context=context, end_ids=end_ids, seed=request_seed, problem=prompt.problem)
 
     async def write(sample: Sample) -> None:
         prompt, text = prompts[sample.prompt_id], decode(sample.response_ids)
         if prompt.answer is not None:
             sample.reward = await reward(text, sample)
         out.append(sample, prompt.text, text)
-        progress(len(out.done), total, out.tally)
+        progress(len(out.keys), total, out.tally)
 
     writing: list[asyncio.Task[None]] = []
     try:
@@ -338,7 +338,7 @@ async def _started(
 
 async def _trajectories(recipe: Recipe, source: Source, file: SampleFile | None) -> AsyncIterator[GenerationRequest]:
     """An endless series of requests, one for each trajectory of an external agent. Their problems are not known here."""
-    names = set() if file is None else {prompt_id for prompt_id, _ in file.done}
+    names = set() if file is None else {prompt_id for prompt_id, _ in file.keys}
     for number in itertools.count():
         if (name := f"trajectory/{number}") not in names:
             yield _trajectory(recipe, source, name)
@@ -346,7 +346,7 @@ async def _trajectories(recipe: Recipe, source: Source, file: SampleFile | None)
 
 def _trajectory(recipe: Recipe, source: Source, name: str) -> GenerationRequest:
     problem = Problem(name, "", NO_ANSWER)
-    return request_for(recipe.rollout, Sample(name, name, []), context=source.context, end_ids=source.ends.ids, problem=problem)
+    return create_request(recipe.rollout, Sample(name, name, []), context=source.context, end_ids=source.ends.ids, problem=problem)
 
 
 def _write(file: SampleFile, sample: Sample, source: Source) -> None:

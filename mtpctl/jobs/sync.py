@@ -72,7 +72,7 @@ def sync_manually(recipe: Recipe, weights: Weights | None, urls: list[str], *, v
 
 async def _serving(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
     kv = {"release_kv": recipe.sync.release_kv, "keep_kv": recipe.sync.kv == "keep"}
-    return [await ServedEngine.find(url, recipe.sync.sections, **kv) for url in urls]
+    return [await ServedEngine.connect(url, recipe.sync.sections, **kv) for url in urls]
 
 
 async def _sync(

@@ -166,7 +166,7 @@ class ScoreRank:
         """Check a section of the manifest against the model, and open it. Raises PlanMismatch or VersionConflict before any change."""
         from mtpctl.convert.bridge import WeightStream
         from mtpctl.logprob.weights import MergedAdapter
-        from mtpctl.sync.delta import BlobReader
+        from mtpctl.sync.delta import BlobAssembler
 
         self._manifest = Manifest.from_dict(manifest)
         plan = self._manifest.sections[section]
@@ -192,7 +192,7 @@ class ScoreRank:
             raise
         self._section, self._plan = section, plan
         self._stream = None if section == "adapter" else WeightStream(self.map, self._names(plan), self.weights.destination)
-        self._blob_reader = BlobReader()
+        self._assembler = BlobAssembler()
         self._blobs: dict[str, Tensor] = {}
         self._partial: dict[str, Tensor] = {}
         self._taken = 0
@@ -248,7 +248,7 @@ class ScoreRank:
 
         self._taken += 1
         if self._plan.delta is not None:
-            self._blobs.update((name, blob.clone()) for name, blob in self._blob_reader.read(bucket, data))
+            self._blobs.update((name, blob.clone()) for name, blob in self._assembler.read(bucket, data))
             return
         for entry, piece in pieces(bucket, data):
             tensor = piece

@@ -1,8 +1,8 @@
 """An engine as a Ray actor, and the replica handle that a pool calls.
 
 A Ray call takes about 0.5 ms, too long for one call per request at hundreds of short responses per second. So requests submitted in the
-same iteration of the event loop are sent in one call. For answers, one call at a time waits in the actor, and returns all that are
-available. Every request is answered unless its replica dies.
+same iteration of the event loop are sent in one call. Answers are collected by one pending call at a time, which returns all answers that
+are available. Every request is answered unless its replica dies.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Answer = tuple[int, Sample | Exception]
 
 CONCURRENCY = 10_000
 """Concurrent calls per actor. Control calls must not wait for the call that collects answers."""
-COLLECT_S = 0.01
-"""Minimum seconds between two collections of answers. One call returns all answers of this time, which saves CPU time of the controller."""
+MIN_COLLECT_INTERVAL_S = 0.01
+"""Minimum seconds between two calls of `collect`. Each call returns all answers of the interval, which saves CPU time in the controller."""
 
 
 class EngineControl(Protocol):
@@ -75,7 +75,7 @@ class RolloutActor:
         redirect_output()
         self._settings = settings
         self._answers: list[Answer] = []
-        self._answered = asyncio.Event()
+        self._has_answers = asyncio.Event()
         self._collected_at = float("-inf")
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -98,7 +98,7 @@ class RolloutActor:
             self._tasks[number] = task = asyncio.ensure_future(self._generate(number, request))
             task.add_done_callback(lambda _, number=number: self._tasks.pop(number))  # type: ignore[misc]
 
-    async def drop(self, numbers: list[int]) -> None:
+    async def cancel_requests(self, numbers: list[int]) -> None:
         """Cancel these requests, if they are still in progress, and free their slots."""
         for number in numbers:
             if (task := self._tasks.get(number)) is not None:
@@ -111,15 +111,15 @@ class RolloutActor:
         except Exception as error:
             answer = _picklable(error)
         self._answers.append((number, answer))
-        self._answered.set()
+        self._has_answers.set()
 
     async def collect(self) -> list[Answer]:
         """Wait for an answer, and return all answers since the last call."""
-        await self._answered.wait()
-        if (remaining := self._collected_at + COLLECT_S - time.monotonic()) > 0:
+        await self._has_answers.wait()
+        if (remaining := self._collected_at + MIN_COLLECT_INTERVAL_S - time.monotonic()) > 0:
             await asyncio.sleep(remaining)
         self._collected_at = time.monotonic()
-        self._answered.clear()
+        self._has_answers.clear()
         answers, self._answers = self._answers, []
         return answers
 
@@ -140,18 +140,18 @@ class RolloutActor:
 
 
 def _picklable(error: Exception) -> Exception:
-    """An error that the caller can unpickle without the engine's packages, with the traceback as a note.
+    """Return an error that the caller can unpickle without the engine's packages, with the traceback as a note.
 
-    An error of another package's type becomes a RuntimeError that names the type.
+    Errors from other packages become a RuntimeError that names the type.
     """
-    ours = type(error).__module__.partition(".")[0] in ("builtins", "mtpctl")
-    portable = error if ours else RuntimeError(f"{type(error).__name__}: {error}")
-    portable.add_note("".join(traceback.format_exception(error)))
-    return portable
+    is_importable = type(error).__module__.partition(".")[0] in ("builtins", "mtpctl")
+    picklable = error if is_importable else RuntimeError(f"{type(error).__name__}: {error}")
+    picklable.add_note("".join(traceback.format_exception(error)))
+    return picklable
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of Ray's error for a dead actor, with the name of the actor's log. If the cause is unknown, Ray's message is long."""
+def _death_message(error: Exception) -> str:
+    """The first line of Ray's error for a dead actor, with the name of the actor's log. Ray's full message can be long."""
     message = str(error).strip()
     pid = re.search(r"^\s*pid: (\d+)$", message, re.MULTILINE)
     return message.partition("\n")[0] + (f" Its last output is in Ray's logs on its host, worker-*-{pid[1]}.err" if pid else "")
@@ -160,7 +160,7 @@ def _first_line(error: Exception) -> str:
 def _control[**P, T](
     method: Callable[Concatenate[EngineControl, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[RayReplica, P], Coroutine[Any, Any, T]]:
-    """A method of `RayReplica` that calls the engine's method of the same name in the actor."""
+    """Create a method of `RayReplica` that calls the engine's method of the same name in the actor."""
 
     async def call(self: RayReplica, *args: P.args, **kwargs: P.kwargs) -> T:
         result: T = await self._call(RolloutActor.control, method.__name__, args, kwargs)  # type: ignore[arg-type,assignment]
@@ -176,7 +176,7 @@ class RayReplica:
         self._handle = handle
         self.name = name
         self._numbers = count()
-        self._waiting: dict[int, asyncio.Future[Sample]] = {}
+        self._futures: dict[int, asyncio.Future[Sample]] = {}
         self._unsent: list[tuple[int, GenerationRequest]] = []
         self._cancelled: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -195,33 +195,33 @@ class RayReplica:
         try:
             return await getattr(self._handle, method.__name__).remote(*args, **kwargs)  # type: ignore[no-any-return]
         except RayActorError as error:
-            raise EngineDead(f"{self.name}: {_first_line(error)}") from error
+            raise EngineDead(f"{self.name}: {_death_message(error)}") from error
         except RayTaskError as error:
-            # Our errors are raised as they are: `as_instanceof_cause` adds the actor's traceback to the message.
+            # Errors of mtpctl are raised unchanged, because `as_instanceof_cause` adds the actor's traceback to the message.
             raise error.cause if isinstance(error.cause, MtpctlError) else error.as_instanceof_cause() from error
 
     async def generate(self, request: GenerationRequest) -> Sample:
         """See `Engine.generate`. If the caller is cancelled, the engine cancels the request."""
         number = next(self._numbers)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._futures[number] = asyncio.get_running_loop().create_future()
         self._unsent.append((number, request))
         if len(self._unsent) == 1:
-            self._begin(self._send())
+            self._start_task(self._send())
         if not self._collecting:
             self._collecting = True
-            self._begin(self._collect())
+            self._start_task(self._collect())
         try:
-            return await self._waiting[number]
+            return await self._futures[number]
         except asyncio.CancelledError:
             self._cancelled.append(number)
             if len(self._cancelled) == 1:
-                self._begin(self._drop())
+                self._start_task(self._cancel_requests())
             raise
         finally:
-            del self._waiting[number]
+            del self._futures[number]
 
-    def _begin(self, work: Coroutine[object, None, None]) -> None:
-        self._tasks.add(task := asyncio.ensure_future(work))
+    def _start_task(self, coroutine: Coroutine[object, None, None]) -> None:
+        self._tasks.add(task := asyncio.ensure_future(coroutine))
         task.add_done_callback(self._tasks.discard)
 
     async def _send(self) -> None:
@@ -232,37 +232,37 @@ class RayReplica:
         except Exception as error:
             self._fail(error, [number for number, _ in requests])
 
-    async def _drop(self) -> None:
-        """Drop all cancelled requests in one call."""
+    async def _cancel_requests(self) -> None:
+        """Cancel all cancelled requests in the actor, in one call."""
         numbers, self._cancelled = self._cancelled, []
         with suppress(EngineDead):
-            await self._call(RolloutActor.drop, numbers)
+            await self._call(RolloutActor.cancel_requests, numbers)
 
     async def _collect(self) -> None:
         """Pass answers to their callers while any caller waits."""
         try:
-            while self._waiting:
+            while self._futures:
                 for number, answer in await self._call(RolloutActor.collect):
-                    if (waiting := self._waiting.get(number)) is None or waiting.done():
+                    if (future := self._futures.get(number)) is None or future.done():
                         continue
                     if isinstance(answer, Exception):
-                        waiting.set_exception(answer)
+                        future.set_exception(answer)
                     else:
                         if answer.routes is not None:
                             # Ray's array is a view into its object store, which would keep all answers of this call alive.
                             answer.routes = answer.routes.copy()
-                        waiting.set_result(answer)
-                # Callers that have their answer leave `_waiting` before the next check.
+                        future.set_result(answer)
+                # Let callers that have their answer leave `_futures` before the next check.
                 await asyncio.sleep(0)
         except Exception as error:
-            self._fail(error, list(self._waiting))
+            self._fail(error, list(self._futures))
         finally:
             self._collecting = False
 
     def _fail(self, error: Exception, numbers: list[int]) -> None:
         for number in numbers:
-            if (waiting := self._waiting.get(number)) is not None and not waiting.done():
-                waiting.set_exception(error)
+            if (future := self._futures.get(number)) is not None and not future.done():
+                future.set_exception(error)
 
     async def pid(self) -> int:
         return await self._call(RolloutActor.pid)
@@ -290,11 +290,11 @@ async def start_replica(settings: EngineSettings, *, name: str, options: Mapping
     """
     import ray
 
-    environment: dict[str, object] = {"env_vars": settings.environment | log_name_variables(name)}
+    runtime_env: dict[str, object] = {"env_vars": settings.environment | log_name_variables(name)}
     if isinstance(settings, SglangSettings) and settings.python is not None:
-        environment["py_executable"] = settings.python
-    remote = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=environment, **(options or {}))
-    replica = RayReplica(remote.remote(settings), name)
+        runtime_env["py_executable"] = settings.python
+    actor_class = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=runtime_env, **(options or {}))
+    replica = RayReplica(actor_class.remote(settings), name)
     try:
         await replica._call(RolloutActor.start)
     except BaseException:

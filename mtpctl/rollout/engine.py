@@ -1,7 +1,7 @@
-"""The common part of vLLM and SGLang engines: requests and their samples, weight updates, deadlines, and failure.
+"""Base class of vLLM and SGLang engines: generation of samples, weight updates, deadlines, and failure detection.
 
-An engine runs in one event loop, in a Ray actor or in a test. Every call has a deadline: an engine that does not answer raises
-`EngineDead` and never hangs.
+An engine runs in one event loop, in a Ray actor or in a test. Every call has a deadline: if the engine does not answer in time, the call
+raises `EngineDead`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mtpctl.rollout.protocol import (
     Occupancy,
     SpeculationState,
     add_positions,
-    last_turn,
-    length_to_stop,
+    find_stop_length,
+    last_turn_start,
 )
 from mtpctl.routes import Routes
 from mtpctl.samples import GenerationRequest, Sample, Speculation
@@ -38,10 +38,10 @@ CONTROL_DEADLINE_S = 120.0
 
 @dataclass(slots=True)
 class GenerationChunk:
-    """The output of an engine for one request: tokens, log-probs (nats), versions, finish reason.
+    """The output of an engine for one request: tokens, log-probs (nats), weight versions, finish reason.
 
     A response is one chunk, or several if it was aborted and continued. `spans` are `(start, end, version)` over `tokens`. `routes` begin
-    with the first prompt token for which the sample has no routes. `cached`: prompt tokens that were in the prefix cache; None if the
+    with the first prompt token for which the sample has no routes. `cached`: number of prompt tokens in the prefix cache; None if the
     engine has no prefix cache. `keeps_kv`: the engine keeps the KV cache across weight updates, so all spans but the first count as stale.
     """
 
@@ -64,19 +64,19 @@ class GenerationChunk:
 class Engine(ABC):
     """A loaded engine. Subclasses implement how it answers a request, pauses and aborts."""
 
-    def __init__(self, client: EngineClient, *, version: int, context: int, slots: int, holds: tuple[Section, ...]) -> None:
-        """`slots`: requests that the engine runs concurrently; `holds`: sections of a manifest that it applies."""
+    def __init__(self, client: EngineClient, *, version: int, context: int, slots: int, sections: tuple[Section, ...]) -> None:
+        """`slots`: requests that the engine runs concurrently; `sections`: sections of a manifest that it applies."""
         self._context = context
         self._ids = count()
         # In order of arrival, which is the order in which engines start requests. The event is set when the request gets a slot.
         self._in_flight: dict[str, asyncio.Event] = {}
         self._slots = slots
-        self._occupied = Occupancy(slots)
+        self._occupancy = Occupancy(slots)
         self._paused = False
-        self._patience_s = CONTROL_DEADLINE_S
+        self._control_deadline_s = CONTROL_DEADLINE_S
         self._failure = ""
-        self._holds: Collection[Section] = holds
-        self._target = EngineTarget(client, version, with_deadline=self._with_deadline, paused=lambda: self._paused, holds=holds)
+        self._sections: Collection[Section] = sections
+        self._target = EngineTarget(client, version, with_deadline=self._with_deadline, paused=lambda: self._paused, sections=sections)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -85,14 +85,14 @@ class Engine(ABC):
 
         The finish reason is `stop`, `length`, `deadline`, or `abort` after `pause("abort")`: any engine can continue such a sample.
 
-        Raises UserError for a request that the engine does not support, EngineDead if the engine fails, and TargetDirty if it has parts
-        of two weight versions.
+        Raises UserError for a request that the engine does not support, EngineDead if the engine fails, and TargetDirty if its weights
+        are a mix of two versions.
         """
         self._check_alive()
         sample = request.sample
         prompt = sample.token_ids.tolist()
-        room = min(request.max_tokens - len(sample.response_ids), self._room(len(prompt)))
-        if room <= 0:
+        max_tokens = min(request.max_tokens - len(sample.response_ids), self._remaining_context(len(prompt)))
+        if max_tokens <= 0:
             if not sample.response_ids:
                 raise UserError(f"prompt {sample.prompt_id} has {len(prompt)} tokens, the context {self._context}: raise rollout.context")
             sample.finish_reason = "length"
@@ -101,72 +101,72 @@ class Engine(ABC):
         self._in_flight[request_id] = asyncio.Event()
         self._assign_slots()
         try:
-            chunk, seconds, late = await self._until_deadline(request, request_id, prompt, room)
+            chunk, seconds, timed_out = await self._generate_until_deadline(request, request_id, prompt, max_tokens)
         finally:
             del self._in_flight[request_id]
             self._assign_slots()
-        seam = len(sample.response_ids)
-        self._append(sample, chunk)
+        chunk_start = len(sample.response_ids)
+        self._append_chunk(sample, chunk)
         sample.spent_s += seconds
-        sample.finish_reason = DEADLINE if late else chunk.finish_reason
+        sample.finish_reason = DEADLINE if timed_out else chunk.finish_reason
         if request.stop:
-            self._stop_across(seam, sample, request.stop)
+            self._truncate_at_stop(chunk_start, sample, request.stop)
         return sample
 
-    def _stop_across(self, seam: int, sample: Sample, stop: Sequence[str]) -> None:
-        """End a response at a stop string that spans `seam`, the start of this chunk. The engine itself searches only this chunk."""
-        turn, reach = last_turn(sample), max(len(each.encode()) for each in stop)
-        if seam <= turn:
+    def _truncate_at_stop(self, chunk_start: int, sample: Sample, stop: Sequence[str]) -> None:
+        """End a response at a stop string that spans `chunk_start`, the start of this chunk. The engine itself searches only this chunk."""
+        turn_start, max_stop_bytes = last_turn_start(sample), max(len(string.encode()) for string in stop)
+        if chunk_start <= turn_start:
             return
         # A token is at least one byte of text.
-        first = max(turn, seam - reach)
-        length = length_to_stop(self._read, sample.response_ids[first : seam + reach].tolist(), stop)
+        search_start = max(turn_start, chunk_start - max_stop_bytes)
+        length = find_stop_length(self._decode, sample.response_ids[search_start : chunk_start + max_stop_bytes].tolist(), stop)
         if length is not None:
-            sample.truncate(first + length)
+            sample.truncate(search_start + length)
             sample.finish_reason = "stop"
 
-    def _room(self, tokens: int) -> int:
-        """Number of tokens that the engine can generate after a prompt of `tokens`; 0 or less for none."""
-        return self._context - tokens
+    def _remaining_context(self, prompt_tokens: int) -> int:
+        """Number of tokens that the engine can generate after a prompt of `prompt_tokens` tokens; none if not positive."""
+        return self._context - prompt_tokens
 
     def _assign_slots(self) -> None:
         """Set the events of the requests that have a slot."""
         for has_slot in islice(self._in_flight.values(), self._slots):
             has_slot.set()
-        self._occupied.count(len(self._in_flight))
+        self._occupancy.record(len(self._in_flight))
 
-    async def _until_deadline(
-        self, request: GenerationRequest, request_id: str, prompt: list[int], room: int
+    async def _generate_until_deadline(
+        self, request: GenerationRequest, request_id: str, prompt: list[int], max_tokens: int
     ) -> tuple[GenerationChunk, float, bool]:
-        """The chunk, the seconds since the request got a slot, and whether the deadline ended it."""
-        has_slot, late = self._in_flight[request_id], False
-        began: float | None = None
+        """Return the chunk, the seconds since the request got a slot, and whether the deadline ended it."""
+        has_slot, timed_out = self._in_flight[request_id], False
+        started_at: float | None = None
 
         async def abort_at_deadline() -> None:
-            nonlocal began, late
+            nonlocal started_at, timed_out
             await has_slot.wait()
-            began = time.monotonic()
+            started_at = time.monotonic()
             await asyncio.sleep(request.deadline_s)
-            late = True
+            timed_out = True
             await self._abort([request_id])
 
         timer = asyncio.ensure_future(abort_at_deadline())
         try:
-            chunk = await self._answer(request, request_id, prompt, room)
+            chunk = await self._answer(request, request_id, prompt, max_tokens)
         except Exception as error:
             if self._errored:
-                raise self._died(error) from error
+                raise self._mark_failed(error) from error
             raise
         finally:
             timer.cancel()
-        seconds = 0.0 if began is None else time.monotonic() - began
-        return chunk, seconds, late or (chunk.finish_reason == ABORTED and began is not None and seconds >= request.deadline_s)
+        seconds = 0.0 if started_at is None else time.monotonic() - started_at
+        return chunk, seconds, timed_out or (chunk.finish_reason == ABORTED and started_at is not None and seconds >= request.deadline_s)
 
-    def _append(self, sample: Sample, chunk: GenerationChunk) -> None:
+    def _append_chunk(self, sample: Sample, chunk: GenerationChunk) -> None:
         if chunk.finish_reason == ABORTED:
             chunk.trim_to_shorter()
         if len(chunk.tokens) != len(chunk.logprobs):
-            raise self._died(RuntimeError(f"{len(chunk.logprobs)} log-probs came for {len(chunk.tokens)} tokens"))
+            raise self._mark_failed(RuntimeError(f"{len(chunk.logprobs)} log-probs came for {len(chunk.tokens)} tokens"))
         if not sample.response_ids:
             sample.cached_tokens = chunk.cached
         for number, (start, end, version) in enumerate(chunk.spans):
@@ -181,11 +181,11 @@ class Engine(ABC):
         add_positions(counts.accepted_by_position, chunk.speculation.accepted_by_position)
 
     @abstractmethod
-    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
-        """Generate at most `room` tokens after `prompt`."""
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], max_tokens: int) -> GenerationChunk:
+        """Generate at most `max_tokens` tokens after `prompt`."""
 
     @abstractmethod
-    def _read(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         """Decode `tokens` to the text in which the engine searches for stop strings."""
 
     @abstractmethod
@@ -202,7 +202,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Continue generating. Raises TargetDirty if the engine has parts of two weight versions."""
+        """Continue generating. Raises TargetDirty if the weights are a mix of two versions."""
 
     @abstractmethod
     async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
@@ -235,10 +235,10 @@ class Engine(ABC):
 
     async def health(self) -> Health:
         """Whether the engine can serve, and if not, why."""
-        reason = self._failure or ("weights that are no one version's" if self._target.dirty else "")
+        reason = self._failure or ("the weights are a mix of two versions" if self._target.dirty else "")
         if self._errored and not reason:
             reason = "the engine core has died"
-        return Health(not reason, self._target.version, len(self._in_flight), reason, self._occupied.count(len(self._in_flight)))
+        return Health(not reason, self._target.version, len(self._in_flight), reason, self._occupancy.record(len(self._in_flight)))
 
     # ------------------------------------------------------------------------------------------- weight updates
 
@@ -257,19 +257,19 @@ class Engine(ABC):
             raise VersionConflict(f"an update to version {self._target.updating} is under way")
         if manifest.transport == "storage":
             await asyncio.to_thread(prefetch, manifests_to(manifest, self._target.version))
-        started, was_paused = time.monotonic(), self._paused
-        self._patience_s = max(CONTROL_DEADLINE_S, deadline_s)
+        started_at, was_paused = time.monotonic(), self._paused
+        self._control_deadline_s = max(CONTROL_DEADLINE_S, deadline_s)
         try:
             await self.pause(mode)
-            report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
+            report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s, sections=self._sections)
             if self.auto_speculation:
                 await self.speculate(look_again=True)
         finally:
-            self._patience_s = CONTROL_DEADLINE_S
+            self._control_deadline_s = CONTROL_DEADLINE_S
             if not was_paused and not self._target.dirty and not self._failure:
                 await self.resume()
-        stall = time.monotonic() - started
-        return SyncReport(report.version, report.nbytes, report.seconds, stall, report.verified)
+        stall_s = time.monotonic() - started_at
+        return SyncReport(report.version, report.nbytes, report.seconds, stall_s, report.verified)
 
     async def serve_relay(self, url: str) -> str:
         """Serve what this host downloads from the store at `url` to other hosts. Returns `host:port`."""
@@ -298,24 +298,25 @@ class Engine(ABC):
 
     # ------------------------------------------------------------------------------------------------- deadlines
 
-    async def _with_deadline[T](self, step: Awaitable[T], what: str) -> T:
-        seconds = self._patience_s
+    async def _with_deadline[T](self, step: Awaitable[T], action: str) -> T:
+        deadline_s = self._control_deadline_s
         try:
-            return await asyncio.wait_for(step, seconds)
+            return await asyncio.wait_for(step, deadline_s)
         except TimeoutError as error:
-            raise self._died(RuntimeError(f"{what} took longer than {seconds:.0f} s")) from error
+            raise self._mark_failed(RuntimeError(f"{action} took longer than {deadline_s:.0f} s")) from error
         except Exception as error:
             if self._errored:
-                raise self._died(error) from error
+                raise self._mark_failed(error) from error
             raise
 
     def _check_alive(self) -> None:
         if self._target.dirty:
-            raise TargetDirty("the weights of this engine are no one version's: restart it")
+            raise TargetDirty("the weights of this engine are a mix of two versions: restart it")
         if self._failure or self._errored:
             raise EngineDead(self._failure or "the engine core has died")
 
-    def _died(self, error: Exception) -> EngineDead:
+    def _mark_failed(self, error: Exception) -> EngineDead:
+        """Record the first failure, and return the error to raise."""
         cause: BaseException = error
         while not str(cause) and cause.__cause__ is not None:
             cause = cause.__cause__
@@ -323,7 +324,7 @@ class Engine(ABC):
         return EngineDead(self._failure)
 
 
-def speculation_counts(by_count: list[int], drafted: int) -> Speculation:
-    """Counts by position from a histogram: `by_count[j]` steps accepted exactly j drafts."""
-    by_position = [sum(by_count[position + 1 :]) for position in range(len(by_count) - 1)]
-    return Speculation(drafted, sum(by_position), by_position, sum(by_count))
+def speculation_from_histogram(histogram: list[int], drafted: int) -> Speculation:
+    """Compute the counts by position from a histogram: `histogram[j]` steps accepted exactly j drafts."""
+    accepted_by_position = [sum(histogram[position + 1 :]) for position in range(len(histogram) - 1)]
+    return Speculation(drafted, sum(accepted_by_position), accepted_by_position, sum(histogram))

@@ -1,4 +1,4 @@
-"""Checks of the installed engine without importing it: whether it is there, and which options it has.
+"""Checks, without importing the engine, that it is installed and has the options of a recipe.
 
 Importing vLLM takes seconds, so option names are read from its source, and a wrong name is reported immediately.
 """
@@ -46,7 +46,7 @@ def check_engine_args(recipe: Recipe) -> None:
     rollout = recipe.rollout
     if not rollout.engine_args or recipe.cluster.address is not None:
         return
-    if known := installed_options(rollout):
+    if known := read_option_names(rollout):
         check_options(rollout.traits.title, known, rollout.engine_args)
 
 
@@ -54,28 +54,28 @@ def check_options(engine: str, known: Collection[str], names: Collection[str]) -
     """Raise UserError for the first of `names` that `engine` does not know, with the closest known name."""
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            matches = get_close_matches(name, known, 1)
+            hint = f"did you mean {matches[0]}?" if matches else "leave it out"
             raise UserError(f"rollout.engine_args.{name}: {engine} has no such option; {hint}")
 
 
-def installed_options(rollout: RolloutBase) -> frozenset[str]:
-    """Names of all options of the installed engine; empty if its source is not found."""
+def read_option_names(rollout: RolloutBase) -> frozenset[str]:
+    """Read the names of all options from the source of the installed engine; empty if the source is not found."""
     if isinstance(rollout, SglangConfig):
         # The path is not resolved: packages are next to the environment's link to the interpreter, not next to its target.
         folder = Path(rollout.python or "").parent.parent
         sources = sorted(folder.glob("lib/python3*/site-packages/sglang/srt/server_args.py"))
-        return fields_of(sources[0], "ServerArgs") if sources else frozenset()
+        return read_fields(sources[0], "ServerArgs") if sources else frozenset()
     spec = find_spec("vllm")
     for location in (spec.submodule_search_locations or []) if spec is not None else []:
         if (source := Path(location, "engine", "arg_utils.py")).is_file():
-            return fields_of(source, "AsyncEngineArgs")
+            return read_fields(source, "AsyncEngineArgs")
     return frozenset()
 
 
 @cache
-def fields_of(source: Path, name: str) -> frozenset[str]:
-    """Fields of a dataclass or struct, read from its source, including those of its base classes in the same file.
+def read_fields(source: Path, name: str) -> frozenset[str]:
+    """Read the fields of a dataclass or struct from its source, including those of its base classes in the same file.
 
     Empty if the class is missing, or has a base class from another file.
     """

@@ -28,9 +28,9 @@ from mtpctl.sync.update import SyncReport, cancel_on_error
 AFFINITY_SLACK = 8
 """A replica with the prompt cached is preferred while it has at most this many more responses than the least busy one."""
 HAND_OVER_S = 60.0
-"""Seconds in which a leaving replica must return its responses."""
+"""Time limit for a leaving replica to return its responses, in seconds."""
 ABORT_INTERVAL_S = 1.0
-"""Interval between aborts of a leaving replica, in seconds. A request may have been in flight to it during the previous abort."""
+"""Interval of repeated aborts on a leaving replica, in seconds. A request may have been in flight to it during the previous abort."""
 
 
 class Router:
@@ -50,13 +50,13 @@ class Router:
 
         Raises RuntimeFailure if all replicas are in quarantine.
         """
-        await self.changed.wait_for(lambda: self._free() or self._replicas.all_quarantined())
+        await self.changed.wait_for(lambda: self._free_slots() or self._replicas.all_quarantined())
         if reasons := self._replicas.all_quarantined():
             raise RuntimeFailure(f"every rollout replica failed: {reasons}")
-        free = self._free()
-        least = min(slot.busy for slot in free)
-        cached = [slot for slot in free if self._groups[slot.index, group] and slot.busy <= least + AFFINITY_SLACK]
-        chosen = min(cached or free, key=lambda slot: slot.busy)
+        free_slots = self._free_slots()
+        min_busy = min(slot.busy for slot in free_slots)
+        cached = [slot for slot in free_slots if self._groups[slot.index, group] and slot.busy <= min_busy + AFFINITY_SLACK]
+        chosen = min(cached or free_slots, key=lambda slot: slot.busy)
         chosen.busy += 1
         self._groups[chosen.index, group] += 1
         return chosen
@@ -71,15 +71,15 @@ class Router:
 
     @property
     def capacity(self) -> int:
-        """Responses that may be in flight at once; at least 1, so that a pool without replicas takes a request and raises its error."""
+        """Maximum responses in flight; at least 1, so that a pool without replicas accepts a request, which then raises the error."""
         return max(self._max_in_flight * sum(slot.state == "serving" for slot in self._replicas.slots), 1)
 
-    def _free(self) -> list[Slot[Replica]]:
+    def _free_slots(self) -> list[Slot[Replica]]:
         return [slot for slot, _ in self._replicas.live() if slot.wanted and slot.busy < self._max_in_flight]
 
 
 class Membership:
-    """The replicas of a pool, by slot index, and how they join and leave.
+    """Adds replicas to a pool and removes them, by slot index.
 
     A joining replica first loads the version that the others serve, and then gets requests. A leaving replica gets no further requests.
     Its responses are aborted, and other replicas continue them from their tokens, as after a weight update with `mode="abort"`.
@@ -94,13 +94,13 @@ class Membership:
         return sum(slot.state == "serving" for slot in self._replicas.slots)
 
     @property
-    def taken(self) -> list[int]:
+    def occupied_slots(self) -> list[int]:
         """Occupied slots in the order in which to vacate them: quarantined, restarting, serving; the newest first within each state."""
         order = {"quarantined": 0, "restarting": 1, "serving": 2}
         wanted = [slot for slot in self._replicas.slots if slot.wanted]
         return [slot.index for slot in sorted(wanted, key=lambda slot: (order[slot.state], -slot.index))]
 
-    def serves(self, index: int) -> bool:
+    def is_serving(self, index: int) -> bool:
         """Whether the replica in a slot gets requests."""
         return self._replicas.slots[index].state == "serving"
 
@@ -134,8 +134,8 @@ class Membership:
 MAX_WAITING_FACTOR = 8
 """Responses that may wait for their environment without taking up capacity, as a multiple of the engines' capacity."""
 GRACE_S = 60.0
-"""Seconds past the deadline of a request (queueing and updates included) after which a silent replica counts as dead."""
-RELAY_S = 5.0
+"""Seconds after the deadline of a request (queueing and updates included) until a replica that does not answer counts as dead."""
+RELAY_START_S = 5.0
 """Seconds for a replica to start its relay before an update."""
 
 Starter = Callable[[int], Awaitable[Replica]]
@@ -144,7 +144,7 @@ Starter = Callable[[int], Awaitable[Replica]]
 class ReplicaPool:
     """Engines as one `Generator`. Create with `await ReplicaPool.start(…)`, and end with `await pool.close()`.
 
-    `membership`: lets replicas join and leave.
+    `membership` adds and removes replicas.
     """
 
     def __init__(
@@ -181,10 +181,10 @@ class ReplicaPool:
         self._sync_deadline_s = sync_deadline_s
         self._turns = turns
         self._relays = relays
-        self._admitting = asyncio.Event()
-        self._admitting.set()
+        self._admission_open = asyncio.Event()
+        self._admission_open.set()
         self._in_progress = 0
-        self._with_environment = 0
+        self._waiting_for_environment = 0
         self._version = 0
         self._updating, self._updated_at = False, float("-inf")
 
@@ -222,7 +222,7 @@ class ReplicaPool:
         async def wait_for_room(outstanding: Callable[[], int]) -> None:
             def has_room() -> bool:
                 capacity = self._router.capacity
-                return outstanding() - min(self._with_environment, MAX_WAITING_FACTOR * capacity) < capacity
+                return outstanding() - min(self._waiting_for_environment, MAX_WAITING_FACTOR * capacity) < capacity
 
             await self._router.changed.wait_for(has_room)
 
@@ -236,7 +236,7 @@ class ReplicaPool:
 
         If the request becomes unwanted, its slot is freed, and the request's sample is returned with the finish reason `abort`.
         """
-        await self._admitting.wait()
+        await self._admission_open.wait()
         self._in_progress += 1
         try:
             if request.unwanted is None:
@@ -252,20 +252,20 @@ class ReplicaPool:
 
     async def _play_turns(self, request: GenerationRequest) -> Sample:
         if self._turns is None:
-            return await self._generated(request, None)
-        play, sample = self._turns.play(request), request.sample.copy()
+            return await self._generate_response(request, None)
+        session, sample = self._turns.play(request), request.sample.copy()
         try:
             async with self._in_environment():
-                opened = await play.open(sample)
-            if opened:
-                sample = await self._generated(replace(request, sample=sample, stop=[*request.stop, *play.stop]), play)
+                is_open = await session.open(sample)
+            if is_open:
+                sample = await self._generate_response(replace(request, sample=sample, stop=[*request.stop, *session.stop]), session)
             async with self._in_environment():
-                await play.settle(sample)
+                await session.settle(sample)
             return sample
         finally:
-            play.close()
+            session.close()
 
-    async def _generated(self, request: GenerationRequest, play: EnvironmentSession | None) -> Sample:
+    async def _generate_response(self, request: GenerationRequest, session: EnvironmentSession | None) -> Sample:
         """Generate a response over as many attempts and turns as necessary."""
         while True:
             slot = await self._router.acquire(request.sample.group_id)
@@ -278,27 +278,27 @@ class ReplicaPool:
                 continue
             finally:
                 self._router.release(slot, request.sample.group_id)
-            if sample.finish_reason != ABORTED and not await self._next_turn(sample, play):
+            if sample.finish_reason != ABORTED and not await self._next_turn(sample, session):
                 return sample
             request = replace(request, sample=sample)
 
-    async def _answer(self, replica: Replica, request: GenerationRequest, wait_s: float) -> Sample:
+    async def _answer(self, replica: Replica, request: GenerationRequest, queue_s: float) -> Sample:
         """Generate on one replica. Raises TimeoutError if the replica is `GRACE_S` overdue, unless an update delays it.
 
-        `wait_s`: seconds that the request may queue in the engine behind earlier requests.
+        `queue_s`: seconds that the request may queue in the engine behind earlier requests.
         """
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
-        def check() -> None:
+        def expire_or_extend() -> None:
             nonlocal timer
-            until = (loop.time() if self._updating else self._updated_at) + GRACE_S
-            if until > loop.time():
-                timer = loop.call_at(until, check)
+            earliest_timeout = (loop.time() if self._updating else self._updated_at) + GRACE_S
+            if earliest_timeout > loop.time():
+                timer = loop.call_at(earliest_timeout, expire_or_extend)
             else:
                 limit.reschedule(loop.time())
 
-        timer = loop.call_later(wait_s + request.deadline_s + GRACE_S, check)
+        timer = loop.call_later(queue_s + request.deadline_s + GRACE_S, expire_or_extend)
         try:
             async with asyncio.timeout(None) as limit:
                 return await replica.generate(request)
@@ -309,22 +309,22 @@ class ReplicaPool:
         finally:
             timer.cancel()
 
-    async def _next_turn(self, sample: Sample, play: EnvironmentSession | None) -> bool:
+    async def _next_turn(self, sample: Sample, session: EnvironmentSession | None) -> bool:
         """Append the environment's reply. Returns whether the model continues."""
-        if play is None or sample.finish_reason != "stop":
+        if session is None or sample.finish_reason != "stop":
             return False
         async with self._in_environment():
-            return await play.go_on(sample)
+            return await session.go_on(sample)
 
     @asynccontextmanager
     async def _in_environment(self) -> AsyncIterator[None]:
-        """Count a response as waiting for its environment in this block, so that another one may be admitted."""
-        self._with_environment += 1
+        """Count a response as waiting for its environment while the block runs, so that another one may be admitted."""
+        self._waiting_for_environment += 1
         try:
             self._router.changed.notify()
             yield
         finally:
-            self._with_environment -= 1
+            self._waiting_for_environment -= 1
 
     # ------------------------------------------------------------------------------------------------- control
 
@@ -342,19 +342,19 @@ class ReplicaPool:
 
     @asynccontextmanager
     async def quiesce(self, mode: PauseMode = "keep") -> AsyncIterator[None]:
-        """Start no replica in this block. With `wait`, first let responses in progress finish, and start no others.
+        """Prevent replicas from starting while the block runs. With `wait`, also finish all responses in progress, and admit no others.
 
-        The pool waits for the responses, not the engines, because a response may have further turns or move to another replica.
+        The pool waits instead of the engines, because a response may have further turns or move to another replica.
         """
         if mode == "wait":
-            self._admitting.clear()
+            self._admission_open.clear()
         try:
             await self._router.changed.wait_for(lambda: mode != "wait" or not self._in_progress)
             async with self._replicas.fixed_members():
                 yield
         finally:
             if mode == "wait":
-                self._admitting.set()
+                self._admission_open.set()
 
     def members(self, ranks: int) -> list[str]:
         """A unique name for each of the `ranks` of each live replica. In `quiesce`, `apply_update` calls exactly these replicas."""
@@ -363,21 +363,20 @@ class ReplicaPool:
     async def apply_update(
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0
     ) -> list[SyncReport]:
-        """In `quiesce`: update all replicas to the version of `manifest` concurrently. One that dies is restarted with that version.
+        """Update all replicas to the version of `manifest` concurrently. Call it in `quiesce`.
 
-        Raises SyncError if a replica refuses the update and keeps its old weights.
+        A replica that dies is restarted with that version. Raises SyncError if a replica refuses the update and keeps its old weights.
         """
-
-        relayed = await self._relayed(manifest)
+        manifests = await self._relay_manifests(manifest)
 
         async def update(replica: Replica) -> SyncReport:
-            # The update, the restore after a failed one, and time to pause and resume.
-            seconds = 2 * deadline_s + GRACE_S
+            # Time for the update, for restoring the old weights if it fails, and for pause and resume.
+            timeout_s = 2 * deadline_s + GRACE_S
             try:
-                own = relayed.get(id(replica), manifest)
-                return await asyncio.wait_for(replica.update(own, mode=mode, verify=verify, deadline_s=deadline_s), seconds)
+                replica_manifest = manifests.get(id(replica), manifest)
+                return await asyncio.wait_for(replica.update(replica_manifest, mode=mode, verify=verify, deadline_s=deadline_s), timeout_s)
             except TimeoutError as error:
-                raise EngineDead(f"the update to version {manifest.version} had no answer within {seconds:g} s") from error
+                raise EngineDead(f"the update to version {manifest.version} had no answer within {timeout_s:g} s") from error
 
         self._updating = True
         try:
@@ -387,16 +386,19 @@ class ReplicaPool:
         self._version = manifest.version
         return reports
 
-    async def _relayed(self, manifest: Manifest) -> dict[int, Manifest]:
-        """The manifests of replicas that download through relays, by id. Replicas that do not answer in `RELAY_S` are left out."""
+    async def _relay_manifests(self, manifest: Manifest) -> dict[int, Manifest]:
+        """Start relays, and return the manifests of replicas that download through them, by id of the replica.
+
+        Replicas that do not start a relay within `RELAY_START_S` download directly.
+        """
         if not self._relays or manifest.transport != "storage":
             return {}
         url, replicas = split_address(manifest.address)[0], [replica for _, replica in self._replicas.live()]
-        calls = (asyncio.wait_for(replica.serve_relay(url), RELAY_S) for replica in replicas)
+        calls = (asyncio.wait_for(replica.serve_relay(url), RELAY_START_S) for replica in replicas)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         addresses = {id(replica): answer for replica, answer in zip(replicas, answers, strict=True) if isinstance(answer, str)}
-        chain = zip(addresses, upstream_of(list(addresses.values())), strict=True)
-        return {key: replace(manifest, relay=relay, hops=hops) for key, (relay, hops) in chain}
+        upstreams = zip(addresses, upstream_of(list(addresses.values())), strict=True)
+        return {key: replace(manifest, relay=relay, hops=hops) for key, (relay, hops) in upstreams}
 
     async def update(
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0

@@ -19,8 +19,8 @@ DEADLINE = "deadline"
 ENVIRONMENT_ERROR = "environment_error"
 """Finish reason of a response whose environment failed. The response is complete up to the failure."""
 
-ReadCalls = Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]
-"""Parses an answer's text, given the tools: returns the text without calls, and the name and arguments (JSON) of each call."""
+ToolCallParser = Callable[[str, Sequence[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]
+"""Parses the text of an answer, given the tools. Returns the text without calls, and the name and arguments (JSON) of each call."""
 
 
 class EngineDead(RuntimeFailure):
@@ -59,10 +59,10 @@ class SpecStats:
         add_positions(self.accepted_by_position, counts.accepted_by_position)
 
 
-def add_positions(total: list[int], more: list[int]) -> None:
+def add_positions(total: list[int], counts: list[int]) -> None:
     """Add counts by position in place; `total` grows as needed."""
-    total.extend([0] * (len(more) - len(total)))
-    for position, count in enumerate(more):
+    total.extend([0] * (len(counts) - len(total)))
+    for position, count in enumerate(counts):
         total[position] += count
 
 
@@ -96,19 +96,19 @@ class Health:
 
 
 class Occupancy:
-    """Seconds for which an engine's request slots were occupied, summed over slots."""
+    """Sums the seconds for which an engine's request slots are occupied, over all slots."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._occupied = 0
+        self._occupied_slots = 0
         self._seconds = 0.0
         self._since = time.monotonic()
 
-    def count(self, in_flight: int) -> float:
-        """Record the number of requests from now on; those above the number of slots wait. Returns the sum so far."""
+    def record(self, in_flight: int) -> float:
+        """Record the current number of requests; those above the number of slots wait. Returns the sum so far."""
         now = time.monotonic()
-        self._seconds += self._occupied * (now - self._since)
-        self._occupied, self._since = min(in_flight, self._slots), now
+        self._seconds += self._occupied_slots * (now - self._since)
+        self._occupied_slots, self._since = min(in_flight, self._slots), now
         return self._seconds
 
 
@@ -140,40 +140,40 @@ async def as_completed(
     answer: Callable[[GenerationRequest], Awaitable[Sample]],
     wait_for_room: Callable[[Callable[[], int]], Awaitable[object]],
 ) -> AsyncGenerator[Sample]:
-    """Answer requests concurrently, and yield the samples in the order in which they finish. The first error ends it.
+    """Answer requests concurrently, and yield the samples in the order in which they finish. The first error ends the iteration.
 
-    `wait_for_room`: awaited after each started request, before the next one. Its argument is a function that returns the number of
-    requests whose samples have not been yielded.
+    `wait_for_room` is awaited before each request after the first. Its argument is a function that returns the number of requests whose
+    samples have not been yielded.
     """
-    done: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
+    results: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
     tasks: set[asyncio.Task[None]] = set()
     outstanding = 0
 
     def count() -> int:
         return outstanding
 
-    async def one(request: GenerationRequest) -> None:
+    async def run(request: GenerationRequest) -> None:
         try:
-            done.put_nowait(await answer(request))
+            results.put_nowait(await answer(request))
         except Exception as error:
-            done.put_nowait(error)
+            results.put_nowait(error)
 
     async def admit() -> None:
         nonlocal outstanding
         try:
             async for request in requests:
                 outstanding += 1
-                tasks.add(task := asyncio.create_task(one(request)))
+                tasks.add(task := asyncio.create_task(run(request)))
                 task.add_done_callback(tasks.discard)
                 await wait_for_room(count)
-            done.put_nowait(None)
+            results.put_nowait(None)
         except Exception as error:
-            done.put_nowait(error)
+            results.put_nowait(error)
 
     admission, admitting = asyncio.create_task(admit()), True
     try:
         while admitting or outstanding:
-            result = await done.get()
+            result = await results.get()
             if isinstance(result, BaseException):
                 raise result
             if result is None:
@@ -186,23 +186,23 @@ async def as_completed(
             task.cancel()
 
 
-def length_to_stop(read: Callable[[list[int]], str], tokens: list[int], stop: Sequence[str]) -> int | None:
-    """Length of the shortest prefix of `tokens` whose text, by `read`, contains a stop string; None if no prefix does."""
+def find_stop_length(decode: Callable[[list[int]], str], tokens: list[int], stop: Sequence[str]) -> int | None:
+    """Length of the shortest prefix of `tokens` whose text, by `decode`, contains a stop string; None if no prefix does."""
 
-    def stopped(length: int) -> bool:
-        text = read(tokens[:length])
-        return any(each in text for each in stop)
+    def has_stop(length: int) -> bool:
+        text = decode(tokens[:length])
+        return any(string in text for string in stop)
 
-    if not stopped(len(tokens)):
+    if not has_stop(len(tokens)):
         return None
     low, high = 1, len(tokens)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if stopped(middle) else (middle + 1, high)
+        low, high = (low, middle) if has_stop(middle) else (middle + 1, high)
     return low
 
 
-def last_turn(sample: Sample) -> int:
+def last_turn_start(sample: Sample) -> int:
     """Index in the response at which the model's last turn begins."""
     return sample.loss_mask.tobytes().rfind(0) + 1
 
@@ -236,10 +236,10 @@ class TurnRunner(Protocol):
         """Wait until every environment is closed."""
 
 
-def request_for(
+def create_request(
     rollout: RolloutBase, sample: Sample, *, context: int, end_ids: Sequence[int], seed: int | None = None, problem: object = None
 ) -> GenerationRequest:
-    """The request for the response of `sample`, with the recipe's sampling settings and limits.
+    """Build the request for the response of `sample`, with the recipe's sampling settings and limits.
 
     Args:
         context: maximum tokens of prompt and response together.

@@ -23,8 +23,8 @@ from mtpctl.samples import Sample, Speculation
 
 Key = tuple[str, int]
 """Prompt id, and index of the response."""
-_BEGINNING = b'{"prompt_id": '
-"""Start of every line, which distinguishes an incomplete line from other text."""
+_LINE_START = b'{"prompt_id": '
+"""Start of every line. It distinguishes an incomplete line from other text."""
 Row = Mapping[str, Any]
 """A line of the file, parsed from JSON."""
 
@@ -34,12 +34,12 @@ class Origin:
     """Origin of samples: the recipe's name, and all settings that affect sampling, as JSON values."""
 
     recipe: str
-    decides: Mapping[str, object]
+    settings: Mapping[str, object]
 
     @property
     def fingerprint(self) -> str:
         """12 hex digits of a hash of name and settings."""
-        text = json.dumps([self.recipe, dict(self.decides)], sort_keys=True)
+        text = json.dumps([self.recipe, dict(self.settings)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -65,11 +65,11 @@ class Tally:
 
 
 class SampleFile:
-    """Open with `SampleFile.open`, which reads existing lines: `done` has their keys, `tally` their sums."""
+    """A file of samples, created by `SampleFile.open`. `keys` contains the keys of all its lines, `tally` their sums."""
 
     def __init__(self, path: Path, origin: Origin, file: FileIO) -> None:
         self.path, self.origin = path, origin
-        self.done: set[Key] = set()
+        self.keys: set[Key] = set()
         self.tally = Tally()
         self._file = file
 
@@ -89,27 +89,27 @@ class SampleFile:
         except BlockingIOError:
             file.close()
             raise UserError(f"--out: another process is writing {path}; wait for it, or name another file") from None
-        opened = cls(path, origin, file)
+        sample_file = cls(path, origin, file)
         try:
-            opened._read(prompts)
+            sample_file._read(prompts)
         except BaseException:
             file.close()
             raise
-        return opened
+        return sample_file
 
     def _read(self, prompts: Mapping[str, str]) -> None:
-        whole = 0
+        complete_bytes = 0
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
-                    if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
+                    if line[: len(_LINE_START)] != _LINE_START[: len(line)]:
                         raise _not_a_sample(f"{self.path}:{number}")
                     break
-                self._count(line, f"{self.path}:{number}", prompts)
-                whole += len(line)
-        self._file.truncate(whole)
+                self._add_line(line, f"{self.path}:{number}", prompts)
+                complete_bytes += len(line)
+        self._file.truncate(complete_bytes)
 
-    def _count(self, line: bytes, location: str, prompts: Mapping[str, str]) -> None:
+    def _add_line(self, line: bytes, location: str, prompts: Mapping[str, str]) -> None:
         try:
             row = json.loads(line)
             origin, key = (row["recipe"], row["fingerprint"]), (row["prompt_id"], row["index"])
@@ -117,11 +117,11 @@ class SampleFile:
         except (ValueError, KeyError, TypeError) as error:
             raise _not_a_sample(location) from error
         if origin != (self.origin.recipe, self.origin.fingerprint):
-            what = f"recipe {origin[0]}" if origin[0] != self.origin.recipe else "other weights or sampling settings of this recipe"
-            raise UserError(f"{location}: was sampled from {what}; name another --out, or remove the file")
+            source = f"recipe {origin[0]}" if origin[0] != self.origin.recipe else "other weights or sampling settings of this recipe"
+            raise UserError(f"{location}: was sampled from {source}; name another --out, or remove the file")
         if prompts.get(key[0], row["prompt"]) != row["prompt"]:
             raise UserError(f"{location}: the prompt {key[0]} has changed; name another --out, or remove the file")
-        self.done.add(key)
+        self.keys.add(key)
 
     def append(self, sample: Sample, prompt: str, text: str) -> None:
         """Append a finished sample. Raises UserError if the disk is full."""
@@ -149,14 +149,14 @@ class SampleFile:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}); make room, and run the same command to go on") from error
-        self.done.add((sample.prompt_id, sample.index))
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}); free disk space, then rerun the command") from error
+        self.keys.add((sample.prompt_id, sample.index))
         self.tally.add(row)
 
     def close(self) -> None:
         """Flush to disk, and release the lock. A file without samples is deleted."""
         os.fsync(self._file.fileno())
-        if not self.done:
+        if not self.keys:
             self.path.unlink(missing_ok=True)
         self._file.close()
 

@@ -24,10 +24,10 @@ from mtpctl.rollout.sglang.settings import sglang_engine_settings
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.sync.protocol import PublishedVersions
 
-HOST_LIMITED = 4 << 30
-"""Weights that a token uses up to which the host, not the GPU, is assumed to limit an engine's steps."""
+MAX_HOST_LIMITED_WEIGHTS = 4 << 30
+"""Maximum active parameters per token of a model whose steps are assumed to be limited by the host, not the GPU."""
 WAITING_SHARE = 1 / 16
-"""Requests that may wait in an engine, as a share of its slots."""
+"""Maximum requests that wait in an engine, as a share of its slots."""
 
 
 async def start_pool(
@@ -60,55 +60,60 @@ async def start_pool(
         UserError: for settings that the engine does not support.
     """
     rollout = recipe.rollout
-    first = recipe.seed if seed is None else seed
-    ranks = {rank.index: rank for rank in placement.of("rollout")}
-    starts = count()
-    sizes = apply_change(recipe, {"rollout.context": context})
+    base_seed = recipe.seed if seed is None else seed
+    rank_by_index = {rank.index: rank for rank in placement.of("rollout")}
+    start_count = count()
+    sized_recipe = apply_change(recipe, {"rollout.context": context})
 
     def options_of(index: int) -> Options:
-        rank = ranks.get(index, next(iter(ranks.values())))
+        rank = rank_by_index.get(index, next(iter(rank_by_index.values())))
         return {"num_cpus": rank.cpus * rollout.tp, "num_gpus": rank.gpus * rollout.tp}
 
-    reads_text = bool(rollout.stop or turns is not None or rollout.uses_agents)
-    if reads_text:
-        assert tokenizer is not None, "stop strings, which agents send too, and environments read and write text"
+    needs_tokenizer = bool(rollout.stop or turns is not None or rollout.uses_agents)
+    if needs_tokenizer:
+        assert tokenizer is not None, "stop strings, agents and environments need a tokenizer"
 
     def settings(index: int) -> EngineSettings:
-        stream = (first + 1_000_003 * next(starts)) % (1 << 31)
-        cache, outside = rollout.kv_cache_bytes, None
-        if cache is None and (placement.device == "cpu" or shares_gpu(recipe, index)):
-            memory = engine_memory(sizes, shape_of(hf_config(ModelConfig(path=model)) or {}), index)
+        engine_seed = (base_seed + 1_000_003 * next(start_count)) % (1 << 31)
+        kv_cache_bytes, outside_cache = rollout.kv_cache_bytes, None
+        if kv_cache_bytes is None and (placement.device == "cpu" or shares_gpu(recipe, index)):
+            memory = engine_memory(sized_recipe, shape_of(hf_config(ModelConfig(path=model)) or {}), index)
             if placement.device == "cpu":
-                cache = memory.kv_cache
+                kv_cache_bytes = memory.kv_cache
             else:
-                outside = memory.weights + memory.reserve
-        sized = rollout.model_copy(update={"context": context, "kv_cache_bytes": cache, "gpu_memory": engine_memory_share(recipe, index)})
+                outside_cache = memory.weights + memory.reserve
+        engine_config = rollout.model_copy(
+            update={"context": context, "kv_cache_bytes": kv_cache_bytes, "gpu_memory": engine_memory_share(recipe, index)}
+        )
         precision = recipe.train.precision
-        if isinstance(sized, SglangConfig):
-            return sglang_engine_settings(sized, model=model, precision=precision, seed=stream, tokenizer=tokenizer if reads_text else None)
+        if isinstance(engine_config, SglangConfig):
+            return sglang_engine_settings(
+                engine_config, model=model, precision=precision, seed=engine_seed, tokenizer=tokenizer if needs_tokenizer else None
+            )
         return engine_settings(
-            sized,
+            engine_config,
             model=model,
             precision=precision,
             device=placement.device,
-            seed=stream,
-            tokenizer=tokenizer if reads_text else None,
+            seed=engine_seed,
+            tokenizer=tokenizer if needs_tokenizer else None,
             adapter=recipe.train.lora if "adapter" in recipe.sync.sections else None,
             release_kv=recipe.sync.release_kv,
             keep_kv=recipe.sync.kv == "keep",
             routes=routes,
-            outside_cache=outside,
+            outside_cache=outside_cache,
             admit_at_once=recipe.async_.deterministic,
             numerics=recipe.numerics,
-            host_limited=placement.device == "cuda" and trunk_weights(shape_of(hf_config(ModelConfig(path=model)) or {})) <= HOST_LIMITED,
+            host_limited=placement.device == "cuda"
+            and trunk_weights(shape_of(hf_config(ModelConfig(path=model)) or {})) <= MAX_HOST_LIMITED_WEIGHTS,
         )
 
     async def start(index: int) -> Replica:
-        # A restart needs the deadline too: after the loss of a host the cluster may have no room for it.
+        # Restarts have the deadline too: after the loss of a host, the cluster may lack the resources for them.
         name = f"rollout replica {index}"
-        return await within(begin(index, f"rollout-{index}", name), recipe.cluster.actor_deadline_s, f"{name}, start")
+        return await within(start_actor(index, f"rollout-{index}", name), recipe.cluster.actor_deadline_s, f"{name}, start")
 
-    async def begin(index: int, actor: str, name: str) -> Replica:
+    async def start_actor(index: int, actor: str, name: str) -> Replica:
         options = options_of(index) if bundles is None else (await bundles.take(actor))[0].options()
         replica = await start_replica(settings(index), name=name, options=options)
         try:
@@ -120,16 +125,16 @@ async def start_pool(
         return replica
 
     # A few requests wait inside each engine, so that a freed slot is refilled without waiting for a Ray call.
-    room = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
-    starting = ReplicaPool.start(
+    max_in_flight = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
+    pool = ReplicaPool.start(
         start,
         rollout.replica_range.min,
         published=published,
-        max_in_flight=room,
+        max_in_flight=max_in_flight,
         max_restarts=rollout.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
         turns=turns,
         relays=isinstance(recipe.sync, StorageConfig) and recipe.sync.relay,
         log=lambda line: log(f"rollout {line}"),
     )
-    return await within(starting, recipe.cluster.actor_deadline_s, "rollout, start")
+    return await within(pool, recipe.cluster.actor_deadline_s, "rollout, start")

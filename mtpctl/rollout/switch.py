@@ -3,9 +3,9 @@
 A step with k draft tokens takes a time `t(k)`, which depends on the batch size, and yields `1 + a(1) + … + a(k)` tokens per request, where
 `a(i)` is the acceptance of the draft at position i. Both are measured while requests are served: the acceptance in every step that
 verifies drafts, the time of another k by trying it for a few steps. The choice is the k with the highest `(1 + a(1) + … + a(k)) / t(k)`;
-with a limit of 1 it switches speculation on or off. Before times are measured, a draft is assumed to add `PRIOR` of a step, so an engine
-whose drafts are never accepted does not draft. Effects that slow the current steps, such as longer contexts and a busy host, are assumed
-to slow steps with other k by the same factor.
+with a limit of 1 it switches speculation on or off. Before times are measured, a draft is assumed to add `PRIOR_DRAFT_COST` of a step, so
+an engine whose drafts are never accepted does not draft. Effects that slow the current steps, such as longer contexts and a busy host, are
+assumed to slow steps with other k by the same factor.
 
 A look is one round of trying all k. Trying a slower k costs throughput. `LOSS_SHARE` limits this cost to a share of all steps, except for
 the first look: after a look that cost the work of n steps, the next one is due n / `LOSS_SHARE` steps later. Until the limit permits a
@@ -19,24 +19,24 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-SETTLE = 6
-"""Steps after a change that are not timed: steps in flight have the old number of drafts, and CUDA graphs warm up."""
-WINDOW = 16
-"""Timed steps per try."""
-PRIOR = 0.05
+SETTLE_STEPS = 6
+"""Untimed steps after a change: steps in flight still have the old number of drafts, and CUDA graphs warm up."""
+WINDOW_STEPS = 16
+"""Timed steps for each number of drafts."""
+PRIOR_DRAFT_COST = 0.05
 """Assumed cost of a draft before it is measured, as a share of a step."""
-MIN_VERIFIED = 256
-"""Request-steps with verified drafts required to use the measured acceptance before the first look."""
+MIN_REQUEST_STEPS = 256
+"""Minimum request-steps with verified drafts. With fewer, the acceptance counts as unknown before the first look."""
 LOSS_SHARE = 0.005
 """Maximum cost of looks, as a share of all steps."""
-MARGIN = 0.01
-"""The choice changes only if another number is faster by more than this share."""
-DRIFT = 1.5
-"""Maximum factor by which the number of requests may change during a look."""
-MEMORY = 4096
+MIN_GAIN = 0.01
+"""Minimum gain in throughput for which the choice changes, as a share."""
+MAX_LOAD_RATIO = 1.5
+"""Maximum factor by which the number of requests may change during a look, in either direction."""
+ACCEPTANCE_WINDOW = 4096
 """Request-steps over which acceptance is averaged."""
-AFTER_UPDATE = 256
-"""Weight of the acceptance before a weight update, in request-steps."""
+WEIGHT_AFTER_UPDATE = 256
+"""Weight that the measured acceptance keeps after a weight update, in request-steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,18 @@ class SpeculationSwitch:
         self._fixed: int | None = None
         self._current = self.limit
         self._loads: dict[int, _Load] = {}
-        self._trying: deque[int] = deque()
-        self._timed: list[Step] = []
-        self._settling = SETTLE
+        self._untried: deque[int] = deque()
+        self._timed_steps: list[Step] = []
+        self._settling_steps = SETTLE_STEPS
         self._verified = [0.0] * self.limit
         self._accepted = [0.0] * self.limit
         self._steps = 0
-        self._lost = 0.0
-        self._first_loss: float | None = None
-        self._look_at: float | None = None
+        self._lost_steps = 0.0
+        self._first_look_loss: float | None = None
+        self._next_look_step: float | None = None
         self._look_requests = 0
-        self._tried = 0
-        self._steady = 0
+        self._look_steps = 0
+        self._steps_at_load = 0
         self._last_load = -1
 
     # ------------------------------------------------------------------------------------------------- before a step
@@ -111,13 +111,13 @@ class SpeculationSwitch:
     def look_again(self) -> None:
         """Discount the measured acceptance, which a weight update changes. Step times are kept.
 
-        The previous acceptance counts as `AFTER_UPDATE` request-steps, and a look is due as soon as `LOSS_SHARE` permits.
+        The previous acceptance counts as `WEIGHT_AFTER_UPDATE` request-steps, and a look is due as soon as `LOSS_SHARE` permits.
         """
         for position, verified in enumerate(self._verified):
-            keep = min(1.0, AFTER_UPDATE / verified) if verified else 1.0
-            self._verified[position] *= keep
-            self._accepted[position] *= keep
-        self._look_at = self._steps
+            weight = min(1.0, WEIGHT_AFTER_UPDATE / verified) if verified else 1.0
+            self._verified[position] *= weight
+            self._accepted[position] *= weight
+        self._next_look_step = self._steps
 
     def drafts(self) -> int:
         """Draft tokens of the next step."""
@@ -125,113 +125,113 @@ class SpeculationSwitch:
 
     @property
     def looking(self) -> bool:
-        return bool(self._trying)
+        return bool(self._untried)
 
     # -------------------------------------------------------------------------------------------------- after a step
 
     def observe(self, step: Step) -> None:
         """Record a step in which all requests decoded."""
-        self._count(step)
+        self._record_acceptance(step)
         if self._fixed is not None:
             return
         self._steps += 1
-        load = _bucket(step.requests)
-        self._steady = self._steady + 1 if load == self._last_load else 0
-        self._last_load = load
-        if self._trying:
-            self._try(step, load)
+        load_index = _load_index(step.requests)
+        self._steps_at_load = self._steps_at_load + 1 if load_index == self._last_load else 0
+        self._last_load = load_index
+        if self._untried:
+            self._time_step(step, load_index)
             return
-        known = self._loads.setdefault(load, _Load())
-        self._follow(step, known)
-        due = self._look_at is None or self._steps >= self._look_at
-        allowed = self._first_loss is None or self._lost - self._first_loss <= LOSS_SHARE * self._steps
-        if allowed and self._steady >= WINDOW and (due or known.chosen is None):
-            self._begin(step.requests, known)
+        load = self._loads.setdefault(load_index, _Load())
+        self._scale_times(step, load)
+        due = self._next_look_step is None or self._steps >= self._next_look_step
+        allowed = self._first_look_loss is None or self._lost_steps - self._first_look_loss <= LOSS_SHARE * self._steps
+        if allowed and self._steps_at_load >= WINDOW_STEPS and (due or load.chosen is None):
+            self._start_look(step.requests, load)
             return
-        want = self._best(known.times, self._current) if len(known.times) == self.limit + 1 else self._nearest(load)
-        self._use(want, step.requests, known)
+        drafts = self._fastest(load.times, self._current) if len(load.times) == self.limit + 1 else self._fastest_unmeasured(load_index)
+        self._choose(drafts, step.requests, load)
 
-    def _count(self, step: Step) -> None:
+    def _record_acceptance(self, step: Step) -> None:
         for position in range(min(step.drafts, len(step.accepted), self.limit)):
-            keep = max(0.0, 1 - step.requests / MEMORY)
-            self._verified[position] = keep * self._verified[position] + step.requests
-            self._accepted[position] = keep * self._accepted[position] + step.accepted[position]
+            weight = max(0.0, 1 - step.requests / ACCEPTANCE_WINDOW)
+            self._verified[position] = weight * self._verified[position] + step.requests
+            self._accepted[position] = weight * self._accepted[position] + step.accepted[position]
 
-    def _follow(self, step: Step, known: _Load) -> None:
+    def _scale_times(self, step: Step, load: _Load) -> None:
         """Scale the times of all numbers of drafts by the current step time, since longer contexts slow all of them."""
-        if self._settling:
-            self._settling -= 1
-        elif step.drafts == self._current and step.drafts in known.times and _usual(step, known):
-            slower = 1 + (step.seconds / known.times[step.drafts] - 1) / (4 * WINDOW)
-            known.times = {drafts: slower * seconds for drafts, seconds in known.times.items()}
+        if self._settling_steps:
+            self._settling_steps -= 1
+        elif step.drafts == self._current and step.drafts in load.times and _is_typical(step, load):
+            scale = 1 + (step.seconds / load.times[step.drafts] - 1) / (4 * WINDOW_STEPS)
+            load.times = {drafts: scale * seconds for drafts, seconds in load.times.items()}
 
-    def _begin(self, requests: int, known: _Load) -> None:
+    def _start_look(self, requests: int, load: _Load) -> None:
         """Start a look: try all numbers of drafts, largest first, which measures the acceptance of all positions.
 
         After an aborted first look, only the numbers without times are tried.
         """
-        self._look_requests, self._tried = requests, 0
-        self._trying = deque(drafts for drafts in range(self.limit, -1, -1) if known.chosen is not None or drafts not in known.times)
-        self._change(self._trying[0])
+        self._look_requests, self._look_steps = requests, 0
+        self._untried = deque(drafts for drafts in range(self.limit, -1, -1) if load.chosen is not None or drafts not in load.times)
+        self._set_current(self._untried[0])
 
-    def _try(self, step: Step, load: int) -> None:
-        self._tried += 1
-        if not 1 / DRIFT <= step.requests / self._look_requests <= DRIFT:
-            self._abort_look(load)
+    def _time_step(self, step: Step, load_index: int) -> None:
+        self._look_steps += 1
+        if not 1 / MAX_LOAD_RATIO <= step.requests / self._look_requests <= MAX_LOAD_RATIO:
+            self._abort_look(load_index)
             return
-        if self._settling:
-            self._settling -= 1
+        if self._settling_steps:
+            self._settling_steps -= 1
             return
-        if step.drafts != self._trying[0]:
+        if step.drafts != self._untried[0]:
             return
-        self._timed.append(step)
-        if len(self._timed) < WINDOW:
+        self._timed_steps.append(step)
+        if len(self._timed_steps) < WINDOW_STEPS:
             return
-        known = self._loads.setdefault(_bucket(self._look_requests), _Load())
-        known.times[step.drafts] = statistics.median(each.seconds for each in self._timed)
-        self._timed.clear()
-        self._trying.popleft()
-        if self._trying:
-            self._change(self._trying[0])
+        look_load = self._loads.setdefault(_load_index(self._look_requests), _Load())
+        look_load.times[step.drafts] = statistics.median(timed_step.seconds for timed_step in self._timed_steps)
+        self._timed_steps.clear()
+        self._untried.popleft()
+        if self._untried:
+            self._set_current(self._untried[0])
             return
-        self._end(step.requests, known)
+        self._finish_look(step.requests, look_load)
 
-    def _abort_look(self, load: int) -> None:
+    def _abort_look(self, load_index: int) -> None:
         """Abort a look because the load changed. Its steps count as lost, except in the first look."""
-        self._trying.clear()
-        self._timed.clear()
-        if self._first_loss is not None:
-            self._lost += self._tried
-        self._change(self._nearest(load))
+        self._untried.clear()
+        self._timed_steps.clear()
+        if self._first_look_loss is not None:
+            self._lost_steps += self._look_steps
+        self._set_current(self._fastest_unmeasured(load_index))
 
-    def _end(self, requests: int, known: _Load) -> None:
-        rates = self._rates(known.times)
-        best = self._best(known.times, known.chosen)
-        lost = sum((SETTLE + WINDOW) * max(0.0, 1 - rate / rates[best]) for rate in rates.values())
-        self._lost += lost
-        if self._first_loss is None:
-            self._first_loss = lost
-        self._look_at = self._steps + max(lost / LOSS_SHARE, 16.0 * WINDOW)
+    def _finish_look(self, requests: int, load: _Load) -> None:
+        rates = self._rates(load.times)
+        best = self._fastest(load.times, load.chosen)
+        lost_steps = sum((SETTLE_STEPS + WINDOW_STEPS) * max(0.0, 1 - rate / rates[best]) for rate in rates.values())
+        self._lost_steps += lost_steps
+        if self._first_look_loss is None:
+            self._first_look_loss = lost_steps
+        self._next_look_step = self._steps + max(lost_steps / LOSS_SHARE, 16.0 * WINDOW_STEPS)
         self.looks += 1
-        before, known.chosen = known.chosen, best
-        self._change(best)
-        if before != best:
-            self._switch(requests, best, known)
+        previous, load.chosen = load.chosen, best
+        self._set_current(best)
+        if previous != best:
+            self._record_switch(requests, best, load)
 
-    def _use(self, want: int, requests: int, known: _Load) -> None:
-        if known.chosen is not None and want != known.chosen:
-            self._switch(requests, want, known)
-            known.chosen = want
-        if want != self._current:
-            self._change(want)
+    def _choose(self, drafts: int, requests: int, load: _Load) -> None:
+        if load.chosen is not None and drafts != load.chosen:
+            self._record_switch(requests, drafts, load)
+            load.chosen = drafts
+        if drafts != self._current:
+            self._set_current(drafts)
 
-    def _change(self, drafts: int) -> None:
+    def _set_current(self, drafts: int) -> None:
         self._current = drafts
-        self._settling = SETTLE
+        self._settling_steps = SETTLE_STEPS
 
-    def _switch(self, requests: int, drafts: int, known: _Load) -> None:
+    def _record_switch(self, requests: int, drafts: int, load: _Load) -> None:
         self.switches += 1
-        self._report(Choice(requests, drafts, {k: requests * rate for k, rate in self._rates(known.times).items()}))
+        self._report(Choice(requests, drafts, {k: requests * rate for k, rate in self._rates(load.times).items()}))
 
     # ------------------------------------------------------------------------------------------------------ arithmetic
 
@@ -244,28 +244,28 @@ class SpeculationSwitch:
         """Tokens per second and request, by number of drafts."""
         return {drafts: self.tokens(drafts) / seconds for drafts, seconds in times.items()}
 
-    def _best(self, times: dict[int, float], current: int | None) -> int:
+    def _fastest(self, times: dict[int, float], current: int | None) -> int:
         rates = self._rates(times)
         best = max(rates, key=lambda drafts: rates[drafts])
-        if current is not None and current in rates and rates[current] * (1 + MARGIN) >= rates[best]:
+        if current is not None and current in rates and rates[current] * (1 + MIN_GAIN) >= rates[best]:
             return current
         return best
 
-    def _nearest(self, load: int) -> int:
-        """The best number by the times of the nearest measured load, or by `PRIOR` if there is none."""
-        measured = {other: known.times for other, known in self._loads.items() if known.chosen is not None}
-        if measured:
-            return self._best(measured[min(measured, key=lambda other: abs(other - load))], self._current)
-        if self._verified[0] < MIN_VERIFIED:
+    def _fastest_unmeasured(self, load_index: int) -> int:
+        """The fastest number by the times of the nearest measured load, or by `PRIOR_DRAFT_COST` if no load is measured."""
+        measured_times = {index: load.times for index, load in self._loads.items() if load.chosen is not None}
+        if measured_times:
+            return self._fastest(measured_times[min(measured_times, key=lambda index: abs(index - load_index))], self._current)
+        if self._verified[0] < MIN_REQUEST_STEPS:
             return self.limit
-        return self._best({drafts: 1 + PRIOR * drafts for drafts in range(self.limit + 1)}, self._current)
+        return self._fastest({drafts: 1 + PRIOR_DRAFT_COST * drafts for drafts in range(self.limit + 1)}, self._current)
 
 
-def _bucket(requests: int) -> int:
+def _load_index(requests: int) -> int:
     """Index of the load by powers of two: 1, 2, 3–4, 5–8, … requests."""
     return max(requests - 1, 0).bit_length()
 
 
-def _usual(step: Step, known: _Load) -> bool:
+def _is_typical(step: Step, load: _Load) -> bool:
     """Whether the step took less than twice its known time; slower steps have another cause."""
-    return step.seconds < 2 * known.times[step.drafts]
+    return step.seconds < 2 * load.times[step.drafts]

@@ -1,8 +1,8 @@
 """A checksum for both ends of a weight transfer. It is equal on CPU and GPU, and does not depend on the sharding over ranks.
 
-The elements are read as integers `w_0 … w_{n-1}` of the same width. The checksum is two sums modulo 2^64: `n + sum w_i` and
-`n + sum (i + 1) w_i` (Fletcher's checksum without its reduction). Changed bits alter the first sum, swapped elements the second, and no
-data leaves the device. Both are sums over elements, so the sums of the shards add up to those of the tensor.
+The elements are read as integers `w_0 … w_{n-1}` of the same width. The checksum consists of two sums modulo 2^64: `n + sum w_i` and
+`n + sum (i + 1) w_i` (Fletcher's checksum without its reduction). Changed bits alter the first sum, swapped elements alter the second. The
+sums are computed on the tensor's device. The sums of the shards add up to those of the tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The sums over columns `[start, stop)` of a tensor seen as a matrix of `columns` columns and `numel` elements."""
+    """The sums over columns `[start, stop)` of a tensor that is viewed as a matrix with `columns` columns and `numel` elements."""
 
     numel: int
     columns: int
@@ -43,58 +43,58 @@ def checksum(tensor: torch.Tensor) -> str:
 
 @torch.no_grad()
 def partial_sums(block: torch.Tensor, numel: int, columns: int, start: int) -> Part:
-    """The sums of `block [rows, width]`, columns `[start, start + width)` of a matrix of `columns` columns and `numel` elements."""
+    """Compute the sums of `block [rows, width]`, columns `[start, start + width)` of a matrix of `columns` columns and `numel` elements."""
     if block.element_size() not in _WIDTHS:
         raise ValueError(f"no checksum for dtype {block.dtype}")
     words, (rows, width) = block.view(_WIDTHS[block.element_size()]), block.shape
-    chunk = _CHUNK.get(block.device.type, _CHUNK["cpu"])
-    wide, high = min(width, chunk), max(1, chunk // max(width, 1))
-    ramp = torch.arange(1, wide + 1, device=block.device) if block.device.type != "cpu" else _cpu_ramp()[:wide]
-    plains, weights, shifts = [], [], []
-    for left in range(0, width, max(wide, 1)):
-        for top in range(0, rows, high):
-            part = words[top : top + high, left : left + wide]
-            if part.device.type == "cpu":
-                # Convert once: on a CPU each of the sums would convert the elements again.
-                part = part.to(torch.int64)
+    chunk_elements = _CHUNK.get(block.device.type, _CHUNK["cpu"])
+    chunk_width, chunk_height = min(width, chunk_elements), max(1, chunk_elements // max(width, 1))
+    ramp = torch.arange(1, chunk_width + 1, device=block.device) if block.device.type != "cpu" else _cpu_ramp()[:chunk_width]
+    plain_sums, weighted_sums, offsets = [], [], []
+    for column in range(0, width, max(chunk_width, 1)):
+        for row in range(0, rows, chunk_height):
+            chunk = words[row : row + chunk_height, column : column + chunk_width]
+            if chunk.device.type == "cpu":
+                # On a CPU each of the sums would convert the elements again.
+                chunk = chunk.to(torch.int64)
             # An element's index is its column within the part, plus the index of the part's first column, which is constant in a row.
-            weighted_sum = (part * ramp[: part.shape[1]]).sum()
-            if part.shape[0] > 1:
-                weighted_sum = weighted_sum + (part.sum(1) * torch.arange(part.shape[0], device=block.device)).sum() * columns
-            plains.append(part.sum())
-            weights.append(weighted_sum)
-            shifts.append(start + left + top * columns)
-    sums = torch.stack([*plains, *weights]).tolist() if shifts else []
-    plain, weighted = sums[: len(shifts)], sums[len(shifts) :]
-    total = sum(weighted) + sum(value * shift for value, shift in zip(plain, shifts, strict=True))
+            weighted_sum = (chunk * ramp[: chunk.shape[1]]).sum()
+            if chunk.shape[0] > 1:
+                weighted_sum = weighted_sum + (chunk.sum(1) * torch.arange(chunk.shape[0], device=block.device)).sum() * columns
+            plain_sums.append(chunk.sum())
+            weighted_sums.append(weighted_sum)
+            offsets.append(start + column + row * columns)
+    sums = torch.stack([*plain_sums, *weighted_sums]).tolist() if offsets else []
+    plain, weighted = sums[: len(offsets)], sums[len(offsets) :]
+    total = sum(weighted) + sum(chunk_sum * offset for chunk_sum, offset in zip(plain, offsets, strict=True))
     return Part(numel, columns, start, start + width, sum(plain) & _MASK, total & _MASK)
 
 
 @lru_cache(maxsize=1)
 def _cpu_ramp() -> torch.Tensor:
-    """1, 2, … up to the chunk size; cached, since creating it takes as long as the rest of a small tensor's checksum."""
+    """1, 2, … up to the chunk size. It is cached because creating it takes as long as the rest of a small tensor's checksum."""
     return torch.arange(1, _CHUNK["cpu"] + 1)
 
 
 def combine(parts: Iterable[Part]) -> str:
-    """The checksum of the tensor that consists of these parts. Replicated parts may be listed several times.
+    """Compute the checksum of the tensor that consists of these parts. Replicated parts may be listed several times.
 
-    If the parts are inconsistent or incomplete, the result is a text with the reason, which differs from every checksum.
+    If the parts are inconsistent or incomplete, returns the reason, which differs from every checksum.
     """
-    by_columns: dict[tuple[int, int], Part] = {}
+    part_by_columns: dict[tuple[int, int], Part] = {}
     for part in parts:
-        if by_columns.setdefault((part.start, part.stop), part) != part:
+        if part_by_columns.setdefault((part.start, part.stop), part) != part:
             return "ranks that hold the same part differ in it"
-    if not by_columns:
+    if not part_by_columns:
         return "no rank holds it"
-    first = next(iter(by_columns.values()))
+    first = next(iter(part_by_columns.values()))
     end = 0
-    for start, stop in sorted(by_columns):
+    for start, stop in sorted(part_by_columns):
         if start != end:
             return f"columns {end} to {start} of {first.columns} are held by no rank"
         end = stop
     if end != first.columns:
         return f"columns {end} to {first.columns} are held by no rank"
-    plain = (first.numel + sum(part.plain for part in by_columns.values())) & _MASK
-    weighted = (first.numel + sum(part.weighted for part in by_columns.values())) & _MASK
+    plain = (first.numel + sum(part.plain for part in part_by_columns.values())) & _MASK
+    weighted = (first.numel + sum(part.weighted for part in part_by_columns.values())) & _MASK
     return f"{plain:016x}{weighted:016x}"

@@ -1,8 +1,8 @@
 """Encodes the elements of a tensor that changed since the receiver's version, and decodes them on the receiver.
 
-Values replace the receiver's elements, they are never added to them, and elements are compared as integers. A decoded tensor therefore
-equals the sent one bit for bit, including NaN and -0.0. `mtpctl.plan.buckets` describes the layouts of a blob. Layout and number of changed
-elements are in the manifest, so that neither end has to read them from a GPU.
+A delta contains new values, not differences, and elements are compared as integers. A decoded tensor is therefore bitwise equal to the sent
+one, including NaN and -0.0. `mtpctl.plan.buckets` describes the layouts of a blob. Layout and number of changed elements are in the
+manifest, so that neither end has to read them from a GPU.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import torch
 from mtpctl.plan.buckets import BLOCK, Bucket, Change, smallest_change
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 28}
-"""Elements per comparison. On a CPU they fit the cache. On a GPU, torch finds at most 2^31 nonzero elements in one call."""
+"""Elements per comparison. On a CPU they fit into the cache. On a GPU, torch's `nonzero` supports at most 2^31 elements."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
-"""Bytes that are compared as one integer. Most of them are equal, so that few are compared element by element."""
+"""Bytes that are compared as one integer. Most words are equal, so few are compared element by element."""
 _SPARSE = 16
-"""`offsets` is smallest only if fewer than 1 in 16 elements changed: it needs 16 bits per changed element, a bitmap one bit per element."""
+"""`offsets` can be the smallest layout only if fewer than 1 in 16 elements changed: it takes 16 bits per changed element,
+`bitmap` 1 bit per element."""
 
 
 @torch.no_grad()
 def compare(new: torch.Tensor, old: torch.Tensor) -> tuple[Change, torch.Tensor | None]:
-    """The change from `old` to `new`, of equal shape and dtype and on one device, and the positions of the changed elements if few changed.
+    """Compare two tensors of equal shape, dtype and device. Returns the change, and the positions of the changed elements if they are few.
 
     Raises ValueError for an element width that is not 1, 2, 4 or 8 bytes.
     """
@@ -33,12 +34,12 @@ def compare(new: torch.Tensor, old: torch.Tensor) -> tuple[Change, torch.Tensor 
     if positions is not None:
         changed = len(positions)
     else:
-        chunk = _chunk(new)
-        changed = int(torch.stack([torch.count_nonzero(a != b) for a, b in zip(new.split(chunk), old.split(chunk), strict=True)]).sum())
+        chunks = zip(new.split(_chunk_elements(new)), old.split(_chunk_elements(old)), strict=True)
+        changed = int(torch.stack([torch.count_nonzero(a != b) for a, b in chunks]).sum())
     return smallest_change(changed, new.numel(), new.element_size()), positions
 
 
-def _chunk(tensor: torch.Tensor) -> int:
+def _chunk_elements(tensor: torch.Tensor) -> int:
     """Elements of `tensor` per comparison."""
     return CHUNK.get(tensor.device.type, CHUNK["cpu"])
 
@@ -54,10 +55,10 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 def _positions(new: torch.Tensor, old: torch.Tensor, limit: int) -> torch.Tensor | None:
     """Positions of the elements that differ, ascending; None if there are more than `limit`."""
     per_word = _WORD // new.element_size()
-    aligned, chunk = new.numel() // per_word * per_word, _chunk(new)
+    aligned_elements, chunk_elements = new.numel() // per_word * per_word, _chunk_elements(new)
     positions, count = [], 0
-    for start in range(0, aligned, chunk):
-        a, b = new[start : min(start + chunk, aligned)], old[start : min(start + chunk, aligned)]
+    for start in range(0, aligned_elements, chunk_elements):
+        a, b = new[start : min(start + chunk_elements, aligned_elements)], old[start : min(start + chunk_elements, aligned_elements)]
         words = (a.view(torch.int64) != b.view(torch.int64)).nonzero().view(-1)
         if len(words) > limit:
             return None
@@ -66,7 +67,7 @@ def _positions(new: torch.Tensor, old: torch.Tensor, limit: int) -> torch.Tensor
         count += len(elements)
         if count > limit:
             return None
-    tail = (new[aligned:] != old[aligned:]).nonzero().view(-1) + aligned
+    tail = (new[aligned_elements:] != old[aligned_elements:]).nonzero().view(-1) + aligned_elements
     return torch.cat([*positions, tail]) if count + len(tail) <= limit else None
 
 
@@ -93,14 +94,14 @@ def encode(new: torch.Tensor, old: torch.Tensor, change: Change, positions: torc
 
 def _write_bitmap(new: torch.Tensor, old: torch.Tensor, blob: torch.Tensor, values: torch.Tensor) -> None:
     weights = 1 << torch.arange(8, device=blob.device, dtype=torch.uint8)
-    chunk, bits, written = _chunk(new), 0, 0
-    for a, b in zip(new.split(chunk), old.split(chunk), strict=True):
+    chunk_elements, bitmap_end, values_end = _chunk_elements(new), 0, 0
+    for a, b in zip(new.split(chunk_elements), old.split(chunk_elements), strict=True):
         mask = a != b
         packed = (torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-        blob[bits : bits + len(packed)] = packed
+        blob[bitmap_end : bitmap_end + len(packed)] = packed
         selected = a[mask]
-        values[written : written + len(selected)] = selected
-        bits, written = bits + len(packed), written + len(selected)
+        values[values_end : values_end + len(selected)] = selected
+        bitmap_end, values_end = bitmap_end + len(packed), values_end + len(selected)
 
 
 def _offset_views(change: Change, blob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,10 +123,10 @@ def decode(change: Change, blob: torch.Tensor, dtype: torch.dtype) -> tuple[torc
     if change.layout == "whole":
         return None, values
     if change.layout == "bitmap":
-        bits = torch.arange(8, device=blob.device, dtype=torch.uint8)
-        chunk = _chunk(blob)
-        parts = blob[: -(-change.numel // 8)].split(chunk // 8)
-        positions = [((part[:, None] >> bits) & 1).view(-1).nonzero().view(-1) + i * chunk for i, part in enumerate(parts)]
+        bit_indices = torch.arange(8, device=blob.device, dtype=torch.uint8)
+        chunk_elements = _chunk_elements(blob)
+        parts = blob[: -(-change.numel // 8)].split(chunk_elements // 8)
+        positions = [((part[:, None] >> bit_indices) & 1).view(-1).nonzero().view(-1) + i * chunk_elements for i, part in enumerate(parts)]
         return torch.cat(positions), values
     counts, offsets = _offset_views(change, blob)
     starts = torch.arange(0, len(counts) * BLOCK, BLOCK, device=blob.device)
@@ -142,14 +143,14 @@ def apply(change: Change, blob: torch.Tensor, tensor: torch.Tensor) -> None:
         tensor.view(-1)[positions] = values
 
 
-class BlobReader:
+class BlobAssembler:
     """Collects blobs from the buckets of a section. A blob may span several buckets."""
 
     def __init__(self) -> None:
         self._partial: dict[str, torch.Tensor] = {}
 
     def read(self, bucket: Bucket, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and blobs that this bucket completes. A blob may be a view of `data`."""
+        """Yield the names and blobs that this bucket completes. A blob may be a view of `data`."""
         for entry in bucket.entries:
             piece = data[entry.offset : entry.offset + entry.nbytes]
             if entry.is_whole:

@@ -28,7 +28,7 @@ ZERO_ADAPTER = Path("held")
 
 
 class EngineClient(Protocol):
-    """The calls by which an engine receives weights, in sessions of one section each. Each engine's package implements it."""
+    """The calls with which an engine receives weights, in sessions of one section each. Each engine's package implements it."""
 
     async def start(self, *, draft: bool) -> None:
         """Open a session on the target, or on the drafter."""
@@ -52,14 +52,14 @@ class EngineClient(Protocol):
 
 
 class WithDeadline(Protocol):
-    """Awaits a call to the engine with a deadline; `what` names the call in the error."""
+    """Awaits a call to the engine with a deadline; `action` names the call in the error."""
 
-    async def __call__[T](self, step: Awaitable[T], what: str) -> T: ...
+    async def __call__[T](self, step: Awaitable[T], action: str) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveSection:
-    """The section between `begin_update` and `finish_update`. `discards`: its buckets are dropped."""
+    """The section between `begin_update` and `finish_update`. `discards`: whether its buckets are dropped."""
 
     manifest: Manifest
     section: Section
@@ -101,7 +101,7 @@ class EngineState:
 class EngineTarget:
     """Applies updates to one engine.
 
-    `paused()` returns whether generation is paused. Sections that the engine does not hold (`draft` without speculation) are skipped, or
+    `paused()` returns whether generation is paused. Sections that are not in `sections` (`draft` without speculation) are skipped, or
     received and dropped if the transport pushes them. `adapters`: folder for adapters on the engine's host. The default is a folder in the
     version store, which is removed with the store even if the engine was killed.
     """
@@ -113,10 +113,10 @@ class EngineTarget:
         *,
         with_deadline: WithDeadline,
         paused: Callable[[], bool],
-        holds: Collection[Section] = ("target", "draft", "adapter"),
+        sections: Collection[Section] = ("target", "draft", "adapter"),
         adapters: Path | None = None,
     ) -> None:
-        self._client, self._with_deadline, self._paused, self._holds = client, with_deadline, paused, holds
+        self._client, self._with_deadline, self._paused, self._sections = client, with_deadline, paused, sections
         self._adapters = adapters
         self.state = EngineState(version)
 
@@ -145,10 +145,10 @@ class EngineTarget:
         if state.active is not None:
             raise VersionConflict(f"an update to version {self.updating} is under way")
         # A repeated transfer includes receivers that already have the version.
-        repeated = plan.transport in PUSHED and version == state.loaded.get(section)
-        if version < state.version or (version <= state.loaded.get(section, -1) and not repeated):
+        is_repeated = plan.transport in PUSHED and version == state.loaded.get(section)
+        if version < state.version or (version <= state.loaded.get(section, -1) and not is_repeated):
             raise VersionConflict(f"weight version {version} ({section}) is not newer than the live {state.version}")
-        if plan.base is not None and not repeated and state.loaded.get(section) != plan.base:
+        if plan.base is not None and not is_repeated and state.loaded.get(section) != plan.base:
             loaded = f"version {state.loaded[section]}" if section in state.loaded else "none"
             raise VersionConflict(
                 f"weight version {version} ({section}) contains only the changes since version {plan.base}, but this engine has {loaded}"
@@ -156,10 +156,10 @@ class EngineTarget:
         if section not in plan.sections:
             raise PlanMismatch(f"version {version} has no section {section}")
         if section == "target" and "adapter" not in plan.sections and state.adapter not in (None, ZERO_ADAPTER):
-            raise PlanMismatch("the engine has an adapter loaded, which would be added to weights that include one already: send it too")
+            raise PlanMismatch("the engine has an adapter loaded, which would be added to merged weights: send the adapter too")
         if not self._paused():
             raise SyncError("weights may change only while generation is paused")
-        state.active = ActiveSection(plan, section, discards=repeated or section not in self._holds)
+        state.active = ActiveSection(plan, section, discards=is_repeated or section not in self._sections)
         if state.active.skipped:
             return
         try:
@@ -220,22 +220,24 @@ class EngineTarget:
             # Dropped sections will be received again with the other sections.
             state.loaded = {section: version for section, version in state.loaded.items() if version <= state.version}
             return
-        before, overwritten, state.overwritten = state.complete, state.overwritten, set()
+        previous, overwritten, state.overwritten = state.complete, state.overwritten, set()
         state.dirty = True
-        if before is None:
+        if previous is None:
             raise TargetDirty("the update failed before the first published version was loaded: restart this engine")
-        if lost := sorted(overwritten - before.sections.keys()):
-            raise TargetDirty(f"the update failed, and version {before.version} has no section {lost[0]} to restore: restart this engine")
+        if missing := sorted(overwritten - previous.sections.keys()):
+            raise TargetDirty(
+                f"the update failed, and version {previous.version} has no section {missing[0]} to restore: restart this engine"
+            )
         try:
-            chain = VersionStore(before.store).chain(before.version)
+            chain = VersionStore(previous.store).chain(previous.version)
             state.dirty = False
             state.loaded = {}
             state.version, state.complete = chain[0].version, None
-            for persisted in chain:
-                await update_target(self, persisted)
+            for manifest in chain:
+                await update_target(self, manifest)
         except Exception as error:
             state.dirty = True
-            raise TargetDirty(f"the update failed, and version {before.version} could not be restored: {error}") from error
+            raise TargetDirty(f"the update failed, and version {previous.version} could not be restored: {error}") from error
 
     async def checksums(self) -> dict[str, str]:
         ranks = cast(list[RankSums], await self._with_deadline(self._client.rpc("mtpctl_sums"), "taking checksums"))
@@ -247,11 +249,11 @@ class EngineTarget:
 
     async def probe(self, plan: Manifest, number: int) -> None:
         """Receive a `Sender.probe`: buckets are dropped, and no weight changes."""
-        for section, part in plan.sections.items():
+        for section, section_plan in plan.sections.items():
             await self._with_deadline(self._client.start(draft=False), "opening a weight session")
             step = begin_step(plan, section, version=-number, discard=True, known=set())
             await self._in_session(self._client.step(step), "a weight update")
-            step = UpdateStep(action="buckets", section=section, first=0, count=len(part.wire_buckets))
+            step = UpdateStep(action="buckets", section=section, first=0, count=len(section_plan.wire_buckets))
             await self._in_session(self._client.step(step), "a weight update")
             await self._with_deadline(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()
@@ -262,7 +264,7 @@ class EngineTarget:
             shutil.rmtree(self._adapters)
 
     async def load_zero_adapter(self) -> None:
-        """Load a zero-initialized adapter before the first request of an engine that takes adapters.
+        """Load a zero-initialized adapter before the first request of an engine with adapters.
 
         vLLM fixes the adapter of a request when the request begins. A request that began without one would ignore the first adapter.
         """
@@ -290,7 +292,7 @@ class EngineTarget:
         except MtpctlError:
             raise
         except Exception as error:
-            # The session was closed under the new version. Close another one under the previous version, so that tokens carry the latter.
+            # The closed session has set the new version. Close another session with the previous version, so that tokens get the latter.
             await self._with_deadline(self._client.start(draft=False), "opening a weight session")
             await self._with_deadline(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()
@@ -299,14 +301,14 @@ class EngineTarget:
         self.state.adapter = folder
         await self._with_deadline(self._client.rpc("mtpctl_drop_adapters", str(folder)), "removing the previous adapter")
 
-    async def _in_session(self, call: Awaitable[None], what: str) -> None:
+    async def _in_session(self, call: Awaitable[None], action: str) -> None:
         """Await a call that opens or continues the engine's session.
 
         A failed call ends the session. A cancelled call continues in the engine.
         """
         self.state.session_open = True
         try:
-            await self._with_deadline(call, what)
+            await self._with_deadline(call, action)
         except asyncio.CancelledError:
             raise
         except BaseException:
@@ -314,10 +316,9 @@ class EngineTarget:
             raise
 
     async def _end_session(self) -> None:
-        """Close the engine's open session without applying it, by a step that fails on purpose.
+        """Close the engine's open session without applying it, with a step that fails on purpose.
 
-        The step runs after all steps that are queued in the engine. If one of those ends the session, this step fails because of that.
-        No session is open afterwards in either case.
+        The step runs after all steps that are queued in the engine. If a queued step has already ended the session, this step fails, too.
         """
         if self.state.session_open:
             with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
 """Plans the buckets of a sender, and packs exported tensors, or their changes since the last version, into them.
 
-The plan is made once from names, shapes and dtypes. `pack` then streams every export into the buffers of a transport, so no export is in
-memory as a whole. `HostCopy` stores the last version in the buckets of the complete version; a tensor that is larger than a bucket lies in
+The plan is computed once from names, shapes and dtypes. `pack` then streams every export into the buffers of a transport, so no export is
+completely in memory. `HostCopy` stores the last version in the buckets of the complete version; a tensor that is larger than a bucket spans
 several of them.
 """
 
@@ -102,9 +102,9 @@ class Comparison:
         if entries is None or (entries[0][1].shape, entries[0][1].dtype) != (spec.shape, spec.dtype):
             raise PlanMismatch(f"{name} {spec.shape} {spec.dtype}: the plan of section {section} has no such tensor")
         new = tensor.detach().contiguous().reshape(-1)
-        parts = [self.copy.buckets[section, bucket.index][entry.offset : entry.offset + entry.nbytes] for bucket, entry in entries]
-        on_device = [part.to(new.device, non_blocking=True) for part in parts]
-        old = (torch.cat(on_device) if len(on_device) > 1 else on_device[0]).view(new.dtype)
+        old_parts = [self.copy.buckets[section, bucket.index][entry.offset : entry.offset + entry.nbytes] for bucket, entry in entries]
+        device_parts = [old_part.to(new.device, non_blocking=True) for old_part in old_parts]
+        old = (torch.cat(device_parts) if len(device_parts) > 1 else device_parts[0]).view(new.dtype)
         change, positions = compare(new, old)
         if not change.changed:
             return
@@ -116,11 +116,11 @@ class Comparison:
             # The version is sent in full.
             self._blobs = {section: {} for section in self._blobs}
         if self.update:
-            for (_, entry), part in zip(entries, parts, strict=True):
-                part.copy_(new[entry.part_start : entry.part_stop].view(torch.uint8))
+            for (_, entry), old_part in zip(entries, old_parts, strict=True):
+                old_part.copy_(new[entry.part_start : entry.part_stop].view(torch.uint8))
 
     def finish(self) -> Changes:
-        """The changes. Raises PlanMismatch if a tensor of the plan was not added."""
+        """Return the changes. Raises PlanMismatch if a tensor of the plan was not added."""
         if self._pending:
             raise PlanMismatch(f"the export ended without {', '.join(sorted(name for _, name in self._pending))}")
         return Changes(self.base, self._changes, self._blobs, self._nbytes <= self.limit)
@@ -178,11 +178,11 @@ class Packer:
         for spec in specs:
             if (section := self.section_of(spec.name)) in by_section:
                 by_section[section].append(spec)
-        for section, members in by_section.items():
-            names = {spec.name for spec in members}
+        for section, section_specs in by_section.items():
+            names = {spec.name for spec in section_specs}
             tied = {alias: owner for alias, owner in (aliases or {}).items() if owner in names}
-            if members:
-                self.plans[section] = tuple(plan_buckets(members, self.bucket_bytes, tied))
+            if section_specs:
+                self.plans[section] = tuple(plan_buckets(section_specs, self.bucket_bytes, tied))
 
     def plan_from(self, export: Export, aliases: Mapping[str, str] | None = None, *, checksums: bool = False) -> Checksums:
         """Iterate over an export, and plan from it unless there is a plan. With `checksums`, compute and return them."""
@@ -223,11 +223,11 @@ class Packer:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest bucket of any version, complete or not."""
+        """Bytes of the largest bucket of any version, complete or delta."""
         return max([ALIGNMENT, *(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)])
 
     def section_plans(self, sums: Checksums, changes: Changes | None = None, *, delta: bool = False) -> dict[Section, SectionPlan]:
-        """The plans of the sections in `next_sections`, with these checksums and numbers of changes; `delta`: send only the changes."""
+        """Build the plans of the sections in `next_sections`, with checksums and numbers of changes; `delta`: send only the changes."""
         plans = {}
         for section, buckets in self.next_plans.items():
             plan = SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {}))
@@ -242,9 +242,9 @@ class Packer:
         return plans
 
     def compare(self, export: Export, copy: HostCopy, base: int, *, update: bool, checksums: bool) -> tuple[Changes, Checksums]:
-        """The changes of an export of `wire_tensors` since version `base`, which is in `copy`, and the checksums if requested.
+        """Compare `export`, from `wire_tensors`, with version `base` in `copy`. Returns the changes, and the checksums if requested.
 
-        With `update`, the copy becomes the new version. Raises PlanMismatch if the export differs from the plan.
+        With `update`, the copy is updated to the new version. Raises PlanMismatch if the export differs from the plan.
         """
         plans = self.next_plans
         comparison = Comparison(copy, base, plans, limit=MAX_DELTA_SHARE * self.complete_nbytes, update=update)
@@ -259,7 +259,7 @@ class Packer:
 
     @torch.no_grad()
     def pack_blobs(self, version: int, changes: Changes, plans: Mapping[Section, SectionPlan], writer: BucketWriter) -> None:
-        """Fill the writer's buffers with blobs, in the buckets of `plans`, which `section_plans` has planned for these changes."""
+        """Fill the writer's buffers with blobs, in the buckets that `section_plans` has planned for these changes."""
         for section, plan in plans.items():
             writer.begin(version, section)
             packer = _SectionPacker(section, plan.wire_buckets)
@@ -283,7 +283,7 @@ class Packer:
                 raise PlanMismatch(f"{name}: section {section} is not in the plan")
             packer = packers[section]
             if name not in packer.aliases:
-                if not packer.begun:
+                if not packer.has_started:
                     expected = next(other for other, packer in packers.items() if not packer.complete)
                     if writer.sequential_sections and section != expected:
                         raise SyncError(f"the export began section {section} before section {expected} was complete")
@@ -308,7 +308,7 @@ class _SectionPacker:
         self.buffer: torch.Tensor | None = None
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         return self.next > 0
 
     @property

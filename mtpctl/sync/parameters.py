@@ -1,10 +1,10 @@
-"""Match tensors on the wire to the parameters of an engine's live model, and to the shards that this rank holds.
+"""Matches tensors on the wire to the parameters of an engine's live model, and to the shards on this rank.
 
 Tensors have Hugging Face names and full shapes on the wire. A live model packs some of them (`q_proj`, `k_proj` and `v_proj` in
 `qkv_proj`, the experts of a layer in two tensors), wraps layers that have an adapter (`.base_layer`), and renames layers by its own rules.
-`resolve` maps a name to the live parameter, `find_shard` finds the part of it that a rank of a tensor-parallel engine holds, and
-`match_shards` does both for a whole section and checks it. Parts of a tensor that is split over buckets are written straight to their
-shard, and names are mapped once, when the plan is checked.
+`resolve` maps a name to the live parameter, `find_shard` finds the part of it on a rank of a tensor-parallel engine, and `match_shards`
+does both for a section and checks it. This happens once per plan. Parts of a tensor that is split over buckets are written directly to the
+shard.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EXPERT = re.compile(
     r"^(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<proj>gate_proj|up_proj|down_proj)\.(?P<leaf>weight|bias|weight_scale_inv)$"
 )
 _EXPERT_SUBMODULES = ("", ".routed_experts", ".base_layer", ".base_layer.routed_experts")
-_WRAPPED = "base_layer"
+_BASE_LAYER = "base_layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class Slot:
 
 
 def resolve(name: str, live: Collection[str], rename: Renamer | None = None) -> Slot | None:
-    """The slot of wire name `name` among the `live` parameter names, or None if there is none.
+    """Find the slot of wire name `name` among the `live` parameter names, or None if there is none.
 
-    `rename` is the live model's own rule. It is tried first, because without it the same wire name may denote another layer.
+    `rename`: the live model's renaming rule. It is tried first, because the unchanged name may be that of another layer.
     """
     for candidate in _candidates(name, rename):
-        for parameter in _wrappings(candidate.parameter):
+        for parameter in _wrapped_names(candidate.parameter):
             if parameter in live:
                 return Slot(parameter, candidate.parts, candidate.expert)
     return None
@@ -74,29 +74,29 @@ def resolve(name: str, live: Collection[str], rename: Renamer | None = None) -> 
 
 def _candidates(name: str, rename: Renamer | None) -> Iterator[Slot]:
     renamed = rename(name) if rename else None
-    # A drafter is a separate model. Its layer names begin with `model.`, and those in the checkpoint with `mtp.`.
+    # A drafter is a separate model. Its layer names begin with `model.` instead of the checkpoint's `mtp.`.
     drafter = f"model.{name.removeprefix('mtp.')}" if name.startswith("mtp.") else name
     for alternative in dict.fromkeys([renamed or name, name, drafter]):
         yield Slot(alternative)
         path = alternative.split(".")
         for index, layer in enumerate(path):
             if layer in PACKED:
-                owner, parts = PACKED[layer]
-                yield Slot(".".join([*path[:index], owner, *path[index + 1 :]]), parts)
-        if matched := _EXPERT.match(alternative):
-            tensor, parts = EXPERTS[matched["proj"]]
-            for home in _EXPERT_SUBMODULES:
-                yield Slot(f"{matched['layer']}{home}.{tensor}_{matched['leaf']}", parts, int(matched["expert"]))
+                packed_layer, parts = PACKED[layer]
+                yield Slot(".".join([*path[:index], packed_layer, *path[index + 1 :]]), parts)
+        if match := _EXPERT.match(alternative):
+            tensor, parts = EXPERTS[match["proj"]]
+            for submodule in _EXPERT_SUBMODULES:
+                yield Slot(f"{match['layer']}{submodule}.{tensor}_{match['leaf']}", parts, int(match["expert"]))
 
 
-def _wrappings(name: str) -> Iterator[str]:
+def _wrapped_names(name: str) -> Iterator[str]:
     """The name, and the name with `.base_layer` removed from or inserted before its last part."""
     yield name
     layer, _, leaf = name.rpartition(".")
-    if layer.endswith(f".{_WRAPPED}"):
-        yield f"{layer.removesuffix(f'.{_WRAPPED}')}.{leaf}"
+    if layer.endswith(f".{_BASE_LAYER}"):
+        yield f"{layer.removesuffix(f'.{_BASE_LAYER}')}.{leaf}"
     elif layer:
-        yield f"{layer}.{_WRAPPED}.{leaf}"
+        yield f"{layer}.{_BASE_LAYER}.{leaf}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a wire tensor that this rank holds in `live`: runs along dimension `dim`; no runs if another rank holds it.
+    """The part of a wire tensor that is stored in `live` on this rank: runs along dimension `dim`; no runs if it is on other ranks.
 
     `shape` and `dtype` are those of the wire tensor (None: the live dtype).
     """
@@ -138,22 +138,22 @@ class Shard:
         return [(run.wire * inner, matrix[:, run.live * inner : (run.live + run.length) * inner]) for run in self.runs]
 
     def write(self, piece: torch.Tensor, start: int, stop: int) -> None:
-        """Copy elements `[start, stop)` of the flattened wire tensor to the live parameter, except those that other ranks hold."""
+        """Copy elements `[start, stop)` of the flattened wire tensor to the live parameter, except those of other ranks."""
         width = self.columns
-        first, last = -(-start // width), stop // width
-        edges = [(start, stop)] if first > last else [(start, first * width), (last * width, stop)]
+        first_row, end_row = -(-start // width), stop // width
+        partial_rows = [(start, stop)] if first_row > end_row else [(start, first_row * width), (end_row * width, stop)]
         for column, block in self.blocks():
             end = column + block.shape[1]
-            if first < last:
-                block[first:last].copy_(piece[first * width - start : last * width - start].view(-1, width)[:, column:end])
-            for low, high in edges:
+            if first_row < end_row:
+                block[first_row:end_row].copy_(piece[first_row * width - start : end_row * width - start].view(-1, width)[:, column:end])
+            for low, high in partial_rows:
                 row = low // width
                 low, high = max(low, row * width + column), min(high, row * width + end)
                 if low < high:
                     block[row, low - row * width - column : high - row * width - column].copy_(piece[low - start : high - start])
 
     def write_at(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `values` at these positions of the flattened wire tensor, except those that other ranks hold."""
+        """Write `values` at these positions of the flattened wire tensor, except those of other ranks."""
         for column, block in self.blocks():
             rows, columns, local_values = positions // self.columns, positions % self.columns - column, values
             if block.shape[1] != self.columns:
@@ -213,7 +213,7 @@ class ExpertsLayer(Protocol):
 
 
 def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], tp: TpRank) -> Shard:
-    """The shard of a wire tensor of `shape` in `live`, the parameter that `slot` names. Raises ShapeMismatch."""
+    """Find the shard of a wire tensor of `shape` in `live`, the parameter of `slot`. Raises ShapeMismatch."""
     owner = model.get_submodule(slot.parameter.rpartition(".")[0])
     if slot.expert is not None:
         return _expert_shard(cast(ExpertsLayer, owner), live, slot, shape)
@@ -228,7 +228,7 @@ def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[in
     if slot.parts is not None or (len(sizes) > 1 and _tp_of(owner).size > 1):
         return _packed_shard(owner, data, slot, shape, sizes)
     if sections := _convolution_sections(model, slot.parameter):
-        return _sections_shard(owner, data, slot.parameter, shape, sections)
+        return _convolution_shard(owner, data, slot.parameter, shape, sections)
     return _plain_shard(data, slot.parameter, shape, _tp_of(owner, tp))
 
 
@@ -247,7 +247,7 @@ def _mismatch(shape: tuple[int, ...], parameter: str, expected: tuple[int, ...])
 
 
 def _plain_shard(live: torch.Tensor, parameter: str, shape: tuple[int, ...], tp: TpRank) -> Shard:
-    """A tensor that is replicated, or split along the one dimension in which the live tensor is `tp.size` times shorter."""
+    """The shard of a tensor that is replicated, or split along the dimension in which the live tensor is `tp.size` times shorter."""
     local = tuple(live.shape)
     if local == shape:
         return Shard(live, shape, 0, (Run(0, 0, shape[0]),))
@@ -285,15 +285,15 @@ def _packed_shard(owner: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple
 
 def _convolution_sections(model: nn.Module, parameter: str) -> list[int]:
     """Channels of q, k and v in the short convolution of a gated delta net, which are split separately."""
-    layer, _, rest = parameter.rpartition(".conv1d.")
-    if not layer or rest not in ("weight", "base_layer.weight"):
+    layer, _, leaf = parameter.rpartition(".conv1d.")
+    if not layer or leaf not in ("weight", "base_layer.weight"):
         return []
     parent = model.get_submodule(layer)
     key, value = getattr(parent, "key_dim", None), getattr(parent, "value_dim", None)
     return [key, key, value] if key is not None and value is not None else []
 
 
-def _sections_shard(owner: nn.Module, live: torch.Tensor, parameter: str, shape: tuple[int, ...], sections: list[int]) -> Shard:
+def _convolution_shard(owner: nn.Module, live: torch.Tensor, parameter: str, shape: tuple[int, ...], sections: list[int]) -> Shard:
     tp, expected = _tp_of(owner), (sum(sections), *live.shape[1:])
     if shape != expected or live.shape[0] * tp.size != sum(sections):
         raise _mismatch(shape, parameter, expected)
@@ -305,22 +305,22 @@ def _sections_shard(owner: nn.Module, live: torch.Tensor, parameter: str, shape:
 def _expert_shard(owner: ExpertsLayer, live: torch.Tensor, slot: Slot, shape: tuple[int, ...]) -> Shard:
     assert slot.expert is not None and slot.parts is not None
     local = local_expert(owner, slot.expert)
-    first = slot.parameter.rpartition(".")[2].startswith("w13")
-    gated = first and owner.moe_config.is_act_and_mul
+    is_w13 = slot.parameter.rpartition(".")[2].startswith("w13")
+    has_gate = is_w13 and owner.moe_config.is_act_and_mul
     size, rank = owner.moe_config.tp_size, owner.moe_config.tp_rank
-    one = live[0]
-    length = one.shape[0] // (2 if gated else 1) if first else one.shape[-1]
-    expected = (length * size, *one.shape[1:]) if first else (*one.shape[:-1], length * size)
+    expert_weight = live[0]
+    length = expert_weight.shape[0] // (2 if has_gate else 1) if is_w13 else expert_weight.shape[-1]
+    expected = (length * size, *expert_weight.shape[1:]) if is_w13 else (*expert_weight.shape[:-1], length * size)
     if shape != expected:
         raise _mismatch(shape, slot.parameter, expected)
     if local is None:
-        return Shard(one, shape, 0, ())
-    run = Run(rank * length, slot.parts[0] * length if gated else 0, length)
-    return Shard(live[local], shape, 0 if first else len(shape) - 1, (run,))
+        return Shard(expert_weight, shape, 0, ())
+    run = Run(rank * length, slot.parts[0] * length if has_gate else 0, length)
+    return Shard(live[local], shape, 0 if is_w13 else len(shape) - 1, (run,))
 
 
 def local_expert(owner: ExpertsLayer, expert: int) -> int | None:
-    """The row of an expert on this rank, or None if another rank holds it."""
+    """The local index of an expert, or None if the expert is on another rank."""
     mapping = getattr(owner, "expert_map", None)
     if mapping is None:
         return expert
@@ -409,7 +409,7 @@ def _checked_shard(
 
 
 def _required_portions(model: nn.Module, name: str) -> set[Portion]:
-    """The portions that together fill a parameter, if it is not sent as a whole."""
+    """The portions that together fill a parameter that is sent in portions."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     if leaf.startswith(("w13_", "w2_")):

@@ -47,7 +47,8 @@ class Delta:
 class SectionPlan:
     """Buckets of one section in the order of transfer, and the checksum of each tensor, if computed.
 
-    `config`, for the section `adapter`, is the content of PEFT's `adapter_config.json`. With a `delta`, its buckets are sent instead.
+    `config`, for the section `adapter`, is the content of PEFT's `adapter_config.json`. If there is a `delta`, its buckets
+    are sent instead.
     `changed`: number of elements that differ from the previous version, None if they were not compared.
     """
 
@@ -86,10 +87,10 @@ class SectionPlan:
 class Manifest:
     """One version: its sections, and the transport and address at which receivers get the buckets.
 
-    `store` is the folder of the version store that keeps the version for receivers that start later. `base`: the version from which the
-    sections are deltas, None if they are complete. `digests`: of the files of the transport `storage`, by name, if hosts relay them.
-    `relay`, `hops`: for one receiver, the host from which it downloads these files, and the number of hosts before it
-    (`mtpctl.sync.remote`).
+    `store` is the folder of the version store that keeps the version for receivers that start later. `base`: the version to which the
+    deltas of the sections apply, None if they are complete. `digests`: digests of the files of the transport `storage`, by name, if hosts
+    relay them. `relay` and `hops` differ per receiver: the relay from which it downloads these files, and the number of hosts before it in
+    the chain (`mtpctl.sync.remote`).
     """
 
     version: int
@@ -111,7 +112,7 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, data: JsonObject) -> Manifest:
-        """Inverse of `to_dict`, also after a round trip through JSON. A manifest from a store names no relay."""
+        """Inverse of `to_dict`, also after a round trip through JSON. Relays are dropped."""
         sections = {
             name: SectionPlan(
                 buckets_from(section["buckets"]),
@@ -146,7 +147,7 @@ def bucket_file(section: str, bucket: Bucket) -> str:
 
 @lru_cache(maxsize=8)
 def layout(buckets: tuple[Bucket, ...]) -> tuple[str, str]:
-    """The JSON form of a section's buckets and a short hash of it. Receivers get the JSON once, and later only the hash."""
+    """The JSON of a section's buckets, and a short hash of it. Receivers get the JSON once, and later only the hash."""
     text = json.dumps([asdict(bucket) for bucket in buckets])
     return text, hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -164,7 +165,7 @@ class VersionConflict(SyncError):
 
 
 class TargetDirty(RuntimeFailure):
-    """A target may hold parts of two versions. It must be restarted before it serves again."""
+    """The weights of a target may be a mix of two versions. It must be restarted before it serves again."""
 
 
 class WeightsDiffer(RuntimeFailure):

@@ -1,10 +1,10 @@
 """The receiving end of a weight update inside an engine's worker.
 
-An `EngineTarget` sends `UpdateStep`s, small dicts that go through the engine's own call for weight updates. The transport
-delivers the bytes. Live parameters are written in place, so CUDA graphs and tied layers see the new weights.
+An `EngineTarget` sends `UpdateStep`s, small dicts, with the engine's call for weight updates. The transport delivers the weights. Live
+parameters are written in place, so CUDA graphs and tied layers use the new weights.
 
-An engine loads a LoRA adapter as a whole. Its tensors are therefore collected from the buckets and then written in PEFT's format to a
-folder in shared memory, from which the engine loads it.
+Engines load LoRA adapters from a folder. The tensors of an adapter are therefore collected from the buckets, and then written in PEFT's
+format to a folder in shared memory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.plan.buckets import ADAPTER_PREFIX, Bucket, Entry
 from mtpctl.sync.checksums import Part, partial_sums
-from mtpctl.sync.delta import BlobReader, apply, decode
+from mtpctl.sync.delta import BlobAssembler, apply, decode
 from mtpctl.sync.parameters import Renamer, ShapeMismatch, Shard, TpRank, find_shard, resolve
 from mtpctl.sync.protocol import Delta, Manifest, PlanMismatch, Section, SectionPlan, SyncError, VersionConflict, buckets_from, layout
 from mtpctl.sync.transports.base import BucketReader, Readers
 
-SCRATCH = 64 << 20
+SCRATCH_BYTES = 64 << 20
 """Maximum size of the scratch memory for discarded buckets, in bytes."""
 
 type RankSums = dict[str, list[dict[str, int]]]
@@ -46,11 +46,11 @@ class BucketReceiver(ABC):
     def __init__(self, plan: SectionPlan) -> None:
         self.plan = plan
         self.received = 0
-        self.blobs = BlobReader()
+        self.blobs = BlobAssembler()
 
     @torch.no_grad()
     def receive(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Use a bucket's bytes `data [nbytes]` (uint8), which are valid until this returns. Raises SyncError if it is out of order."""
+        """Process a bucket's bytes `data [nbytes]` (uint8), which are valid until this returns. Raises SyncError if it is out of order."""
         if self.complete or bucket.index != self.plan.wire_buckets[self.received].index:
             raise SyncError(f"expected bucket {self.received} of {len(self.plan.wire_buckets)}, received bucket {bucket.index}")
         self._consume(bucket, data)
@@ -99,14 +99,14 @@ class SectionReceiver(BucketReceiver):
 
 
 class DiscardReceiver(BucketReceiver):
-    """Receives a section that this engine does not use. Each bucket is copied into scratch memory, which takes as long as a real copy."""
+    """Receives a section that this engine does not use. Copies each bucket into scratch memory, which takes as long as a real update."""
 
     def __init__(self, plan: SectionPlan, device: torch.device | str) -> None:
         super().__init__(plan)
-        self._memory = torch.empty(min(SCRATCH, plan.largest), dtype=torch.uint8, device=device)
+        self._memory = torch.empty(min(SCRATCH_BYTES, plan.largest), dtype=torch.uint8, device=device)
 
     def _consume(self, bucket: Bucket, data: torch.Tensor) -> None:
-        for piece in data[: bucket.nbytes].split(SCRATCH):
+        for piece in data[: bucket.nbytes].split(SCRATCH_BYTES):
             self._memory[: len(piece)].copy_(piece)
 
     def sums(self) -> dict[str, list[Part]]:
@@ -123,8 +123,9 @@ class UpdateStep(TypedDict, total=False):
     """One step of an update.
 
     Actions: `begin` a section; `buckets`: receive `count` buckets, starting at index `first`; `abort`; `finish`; `sums` for the checksums.
-    `begin` has the version, the transport and its address, the plan's short name and, the first time, its JSON. `delta` is the JSON of a
-    `Delta`, empty for a complete section. `config` is the config of an adapter. A section to `discard` is received and dropped.
+    `begin` has the version, the transport and its address, the plan's hash as `plan_name`, and its JSON if the workers do not have it.
+    `delta` is the JSON of a `Delta`, empty for a complete section. `config` is the config of an adapter. With `discard`, the section is
+    received and dropped.
     """
 
     action: Required[Literal["begin", "buckets", "abort", "finish", "sums"]]
@@ -142,7 +143,7 @@ class UpdateStep(TypedDict, total=False):
 
 
 def begin_step(manifest: Manifest, section: Section, *, version: int, discard: bool, known: set[str]) -> UpdateStep:
-    """The step that begins a section. `known`: names of the plans that the workers have, to which this one is added."""
+    """Build the step that begins a section. `known`: names of the plans that the workers have; this plan's name is added."""
     plan = manifest.sections[section]
     text, name = layout(plan.buckets)
     step = UpdateStep(
@@ -196,7 +197,7 @@ class StepReceiver:
         self._shards: dict[tuple[str, str], dict[str, Shard]] = {}
 
     def begin(self, step: UpdateStep, match: Callable[[SectionPlan], dict[str, Shard]]) -> None:
-        """Begin a section whose shards `match` finds; it is called once for each plan. Raises PlanMismatch."""
+        """Begin a section. `match` finds its shards, and is called once for each plan. Raises PlanMismatch."""
 
         def new_receiver(plan: SectionPlan) -> BucketReceiver:
             key = (step["section"], step["plan_name"])
@@ -271,14 +272,14 @@ def gpu_memory(*, reset: bool = False) -> dict[str, int]:
 
 
 def copy_rate(nbytes: int) -> float:
-    """Rate at which host memory is copied, in GB/s: the best of five."""
+    """Measure the rate at which host memory is copied, in GB/s. Returns the best of five runs."""
     source, destination = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
-    best = float("inf")
+    best_s = float("inf")
     for _ in range(5):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         destination.copy_(source)
-        best = min(best, time.perf_counter() - began)
-    return nbytes / best / 1e9
+        best_s = min(best_s, time.perf_counter() - started_at)
+    return nbytes / best_s / 1e9
 
 
 _MATRIX = re.compile(rf"^{re.escape(ADAPTER_PREFIX)}(?P<layer>.+)\.lora_(?P<which>[AB])\.weight$")
@@ -317,11 +318,11 @@ def layers_of(plan: SectionPlan) -> dict[str, Layer]:
         if len(pair) < 2:
             errors.append(f"{layer} has lora_{'A' if 'A' in pair else 'B'} alone")
             continue
-        (a, down), (b, up) = pair["A"], pair["B"]
-        if len(down) != 2 or len(up) != 2 or down[0] != up[1] or (rank and down[0] != rank):
-            errors.append(f"{layer} has A {down} and B {up}, which are not of rank {rank}")
+        (a, a_shape), (b, b_shape) = pair["A"], pair["B"]
+        if len(a_shape) != 2 or len(b_shape) != 2 or a_shape[0] != b_shape[1] or (rank and a_shape[0] != rank):
+            errors.append(f"{layer} has A {a_shape} and B {b_shape}, which are not of rank {rank}")
             continue
-        layers[f"{layer}.weight"] = Layer(a, b, (up[0], down[1]))
+        layers[f"{layer}.weight"] = Layer(a, b, (b_shape[0], a_shape[1]))
     if not rank:
         errors.append("its config names no rank r")
     if errors:
@@ -335,7 +336,7 @@ def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, t
     Raises PlanMismatch that lists the layers that are missing in the model, take no adapter, or have another shape.
     """
     if max_rank is None:
-        raise PlanMismatch("this engine was started without room for adapters (enable_lora, max_lora_rank)")
+        raise PlanMismatch("this engine was started without adapters (enable_lora, max_lora_rank)")
     rank = rank_of(plan)
     if rank > max_rank:
         raise PlanMismatch(f"the adapter has rank {rank}, this engine was started with max_lora_rank {max_rank}")

@@ -2,12 +2,12 @@
 
 All receivers of a host share the folder of downloaded files, which is in shared memory if they fit.
 
-With relays, hosts form a chain and pass on the files while they download them, so that object storage sends each version once. The first
-host downloads from the store, every other one from the host before it. Hosts also serve files that are still growing, so each host of the
-chain adds a short delay and not a download. If the previous host fails, or sends nothing for some seconds, a host downloads the rest of the
-file, and the remaining files, from the store. The hosts after it allow `HOP_S` more, within which the file grows again, so they stay in the
-chain. A relayed file is compared with its digest in the manifest before it gets its final name; if it differs, it is downloaded from the
-store. A file is requested by its path, which contains the random token of the version. Files cannot be listed.
+With relays, hosts form a chain, so that object storage sends each version once. The first host downloads from the store, every other host
+from the host before it. Hosts serve files while they download them, so each host adds a short delay instead of the time of a download. If
+the previous host fails, or sends nothing for some seconds, a host downloads the rest of the file, and the remaining files, from the store.
+Later hosts in the chain wait `HOP_S` longer per hop. By then the file grows again, so they stay in the chain. A relayed file is compared
+with its digest in the manifest before it gets its final name. If it differs, it is downloaded from the store. A file is requested by its
+path, which contains the random token of the version. Files cannot be listed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CLOSE_S = 0.05
 STALL_S = 10.0
 """Seconds without a byte after which the previous host counts as failed."""
 HOP_S = 3.0
-"""Added to `STALL_S` for each earlier host, so that only the host directly after a hanging one gives up on it."""
+"""Seconds added to `STALL_S` for each earlier host, so that only the host directly after a hanging host stops waiting for it."""
 _REQUEST = re.compile(r"/(?P<folder>v\d{8}-\w+(/\w+)?)/(?P<name>\w+-\d{5}\.bin)\?nbytes=(?P<nbytes>\d{1,15})&hops=(?P<hops>\d{1,5})")
 _LOG = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def stall_limit_s(hops: int) -> float:
 
 
 def partial_path(path: Path) -> Path:
-    """The path of a file until it is complete. It always has the first bytes of the file, because relays pass it on."""
+    """The path of an incomplete file. It is written from the beginning to the end, because relays send it while it grows."""
     return path.with_name(f".{path.name}")
 
 
@@ -81,14 +81,14 @@ class RelayServer:
     """Serves the files that this host has downloaded or is downloading, in threads of this process."""
 
     def __init__(self, downloads: Callable[[], Path | None], host: str) -> None:
-        """`downloads`: returns the host's folder of downloaded versions, None if there is none yet. `host`: the address to listen at."""
-        relay = self
+        """`downloads`: returns the host's folder of downloaded versions, None if there is none yet. `host`: the address to listen on."""
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             timeout = STALL_S
 
             def do_GET(self) -> None:
-                relay._respond(self)
+                server._respond(self)
 
             def log_message(self, *_: object) -> None:
                 """Logs nothing."""
@@ -108,7 +108,7 @@ class RelayServer:
         self._http.server_close()
 
     def read(self, file: IO[bytes]) -> bytes:
-        """The next bytes of a file to send; empty if it has not grown."""
+        """Read the next bytes of a file to send; empty if the file has not grown."""
         return file.read(PIECE)
 
     def _respond(self, handler: BaseHTTPRequestHandler) -> None:
@@ -116,8 +116,8 @@ class RelayServer:
         if request is None:
             handler.send_error(404)
             return
-        limit = stall_limit_s(int(request["hops"]))
-        file = self._open(Path(request["folder"], request["name"]), limit)
+        stall_limit = stall_limit_s(int(request["hops"]))
+        file = self._open(Path(request["folder"], request["name"]), stall_limit)
         if file is None:
             handler.send_error(404)
             return
@@ -125,29 +125,29 @@ class RelayServer:
             handler.send_response(200)
             handler.send_header("Content-Length", request["nbytes"])
             handler.end_headers()
-            left, last_growth = int(request["nbytes"]), time.monotonic()
-            while left:
+            remaining_bytes, last_growth = int(request["nbytes"]), time.monotonic()
+            while remaining_bytes:
                 if data := self.read(file):
-                    handler.wfile.write(data[:left])
-                    left, last_growth = left - len(data[:left]), time.monotonic()
-                elif time.monotonic() - last_growth > limit:
+                    handler.wfile.write(data[:remaining_bytes])
+                    remaining_bytes, last_growth = remaining_bytes - len(data[:remaining_bytes]), time.monotonic()
+                elif time.monotonic() - last_growth > stall_limit:
                     handler.close_connection = True
                     return
                 else:
                     time.sleep(POLL_S)
 
-    def _open(self, name: Path, limit: float) -> IO[bytes] | None:
-        """A file, or the part of it that exists. Waits `limit` seconds for the download to begin; None if it does not."""
-        until = time.monotonic() + limit
+    def _open(self, name: Path, timeout_s: float) -> IO[bytes] | None:
+        """Open a file or its incomplete download. Waits `timeout_s` seconds for the download to begin; None if it does not."""
+        deadline = time.monotonic() + timeout_s
         while True:
             if (folder := self._downloads()) is not None:
                 path = folder / name
-                for each in (path, partial_path(path), path):  # it may get its final name in between
+                for candidate in (path, partial_path(path), path):  # it may get its final name in between
                     try:
-                        return each.open("rb", buffering=0)
+                        return candidate.open("rb", buffering=0)
                     except FileNotFoundError:
                         continue
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return None
             time.sleep(POLL_S)
 
@@ -163,14 +163,14 @@ def download(link: ChainLink, name: str, nbytes: int, part: Path) -> bool:
                 file.write(data)
                 file.flush()
     except RelayFailed as error:
-        # Without the folder, whose name is a secret.
+        # The folder is not logged, because its name is secret.
         _LOG.warning("%s from the relay %s: %s; downloading from the store", part.name[1:], link.relay, error)
         return False
     return True
 
 
 def _receive(link: ChainLink, name: str, nbytes: int) -> Generator[bytes]:
-    """The bytes of a file, as they arrive. Raises RelayFailed."""
+    """Yield the bytes of a file as they arrive. Raises RelayFailed."""
     host, _, port = link.relay.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=stall_limit_s(link.hops))
     try:
@@ -178,13 +178,13 @@ def _receive(link: ChainLink, name: str, nbytes: int) -> Generator[bytes]:
         response = connection.getresponse()
         if response.status != 200:
             raise RelayFailed(f"status {response.status}")
-        left = nbytes
-        while left > 0:
+        remaining_bytes = nbytes
+        while remaining_bytes > 0:
             data = response.read1(PIECE)  # what has arrived, not a whole piece
             if not data:
-                raise RelayFailed(f"{nbytes - left:,} of {nbytes:,} bytes")
+                raise RelayFailed(f"{nbytes - remaining_bytes:,} of {nbytes:,} bytes")
             yield data
-            left -= len(data)
+            remaining_bytes -= len(data)
     except (OSError, http.client.HTTPException) as error:
         raise RelayFailed(str(error)) from error
     finally:
@@ -200,15 +200,16 @@ def start_relay(url: str) -> str:
 
 
 def upstream_of(addresses: Sequence[str]) -> list[tuple[str, int]]:
-    """For the relay addresses of receivers, the relay from which each one's host downloads, and the number of hosts before it.
+    """Arrange the hosts of receivers in a chain. `addresses`: the relay of each receiver's host.
 
-    The first host gets an empty address. Receivers of one host download once, and get the same relay.
+    Returns for each receiver the relay from which its host downloads, and the number of hosts before it. The first host gets an empty
+    address. Receivers on one host download once, and get the same relay.
     """
     hosts: dict[str, str] = {}
     for address in addresses:
         hosts.setdefault(address.rpartition(":")[0], address)
-    order, chain = list(hosts), ["", *hosts.values()]
-    positions = [order.index(address.rpartition(":")[0]) for address in addresses]
+    host_order, chain = list(hosts), ["", *hosts.values()]
+    positions = [host_order.index(address.rpartition(":")[0]) for address in addresses]
     return [(chain[position], position) for position in positions]
 
 
@@ -216,15 +217,15 @@ URL_FIELD = UrlField("sync.url", "set another sync.transport")
 CONNECTIONS = 8
 """Files that are transferred at once."""
 ATTEMPTS, PAUSE_S = 4, 1.0
-"""Attempts of a transfer, and the seconds before the second one, which double."""
+"""Maximum attempts of a transfer, and the pause before the second one in seconds. The pause doubles with each attempt."""
 _ADDRESS = re.compile(r"(?P<url>.+)/(?P<version>v\d{8}-\w+(/\w+)?)")
-"""An address: the store's URL and the folder of a version. Its name has the sender's token, so that no file of another run is reused."""
+"""An address: the store's URL and the folder of a version. Its name contains the sender's token, so that runs do not share files."""
 _CHAINED = "chained"
-"""A file in a host's folder of downloads if the host is in a chain. Its relay may pass on every download."""
+"""A file that marks the downloads of a host in a chain, whose relay may send every download to other hosts."""
 
 
 def with_retries[T](call: Callable[[], T]) -> T:
-    """The result of `call`, which is repeated if the store fails. Raises StoreFailed after `ATTEMPTS`, or if an object does not exist."""
+    """Call a function, and repeat the call if the store fails. Raises StoreFailed after `ATTEMPTS`, or if an object does not exist."""
     for attempt in range(ATTEMPTS - 1):
         try:
             return call()
@@ -241,18 +242,18 @@ def upload(store: ObjectStore, files: Sequence[Path], folder: str) -> None:
         list(pool.map(lambda file: with_retries(lambda: store.put(file, f"{folder}/{file.name}")), files))
 
 
-def digest_of(file: Path) -> str:
+def compute_digest(file: Path) -> str:
     with file.open("rb") as contents:
         return hashlib.file_digest(contents, "sha256").hexdigest()
 
 
-def digests_of(files: Sequence[Path]) -> dict[str, str]:
+def compute_digests(files: Sequence[Path]) -> dict[str, str]:
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        return dict(zip((file.name for file in files), pool.map(digest_of, files), strict=True))
+        return dict(zip((file.name for file in files), pool.map(compute_digest, files), strict=True))
 
 
 def make_host_folder(name: str, nbytes: int) -> Path:
-    """A folder of this host that is marked with the process that creates it: in shared memory if `nbytes` fit, else on disk."""
+    """Create a folder that is marked with this process, in shared memory if `nbytes` fit, else on disk. Returns an existing one."""
     if (existing := _find_host_folder(name)) is not None:
         return existing
     fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > nbytes
@@ -272,12 +273,12 @@ def _cache_name(url: str) -> str:
 
 
 def open_cache(url: str, nbytes: int) -> Path:
-    """The folder of this host for versions of the store at `url`. If there is none, it is created for `nbytes`."""
+    """Return the folder of this host for versions of the store at `url`. If there is none, it is created for `nbytes` bytes."""
     return make_host_folder(_cache_name(url), nbytes)
 
 
 def find_cache(url: str) -> Path | None:
-    """The folder of this host for versions of the store at `url`, if a download has created it."""
+    """Find the folder of this host for versions of the store at `url`; None before the first download."""
     return _find_host_folder(_cache_name(url))
 
 
@@ -296,10 +297,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink | None = None) -> Path:
-    """Download the files that are missing. Returns their folder. Raises SyncError.
+    """Download missing files of the version at `address`. Returns their folder. Raises SyncError.
 
-    `files`: their bytes, by name. `link`: if this host is in a chain of hosts. After the first failure of the relay, the store sends the
-    rest. Receivers that do not know the chain, such as log-prob ranks, download from the store.
+    `files`: sizes in bytes, by name. `link`: the position of this host in a chain. After the first failure of the relay, the other files
+    are downloaded from the store. Receivers that do not know the chain, such as log-prob ranks, download from the store.
     """
     url, version = split_address(address)
     folder = cache / version
@@ -313,7 +314,7 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
         link = ChainLink("", 0, {})
     store, relay_failed = ObjectStore(url, URL_FIELD), Event()
 
-    # Files are renamed when they are complete, so that a killed download leaves none under its name.
+    # Files get their final name when they are complete, so that a killed download leaves no incomplete file under that name.
     def download_from_store(name: str) -> None:
         temporary = folder / f".{name}.whole"  # not `partial_path`: the store may write its end first
         with_retries(lambda: store.get(f"{version}/{name}", temporary))
@@ -324,11 +325,11 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
     def download_in_chain(name: str, link: ChainLink) -> None:
         part = partial_path(folder / name)
         part.unlink(missing_ok=True)
-        relayed = bool(link.relay) and not relay_failed.is_set()
-        if relayed and not download(link, f"{version}/{name}", files[name], part):
+        is_relayed = bool(link.relay) and not relay_failed.is_set()
+        if is_relayed and not download(link, f"{version}/{name}", files[name], part):
             relay_failed.set()
         with_retries(lambda: store.append(f"{version}/{name}", part, files[name]))
-        if relayed and digest_of(part) != link.digests[name]:
+        if is_relayed and compute_digest(part) != link.digests[name]:
             relay_failed.set()
             _LOG.warning("%s from the relay %s has other bytes; downloading it from the store", name, link.relay)
             part.unlink()
@@ -345,30 +346,30 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
 
 def split_address(address: str) -> tuple[str, str]:
     """The store's URL and the folder of a version in it."""
-    matched = _ADDRESS.fullmatch(address)
-    assert matched is not None, address
-    return matched["url"], matched["version"]
+    match = _ADDRESS.fullmatch(address)
+    assert match is not None, address
+    return match["url"], match["version"]
 
 
 def files_of(sections: Mapping[Section, Sequence[Bucket]]) -> dict[str, int]:
-    """The bytes of the buckets' files, by name."""
+    """The sizes of the buckets' files in bytes, by name."""
     return {bucket_file(section, bucket): bucket.nbytes for section, buckets in sections.items() for bucket in buckets}
 
 
 def prefetch(manifests: Sequence[Manifest]) -> None:
-    """Download these versions of one store, and delete others that this host has downloaded. Raises SyncError.
+    """Download these versions of one store, and delete all other versions on this host. Raises SyncError.
 
-    Several versions lead to the newest one for a receiver that is further behind. Their manifests are from the version store and name no
-    relay, so such a host downloads from the object storage.
+    A receiver that is several versions behind needs several versions. Their manifests are from the version store and have no relay, so its
+    host downloads them from object storage.
     """
     nbytes = sum(manifest.nbytes for manifest in manifests)
     cache = open_cache(split_address(manifests[0].address)[0], nbytes)
     with locked(cache):
-        used = set()
+        used_folders = set()
         for manifest in manifests:
             files = files_of({section: plan.wire_buckets for section, plan in manifest.sections.items()})
             link = ChainLink(manifest.relay, manifest.hops, manifest.digests) if manifest.digests else None
-            used.add(fetch(manifest.address, cache, files, link).relative_to(cache).parts[0])
+            used_folders.add(fetch(manifest.address, cache, files, link).relative_to(cache).parts[0])
         for version in cache.glob("v*"):
-            if version.name not in used:
+            if version.name not in used_folders:
                 shutil.rmtree(version)

@@ -26,16 +26,16 @@ from mtpctl.cluster.rendezvous import host_store
 from mtpctl.plan.buckets import MAX_DELTA_SHARE, Bucket
 from mtpctl.sync.packing import Changes, Checksums, Export, HostCopy, Packer, PackingOptions, spec_of
 from mtpctl.sync.protocol import Manifest, SyncError
-from mtpctl.sync.remote import digests_of, make_host_folder, upload
+from mtpctl.sync.remote import compute_digests, make_host_folder, upload
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.transports.base import Address, Control, PushWriter, TransferStats, open_writer
 from mtpctl.sync.transports.shm import NAME as SHM
 from mtpctl.sync.transports.shm import Writer
 from mtpctl.sync.transports.storage import NAME as STORAGE
 
-WRITERS = 8
-"""Maximum number of threads that write to the store. There is one per `CORES_A_WRITER` CPU cores."""
-CORES_A_WRITER = 4
+MAX_WRITERS = 8
+"""Maximum number of threads that write to the store. There is one per `CORES_PER_WRITER` CPU cores."""
+CORES_PER_WRITER = 4
 PAUSE_S = 1.0
 """Seconds that a writing thread waits before each piece while a version is being sent."""
 
@@ -44,8 +44,8 @@ class Publisher(Packer):
     """Publishes versions into a `VersionStore`, or uploads them if the store has a remote.
 
     With `delta`, a version has only the changes since the previous one, unless they exceed `MAX_DELTA_SHARE` of the full size, or the
-    previous version could not be stored. The version with which the accumulated changes reach this share is stored complete as well. This
-    bounds the bytes that a receiver that starts later reads.
+    previous version could not be stored. When the accumulated changes reach this share, the version is also stored completely. This bounds
+    the bytes that a receiver that starts later reads.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Publisher(Packer):
         self.store = store
         self._digests = digests
         self._copy = HostCopy(pinned=pinned) if delta else None
-        # The version in the copy, None if there is none or it may be a mix, and the bytes of changes since the last complete version.
+        # The version in `_copy`; None if there is none, or if the copy may be a mix of versions.
         self._copied: int | None = None
-        self._changed_bytes = 0
+        self._changed_bytes = 0  # since the last complete version
         self._upload: Upload | None = None
         self._token = secrets.token_hex(16)
 
@@ -74,7 +74,7 @@ class Publisher(Packer):
         tensors = self.wire_tensors(export)
         if not self.plans:
             exported = list(tensors)
-            self.plan((spec_of(name, tensor) for name, tensor in exported), _tied(exported))
+            self.plan((spec_of(name, tensor) for name, tensor in exported), _find_tied_weights(exported))
             tensors = iter(exported)
         if self._upload is not None:
             self._upload.check()
@@ -127,19 +127,19 @@ class Publisher(Packer):
 
     def _upload_files(self, manifest: Manifest, remote: ObjectStore, folder: Path) -> Manifest:
         """Upload the version's files, and start to upload the files in `COMPLETE`, which only later receivers need."""
-        files, name = Path(manifest.address), f"{folder.name}-{self._token}"
+        files, remote_name = Path(manifest.address), f"{folder.name}-{self._token}"
         buckets = sorted(files.glob("*.bin"))
-        digests = digests_of(buckets) if self._digests else {}
-        upload(remote, buckets, name)
+        digests = compute_digests(buckets) if self._digests else {}
+        upload(remote, buckets, remote_name)
         if (files / COMPLETE).exists():
-            self._upload = Upload(remote, files, name, folder)
+            self._upload = Upload(remote, files, remote_name, folder)
         else:
             shutil.rmtree(files)
-        return replace(manifest, transport=STORAGE, address=f"{remote.url}/{name}", digests=digests)
+        return replace(manifest, transport=STORAGE, address=f"{remote.url}/{remote_name}", digests=digests)
 
 
 class Upload:
-    """Uploads all buckets of a version, in a thread. Then the version counts as one with all buckets."""
+    """Uploads all buckets of a version in a thread, and then marks the version in the store as complete."""
 
     def __init__(self, remote: ObjectStore, files: Path, name: str, folder: Path) -> None:
         """`files`: the version's files, which are deleted at the end. `name`, `folder`: its folders in the remote and the version store."""
@@ -167,7 +167,7 @@ class Upload:
             shutil.rmtree(self._files)
 
 
-def _tied(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
+def _find_tied_weights(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Names of tensors that share the memory of another tensor, each with that tensor's name."""
     owners: dict[tuple[object, ...], str] = {}
     tied = {}
@@ -181,8 +181,8 @@ def _tied(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
 class Sender(Packer):
     """Sends versions over `transport` from tensors on `device`, and persists them in `store`.
 
-    With `delta`, a version that is sent to the receivers of the previous one has only what changed since then. The previous version is in
-    the copy for the store. A repeated transfer is complete.
+    With `delta`, a version that is sent to the receivers of the previous one contains only the changes. The copy for the store has the
+    previous version. A repeated transfer is complete.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Sender(Packer):
     ) -> None:
         super().__init__(**options)
         self._delta = delta
-        # The version that all receivers have, and the version in the copy for the store; None while either may be a mix.
+        # The version that all receivers have, and the version in the copy for the store; None while it may be a mix of versions.
         self._delivered: int | None = None
         self._copied: int | None = None
         self._changes: Changes | None = None
@@ -221,16 +221,16 @@ class Sender(Packer):
         return sums
 
     def announce(self, version: int, members: list[str], checksums: Checksums | None = None) -> Manifest:
-        """Plan `version` for receivers of these names, one per rank. Call `plan_from` first; its checksums are included.
+        """Plan `version` for receivers with these names, one per rank. Call `plan_from` first, and pass its checksums.
 
         If the receivers differ from the last version's, or that transfer failed, they get a new group. Raises the error of persisting
         the previous version, if any.
         """
         self._store_worker.pause()
-        previous, changes = self._writer, self._changes
+        previous_writer, changes = self._writer, self._changes
         writer = self._writer_for(tuple(members))
         address = str(writer.control.address)
-        delta = changes is not None and changes.fits and writer is previous
+        delta = changes is not None and changes.fits and writer is previous_writer
         sections = self.section_plans(checksums or {}, changes, delta=delta)
         base = changes.base if changes is not None and delta else None
         self._announced = Manifest(version, self.transport, address, sections, str(self.store.root.absolute()), base)
@@ -238,7 +238,7 @@ class Sender(Packer):
         return self._announced
 
     def send(self, export: Export) -> TransferStats:
-        """Pack and send the announced version. `export` yields section after section, in the order of the plan; a delta does not use it.
+        """Pack and send the announced version. `export` yields section after section, in the order of the plan; it is unused for a delta.
 
         Raises SyncError if a receiver fails, and PlanMismatch if the export differs from the plan. Either ends the group.
         """
@@ -302,7 +302,7 @@ class Sender(Packer):
         return self._writer, self._announced
 
     def _writer_for(self, members: tuple[str, ...]) -> PushWriter:
-        """The writer for these receivers: the previous one if its group is intact and has the same members, else one for a new group."""
+        """Return the writer for these receivers: the previous one if its group is intact and has the same members, else a new one."""
         if self._writer is not None:
             try:
                 # A receiver may have failed after everything was sent. Its group cannot be used again.
@@ -342,7 +342,7 @@ class StoreWorker:
         self._thread.start()
 
     def pause(self) -> None:
-        """Slow writing down until `resume`, to leave cores and memory to a transfer. Raises the error of the previous write."""
+        """Slow down writing until `resume`, so that a transfer gets cores and memory bandwidth. Raises the error of the previous write."""
         self._raise_failure()
         self._may_write.clear()
 
@@ -368,7 +368,7 @@ class StoreWorker:
                 writer.put(section, bucket, self.copy.buckets[section, bucket.index], lambda: self._may_write.wait(PAUSE_S))
 
             # Several threads, because allocating shared memory takes one core per thread. Writing does not hold the GIL.
-            with ThreadPoolExecutor(max(1, min(WRITERS, (os.cpu_count() or 1) // CORES_A_WRITER))) as pool:
+            with ThreadPoolExecutor(max(1, min(MAX_WRITERS, (os.cpu_count() or 1) // CORES_PER_WRITER))) as pool:
                 list(pool.map(write, [(section, bucket) for section, plan in version.sections.items() for bucket in plan.buckets]))
             self.store.commit(Manifest(version.version, SHM, str(folder.absolute()), version.sections, version.store))
         except BaseException as error:

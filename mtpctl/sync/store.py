@@ -4,8 +4,8 @@ A version is a folder `v00000007` of bucket files with a `manifest.json`, which 
 one was never published. Folders are in shared memory if there is room; receivers then map the pages of the publisher. Otherwise they are
 on disk. A reader that has mapped a bucket keeps it, even if the version is deleted meanwhile.
 
-A version may have only the changes since a base, the version before it. Some of these also have all buckets, in the folder `complete`, from
-which a receiver without the base begins. The versions needed to read a stored version are stored too.
+A version may have only the changes since its base, the previous version. Some of these versions also have all buckets, in the subfolder
+`complete`, for receivers that do not have the base. All versions that are needed to read a stored version are stored, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mtpctl.sync.remote import delete_cache, with_retries
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
 
-VERSIONS_KEPT = 2
+RETAINED_VERSIONS = 2
 _MANIFEST = "manifest.json"
 _BASE = "base"
 """A file with the number of the base, so that it is known without reading the manifest."""
@@ -46,33 +46,34 @@ def is_unquantized(root: Path | str) -> bool:
     return Path(root).name == _UNQUANTIZED
 
 
-def name_of(folder: Path) -> str:
+def store_name(folder: Path) -> str:
     """A name for the versions of the run in `folder`, unique on this machine."""
     return f"{folder.name}-{zlib.crc32(str(folder.resolve()).encode()):08x}"
 
 
 def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
-    """The folder for versions of `needed_bytes`: in shared memory if the retained ones and the next one fit, else `fallback`.
+    """Choose the folder for versions of `needed_bytes`: in shared memory if the retained versions and the next one fit, else `fallback`.
 
-    Readers must be on this machine or have access to `fallback`. A folder of this name that a killed process left in shared memory is
-    removed. If another container with the same run path uses the name in the same shared memory, the folder gets another name.
+    Readers must be on this machine or have access to `fallback`. Removes a folder of this name that a killed process left in shared memory.
+    If another container with the same run path uses the name in the same shared memory, the folder gets another name.
     """
     roots = [SHARED_MEMORY / f"{PREFIX}{name}", SHARED_MEMORY / f"{PREFIX}{name}-{leftovers.namespace()}"]
-    free = [root for root in roots if leftovers.vacate(root)]
-    if free and on_one_host() and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (VERSIONS_KEPT + 1) * needed_bytes:
-        VersionStore(free[0]).claim()
-        return free[0]
+    free_roots = [root for root in roots if leftovers.vacate(root)]
+    nbytes = (RETAINED_VERSIONS + 1) * needed_bytes
+    if free_roots and on_one_host() and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > nbytes:
+        VersionStore(free_roots[0]).claim()
+        return free_roots[0]
     return fallback
 
 
-def _unusable(folder: Path, error: OSError) -> EnvironmentMissing:
+def _no_space_error(folder: Path, error: OSError) -> EnvironmentMissing:
     return EnvironmentMissing(f"{folder}: cannot hold published weights ({error.strerror}); free space there and start again")
 
 
 class VersionStore:
     """Versions in one folder. One process writes, any number of processes read.
 
-    With `remote`, as for the transport `storage`, the buckets are there, and the folder has only manifests.
+    With `remote` (transport `storage`), the buckets are in the object store, and the folder has only manifests.
     """
 
     def __init__(self, root: Path | str, remote: ObjectStore | None = None) -> None:
@@ -103,7 +104,7 @@ class VersionStore:
             raise VersionConflict(f"weight version {version} is not in {self.root}; there are {self.versions()}") from None
 
     def chain(self, version: int, live: int | None = None) -> list[Manifest]:
-        """The manifests that lead to a published version, in the order in which to apply them.
+        """The manifests to apply in this order to get a published version.
 
         They begin with a complete version, or with the changes since the target's `live` version. Raises VersionConflict if a version is
         not in the store.
@@ -111,13 +112,13 @@ class VersionStore:
         numbers = self._bases(version, live)
         if numbers[-1] == live:
             return [self.open(number) for number in reversed(numbers[:-1])]
-        first, *later = [self.open(number) for number in reversed(numbers)]
+        first, *rest = [self.open(number) for number in reversed(numbers)]
         if first.base is not None:
             first = replace(first.complete(), address=f"{first.address}/{COMPLETE}")
-        return [first, *later]
+        return [first, *rest]
 
     def _bases(self, version: int, live: int | None = None) -> list[int]:
-        """`version`, its base, the base of that, and so on, until `live` or a version with all buckets."""
+        """`version` and its chain of bases, until `live` or a version with all buckets."""
         numbers = [version]
         while numbers[-1] != live and (file := self.folder(numbers[-1]) / _BASE).exists() and not file.with_name(COMPLETE).exists():
             numbers.append(int(file.read_text()))
@@ -135,11 +136,11 @@ class VersionStore:
             self.discard(version)
             folder.mkdir(parents=True)
         except OSError as error:
-            raise _unusable(folder, error) from error
+            raise _no_space_error(folder, error) from error
         return folder
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish the written version, and retain the newest `VERSIONS_KEPT` and their bases.
+        """Publish the written version, and retain the newest `RETAINED_VERSIONS` and their bases.
 
         Raises EnvironmentMissing if the file system is full.
         """
@@ -151,14 +152,14 @@ class VersionStore:
             temporary.write_text(json.dumps(manifest.to_dict()))
             temporary.replace(folder / _MANIFEST)
         except OSError as error:
-            raise _unusable(folder, error) from error
-        keep = {number for version in self.versions()[-VERSIONS_KEPT:] for number in self._bases(version)}
+            raise _no_space_error(folder, error) from error
+        retained = {number for version in self.versions()[-RETAINED_VERSIONS:] for number in self._bases(version)}
         for path in self.root.glob("v*"):
-            if int(path.name[1:]) not in keep:
+            if int(path.name[1:]) not in retained:
                 self.discard(int(path.name[1:]))
 
     def discard(self, version: int) -> None:
-        """Delete a version, its manifest first, so that no reader sees a part of it."""
+        """Delete a version. Its manifest is deleted first, so that no reader finds an incomplete version."""
         folder = self.folder(version)
         (folder / _MANIFEST).unlink(missing_ok=True)
         if folder.exists():
@@ -174,17 +175,17 @@ class VersionStore:
     def claim(self) -> None:
         """Create an empty folder that is marked with this process as its owner, so that it can be removed if the process is killed.
 
-        An existing folder on disk is deleted whoever created it, since it is in the run directory, which this process has locked. Raises
+        An existing folder on disk is always deleted, because it is in the run directory, which this process has locked. Raises
         EnvironmentMissing if the folder cannot be created, or is in shared memory and may be in use by another process.
         """
         if self.root.parent != SHARED_MEMORY:
             self.close()
         self._remove_remote(r"v\d{8}-\w+")
         try:
-            claimed = leftovers.claim(self.root)
+            is_claimed = leftovers.claim(self.root)
         except OSError as error:
             raise EnvironmentMissing(f"{self.root}: cannot hold published weights: {error.strerror}") from error
-        if not claimed:
+        if not is_claimed:
             raise EnvironmentMissing(f"{self.root}: another process may keep its weights there; start again, or remove it once none does")
 
     def close(self) -> None:

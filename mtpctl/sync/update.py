@@ -59,20 +59,20 @@ class SyncReport:
     verified: int = 0
 
 
-def check_checksums(manifest: Manifest, actual: dict[str, str], holds: Collection[str] = ("target", "draft", "adapter")) -> int:
-    """Compare a target's checksums with the sender's, for the sections that it holds. Returns the number of tensors.
+def check_checksums(manifest: Manifest, actual: dict[str, str], sections: Collection[str] = ("target", "draft", "adapter")) -> int:
+    """Compare a target's checksums with the sender's, for these sections. Returns the number of tensors.
 
     Raises WeightsDiffer with the tensors that differ or are missing, and SyncError if the publisher computed no checksums.
     """
-    published = _published_checksums(manifest, holds)
+    published = _published_checksums(manifest, sections)
     differing = [name for name, value in published.items() if actual.get(name) != value]
     if differing:
         raise WeightsDiffer(f"after the sync to version {manifest.version} these tensors differ from what was sent: {', '.join(differing)}")
     return len(published)
 
 
-def _published_checksums(manifest: Manifest, holds: Collection[str]) -> dict[str, str]:
-    sums = {name: value for section, plan in manifest.sections.items() if section in holds for name, value in plan.checksums.items()}
+def _published_checksums(manifest: Manifest, sections: Collection[str]) -> dict[str, str]:
+    sums = {name: value for section, plan in manifest.sections.items() if section in sections for name, value in plan.checksums.items()}
     if not sums:
         raise SyncError(f"version {manifest.version} was published without checksums to compare with")
     return sums
@@ -100,14 +100,14 @@ async def update_target(
     *,
     verify: bool = False,
     deadline_s: float = 120.0,
-    holds: Collection[Section] = ("target", "draft", "adapter"),
+    sections: Collection[Section] = ("target", "draft", "adapter"),
 ) -> SyncReport:
     """Update `target` to the version of `manifest`, or restore its previous version.
 
-    If the target generates, the caller must pause it first. Any error aborts the update, and so does a duration above `deadline_s`.
-    Restoring the previous version may take another `deadline_s`. `holds`: the sections whose checksums the target returns, for `verify`.
+    If the target generates, the caller must pause it first. Any error aborts the update, as does a duration above `deadline_s`. Restoring
+    the previous version may take another `deadline_s`. `sections`: the sections whose checksums the target returns, for `verify`.
 
-    If `manifest` has the changes since a version that is not live, the update begins with a version of the store that has all weights.
+    If `manifest` is a delta to a version that is not live, the update begins with a complete version from the store.
 
     Raises:
         SyncError: the previous version is live again.
@@ -116,28 +116,28 @@ async def update_target(
     """
     started = time.monotonic()
     if verify:
-        _published_checksums(manifest, holds)
+        _published_checksums(manifest, sections)
 
     *earlier_versions, manifest = manifests_to(manifest, target.version)
     for earlier in earlier_versions:
-        await update_target(target, earlier, deadline_s=deadline_s, holds=holds)
+        await update_target(target, earlier, deadline_s=deadline_s, sections=sections)
 
-    async def within[T](step: Awaitable[T]) -> T:
+    async def before_deadline[T](step: Awaitable[T]) -> T:
         return await asyncio.wait_for(step, deadline_s - (time.monotonic() - started))
 
     try:
         for name, section in manifest.sections.items():
-            await within(target.begin_update(manifest, manifest.version, name))
+            await before_deadline(target.begin_update(manifest, manifest.version, name))
             if section.wire_buckets:
-                await within(target.receive(*section.wire_buckets))
-            await within(target.finish_update())
+                await before_deadline(target.receive(*section.wire_buckets))
+            await before_deadline(target.finish_update())
     except BaseException as error:
         try:
             await asyncio.wait_for(target.abort_update(), deadline_s)
-        except (TimeoutError, asyncio.CancelledError) as late:
+        except (TimeoutError, asyncio.CancelledError) as abort_error:
             # The target may be between two versions.
             target.mark_dirty()
-            if isinstance(late, asyncio.CancelledError):
+            if isinstance(abort_error, asyncio.CancelledError):
                 raise
             raise TargetDirty(
                 f"the sync to version {manifest.version} failed, and aborting it took longer than {deadline_s:g} s"
@@ -151,7 +151,7 @@ async def update_target(
     if verify:
         # The update is live and can no longer be aborted.
         try:
-            verified = check_checksums(manifest, await within(target.checksums()), holds)
+            verified = check_checksums(manifest, await before_deadline(target.checksums()), sections)
         except BaseException as error:
             target.mark_dirty()
             if isinstance(error, TimeoutError):
@@ -277,32 +277,32 @@ class WeightUpdate:
     async def plan(self, members: list[str]) -> None:
         """Let the trainer plan the version for receivers of these names."""
         assert self.state is State.PLAN
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         store = str(self.parties.store)
         manifest = await self.parties.trainer.plan_weights(self.version, store, members, self.verify, self.sections)
         assert manifest is not None, "rank 0 returns the manifest"
         self.manifest = manifest
-        self.plan_seconds = time.perf_counter() - began
+        self.plan_seconds = time.perf_counter() - started_at
 
     async def transfer(self) -> None:
         """Transfer the buckets, and wait until every target has committed.
 
-        Raises the sender's error if it is no SyncError, such as weights that are not finite: receivers then fail because of it, and a
-        second transfer would fail too. Otherwise an error of a target takes precedence.
+        If the sender fails with an error other than SyncError, such as weights that are not finite, that error is raised, because it causes
+        the receivers' errors, and a second transfer would fail too. Otherwise the error of a target takes precedence.
         """
         assert self.state is State.PLAN
-        self.state, began = State.TRANSFER, time.perf_counter()
-        sending = asyncio.create_task(self._send())
+        self.state, started_at = State.TRANSFER, time.perf_counter()
+        send_task = asyncio.create_task(self._send())
         try:
             self.reports = await self._commit()
-            self.sent = await sending or TransferStats(self.manifest.nbytes, time.perf_counter() - began)
+            self.sent = await send_task or TransferStats(self.manifest.nbytes, time.perf_counter() - started_at)
         except SyncError as error:
-            (failure,) = await asyncio.gather(sending, return_exceptions=True)
-            if isinstance(failure, Exception) and not isinstance(failure, SyncError):
-                raise failure from error
+            (send_error,) = await asyncio.gather(send_task, return_exceptions=True)
+            if isinstance(send_error, Exception) and not isinstance(send_error, SyncError):
+                raise send_error from error
             raise
         finally:
-            await asyncio.gather(sending, return_exceptions=True)
+            await asyncio.gather(send_task, return_exceptions=True)
         self.state = State.PERSIST if self.pushed else State.DONE
 
     async def _send(self) -> TransferStats | None:

@@ -79,9 +79,9 @@ async def busy(folder: Path, *, reward_s: float, turn_s: float) -> float:
     """The share of the engine's places that are taken."""
     async with running(folder, reward_s=reward_s, turn_s=turn_s) as (_, engine):
         await asyncio.sleep(BEGUN_S)
-        began, before = time.monotonic(), engine.occupied.count(engine.in_flight)
+        began, before = time.monotonic(), engine.occupied.record(engine.in_flight)
         await asyncio.sleep(WATCHED_S)
-        return (engine.occupied.count(engine.in_flight) - before) / (PLACES * (time.monotonic() - began))
+        return (engine.occupied.record(engine.in_flight) - before) / (PLACES * (time.monotonic() - began))
 
 
 @pytest.mark.parametrize("text", [PLAIN, pytest.param(COROUTINES, marks=pytest.mark.slow)], ids=["plain", "coroutines"])

@@ -75,14 +75,14 @@ class World:
     async def settled(self, *taken: int) -> None:
         """Until exactly these slots are taken by replicas that serve, and for some looks more."""
         for _ in range(3):
-            await self.until(lambda: sorted(self.pool.membership.taken) == [*taken] and self.pool.membership.serving == len(taken))
+            await self.until(lambda: sorted(self.pool.membership.occupied_slots) == [*taken] and self.pool.membership.serving == len(taken))
             await asyncio.sleep(0.02)
 
     async def settled_on(self, hosts: str) -> None:
         """Until replicas serve on exactly these hosts, whatever their slots, and for some looks more."""
         for _ in range(3):
             await self.until(lambda: "".join(sorted(bundle.node for bundle in self.hosts.by_actor.values())) == hosts)
-            await self.until(lambda: self.pool.membership.serving == len(self.pool.membership.taken) == len(hosts))
+            await self.until(lambda: self.pool.membership.serving == len(self.pool.membership.occupied_slots) == len(hosts))
             await asyncio.sleep(0.02)
 
 
@@ -229,7 +229,7 @@ async def test_quarantined_replicas_leave_first(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}, least=2, most=2, max_restarts=0) as it:
         it.fleet.live[0].die()
         await it.pool.speculate()  # notices it
-        await it.until(lambda: it.pool.membership.taken == [0, 1])
+        await it.until(lambda: it.pool.membership.occupied_slots == [0, 1])
         it.elastic.rollout = VllmConfig(replicas=ReplicaRange(min=1, max=2))
         await asyncio.to_thread(request_replicas, it.run, 1)
         await it.settled(1)

@@ -31,10 +31,10 @@ class Steady(FakeReplica):
 
     async def generate(self, request: GenerationRequest) -> Sample:
         self.in_flight += 1
-        self.occupied.count(self.in_flight)
+        self.occupied.record(self.in_flight)
         await asyncio.sleep(self.turn_s)
         self.in_flight -= 1
-        self.occupied.count(self.in_flight)
+        self.occupied.record(self.in_flight)
         request.sample.append(list(b"so!"), [-1.0] * 3, 0)
         request.sample.finish_reason = "stop"
         return request.sample

@@ -46,7 +46,7 @@ class Made(Engine):
     """An engine around a `Core`, which generates nothing."""
 
     def __init__(self, core: Core) -> None:
-        super().__init__(core, version=0, context=256, slots=1, holds=("target",))
+        super().__init__(core, version=0, context=256, slots=1, sections=("target",))
         self.core, self.paused = core, False
 
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -70,7 +70,7 @@ class Made(Engine):
     async def shutdown(self) -> None:
         raise NotImplementedError
 
-    def _read(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         raise NotImplementedError
 
     @property

@@ -61,7 +61,7 @@ class Sampler(Made):
         ]
         self.spelled = [tokenizer.encode(STOP), [each for byte in STOP for each in tokenizer.encode(byte)]]
 
-    def _read(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -104,7 +104,7 @@ class Sampler(Made):
                 drafted += 1
                 if token in request.stop_token_ids or len(tokens) == room:
                     break
-            if tokens[-1] in request.stop_token_ids or any(stop in self._read(tokens) for stop in request.stop):
+            if tokens[-1] in request.stop_token_ids or any(stop in self._decode(tokens) for stop in request.stop):
                 end = "stop"
                 break
             if len(tokens) == room:

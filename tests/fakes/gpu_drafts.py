@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mtpctl.rollout.vllm.plugin import OURS
+from mtpctl.rollout.vllm.plugin import ENGINE_MARKER
 from tests.fakes.engine_drafts import DRAFTS, PROMPT, Drafting
 
 
@@ -36,7 +36,7 @@ def record() -> list[Drafting]:
 
 
 def main(folder: str, out: str) -> None:
-    os.environ |= {OURS: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    os.environ |= {ENGINE_MARKER: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     from vllm import LLM, SamplingParams
 
     speculation: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": DRAFTS, "draft_sample_method": "greedy"}

@@ -36,9 +36,9 @@ def engines(folder: str, backend: str) -> list[tuple[bool, bool, bool, str]]:
 
     from mtpctl.rollout.vllm.patches import guard
 
-    installed, states = guard.installed(), []
+    installed, states = guard.installed_release(), []
     for release, transfer in (("0.33.0", None), ("0.33.0", {"backend": backend}), (installed, {"backend": backend})):
-        guard.installed = lambda found=release: found  # type: ignore[assignment,misc]
+        guard.installed_release = lambda found=release: found  # type: ignore[assignment,misc]
         error = ""
         try:
             EngineArgs(folder, skip_tokenizer_init=True, weight_transfer_config=transfer).create_model_config()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mtpctl.plan.buckets import TensorSpec
-from mtpctl.sync.delta import BlobReader, apply
+from mtpctl.sync.delta import BlobAssembler, apply
 from mtpctl.sync.packing import Export
 from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.receiver import pieces
@@ -81,7 +81,7 @@ def _take(readers: Readers, manifest: Manifest, fault: Die | None, tensors: Tens
         tensors.clear()
     for section, plan in manifest.sections.items():
         reader.begin(manifest.version, section)
-        blobs = BlobReader()
+        blobs = BlobAssembler()
         for bucket, data in reader.stream(section, plan.wire_buckets) if plan.wire_buckets else ():
             if fault is not None and section == "target" and bucket.index == fault.bucket:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 from mtpctl.data.tokenizers import HfTokenizer, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.environments.gateway.server import AnswerReader
 from mtpctl.environments.gateway.trajectory import Model
-from mtpctl.rollout.protocol import ReadCalls
+from mtpctl.rollout.protocol import ToolCallParser
 from mtpctl.samples import GenerationRequest, Sample
 
 EOS = 258
@@ -54,7 +54,7 @@ class Scripted:
             self.under_way -= 1
 
 
-def model_of(engine: Scripted, *, context: int = 4096, calls: ReadCalls | None = None) -> Model:
+def model_of(engine: Scripted, *, context: int = 4096, calls: ToolCallParser | None = None) -> Model:
     tokenizer = byte_tokenizer()
     return Model(engine, tokenizer, AnswerReader(tokenizer, calls), context)
 

@@ -51,7 +51,7 @@ def answer(engine: Echo, path: Path, n: int, seed: int | None = None) -> Tally:
     with SampleFile.open(path, Origin("tiny", {}), {prompt.prompt_id: prompt.text for prompt in PROMPTS}) as file:
         work = generate_responses(
             engine,
-            missing_responses(PROMPTS, n, file.done),
+            missing_responses(PROMPTS, n, file.keys),
             file,
             ROLLOUT,
             context=10,

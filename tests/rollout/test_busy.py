@@ -58,9 +58,9 @@ async def busy(kind: type | None) -> float:
 
     driving = asyncio.create_task(drive())
     await asyncio.sleep(1.5)
-    began, before = time.monotonic(), engine.occupied.count(engine.in_flight)
+    began, before = time.monotonic(), engine.occupied.record(engine.in_flight)
     await asyncio.sleep(2.0)
-    share = (engine.occupied.count(engine.in_flight) - before) / (PLACES * (time.monotonic() - began))
+    share = (engine.occupied.record(engine.in_flight) - before) / (PLACES * (time.monotonic() - began))
     driving.cancel()
     await asyncio.gather(driving, return_exceptions=True)
     await pool.close()

@@ -14,7 +14,7 @@ from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.rollout import SglangConfig, VllmConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout import installed
-from mtpctl.rollout.installed import check_engine, check_engine_args, fields_of, installed_options
+from mtpctl.rollout.installed import check_engine, check_engine_args, read_fields, read_option_names
 
 
 def recipe(*sets: str) -> Recipe:
@@ -24,13 +24,13 @@ def recipe(*sets: str) -> Recipe:
 def test_the_options_read_from_vllms_source_are_those_of_its_class() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    assert installed_options(VllmConfig()) == {field.name for field in fields(AsyncEngineArgs)}
+    assert read_option_names(VllmConfig()) == {field.name for field in fields(AsyncEngineArgs)}
 
 
 def test_reading_them_imports_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys; from mtpctl.recipe.rollout import VllmConfig; from mtpctl.rollout.installed import installed_options; "
-        "assert 'max_num_seqs' in installed_options(VllmConfig()); assert not {'vllm', 'torch', 'ray'} & set(sys.modules)"
+        "import sys; from mtpctl.recipe.rollout import VllmConfig; from mtpctl.rollout.installed import read_option_names; "
+        "assert 'max_num_seqs' in read_option_names(VllmConfig()); assert not {'vllm', 'torch', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -58,14 +58,14 @@ def test_sglangs_options_are_read_beside_the_interpreter_that_the_recipe_names(t
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     created = SglangConfig(engine="sglang", python=str(tmp_path / "bin" / "python"), engine_args={"tp_sise": 2})
-    assert installed_options(created) == {"model_path", "tp_size"}
+    assert read_option_names(created) == {"model_path", "tp_size"}
     with pytest.raises(UserError, match=r"tp_sise: SGLang has no such option; did you mean tp_size\?"):
         check_engine_args(recipe().model_copy(update={"rollout": created}))
-    assert not installed_options(SglangConfig(engine="sglang", python=str(tmp_path / "elsewhere" / "bin" / "python")))
+    assert not read_option_names(SglangConfig(engine="sglang", python=str(tmp_path / "elsewhere" / "bin" / "python")))
 
 
 def test_base_class_from_another_file_makes_options_unknown(tmp_path: Path) -> None:
     source = tmp_path / "args.py"
     source.write_text("class A(msgspec.Struct):\n    a: int\nclass B(A):\n    b: int = 0\nclass C(A, Elsewhere):\n    c: int\n")
-    assert fields_of(source, "B") == {"a", "b"}
-    assert fields_of(source, "C") == fields_of(source, "D") == frozenset()
+    assert read_fields(source, "B") == {"a", "b"}
+    assert read_fields(source, "C") == read_fields(source, "D") == frozenset()

@@ -454,7 +454,7 @@ async def test_hosts_of_replicas_download_in_a_chain() -> None:
         fleet = Fleet(lambda index: Relaying(addresses[index]))
         pool = await fleet.pool(6, relays=relays)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mtpctl.rollout.pool.RELAY_S", 0.05)
+            patch.setattr("mtpctl.rollout.pool.RELAY_START_S", 0.05)
             await pool.update(stored)
         updates = [fleet.made[index][0].updates for index in range(6)]  # type: ignore[attr-defined]
         assert [(manifest.relay, manifest.hops) for (manifest,) in updates] == expected

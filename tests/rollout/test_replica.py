@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.rollout.actor import COLLECT_S, RayReplica, RolloutActor, _picklable
+from mtpctl.rollout.actor import MIN_COLLECT_INTERVAL_S, RayReplica, RolloutActor, _picklable
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import EngineDead
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -65,7 +65,7 @@ class Handle:
         self.calls: list[str] = []
         self._death = asyncio.Event()
         self.submit = self._remote(self.actor.submit, "submit")
-        self.drop = self._remote(self.actor.drop, "drop")
+        self.cancel_requests = self._remote(self.actor.cancel_requests, "cancel_requests")
         self.collect = self._remote(self.actor.collect, "collect")
 
     def die(self) -> None:
@@ -112,7 +112,7 @@ async def test_answers_are_collected_at_most_once_per_collect_s() -> None:
 
     began = time.monotonic()
     await asyncio.gather(*(one_after_the_other() for _ in range(20)))
-    assert handle.calls.count("collect") <= (time.monotonic() - began) / COLLECT_S + 2
+    assert handle.calls.count("collect") <= (time.monotonic() - began) / MIN_COLLECT_INTERVAL_S + 2
 
 
 def test_hanging_shutdown_kills_the_process_when_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ async def test_cancelled_request_is_cancelled_in_the_engine() -> None:
     at_once.cancel()
     await asyncio.sleep(0.01)
     assert handle.actor._engine.under_way == 0 and handle.actor._tasks == {}  # type: ignore[attr-defined]
-    assert handle.calls.count("drop") <= 2
+    assert handle.calls.count("cancel_requests") <= 2
     assert (await asyncio.wait_for(replica.generate(request("next")), 5)).prompt_id == "next"
 
 

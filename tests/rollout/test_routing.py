@@ -46,7 +46,7 @@ async def test_leaving_replica_hands_over_without_sampling_a_token_twice() -> No
     assert_all_once(samples, 16, tokens=60)
     assert set(leaving.served) & set(staying.served), "some began on one and ended on the other"
     assert sampled == 16 * 60
-    assert (pool.membership.taken, pool.membership.restarts) == ([1], 0)
+    assert (pool.membership.occupied_slots, pool.membership.restarts) == ([1], 0)
     assert [health.alive for health in await pool.health()] == [True]
 
 
@@ -87,7 +87,7 @@ async def test_responses_of_a_hanging_leaver_continue_elsewhere() -> None:
         patch.setattr("mtpctl.rollout.pool.HAND_OVER_S", 0.05)
         await pool.membership.leave(0)
     assert_all_once(await task, 16)
-    assert pool.membership.taken == [1]
+    assert pool.membership.occupied_slots == [1]
 
 
 @in_loop
@@ -103,7 +103,7 @@ async def test_replica_that_dies_while_leaving_is_not_restarted() -> None:
     await asyncio.sleep(0.005)
     await pool.membership.leave(1)
     assert_all_once(await task, 16)
-    assert len(fleet.made[1]) == 1 and pool.membership.taken == [0]
+    assert len(fleet.made[1]) == 1 and pool.membership.occupied_slots == [0]
 
 
 @in_loop
@@ -193,7 +193,7 @@ async def test_requests_wait_for_a_replica_if_none_serves() -> None:
     await asyncio.sleep(0.005)
     await pool.membership.leave(0)
     await asyncio.sleep(0.02)
-    assert not task.done() and pool.membership.taken == []
+    assert not task.done() and pool.membership.occupied_slots == []
     pool.membership.join(0)
     assert_all_once(await task, 8)
 
@@ -207,7 +207,7 @@ async def test_slots_to_vacate_are_ordered_by_use() -> None:
     fleet.made[1][-1].die()
     while (await pool.health())[1].reason.startswith("restarting"):
         await asyncio.sleep(0.002)
-    assert pool.membership.taken == [1, 2, 0]
+    assert pool.membership.occupied_slots == [1, 2, 0]
 
 
 @in_loop
@@ -226,10 +226,10 @@ async def test_random_joins_leaves_deaths_and_updates_lose_no_sample() -> None:
                     version += 1
                     await pool.update(MANIFESTS[version], mode=dice.choice(("keep", "abort", "wait")))
                     fleet.published.there.append(MANIFESTS[version])
-                case 1 if len(pool.membership.taken) > 1:
-                    await pool.membership.leave(dice.choice(pool.membership.taken))
-                case 2 if len(pool.membership.taken) < 4:
-                    pool.membership.join(next(index for index in range(4) if index not in pool.membership.taken))
+                case 1 if len(pool.membership.occupied_slots) > 1:
+                    await pool.membership.leave(dice.choice(pool.membership.occupied_slots))
+                case 2 if len(pool.membership.occupied_slots) < 4:
+                    pool.membership.join(next(index for index in range(4) if index not in pool.membership.occupied_slots))
                 case 3:
                     dice.choice(fleet.live).die()
         samples = await task

@@ -42,7 +42,7 @@ def test_line_contains_the_complete_sample(tmp_path: Path) -> None:
 def test_existing_file_is_continued_with_its_keys_and_sums(tmp_path: Path) -> None:
     write(tmp_path / "o", sample("p:1"), sample("p:2", 1, reward=0.0))
     with SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS) as file:
-        assert file.done == {("p:1", 0), ("p:2", 1)}
+        assert file.keys == {("p:1", 0), ("p:2", 1)}
         assert (file.tally.samples, file.tally.tokens, file.tally.rewards, file.tally.reward) == (2, 6, 2, 1.0)
         assert (file.tally.speculation.drafted, file.tally.speculation.accepted, file.tally.finish_reasons) == (4, 2, {"stop": 2})
         file.append(sample("p:2", 0, reward=None), "2+2=", "four")
@@ -57,7 +57,7 @@ def test_incomplete_last_line_is_dropped_and_generated_again(tmp_path: Path, cut
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + second[:-cut])
     with SampleFile.open(path, ORIGIN, PROMPTS) as file:
-        assert file.done == {("p:1", 0)}
+        assert file.keys == {("p:1", 0)}
         file.append(sample("p:2"), "2+2=", "two")
     assert path.read_bytes() == first + second
 
@@ -73,7 +73,7 @@ def test_file_with_other_content_is_rejected_and_unchanged(tmp_path: Path, text:
 @pytest.mark.parametrize(
     ("origin", "prompts", "message"),
     [
-        (Origin("other", ORIGIN.decides), PROMPTS, "o:2: was sampled from recipe tiny"),
+        (Origin("other", ORIGIN.settings), PROMPTS, "o:2: was sampled from recipe tiny"),
         (Origin("tiny", {"temperature": 0.5, "checkpoint": None}), PROMPTS, "o:2: was sampled from other weights or sampling settings"),
         (ORIGIN, {"p:1": "1+1=", "p:2": "3+3="}, "o:2: the prompt p:2 has changed"),
     ],
@@ -106,7 +106,7 @@ def test_unwritable_path_is_reported(tmp_path: Path) -> None:
 def test_full_disk_gives_a_one_line_error() -> None:
     # /dev/full takes an open and refuses every byte.
     with (
-        pytest.raises(UserError, match=r"/dev/full: cannot be written \(No space left on device\); make room"),
+        pytest.raises(UserError, match=r"/dev/full: cannot be written \(No space left on device\); free disk space"),
         Path("/dev/full").open("ab", buffering=0) as full,
     ):
         SampleFile(Path("/dev/full"), ORIGIN, full).append(sample(), "1+1=", "two")

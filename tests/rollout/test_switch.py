@@ -154,13 +154,13 @@ def test_look_is_aborted_and_counted_if_the_load_grows() -> None:
     engine = Simulated(accept=0.0)
     engine.run(200, 64)
     engine.switch.look_again()
-    engine.switch._look_at = 0
-    engine.switch._lost = engine.switch._first_loss = 0.0
+    engine.switch._next_look_step = 0
+    engine.switch._lost_steps = engine.switch._first_look_loss = 0.0
     engine.run(20, 64)
     assert engine.switch.looking
     engine.run(3, 16)
     assert not engine.switch.looking
-    assert engine.switch._lost > 0
+    assert engine.switch._lost_steps > 0
     assert engine.settled() == 0
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mtpctl.plan.buckets import BLOCK, Change, plan_buckets, smallest_change
 from mtpctl.sync import delta
-from mtpctl.sync.delta import BlobReader, apply, compare, decode, encode
+from mtpctl.sync.delta import BlobAssembler, apply, compare, decode, encode
 from mtpctl.sync.packing import spec_of
 from mtpctl.sync.parameters import Run, Shard
 
@@ -126,7 +126,7 @@ def test_a_blob_of_another_size_is_refused() -> None:
 def test_blobs_may_span_buckets(bucket_bytes: int) -> None:
     generator = torch.Generator().manual_seed(2)
     blobs = {f"w{size}": random_bits(size, torch.uint8, generator) for size in (1, 255, 700, 3000, 8)}
-    reader, read = BlobReader(), {}
+    reader, read = BlobAssembler(), {}
     for bucket in plan_buckets([spec_of(name, blob) for name, blob in blobs.items()], bucket_bytes):
         data = torch.zeros(bucket.nbytes, dtype=torch.uint8)
         for entry in bucket.entries:

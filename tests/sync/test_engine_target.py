@@ -107,7 +107,7 @@ def test_a_dropped_section_does_not_change_the_version(tmp_path: Path, transport
 
     async def drive() -> None:
         core = Core()
-        target = EngineTarget(core, 0, with_deadline=within, paused=lambda: True, holds=("target",))
+        target = EngineTarget(core, 0, with_deadline=within, paused=lambda: True, sections=("target",))
         await update_target(target, replace(sends.publish(BASE.items(), 1), transport=transport))
         second = replace(sends.publish(BASE.items(), 2), transport=transport)
         core.refused = "target"

@@ -113,7 +113,7 @@ def test_a_slow_store_does_not_delay_the_next_version(tmp_path: Path, pair: list
 
 
 def test_the_store_pauses_during_a_transfer(tmp_path: Path, pair: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.sync.transports.shm.PIECE", 8)
+    monkeypatch.setattr("mtpctl.sync.transports.shm.PIECE_BYTES", 8)
     monkeypatch.setattr("mtpctl.sync.sender.PAUSE_S", 30.0)
     begun, upstream = Event(), Writer.put
 

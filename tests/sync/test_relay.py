@@ -21,7 +21,7 @@ from mtpctl.cluster import object_store
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.sync import remote
 from mtpctl.sync.protocol import Manifest
-from mtpctl.sync.remote import ChainLink, RelayServer, digests_of, download, fetch, prefetch, upstream_of
+from mtpctl.sync.remote import ChainLink, RelayServer, compute_digests, download, fetch, prefetch, upstream_of
 
 VERSION = "v00000007-0123456789abcdef"
 FILES = {f"target-{number:05d}.bin": 300_000 + number for number in range(5)}
@@ -78,7 +78,7 @@ class Host:
         self.relay = kind(lambda: self.folder, "127.0.0.1")
 
     def fetch(self, store: str, before: Host | None) -> None:
-        digests = digests_of(sorted(Path(store.removeprefix("file://"), VERSION).iterdir()))
+        digests = compute_digests(sorted(Path(store.removeprefix("file://"), VERSION).iterdir()))
         fetch(f"{store}/{VERSION}", self.folder, FILES, ChainLink(before.relay.address if before else "", self.number, digests))
 
     def assert_complete(self, store: str) -> None:
@@ -140,7 +140,7 @@ def test_relay_sends_nothing_of_a_file_whose_end_is_written_first(store: str, ho
     try:
         with ThreadPoolExecutor(1) as pool:
             outside = pool.submit(fetch, f"{store}/{VERSION}", hosts[0].folder / "first", FILES)
-            link = ChainLink(first.address, 1, digests_of(sorted(Path(store.removeprefix("file://"), VERSION).iterdir())))
+            link = ChainLink(first.address, 1, compute_digests(sorted(Path(store.removeprefix("file://"), VERSION).iterdir())))
             fetch(f"{store}/{VERSION}", hosts[1].folder, FILES, link)
             outside.result()
     finally:

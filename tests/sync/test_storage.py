@@ -13,7 +13,7 @@ from mtpctl.cluster.leftovers import SHARED_MEMORY
 from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed
 from mtpctl.sync import remote
 from mtpctl.sync.protocol import SyncError
-from mtpctl.sync.remote import URL_FIELD, digests_of, open_cache, prefetch
+from mtpctl.sync.remote import URL_FIELD, compute_digests, open_cache, prefetch
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import COMPLETE, VersionStore
 from mtpctl.sync.update import manifests_to
@@ -150,7 +150,7 @@ def test_versions_in_s3_are_bit_equal(tmp_path: Path, monkeypatch: pytest.Monkey
             if version > 1:
                 prefetch([manifest])
                 folder = next(path for path in open_cache(f"s3://{BUCKET}/run", 0).glob("v*"))
-                assert digests_of(sorted(folder.iterdir())) == manifest.digests
+                assert compute_digests(sorted(folder.iterdir())) == manifest.digests
             update(target, manifest, verify=True)
             assert same(engine.live(), trainer.copy())
         with pytest.raises(Absent):

@@ -18,7 +18,7 @@ from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.sender import Publisher
-from mtpctl.sync.store import VERSIONS_KEPT, VersionStore, default_root, name_of
+from mtpctl.sync.store import RETAINED_VERSIONS, VersionStore, default_root, store_name
 from mtpctl.sync.transports.base import open_reader
 from tests.fakes.full_disk import full_disk
 
@@ -143,7 +143,7 @@ def test_the_store_never_holds_more_versions_than_planned(tmp_path: Path, monkey
     publish = publisher(tmp_path / "store").publish
     for version in range(1, 6):
         publish(tensors(version), version)
-    assert most == VERSIONS_KEPT + 1
+    assert most == RETAINED_VERSIONS + 1
 
 
 def test_a_store_of_a_killed_process_is_removed(memory: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_several_hosts_use_a_store_on_disk(memory: Path, tmp_path: Path, monkeyp
 
 
 def test_folders_with_the_same_name_have_different_stores(tmp_path: Path) -> None:
-    names = {name_of(tmp_path / place / "run") for place in ("a", "b")}
+    names = {store_name(tmp_path / place / "run") for place in ("a", "b")}
     assert len(names) == 2 and all(name.startswith("run-") for name in names)
 
 

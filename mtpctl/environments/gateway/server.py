@@ -35,7 +35,7 @@ from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.environments.gateway.requests import ChatMessage, ChatRequest, FieldRules, Function, RequestInvalid, ToolCall
 from mtpctl.environments.gateway.trajectory import REJECT, Answer, Model, Trajectory
 from mtpctl.errors import MtpctlError
-from mtpctl.rollout.protocol import ReadCalls
+from mtpctl.rollout.protocol import ToolCallParser
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.guard import BodyInvalid, Guard, HttpBounds, check_text, error_body, http_error, parse_json_object, quote_value
 from mtpctl.web.server import address_of, serving
@@ -292,7 +292,7 @@ async def _iterate(lines: Iterable[str]) -> AsyncIterator[str]:
 class AnswerReader:
     """Converts tokens to messages. `calls` parses tool calls; None: tool calls are not parsed."""
 
-    def __init__(self, tokenizer: Tokenizer, calls: ReadCalls | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, calls: ToolCallParser | None) -> None:
         self._tokenizer, self._calls = tokenizer, calls
 
     def __call__(self, tokens: Sequence[int], stops: Sequence[str], tools: Sequence[dict[str, Any]]) -> ChatMessage:

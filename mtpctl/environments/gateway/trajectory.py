@@ -27,7 +27,7 @@ from mtpctl.environments.gateway.requests import (
     as_template,
     message_key,
 )
-from mtpctl.environments.turns import ChatReplies, ChatText, Text, length_to_stop
+from mtpctl.environments.turns import ChatReplies, ChatText, Text, find_stop_length
 from mtpctl.errors import UserError
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.samples import GenerationRequest, Ids, Sample, ids_of
@@ -251,7 +251,7 @@ class Trajectory:
         tokens = sample.response_ids[before:]
         end_token = tokens[-1] if tokens and tokens[-1] in request.stop_token_ids else None
         read = self._model.tokenizer.decode
-        if stops and end_token is None and (length := length_to_stop(read, tokens.tolist(), stops)) is not None:
+        if stops and end_token is None and (length := find_stop_length(read, tokens.tolist(), stops)) is not None:
             # Tokens after the stop string come from drafts that were accepted in the same step.
             sample.truncate(before + length)
             tokens = sample.response_ids[before:]

@@ -20,10 +20,10 @@ import psutil
 
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.errors import UserError
-from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
+from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_from_histogram
 from mtpctl.rollout.installed import check_options
 from mtpctl.rollout.protocol import ABORTED, SpeculationState
-from mtpctl.rollout.sglang.settings import LOADER, SglangSettings
+from mtpctl.rollout.sglang.settings import WEIGHT_LOADER, SglangSettings
 from mtpctl.samples import GenerationRequest, Speculation
 from mtpctl.sync.protocol import PauseMode, PlanMismatch, SyncError
 from mtpctl.sync.receiver import RankSums, UpdateStep
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 LIVENESS_S = 5.0
 """Interval of checks whether the engine's processes are alive, in seconds."""
 
-AGAIN_S = 0.05
+ABORT_INTERVAL_S = 0.05
 """Interval of repeated aborts of a request, in seconds."""
 
-SCHEDULER_RESERVES = 2
+SCHEDULER_RESERVED_TOKENS = 2
 """Tokens of the context that SGLang's scheduler reserves (`init_req_max_new_tokens`)."""
 
 
@@ -78,13 +78,13 @@ class SglangEngine(Engine):
             version=version,
             context=usable_context(engine.tokenizer_manager),
             slots=int(settings.args["max_running_requests"]),
-            holds=("target", "draft") if args.speculative_algorithm else ("target",),
+            sections=("target", "draft") if args.speculative_algorithm else ("target",),
         )
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._settings = settings
-        self._open = asyncio.Event()
-        self._open.set()
-        self._submitted: set[str] = set()
+        self._running = asyncio.Event()
+        self._running.set()
+        self._submitted_rids: set[str] = set()
         self._drained = asyncio.Condition()
         self._rendezvous: TCPStore | None = None
         self._processes = [psutil.Process(pid) for pid in engine.get_all_child_pids()]
@@ -97,7 +97,6 @@ class SglangEngine(Engine):
         UpstreamMoved for another SGLang release, and SGLang's errors for a model that it cannot load.
         """
         os.environ.update(settings.environment)
-        from sglang.srt.entrypoints.engine import Engine as Upstream
         from sglang.srt.server_args import ServerArgs
 
         from mtpctl.rollout.sglang import plugin
@@ -108,28 +107,32 @@ class SglangEngine(Engine):
         check_options("SGLang", option_names(ServerArgs), settings.args)
         with rendezvous() as store:
             # Created in the event loop's thread, to which SGLang binds its sockets.
-            upstream = Upstream(**settings.args | {"weight_version": str(version)})
-        engine = cls(upstream, settings, version)
+            runtime = SglangRuntime(**settings.args | {"weight_version": str(version)})
+        engine = cls(runtime, settings, version)
         engine._rendezvous = store
         return engine
 
     # ------------------------------------------------------------------------------------------------- generation
 
-    def _room(self, tokens: int) -> int:
+    def _remaining_context(self, prompt_tokens: int) -> int:
         # SGLang rejects longer prompts, so a response that was aborted this close to the end of the context is finished.
-        return super()._room(tokens) if tokens < self._manager.max_req_input_len else 0
+        return super()._remaining_context(prompt_tokens) if prompt_tokens < self._manager.max_req_input_len else 0
 
-    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
-        # SGLang aborts all requests whose name has the given prefix. With a dot at the end, no name is a prefix of another.
-        name = f"{request_id}."
-        if not await self._admitted(request.deadline_s):
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], max_tokens: int) -> GenerationChunk:
+        # SGLang aborts all requests whose id begins with the given one. With a dot at the end, no id is a prefix of another.
+        rid = f"{request_id}."
+        if not await self._wait_until_running(request.deadline_s):
             return GenerationChunk([], [], [], ABORTED)
         generation = asyncio.ensure_future(
             self._engine.async_generate(
-                input_ids=prompt, sampling_params=self._sampling(request, room), return_logprob=True, logprob_start_len=-1, rid=name
+                input_ids=prompt,
+                sampling_params=self._sampling_params(request, max_tokens),
+                return_logprob=True,
+                logprob_start_len=-1,
+                rid=rid,
             )
         )
-        self._submitted.add(name)
+        self._submitted_rids.add(rid)
         try:
             while not (await asyncio.wait([generation], timeout=LIVENESS_S))[0]:
                 if self._errored:
@@ -138,23 +141,25 @@ class SglangEngine(Engine):
         finally:
             if generation.cancel():
                 # The caller was cancelled; the scheduler would continue.
-                self._manager.abort_request(rid=name)
+                self._manager.abort_request(rid=rid)
             async with self._drained:
-                self._submitted.discard(name)
+                self._submitted_rids.discard(rid)
                 self._drained.notify_all()
         return self._chunk(output)
 
-    async def _admitted(self, seconds: float) -> bool:
-        """Wait until the engine is not paused, for at most `seconds`. Returns whether it is running."""
+    async def _wait_until_running(self, timeout_s: float) -> bool:
+        """Wait until the engine is not paused, for at most `timeout_s`. Returns whether it is running."""
         try:
-            await asyncio.wait_for(self._open.wait(), seconds)
+            await asyncio.wait_for(self._running.wait(), timeout_s)
         except TimeoutError:
             return False
         return True
 
-    def _sampling(self, request: GenerationRequest, room: int) -> dict[str, object]:
+    def _sampling_params(self, request: GenerationRequest, max_tokens: int) -> dict[str, object]:
         if request.top_p < 1 or request.top_k:
-            raise UserError("rollout.engine: SGLang's log-probs leave top_p and top_k out; sample without, or set rollout.engine: vllm")
+            raise UserError(
+                "rollout.engine: SGLang's log-probs do not account for top_p and top_k; leave them out, or set rollout.engine: vllm"
+            )
         if request.steering is not None and (names := request.steering.changed):
             raise UserError(
                 f"{names[0]}: SGLang's log-probs do not account for it; leave it out of the request, or set rollout.engine: vllm"
@@ -163,7 +168,7 @@ class SglangEngine(Engine):
             raise UserError("stop strings need the engine's tokenizer: name them in rollout.stop, or stop by token ids")
         options: dict[str, object] = {
             "temperature": request.temperature,
-            "max_new_tokens": room,
+            "max_new_tokens": max_tokens,
             "stop_token_ids": request.stop_token_ids or None,
             "stop": request.stop or None,
             # `ignore_eos` also ignores stop ids. Without it, the end token of the model's config stops as well.
@@ -175,39 +180,39 @@ class SglangEngine(Engine):
 
     def _chunk(self, output: _Output) -> GenerationChunk:
         meta = output["meta_info"]
-        logprobs = [float(each[0]) for each in meta.get("output_token_logprobs") or []]
+        logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or []]
         tokens = list(output["output_ids"])
         reason = str(meta["finish_reason"]["type"]) if meta["finish_reason"] else None
         spans = [(span["start"], min(span["end"], len(tokens)), int(span["version"])) for span in meta.get("weight_versions") or []]
         if not spans:
             spans = [(0, len(tokens), int(meta["weight_version"]))]
         histogram = meta.get("spec_correct_drafts_histogram")
-        counts = speculation_counts(list(histogram), meta["spec_num_proposed_drafts"]) if histogram else Speculation()
+        counts = speculation_from_histogram(list(histogram), meta["spec_num_proposed_drafts"]) if histogram else Speculation()
         return GenerationChunk(tokens, logprobs, [span for span in spans if span[0] < span[1]], reason, counts)
 
-    def _read(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         return str(self._manager.tokenizer.decode(tokens, skip_special_tokens=True))
 
     async def _abort(self, request_ids: list[str]) -> None:
         # SGLang ignores aborts of requests that it has not registered yet, so aborts are repeated until the requests have ended.
-        names = {f"{request_id}." for request_id in request_ids}
-        while left := names & self._submitted:
-            for name in left:
-                self._manager.abort_request(rid=name)
-            await asyncio.sleep(AGAIN_S)
+        rids = {f"{request_id}." for request_id in request_ids}
+        while remaining := rids & self._submitted_rids:
+            for rid in remaining:
+                self._manager.abort_request(rid=rid)
+            await asyncio.sleep(ABORT_INTERVAL_S)
 
     # ----------------------------------------------------------------------------------------------------- control
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        self._open.clear()
+        self._running.clear()
         if mode == "abort":
-            await self._with_deadline(self._abort([name.removesuffix(".") for name in self._submitted]), "aborting responses")
+            await self._with_deadline(self._abort([rid.removesuffix(".") for rid in self._submitted_rids]), "aborting responses")
         if mode != "keep":
             async with self._drained:
-                waiting = self._drained.wait_for(lambda: not self._submitted)
-                await (self._with_deadline(waiting, "aborting responses") if mode == "abort" else waiting)
+                drained = self._drained.wait_for(lambda: not self._submitted_rids)
+                await (self._with_deadline(drained, "aborting responses") if mode == "abort" else drained)
         await self._with_deadline(self._manager.pause_generation(PauseGenerationReqInput(mode="retract")), f"pausing ({mode})")
         self._paused = True
 
@@ -217,14 +222,14 @@ class SglangEngine(Engine):
         self._check_alive()
         await self._with_deadline(self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False)), "resuming")
         self._paused = False
-        self._open.set()
+        self._running.set()
 
     async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
         raise UserError("rollout.speculation.auto: works with rollout.engine: vllm; set it to false")
 
     @property
     def _errored(self) -> bool:
-        return not all(map(_runs, self._processes))
+        return not all(map(_is_running, self._processes))
 
     async def shutdown(self) -> None:
         await asyncio.to_thread(self._engine.shutdown)
@@ -246,12 +251,12 @@ def rendezvous() -> Iterator[TCPStore]:
         # Makes rank 0 join an existing store, as the other ranks do.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    before = {name: os.environ.get(name) for name in variables}
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield store
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -263,7 +268,7 @@ def usable_context(manager: TokenizerManager) -> int:
 
     Its tokenizer manager reserves `num_reserved_tokens` for drafts, and its scheduler silently reserves two tokens.
     """
-    return int(manager.context_len) - max(int(manager.num_reserved_tokens), SCHEDULER_RESERVES)
+    return int(manager.context_len) - max(int(manager.num_reserved_tokens), SCHEDULER_RESERVED_TOKENS)
 
 
 def option_names(server_args: type[ServerArgs]) -> list[str]:
@@ -271,7 +276,7 @@ def option_names(server_args: type[ServerArgs]) -> list[str]:
     return list(getattr(server_args, "__struct_fields__", None) or server_args.__annotations__)
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     """Whether the process is running. It may end between the two calls."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -282,8 +287,8 @@ def _runs(process: psutil.Process) -> bool:
 class SglangClient:
     """An `EngineClient` for SGLang; `manager` is the engine's tokenizer manager.
 
-    SGLang's update call passes a step, as JSON in one tensor, to `mtpctl.rollout.sglang.receiver.take` on every rank. An exception in
-    `take` would end the engine, so the results are returned in files, one per rank and model.
+    SGLang's update call passes a step, as JSON in one tensor, to `mtpctl.rollout.sglang.plugin.apply_step` on every rank. An exception
+    there would end the engine, so results and errors are returned in files, one per rank and model.
     """
 
     def __init__(self, manager: TokenizerManager) -> None:
@@ -324,12 +329,12 @@ class SglangClient:
     async def _begin(self, selector: str) -> None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        _check(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector=selector), None))
+        _require_success(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector=selector), None))
 
     async def _end(self) -> None:
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
-        _check(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        _require_success(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
 
     async def _send(
         self, info: UpdateStep, *, selector: str | None = None, flush: bool = False, version: str | None = None
@@ -339,28 +344,28 @@ class SglangClient:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        with tempfile.TemporaryDirectory(prefix="mtpctl-step-") as answers:
-            text = json.dumps({**info, "answers": answers}).encode()
-            payload = [("step", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
+        with tempfile.TemporaryDirectory(prefix="mtpctl-step-") as results_folder:
+            payload_json = json.dumps({**info, "answers": results_folder}).encode()
+            payload = [("step", torch.frombuffer(bytearray(payload_json), dtype=torch.uint8))]
             ranks = self._manager.server_args.tp_size
             request = UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=[MultiprocessingSerializer.serialize(payload) for _ in range(ranks)],
-                load_format=LOADER,
+                load_format=WEIGHT_LOADER,
                 flush_cache=flush,
                 weight_version=version,
                 selector=selector or self._selector,
             )
-            _check(await self._manager.update_weights_from_tensor(request, None))
-            results = [json.loads(path.read_text()) for path in sorted(Path(answers).iterdir())]
-        for answer in results:
-            if "error" in answer:
-                raise (PlanMismatch if answer["misfit"] else SyncError)(answer["error"])
+            _require_success(await self._manager.update_weights_from_tensor(request, None))
+            results = [json.loads(path.read_text()) for path in sorted(Path(results_folder).iterdir())]
+        for result in results:
+            if "error" in result:
+                raise (PlanMismatch if result["misfit"] else SyncError)(result["error"])
         if len(results) < ranks:
             raise SyncError(f"{len(results)} of {ranks} ranks answered a step of a weight update")
-        return [answer["result"] for answer in results]
+        return [result["result"] for result in results]
 
 
-def _check(result: tuple[bool, str]) -> None:
+def _require_success(result: tuple[bool, str]) -> None:
     success, message = result
     if not success:
         raise SyncError(f"SGLang refused a weight update: {message}")

@@ -1,20 +1,32 @@
-"""mtpctl's plugin for SGLang 0.5.21 (entry point `sglang.srt.plugins`), called in each process before an engine is created.
+"""The code of mtpctl in SGLang's processes (SGLang 0.5.21): a plugin, and the receiver of weight updates.
 
-MiMo's MTP layer reads the hidden state before the final norm, as vLLM passes it. SGLang passes the state after the norm, which has another
-scale per channel, so fewer drafts are accepted. SGLang supports the pre-norm state for other models; the plugin enables it for MiMo.
+SGLang calls the plugin (entry point `sglang.srt.plugins`) in each process before it creates an engine. MiMo's MTP layer reads the hidden
+state before the final norm, as vLLM passes it. SGLang passes the state after the norm, which has another scale per channel, so fewer
+drafts are accepted. SGLang supports the pre-norm state for other models; the plugin enables it for MiMo.
+
+The receiver is SGLang's custom weight loader. Target and drafter are separate models with one receiver each, which share one inbox.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
+from functools import cache
 from importlib.metadata import entry_points, version
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import nn
 
 from mtpctl.compat.transformers import register_mimo
 from mtpctl.errors import EnvironmentMissing, UpstreamMoved
+from mtpctl.sync.parameters import Shard, TpRank, match_shards
+from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, SyncError
+from mtpctl.sync.receiver import Inbox, RankSums, StepReceiver, UpdateStep
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.models.mimo import MiMoForCausalLM
@@ -75,3 +87,77 @@ def register() -> None:
 
     forward._mtpctl = True  # type: ignore[attr-defined]
     MiMoForCausalLM.forward = forward
+
+
+# ------------------------------------------------------------------------------------------------------ weight updates
+
+
+_RECEIVERS: dict[int, ModelReceiver] = {}
+"""By `id` of the model, which exists as long as the process."""
+
+_inbox = cache(Inbox)
+"""The inbox of this process for a device."""
+
+
+class AnsweredStep(UpdateStep):
+    """A step, and the folder in which every process and model writes its result."""
+
+    answers: str
+
+
+def apply_step(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Apply one step of an update of `model`. Never raises: the result is written to the folder `answers` of the step."""
+    step: AnsweredStep = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
+    receiver = _RECEIVERS.setdefault(id(model), ModelReceiver(model))
+    answer: dict[str, object]
+    try:
+        answer = {"result": receiver.apply(step)}
+    except Exception as error:
+        receiver.steps.fail(str(error))
+        answer = {"error": str(error), "misfit": isinstance(error, PlanMismatch)}
+    Path(step["answers"], f"{os.getpid()}-{id(model)}").write_text(json.dumps(answer))
+
+
+class ModelReceiver:
+    """Receives sections of manifests into one live model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.steps = StepReceiver(_inbox(next(model.parameters()).device))
+
+    def apply(self, step: UpdateStep) -> RankSums | None:
+        """Apply one step. Raises PlanMismatch in `begin`, SyncError in `buckets` and `finish`, and always in `abort`."""
+        match step["action"]:
+            case "begin":
+                self.steps.begin(step, self._match)
+            case "buckets":
+                self.steps.receive(step)
+            case "finish":
+                if self.steps.finish() is None:
+                    raise SyncError("there is no update to finish")
+            case "sums":
+                return self.steps.sums()
+            case _:
+                raise SyncError(ABORTED_BY_SENDER)
+        return None
+
+    def _match(self, plan: SectionPlan) -> dict[str, Shard]:
+        from sglang.srt.runtime_context import get_parallel
+
+        rename = getattr(self._model, "map_model_name_to_mtp_param_name", None)
+        tp = TpRank(get_parallel().tp_rank, get_parallel().tp_size)
+        shared_with = _shared(cast(_Drafter, self._model)) if rename is not None else None
+        return match_shards(self._model, plan, rename=rename, shared_with=shared_with, tp=tp)
+
+
+class _Drafter(Protocol):
+    """A drafter of SGLang."""
+
+    def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def _shared(drafter: _Drafter) -> nn.Module:
+    """Embedding and head that a drafter shares with its target."""
+    shared = nn.Module()
+    shared.embed, shared.head = drafter.get_embed_and_head()
+    return shared

@@ -9,7 +9,7 @@ from mtpctl.plan.placement import ENGINE_MEMORY_SHARE
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.rollout import SglangConfig
 
-LOADER = "mtpctl.rollout.sglang.receiver.take"
+WEIGHT_LOADER = "mtpctl.rollout.sglang.plugin.apply_step"
 """SGLang's `custom_weight_loader`, which receives the steps of weight updates."""
 Arguments = dict[str, Any]
 """Keyword arguments of SGLang's `Engine`."""
@@ -46,7 +46,7 @@ def sglang_engine_settings(
         "max_running_requests": rollout.max_in_flight,
         "mem_fraction_static": ENGINE_MEMORY_SHARE if rollout.gpu_memory is None else rollout.gpu_memory,
         "skip_tokenizer_init": not rollout.stop and tokenizer is None,
-        "custom_weight_loader": [LOADER],
+        "custom_weight_loader": [WEIGHT_LOADER],
         "weight_version": "0",
         "log_level": "warning",
     }

@@ -1,6 +1,6 @@
-"""Weight updates of vLLM: an `AsyncLLM` in this process, and a server that the user started.
+"""Weight updates of vLLM: of an `AsyncLLM` in this process, and of servers that the user started.
 
-Such a server must run with `VLLM_SERVER_DEV_MODE=1` and
+A server must run with `VLLM_SERVER_DEV_MODE=1` and
 `--weight-transfer-config '{"backend": "mtpctl"}' --worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension`; for adapters also
 with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `--enable-lora --max-lora-rank N`, and for `sync.release_kv` with `--enable-sleep-mode`.
 Requests for the model `mtpctl` use the adapter.
@@ -62,97 +62,97 @@ def adapter_request(name: str, number: int, folder: str, *, replaces: bool = Fal
     return LoRARequest(name, number, folder, load_inplace=replaces)
 
 
-_ANSWER_S = 300.0
+_TIMEOUT_S = 300.0
 _WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
 START_HINT = (
     'start it with VLLM_SERVER_DEV_MODE=1 vllm serve … --weight-transfer-config \'{"backend": "mtpctl"}\' '
     "--worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension"
 )
-ADAPTERS_WITH = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve … --enable-lora --max-lora-rank N as well"
-SLEEPS_WITH = "start it with --enable-sleep-mode as well, or set sync.release_kv: false"
+ADAPTER_HINT = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve … --enable-lora --max-lora-rank N as well"
+SLEEP_HINT = "start it with --enable-sleep-mode as well, or set sync.release_kv: false"
 
 
-def _reason(body: str) -> str:
+def _error_message(body: str) -> str:
     """The message of vLLM's error response, reduced to the worker's error if it contains one."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         body = json.loads(body)["error"]["message"]
-    inner = _WORKER.search(body)
-    return (inner["error"] if inner else body).strip()[:400]
+    worker_error = _WORKER.search(body)
+    return (worker_error["error"] if worker_error else body).strip()[:400]
 
 
 class HttpClient:
     """An `EngineClient` of a server. Raises SyncError if it refuses a call, and UserError if it is unreachable or lacks the routes."""
 
     def __init__(self, url: str) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        url_parts = urllib.parse.urlsplit(url)
+        if url_parts.scheme not in ("http", "https") or not url_parts.hostname:
             raise UserError(f"--to: {url} is not a URL; use http://HOST:PORT of a vLLM server")
-        self.url = f"{parts.scheme}://{parts.netloc}"
+        self.url = f"{url_parts.scheme}://{url_parts.netloc}"
 
-    async def ask(self, path: str, body: dict[str, object] | None = None, *, method: str = "POST", needs: str = "") -> JsonObject:
+    async def request(self, path: str, body: dict[str, object] | None = None, *, method: str = "POST", hint: str = "") -> JsonObject:
         """Send a request and return the JSON object of the response; empty if the response is text.
 
-        `needs`: how to start the server with this route, for errors.
+        `hint` completes the error for a missing route: how to start the server with it.
         """
-        return await asyncio.to_thread(self._ask, path, body, method, needs or START_HINT)
+        return await asyncio.to_thread(self._send_request, path, body, method, hint or START_HINT)
 
-    def _ask(self, path: str, body: dict[str, object] | None, method: str, needs: str) -> JsonObject:
+    def _send_request(self, path: str, body: dict[str, object] | None, method: str, hint: str) -> JsonObject:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-                text, kind = answer.read(), answer.headers.get_content_type()
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+                response_body, content_type = response.read(), response.headers.get_content_type()
         except urllib.error.HTTPError as error:
             body_text = error.read().decode(errors="replace")
             if error.code in (404, 405):
-                raise UserError(f"--to: {self.url} has no {path}; {needs}") from error
-            raise SyncError(f"{self.url}{path}: {_reason(body_text) or error}") from error
+                raise UserError(f"--to: {self.url} has no {path}; {hint}") from error
+            raise SyncError(f"{self.url}{path}: {_error_message(body_text) or error}") from error
         except TimeoutError as error:
-            raise SyncError(f"{self.url}{path}: no answer within {_ANSWER_S:g} s") from error
+            raise SyncError(f"{self.url}{path}: no answer within {_TIMEOUT_S:g} s") from error
         except (urllib.error.URLError, OSError) as error:
             raise UserError(f"--to: {self.url} does not answer: {getattr(error, 'reason', error)}") from error
-        result = json.loads(text) if kind == "application/json" else {}
+        result = json.loads(response_body) if content_type == "application/json" else {}
         return result if isinstance(result, dict) else {}
 
     async def start(self, *, draft: bool) -> None:
-        await self.ask("/start_draft_weight_update" if draft else "/start_weight_update")
+        await self.request("/start_draft_weight_update" if draft else "/start_weight_update")
 
     async def step(self, info: UpdateStep) -> None:
-        await self.ask("/update_weights", {"update_info": {"step": info}})
+        await self.request("/update_weights", {"update_info": {"step": info}})
 
     async def finish(self, version: int) -> None:
-        await self.ask("/finish_weight_update", {"weight_version": str(version)})
+        await self.request("/finish_weight_update", {"weight_version": str(version)})
 
     async def rpc(self, method: str, *args: str) -> list[object]:
-        answer = await self.ask("/collective_rpc", {"method": method, "args": list(args)})
-        return list(answer.get("results", []))
+        response = await self.request("/collective_rpc", {"method": method, "args": list(args)})
+        return list(response.get("results", []))
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
         """Load the adapter under this name; the server numbers adapters itself."""
-        await self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True}, needs=ADAPTERS_WITH)
+        await self.request("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True}, hint=ADAPTER_HINT)
 
 
 class ServedEngine:
-    """One server. Create with `await ServedEngine.find(url)`."""
+    """A server that the user started. Create with `await ServedEngine.connect(url)`."""
 
     def __init__(
         self, client: HttpClient, version: int, ranks: int, drafts: bool, *, release_kv: bool = False, keep_kv: bool = False
     ) -> None:
         self.client, self.ranks, self._paused = client, ranks, False
         self._release_kv, self._keep_kv = release_kv, keep_kv
-        self._holds: tuple[Section, ...] = ("target", "draft", "adapter") if drafts else ("target", "adapter")
-        # One folder per server, which outlives this process: the next process replaces its adapter.
+        self._sections: tuple[Section, ...] = ("target", "draft", "adapter") if drafts else ("target", "adapter")
+        # The folder depends only on the server's URL, so that the next process replaces the adapter.
         self.target = EngineTarget(
             client,
             version,
             with_deadline=self._with_deadline,
             paused=lambda: self._paused,
-            holds=self._holds,
+            sections=self._sections,
             adapters=adapter_root("", re.sub(r"[^A-Za-z0-9.]+", "-", client.url)),
         )
 
     @classmethod
-    async def find(
+    async def connect(
         cls, url: str, sections: Collection[Section] = ("target", "draft"), *, release_kv: bool = False, keep_kv: bool = False
     ) -> ServedEngine:
         """Query a server's state. Raises UserError if it does not answer, or cannot be updated with these `sections`.
@@ -160,13 +160,13 @@ class ServedEngine:
         `release_kv`: free its KV cache during a sync. `keep_kv`: running requests keep their KV cache.
         """
         client = HttpClient(url)
-        info = await client.ask("/weight_info", method="GET")
-        ranks = await client.ask("/get_world_size", method="GET")
+        info = await client.request("/weight_info", method="GET")
+        ranks = await client.request("/get_world_size", method="GET")
         if "target" in sections and "adapter" not in sections:
-            models = await client.ask("/v1/models", method="GET")
+            models = await client.request("/v1/models", method="GET")
             if loaded := [model["id"] for model in models["data"] if model.get("parent")]:
                 raise UserError(
-                    f"--to: {client.url} has the adapter {', '.join(loaded)} loaded, which would apply on top of whole weights; "
+                    f"--to: {client.url} has the adapter {', '.join(loaded)} loaded, which would apply on top of full weights; "
                     "unload it (POST /v1/unload_lora_adapter), or set sync.sections: [adapter, draft]"
                 )
         drafts = await client.rpc("mtpctl_drafts")
@@ -174,33 +174,33 @@ class ServedEngine:
         known = int(version) if version.isdigit() else 0
         return cls(client, known, int(ranks["world_size"]), str(drafts[0]) == "True", release_kv=release_kv, keep_kv=keep_kv)
 
-    async def _with_deadline[T](self, step: Awaitable[T], what: str) -> T:
+    async def _with_deadline[T](self, step: Awaitable[T], action: str) -> T:
         try:
-            return await asyncio.wait_for(step, _ANSWER_S)
+            return await asyncio.wait_for(step, _TIMEOUT_S)
         except TimeoutError as error:
-            raise SyncError(f"{self.client.url}: {what} took longer than {_ANSWER_S:g} s") from error
+            raise SyncError(f"{self.client.url}: {action} took longer than {_TIMEOUT_S:g} s") from error
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
         """Pause, apply the update, resume.
 
         A server that is already paused may have partial weights of a killed sync, so it is resumed only after a complete update.
         """
-        began = time.monotonic()
+        started_at = time.monotonic()
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": "false" if self._keep_kv else "true"})
-        was_paused = bool((await self.client.ask("/is_paused", method="GET"))["is_paused"])
+        was_paused = bool((await self.client.request("/is_paused", method="GET"))["is_paused"])
         released = applied = False
         try:
             if was_paused:
                 # End the session of the killed sync, which would block a new one.
                 with contextlib.suppress(SyncError):
                     await self.client.step(UpdateStep(action="abort", section=""))
-            # Even if this call fails, the server may pause, so it is resumed below.
-            await self.client.ask(f"/pause?{query}")
+            # The server may pause even if this call fails, so it is resumed below.
+            await self.client.request(f"/pause?{query}")
             self._paused = True
             if self._release_kv:
-                await self.client.ask("/release_kv_cache_memory", needs=SLEEPS_WITH)
+                await self.client.request("/release_kv_cache_memory", hint=SLEEP_HINT)
                 released = True
-            report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, holds=self._holds)
+            report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, sections=self._sections)
             applied = True
         except SyncError as error:
             if was_paused:
@@ -209,28 +209,28 @@ class ServedEngine:
                 ) from error
             raise
         finally:
-            # A server with parts of two weight versions stays paused until it is restarted.
+            # A server whose weights are a mix of two versions stays paused until it is restarted.
             if not self.target.dirty and (applied or not was_paused):
                 if released:
-                    await self.client.ask("/wake_up?tags=kv_cache", needs=SLEEPS_WITH)
-                await self.client.ask("/resume")
+                    await self.client.request("/wake_up?tags=kv_cache", hint=SLEEP_HINT)
+                await self.client.request("/resume")
                 self._paused = False
-        return replace(report, stall_seconds=time.monotonic() - began)
+        return replace(report, stall_seconds=time.monotonic() - started_at)
 
 
 class ServedEngines:
-    """Servers in place of a pool: the `Generators` of a `WeightUpdate`."""
+    """The `Generators` of a `WeightUpdate` for servers, instead of a pool."""
 
     def __init__(self, engines: list[ServedEngine]) -> None:
         self.engines = engines
 
     @property
     def version(self) -> int:
-        """The newest version that one of them has."""
+        """The newest version of all servers."""
         return max(engine.target.version for engine in self.engines)
 
     def quiesce(self, mode: PauseMode) -> contextlib.AbstractAsyncContextManager[None]:
-        """Does nothing: the servers are fixed, and `apply_update` pauses each of them."""
+        """Does nothing: no server joins or leaves, and `apply_update` pauses each of them."""
         return contextlib.nullcontext()
 
     def members(self, ranks: int) -> list[str]:
@@ -239,7 +239,9 @@ class ServedEngines:
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         """Update every server. Raises the first error after all have answered."""
-        calls = (cancel_on_error(manifest, e.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)) for e in self.engines)
+        calls = (
+            cancel_on_error(manifest, engine.update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)) for engine in self.engines
+        )
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):

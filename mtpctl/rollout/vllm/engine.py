@@ -17,7 +17,7 @@ from mtpctl.compat.transformers import import_transformers
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.numerics import check_gpu
-from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_counts
+from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_from_histogram
 from mtpctl.rollout.installed import check_options
 from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.vllm import plugin
@@ -48,7 +48,7 @@ class VllmEngine(Engine):
             version=version,
             context=int(llm.model_config.max_model_len),
             slots=int(settings.args["max_num_seqs"]),
-            holds=("target", "draft", "adapter") if settings.has_drafter else ("target", "adapter"),
+            sections=("target", "draft", "adapter") if settings.has_drafter else ("target", "adapter"),
         )
         self._llm = llm
         self._settings = settings
@@ -58,8 +58,8 @@ class VllmEngine(Engine):
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
         """Load the model and warm up. `version`: the version of its weights.
 
-        Raises UserError for an unknown name in `rollout.engine_args`, an unsupported head size, or block verification that vLLM ignores,
-        and vLLM's errors for a model that it cannot load, with the root cause if its core fails in another process.
+        Raises UserError for an unknown name in `rollout.engine_args`, an unsupported head size, or block verification that vLLM ignores.
+        Raises vLLM's errors for a model that it cannot load, with the root cause if the core fails in another process.
         """
         set_environment(settings.environment)
         check_plugin()
@@ -79,18 +79,18 @@ class VllmEngine(Engine):
             check_bitwise(settings.args)
             if settings.in_loop:
                 plugin.install()  # vLLM loads plugins once per process, perhaps for an engine with other numerics
-        args = AsyncEngineArgs(**settings.args | sized_cache(settings))
-        check_heads(args)
+        args = AsyncEngineArgs(**settings.args | kv_cache_option(settings))
+        check_head_size(args)
         # The usage context sets the default token budget per step: on an H200, 16,384 for LLM_CLASS, 2,048 for the default of `AsyncLLM`.
-        use = UsageContext.LLM_CLASS
+        usage_context = UsageContext.LLM_CLASS
         if settings.in_loop:
             from mtpctl.rollout.vllm.patches.loop import core_in_loop
 
             with core_in_loop():
-                llm = AsyncLLM.from_engine_args(args, usage_context=use)
+                llm = AsyncLLM.from_engine_args(args, usage_context=usage_context)
         else:
             with root_cause_in_failures():
-                llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=use)
+                llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=usage_context)
         engine = cls(llm, settings, version)
         try:
             await engine._with_deadline(llm.update_weight_version(str(version)), "setting the weight version")
@@ -105,37 +105,37 @@ class VllmEngine(Engine):
             raise
         return engine
 
-    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], room: int) -> GenerationChunk:
+    async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], max_tokens: int) -> GenerationChunk:
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
         output = None
         try:
-            sampling = self._sampling(request, room)
-            async for step in self._llm.generate(tokens_input(prompt), sampling, request_id, lora_request=self._adapter()):
+            sampling_params = self._sampling_params(request, max_tokens)
+            async for step in self._llm.generate(tokens_input(prompt), sampling_params, request_id, lora_request=self._adapter_request()):
                 output = step
         except VLLMClientError as error:
             raise UserError(rejection(error)) from error
         if output is None:
-            raise self._died(RuntimeError(f"request {request_id} ended without an output"))
+            raise self._mark_failed(RuntimeError(f"request {request_id} ended without an output"))
         if output.outputs[0].finish_reason == "error":
             raise UserError("response_format: vLLM cannot compile it; send a simpler schema or grammar")
         cached = output.num_cached_tokens if self._llm.vllm_config.cache_config.enable_prefix_caching else None
         return _chunk(output.outputs[0], self._settings.routes, cached, keeps_kv=self._settings.keep_kv)
 
-    def _read(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
 
     async def _abort(self, request_ids: list[str]) -> None:
         await pauses.fetch_partial_outputs(self._llm, request_ids)
         await self._llm.abort(request_ids)
 
-    def _adapter(self) -> LoRARequest | None:
+    def _adapter_request(self) -> LoRARequest | None:
         """The adapter of requests; None for an engine without adapters."""
         folder = self._target.adapter
         return None if folder is None else adapter_request(ADAPTER, ADAPTER_ID, str(folder))
 
-    def _sampling(self, request: GenerationRequest, room: int) -> SamplingParams:
+    def _sampling_params(self, request: GenerationRequest, max_tokens: int) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -149,7 +149,7 @@ class VllmEngine(Engine):
             top_p=request.top_p,
             top_k=request.top_k,
             seed=seed,
-            max_tokens=room,
+            max_tokens=max_tokens,
             stop=request.stop or None,
             stop_token_ids=request.stop_token_ids or None,
             # The request contains all end tokens. Otherwise vLLM would add those of its tokenizer, if it loads one.
@@ -207,8 +207,8 @@ class VllmEngine(Engine):
         self._target.close()
 
 
-_replaced: dict[str, tuple[str | None, str]] = {}
-"""Variables that engines of this process set: the value before, and the engine's."""
+_replaced_variables: dict[str, tuple[str | None, str]] = {}
+"""Environment variables that engines of this process set: the previous value, and the engine's."""
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
@@ -216,17 +216,17 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
     A variable that was changed since then keeps its value.
     """
-    for name in [name for name, (_, ours) in _replaced.items() if os.environ.get(name) != ours]:
-        del _replaced[name]
-    for name in _replaced.keys() - variables.keys():
-        before, _ = _replaced.pop(name)
-        if before is None:
+    for name in [name for name, (_, engine_value) in _replaced_variables.items() if os.environ.get(name) != engine_value]:
+        del _replaced_variables[name]
+    for name in _replaced_variables.keys() - variables.keys():
+        previous, _ = _replaced_variables.pop(name)
+        if previous is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = previous
     for name, value in variables.items():
-        before = _replaced[name][0] if name in _replaced else os.environ.get(name)
-        _replaced[name] = before, value
+        previous = _replaced_variables[name][0] if name in _replaced_variables else os.environ.get(name)
+        _replaced_variables[name] = previous, value
         os.environ[name] = value
 
 
@@ -248,9 +248,9 @@ def check_verification(rules: list[object]) -> None:
         )
 
 
-def check_kernels(packed: list[object]) -> None:
-    """Raise UserError if a worker's kernels pack FP8 weights. packed: the reason of each worker (`WorkerExtension.mtpctl_packed_fp8`)."""
-    if (reason := next(filter(None, packed), None)) is not None:
+def check_kernels(reasons: list[object]) -> None:
+    """Raise UserError if a worker's kernels pack FP8 weights. reasons: the result of `WorkerExtension.mtpctl_packed_fp8` of each worker."""
+    if (reason := next(filter(None, reasons), None)) is not None:
         raise UserError(f"rollout.quantization: {reason}")
 
 
@@ -272,27 +272,27 @@ def check_bitwise(args: Arguments) -> None:
         check_gpu(current_platform.get_device_name(), capability and (capability.major, capability.minor), str(args["dtype"]))
 
 
-def sized_cache(settings: VllmSettings) -> Arguments:
-    """The size of the KV cache of an engine that shares its GPU, as an option of vLLM; empty if vLLM measures it.
+def kv_cache_option(settings: VllmSettings) -> Arguments:
+    """vLLM's option for the KV cache size of an engine that shares its GPU; empty if vLLM measures the size.
 
-    vLLM's memory profile counts what another process allocates on the GPU meanwhile. Raises UserError if nothing is left for the cache.
+    Measuring fails on a shared GPU, because it counts allocations of other processes. Raises UserError if no memory is left for the cache.
     """
     if settings.outside_cache is None or settings.args.get("kv_cache_memory_bytes") is not None:
         return {}
     from vllm.platforms import current_platform
 
     share = settings.args["gpu_memory_utilization"]
-    # Asked of NVML: CUDA would allocate a context in this process.
+    # This reads NVML. Initializing CUDA would allocate a context in this process.
     cache = int(current_platform.get_device_total_memory() * share) - settings.outside_cache
     if cache <= 0:
         raise UserError(
-            f"rollout.gpu_memory: {share:g} of the GPU holds no KV cache in addition to {settings.outside_cache / GIB:.1f} GiB of weights, "
-            "activations and CUDA graphs; use fewer engines per GPU, or lower train.gpus"
+            f"rollout.gpu_memory: {share:g} of the GPU leaves no memory for a KV cache after {settings.outside_cache / GIB:.1f} GiB of "
+            "weights, activations and CUDA graphs; use fewer engines per GPU, or lower train.gpus"
         )
     return {"kv_cache_memory_bytes": cache}
 
 
-def check_heads(args: AsyncEngineArgs) -> None:
+def check_head_size(args: AsyncEngineArgs) -> None:
     """Raise UserError for a head size that vLLM's CPU attention does not support; vLLM itself fails only at the first request."""
     from vllm.platforms import current_platform
 
@@ -314,7 +314,7 @@ def _chunk(completion: CompletionOutput, layers: tuple[int, ...], cached: int | 
         logprobs=list(logprobs.logprobs) if isinstance(logprobs, FlatLogprobs) else [],
         spans=[(span.start, span.end, int(span.version)) for span in completion.weight_versions or []],
         finish_reason=completion.finish_reason,
-        speculation=Speculation() if metrics is None else speculation_counts(metrics.histogram, metrics.num_draft_tokens),
+        speculation=Speculation() if metrics is None else speculation_from_histogram(metrics.histogram, metrics.num_draft_tokens),
         # vLLM's array has all layers of the decoder; those without experts are 0.
         routes=routes[:, list(layers)] if layers and routes is not None else None,
         cached=cached,
@@ -326,9 +326,9 @@ STDERR = Path("/proc/self/fd/2")
 TAIL_BYTES = 256 << 10
 """Bytes at the end of stderr to search."""
 
-FAILED = "Engine core initialization failed"
-_REFERS_ELSEWHERE = (FAILED, "WorkerProc initialization failed")
-"""Errors that report the failure of another process."""
+CORE_FAILED = "Engine core initialization failed"
+_SECONDARY_FAILURES = (CORE_FAILED, "WorkerProc initialization failed")
+"""Errors of a process that fails because another process failed."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_PREFIX = re.compile(r"^(?P<process>\([^()]* pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?")
 _TRACEBACK = "Traceback (most recent call last):"
@@ -342,11 +342,11 @@ def root_cause_in_failures(stderr: Path = STDERR) -> Iterator[None]:
     The core runs in a separate process. If it dies during startup, `AsyncLLM` only reports that it died; the traceback is in the inherited
     stderr, which in a Ray actor is a file in Ray's session folder. If `stderr` is not a file, or has no traceback, the error is unchanged.
     """
-    began = _size(stderr)
+    start = _size(stderr)
     try:
         yield
     except RuntimeError as error:
-        if FAILED not in str(error) or began is None or (cause := root_cause(_tail(stderr, began))) is None:
+        if CORE_FAILED not in str(error) or start is None or (cause := root_cause(_tail(stderr, start))) is None:
             raise
         raise RuntimeError(f"{error}; root cause: {cause}") from error
 
@@ -354,13 +354,13 @@ def root_cause_in_failures(stderr: Path = STDERR) -> Iterator[None]:
 def root_cause(text: str) -> str | None:
     """The exception in `text` that caused the failure, as `Name: message`; None if `text` has no traceback.
 
-    This is the last exception before an error that refers to another process. Only the first line of a message is used.
+    This is the last exception before an error in `_SECONDARY_FAILURES`. Only the first line of a message is used.
     """
     # Lines of several processes are interleaved; vLLM's log prefix names the process.
     open_tracebacks: set[str] = set()
-    last = None
-    for raw in text.splitlines():
-        line = _COLOR.sub("", raw)
+    root_exception = None
+    for raw_line in text.splitlines():
+        line = _COLOR.sub("", raw_line)
         prefix = _LOG_PREFIX.match(line)
         assert prefix is not None, "the pattern matches an empty prefix too"
         process, line = prefix["process"] or "", line[prefix.end() :]
@@ -368,11 +368,11 @@ def root_cause(text: str) -> str | None:
             open_tracebacks.add(process)
         elif process in open_tracebacks and _EXCEPTION.match(line):
             open_tracebacks.remove(process)
-            if not any(message in line for message in _REFERS_ELSEWHERE):
-                last = line
-            elif last is not None:
+            if not any(message in line for message in _SECONDARY_FAILURES):
+                root_exception = line
+            elif root_exception is not None:
                 break
-    return last
+    return root_exception
 
 
 def _size(path: Path) -> int | None:
@@ -384,11 +384,11 @@ def _size(path: Path) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _tail(path: Path, began: int) -> str:
-    """The end of the file, from `began` on."""
+def _tail(path: Path, start: int) -> str:
+    """The end of the file, from `start` on."""
     try:
         with path.open("rb") as file:
-            file.seek(max(began, file.seek(0, 2) - TAIL_BYTES))
+            file.seek(max(start, file.seek(0, 2) - TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:
         return ""

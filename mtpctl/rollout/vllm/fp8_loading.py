@@ -1,4 +1,4 @@
-"""Engines with FP8 weights from an unquantized model folder: vLLM's config for them, and a loader that quantizes (vLLM 0.32.0).
+"""FP8 engines from an unquantized model folder: vLLM's config, and a loader that quantizes the weights (vLLM 0.32.0).
 
 No FP8 copy of the folder is written. The loader uses the quantizer of weight syncs and of `convert-hf --dtype fp8`, so a new engine has the
 same values and scales as one that is updated to the same weights, or one that loads the exported folder.
@@ -35,9 +35,9 @@ FOLDER = "folder"
 
 @cache
 def quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
-    """The matrices of a model folder to quantize. `drafter`: also those of MTP layers, if the folder stores these layers.
+    """Names of the matrices of a model folder to quantize. `drafter`: also those of MTP layers, if the folder stores these layers.
 
-    Raises UserError if the folder is quantized, if it does not store each of them under its own name, or if there are none.
+    Raises UserError if the folder is quantized, if there are no such matrices, or if the folder stores one of them under another name.
     """
     config = read_config(folder)
     if config.get("quantization_config"):
@@ -59,9 +59,11 @@ def with_fp8(config: PretrainedConfig, *, folder: str, drafter: bool) -> Pretrai
     path = Path(folder)
     if Path(str(config.name_or_path)) != path / DRAFTER:
         shape, names = shape_of(read_config(path)), quantized_names(path, drafter=drafter)
-        known = tensor_shapes(shape)
-        outside = sorted(name.removesuffix(".weight") for name in tensor_names(path) if name.endswith(".weight") and name not in known)
-        config.quantization_config = fp8_config(shape, names, outside)
+        known_shapes = tensor_shapes(shape)
+        unlisted = sorted(
+            name.removesuffix(".weight") for name in tensor_names(path) if name.endswith(".weight") and name not in known_shapes
+        )
+        config.quantization_config = fp8_config(shape, names, unlisted)
     return config
 
 
@@ -102,7 +104,7 @@ def _loader() -> type:
                 yield from quantized_tensors(name, tensor.to(current_platform.device_type).to(self.dtype))
 
         def names(self, folder: Path, section: str) -> set[str]:
-            """The matrices to quantize for the target or its drafter. Each of them reads the whole folder, and ignores the other's."""
+            """The matrices to quantize in `section`. Target and drafter both read the whole folder, and ignore each other's matrices."""
             if folder == self.folder / DRAFTER:
                 return set()
             shape = shape_of(read_config(folder))

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 TRANSFER_BACKEND = "mtpctl"
 """Name of the weight receiver in vLLM (`weight_transfer_config.backend`)."""
 
-OURS = "MTPCTL_VLLM"
+ENGINE_MARKER = "MTPCTL_VLLM"
 """Environment variable that marks processes of mtpctl's engines. vLLM's child processes inherit it."""
 
-AT_ONCE = "MTPCTL_ADMIT_AT_ONCE"
-"""Environment variable of an engine that admits each request as soon as a slot is free, so that its steps do not depend on time."""
+ADMIT_AT_ONCE = "MTPCTL_ADMIT_AT_ONCE"
+"""Environment variable that makes an engine admit each request as soon as a slot is free, so that its steps do not depend on timing."""
 
 NUMERICS = "MTPCTL_NUMERICS"
 """Environment variable with the recipe's `numerics`."""
 
-_WRAPPED = "_mtpctl_watches"
-_COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+_IS_PATCHED = "_mtpctl_watches"
+_COPIED_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def register() -> None:
@@ -35,7 +35,7 @@ def register() -> None:
 
     vLLM swallows errors of a plugin's import, but not of this call, so all imports are in this function.
     """
-    if os.environ.get(OURS):
+    if os.environ.get(ENGINE_MARKER):
         fork_workers(multiprocessing.current_process().name)
         install()
         return
@@ -44,37 +44,36 @@ def register() -> None:
     from mtpctl.rollout.vllm.patches.guard import assign
 
     upstream = EngineArgs.create_model_config
-    if hasattr(upstream, _WRAPPED):
+    if hasattr(upstream, _IS_PATCHED):
         return
 
     def create_model_config(self: EngineArgs) -> ModelConfig:
         # vLLM calls this first with an engine's arguments, before it starts any process.
         if getattr(self.weight_transfer_config, "backend", None) == TRANSFER_BACKEND:
-            os.environ[OURS] = "1"
+            os.environ[ENGINE_MARKER] = "1"
             # Workers of vLLM's Ray executor inherit only the variables that this variable lists.
-            os.environ[_COPIED] = ",".join(filter(None, [os.environ.get(_COPIED, ""), OURS]))
+            os.environ[_COPIED_VARIABLES] = ",".join(filter(None, [os.environ.get(_COPIED_VARIABLES, ""), ENGINE_MARKER]))
             install()
         return upstream(self)
 
-    setattr(create_model_config, _WRAPPED, True)
+    setattr(create_model_config, _IS_PATCHED, True)
     assign(EngineArgs, create_model_config=create_model_config)
 
 
-def fork_workers(process: str) -> None:
+def fork_workers(process_name: str) -> None:
     """Let an engine core fork its workers, so that they need not import vLLM again, which takes 10 to 20 seconds.
 
-    Forking is vLLM's default. But our cores are spawned by Ray actors, which must not fork, and cores inherit that setting. If a core has
-    used CUDA, vLLM spawns its workers nevertheless. OpenMP's threads do not survive a fork, so a core with several keeps the setting.
-    process: the name of this process.
+    Forking is vLLM's default, but cores inherit another setting from Ray actors, which must not fork. If a core has used CUDA, vLLM spawns
+    its workers nevertheless. OpenMP threads do not survive a fork, so a core with several of them keeps the inherited setting.
     """
-    if process.startswith("EngineCore") and os.environ.get("OMP_NUM_THREADS") == "1":
+    if process_name.startswith("EngineCore") and os.environ.get("OMP_NUM_THREADS") == "1":
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
 def install() -> None:
     """Install every patch and register the weight receiver. May be called again.
 
-    Raises UpstreamMoved for another release of vLLM than the pinned one.
+    Raises UpstreamMoved if the installed vLLM is not the pinned release.
     """
     from mtpctl.rollout.vllm.patches.guard import require_pinned
 

@@ -1,11 +1,11 @@
 """Receives weights into a live vLLM engine, as the transfer engine of vLLM's weight-update sessions.
 
-vLLM calls it in each worker between `start_weight_update` (or `start_draft_weight_update`) and `finish_weight_update`. The updates are the
-steps of `mtpctl.sync.receiver`; the bytes come through the transport, never through vLLM's control channel.
+vLLM calls it in each worker between `start_weight_update` (or `start_draft_weight_update`) and `finish_weight_update`, once for each step
+of `mtpctl.sync.receiver`. The weights arrive through the transport, not through vLLM's control channel.
 
-`LayerCapture` records the inputs and outputs of the layers for one request, in eager mode. Most hooks are on norms. vLLM passes a layer's
-second norm the attention's output and the residual stream, and a layer returns the MLP's output and the stream, whatever the signatures of
-attention and MLP.
+`LayerCapture` records the inputs and outputs of the layers for one request, in eager mode. Most hooks are on norms, because the signatures
+of attention and MLP differ between models: the second norm of a layer reads the attention's output and the residual stream, and the layer
+returns the MLP's output and the stream.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         """Does nothing."""
 
     def start_weight_update(self) -> None:
-        """Does nothing: the first update of a session is `begin`."""
+        """Does nothing: a session starts with the step `begin`."""
 
     def receive_weights(self, update_info: Step) -> None:
-        """Apply one step. Raises PlanMismatch in `begin`, SyncError in `buckets`, and always in `abort`: the error ends vLLM's session."""
+        """Apply one step. Raises PlanMismatch in `begin` and SyncError in `buckets`. `abort` always raises, which ends vLLM's session."""
         step = update_info.step
         try:
             if step["action"] == "abort":
@@ -91,7 +91,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         previous, lora = self._steps.received.get("adapter"), self.vllm_config.lora_config
         receiver = AdapterReceiver(plan, previous=previous if isinstance(previous, AdapterReceiver) else None)
         max_rank = None if lora is None else int(lora.max_lora_rank)
-        check_fits(plan, self.model, rename=weights.renamer(self.model), tp=_tp_rank(), max_rank=max_rank)
+        check_fits(plan, self.model, rename=weights.name_mapper(self.model), tp=_tp_rank(), max_rank=max_rank)
         return receiver
 
     def _match(self, plan: SectionPlan) -> dict[str, Shard]:
@@ -99,14 +99,14 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         if self.parallel_config.pipeline_parallel_size > 1:
             raise PlanMismatch("weights of an engine with pipeline stages cannot be updated in place")
         shared_with = self._default_model if self.model is not self._default_model else None
-        own = self.model_config.dtype if isinstance(self.model_config.dtype, torch.dtype) else None
+        model_dtype = self.model_config.dtype if isinstance(self.model_config.dtype, torch.dtype) else None
         return match_shards(
             self.model,
             plan,
-            rename=weights.renamer(self.model),
+            rename=weights.name_mapper(self.model),
             shared_with=shared_with,
             tp=_tp_rank(),
-            dtype=own,
+            dtype=model_dtype,
             plain_weight=weights.plain_weight,
             derived=weights.NOT_SYNCED,
         )
@@ -173,8 +173,8 @@ class WorkerExtension:
 
     def mtpctl_live_sums(self) -> dict[str, str]:
         """Checksums of all live parameters, as the kernels use them. Those of the drafter begin with `draft `."""
-        live = {"": self.model_runner.get_model()} | ({"draft ": self.get_draft_model()} if self.mtpctl_drafts() else {})
-        return {kind + name: checksum(tensor.data) for kind, model in live.items() for name, tensor in model.named_parameters()}
+        models = {"": self.model_runner.get_model()} | ({"draft ": self.get_draft_model()} if self.mtpctl_drafts() else {})
+        return {prefix + name: checksum(tensor.data) for prefix, model in models.items() for name, tensor in model.named_parameters()}
 
     def mtpctl_write_adapter(self, folder: str) -> None:
         """Write the last received adapter to `folder`."""
@@ -200,7 +200,7 @@ class WorkerExtension:
         return "block" if getattr(sampler, "use_block_verification", False) else "token"
 
     def mtpctl_packed_fp8(self) -> str | None:
-        """Why this worker's FP8 weights cannot be updated in place; None if they can."""
+        """The reason why this worker's FP8 weights cannot be updated in place; None if they can."""
         models = [self.model_runner.get_model(), *([self.get_draft_model()] if self.mtpctl_drafts() else [])]
         return next(filter(None, map(weights.packed_fp8, models)), None)
 
@@ -224,7 +224,7 @@ class WorkerExtension:
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 STREAM = "stream"
-"""Suffix of the names of the residual stream that a norm reads."""
+"""Suffix of the name of a norm's residual stream."""
 FINAL, OUTPUT = "final_norm", "output"
 
 
@@ -235,10 +235,10 @@ class LayerCapture:
     was sampled there.
     """
 
-    def __init__(self, model: nn.Module, positions: int) -> None:
+    def __init__(self, model: nn.Module, max_tokens: int) -> None:
         """positions: maximum number of tokens. Raises UserError for a model whose layers have other norms."""
         self._model: Any = model
-        self._limit = positions
+        self._limit = max_tokens
         self._rows: dict[str, Tensor] = {}
         self._count = 0
         self._positions: Tensor | None = None  # of the rows in the current forward pass
@@ -250,15 +250,15 @@ class LayerCapture:
         for number, (_, layer) in sorted(layers.items()):
             self._hook_norm(layer.get_submodule("input_layernorm"), f"{number}.norm1", source="embedding" if number == 0 else None)
             self._hook_norm(layer.get_submodule("post_attention_layernorm"), f"{number}.norm2", source=f"{number}.attention")
-            self._handles.append(layer.register_forward_hook(self._layer_writer(f"{number}.mlp")))
+            self._handles.append(layer.register_forward_hook(self._layer_hook(f"{number}.mlp")))
         self._final_norm = model.get_submodule(layers[0][0].removesuffix("layers.0") + "norm")
         self._hook_norm(self._final_norm, FINAL)
 
     def _hook_norm(self, norm: nn.Module, name: str, *, source: str | None = None) -> None:
         """Record the norm's output and the stream that it reads; its first argument too, as the output of `source`."""
         if source is not None:
-            self._handles.append(norm.register_forward_pre_hook(self._reader(source)))
-        self._handles.append(norm.register_forward_hook(self._writer(name)))
+            self._handles.append(norm.register_forward_pre_hook(self._input_hook(source)))
+        self._handles.append(norm.register_forward_hook(self._norm_hook(name)))
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
@@ -277,25 +277,25 @@ class LayerCapture:
             self._final_norm(out)
         self._positions = None
 
-    def _reader(self, source: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def read(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _input_hook(self, source: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             # Before the norm: fused norms overwrite their inputs.
             self._store(source, args[0])
 
-        return read
+        return record
 
-    def _layer_writer(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], tuple[Tensor, Tensor]], None]:
+    def _layer_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], tuple[Tensor, Tensor]], None]:
         return lambda _, args, out: self._store(name, out[0])
 
-    def _writer(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor | tuple[Tensor, Tensor]], None]:
-        def write(_: nn.Module, args: tuple[Tensor, ...], out: Tensor | tuple[Tensor, Tensor]) -> None:
+    def _norm_hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor | tuple[Tensor, Tensor]], None]:
+        def record(_: nn.Module, args: tuple[Tensor, ...], out: Tensor | tuple[Tensor, Tensor]) -> None:
             # Without a residual, the stream is the input itself.
             normed, stream = out if isinstance(out, tuple) else (out, args[0])
             self._has_normed |= name == FINAL
             self._store(name, normed)
             self._store(f"{name}.{STREAM}", stream)
 
-        return write
+        return record
 
     def _store(self, name: str, rows: Tensor) -> None:
         if self._positions is None:  # The LM head applies MiMo's final norm to some of the rows.
@@ -306,9 +306,10 @@ class LayerCapture:
 
     @torch.no_grad()
     def write(self, path: Path | None, tokens: list[int], temperature: float) -> None:
-        """Remove the hooks and write all rows of `tokens` except the last one, which has none; only the LM head runs if `path` is None.
+        """Remove the hooks, and write the rows of all `tokens` except the last one, for which the model did not run.
 
-        Also writes the log-prob of each token after the first, computed from the model's output, and the largest logit by position.
+        Also writes the log-prob of each token after the first, computed from the model's output, and the largest logit by position. If
+        `path` is None, computes the log-probs with the other ranks, and writes nothing.
         """
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Conversion of clients' sampling settings for vLLM, and vLLM's rejection reasons and tool-call parsers."""
+"""vLLM's sampling settings for clients' requests, its reasons for rejecting a request, and its tool-call parsers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mtpctl.errors import UserError
-from mtpctl.rollout.protocol import ReadCalls
+from mtpctl.rollout.protocol import ToolCallParser
 from mtpctl.samples import Steering
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def sampling_of(steering: Steering, *, drafts: bool) -> dict[str, Any]:
 
 
 def rejection(error: Exception) -> str:
-    """vLLM's reason for rejecting a request, as one line that begins with the field."""
+    """Format vLLM's reason for rejecting a request as one line that begins with the field."""
     text = " ".join(str(error.args[0] if error.args else error).split())[:400]
     field = getattr(error, "parameter", None)
     return f"{field}: {text}" if field else text
@@ -53,7 +53,7 @@ def parser_for(template: str) -> str | None:
     return next((name for mark, name in _FORMATS if mark in template), None)
 
 
-def load_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ReadCalls:
+def load_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolCallParser:
     """vLLM's parser of this name. Raises UserError if there is none."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
     from vllm.tool_parsers import ToolParserManager

@@ -17,17 +17,20 @@ from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
 from mtpctl.rollout.vllm.fp8_loading import DRAFTER_QUANTIZED, FOLDER, LOAD_FORMAT, PRECISION, with_fp8
-from mtpctl.rollout.vllm.plugin import AT_ONCE, NUMERICS, OURS, TRANSFER_BACKEND
+from mtpctl.rollout.vllm.plugin import ADMIT_AT_ONCE, ENGINE_MARKER, NUMERICS, TRANSFER_BACKEND
 
 MAX_GRAPH_TOKENS = 2048
 """Maximum tokens of a step with prefill that is replayed as CUDA graphs."""
 Arguments = dict[str, Any]
 """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-SCHEDULERS = {False: "mtpctl.rollout.vllm.scheduler.SwitchingScheduler", True: "mtpctl.rollout.vllm.scheduler.AsyncSwitchingScheduler"}
+SCHEDULER_CLASSES = {
+    False: "mtpctl.rollout.vllm.patches.drafter.SwitchingScheduler",
+    True: "mtpctl.rollout.vllm.patches.drafter.AsyncSwitchingScheduler",
+}
 """Schedulers for `speculation.auto`, by whether scheduling is asynchronous."""
 
-WEIGHTLESS: dict[str, dict[str, object]] = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, "suffix": {}}
-"""vLLM's options of the drafters without weights: n-grams of 2 to 4 tokens."""
+WEIGHTLESS_DRAFTERS: dict[str, dict[str, object]] = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, "suffix": {}}
+"""Drafters without weights, with their options in vLLM. N-grams have 2 to 4 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class VllmSettings:
     def has_drafter(self) -> bool:
         """Whether the engine has a drafter with weights."""
         speculative = self.args.get("speculative_config") or {}
-        return bool(speculative) and speculative.get("method") not in WEIGHTLESS
+        return bool(speculative) and speculative.get("method") not in WEIGHTLESS_DRAFTERS
 
     @property
     def verifies_blocks(self) -> bool:
@@ -120,22 +123,24 @@ def engine_settings(
         method = rollout.speculation.draft_method
         speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k, "draft_sample_method": method}
         if rollout.speculation.method != "model":
-            speculative = {"method": rollout.speculation.method, "num_speculative_tokens": k} | WEIGHTLESS[rollout.speculation.method]
-        elif (own := engine_method(Path(model))) != "mtp":
-            speculative |= {"method": own, "model": str(Path(model) / DRAFTER)}
+            speculative = {"method": rollout.speculation.method, "num_speculative_tokens": k} | WEIGHTLESS_DRAFTERS[
+                rollout.speculation.method
+            ]
+        elif (drafter_method := engine_method(Path(model))) != "mtp":
+            speculative |= {"method": drafter_method, "model": str(Path(model) / DRAFTER)}
         if rollout.speculation.verification == "block":
             speculative["rejection_sample_method"] = "block"
         args["speculative_config"] = speculative
     if k and rollout.speculation.auto:
-        speculative["num_speculative_tokens_per_batch_size"] = _every_number(k, rollout.max_in_flight)
-        ahead = bool(rollout.engine_args.get("async_scheduling", not cpu))
-        args |= {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
+        speculative["num_speculative_tokens_per_batch_size"] = _draft_schedule(k, rollout.max_in_flight)
+        async_scheduling = bool(rollout.engine_args.get("async_scheduling", not cpu))
+        args |= {"async_scheduling": async_scheduling, "scheduler_cls": SCHEDULER_CLASSES[async_scheduling]}
         if not args["enforce_eager"]:
             args["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(k, rollout.max_in_flight)}
     elif host_limited and not args["enforce_eager"] and adapter is None:
         limit = rollout.engine_args.get("max_num_batched_tokens")
-        sizes = graph_sizes(k, rollout.max_in_flight, most=limit if isinstance(limit, int) else ENGINE_STEP_TOKENS)
-        args["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        cudagraph_sizes = graph_sizes(k, rollout.max_in_flight, max_step_tokens=limit if isinstance(limit, int) else ENGINE_STEP_TOKENS)
+        args["compilation_config"] = {"cudagraph_capture_sizes": cudagraph_sizes}
     if tokenizer is not None:
         args["tokenizer"] = tokenizer
     if rollout.context is not None:
@@ -145,8 +150,8 @@ def engine_settings(
     if not cpu:
         args["gpu_memory_utilization"] = ENGINE_MEMORY_SHARE if rollout.gpu_memory is None else rollout.gpu_memory
     if adapter is not None:
-        room = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
-        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        max_rank = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
         if not EXPERT_TARGETS & set(adapter.targets) or not _may_have_experts(Path(model)):
             # By default vLLM allocates adapters in every layer, including experts, and wraps the embedding. A drafter shares the embedding,
             # whose wrapper then applies the target's batch indices to the drafter's tokens.
@@ -163,31 +168,32 @@ def engine_settings(
     if routes:
         args["enable_return_routed_experts"] = True
     if rollout.tp > 1 or host_limited:
-        # Processes of vLLM's own; in a Ray placement group it would start them with Ray. The process of a single rank runs the model
-        # while the core schedules the next step.
+        # In a Ray placement group, vLLM would start its processes with Ray by default. The process of a single rank runs the model while
+        # the core schedules the next step.
         args["distributed_executor_backend"] = "mp"
     if numerics == "bitwise":
         args["mamba_ssm_cache_dtype"] = "float32"  # a state must not be rounded between steps
     if numerics == "bitwise" and not cpu:
-        # Inductor fuses operations and rounds their results in other positions. Without it, only breakable graphs cover steps with prefill.
-        # The attention of this backend is replaced.
-        graphs = {"mode": 0} | ({} if args["enforce_eager"] else {"cudagraph_mode": "FULL_AND_PIECEWISE"})
-        args["compilation_config"] = args.get("compilation_config", {}) | graphs
+        # Inductor fuses operations, which changes where results are rounded. Without it, only breakable graphs cover steps with prefill.
+        # Our patches replace attention, experts and linear attention of the backends that are selected here. Other expert backends pad the
+        # weights, and other backends of linear attention compile kernels for minutes.
+        graph_options = {"mode": 0} | ({} if args["enforce_eager"] else {"cudagraph_mode": "FULL_AND_PIECEWISE"})
+        args["compilation_config"] = args.get("compilation_config", {}) | graph_options
         args |= {"attention_backend": "FLASH_ATTN", "disable_cascade_attn": True}
-        # Experts are replaced, too. Other backends pad their weights.
+
         args["moe_backend"] = "triton"
-        # So is linear attention. Other backends compile kernels for minutes.
+
         args["additional_config"] = {"gdn_prefill_backend": "triton"}
     args |= rollout.engine_args
     if args.get("speculative_config"):
-        # Also for other speculators such as n-gram, whose drafts are counted in the same way.
+        # Also for n-gram and suffix drafters, whose drafts are counted in the same way.
         args.setdefault("per_request_spec_decode_metrics", "summary")
     in_loop = cpu and args["tensor_parallel_size"] == 1
-    environment = _environment(cpu, in_loop, rollout.threads) | ({AT_ONCE: "1"} if admit_at_once else {})
+    environment = _environment(cpu, in_loop, rollout.threads) | ({ADMIT_AT_ONCE: "1"} if admit_at_once else {})
     environment[NUMERICS] = numerics
     if numerics == "bitwise" and not cpu:
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # whose sampler the patches replace
-        # vLLM's own kernel and NCCL remain, which round the sum of two ranks once.
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # The patches replace the sampler of this model runner.
+        # The remaining all-reduces (vLLM's own kernel and NCCL) round the sum of two ranks once.
         environment |= {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         if not args["enforce_eager"]:
             environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
@@ -203,8 +209,8 @@ def engine_settings(
     )
 
 
-def _every_number(k: int, requests: int) -> list[tuple[int, int, int]]:
-    """A schedule `(min requests, max requests, drafts)` with each number of drafts up to `k`, for which vLLM captures CUDA graphs.
+def _draft_schedule(k: int, requests: int) -> list[tuple[int, int, int]]:
+    """A schedule `(min requests, max requests, drafts)` with every number of drafts up to `k`, so that vLLM captures CUDA graphs for each.
 
     Raises UserError if `requests` is too small.
     """
@@ -219,23 +225,23 @@ def capture_sizes(k: int, requests: int) -> list[int]:
     return sorted({count * (drafts + 1) for count in counts if count <= requests for drafts in range(k + 1)})
 
 
-def graph_sizes(k: int, requests: int, *, most: int) -> list[int]:
+def graph_sizes(k: int, requests: int, *, max_step_tokens: int) -> list[int]:
     """Step sizes in tokens for CUDA graphs of a model whose steps the host limits.
 
-    They cover up to `requests` requests with `k` drafts each, and steps with prefill of up to `MAX_GRAPH_TOKENS` tokens. `most`: tokens of
-    the largest step. On Hopper vLLM captures at most 512 tokens, beyond which it launches each kernel from Python. Padding to a multiple of
-    128 tokens costs a small model less than that.
+    They cover up to `requests` requests with `k` drafts each, and steps with prefill of up to `MAX_GRAPH_TOKENS` tokens, but no step of
+    more than `max_step_tokens`. By default vLLM captures at most 512 tokens on Hopper, and launches each kernel of a larger step from
+    Python. For a small model this takes longer than padding to a multiple of 128 tokens.
     """
     counts = {1, 2, 4, *range(8, min(requests, 256) + 1, 8), *range(256, requests + 1, 32), requests}
     decode = {count * (k + 1) for count in counts if count <= requests}
     mixed = {*range(8, 257, 8), *range(256, 513, 32), *range(512, MAX_GRAPH_TOKENS + 1, 128)}
-    return sorted(size for size in decode | mixed if size <= most)
+    return sorted(size for size in decode | mixed if size <= max_step_tokens)
 
 
 def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     """Variables that must be set before vLLM or torch is imported."""
     variables = {
-        OURS: "1",
+        ENGINE_MARKER: "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,7 +1,7 @@
 """The interface of transports, their selection by the name in the manifest, and the groups of pushing transports.
 
-With `shm` the buckets are files that receivers read at their own pace. `ipc` and `nccl` push: sender and receivers process the same
-buckets at the same time, and a failure of one of them ends the transfer for all.
+With `shm` and `storage` the buckets are files that receivers read at their own pace. `ipc` and `nccl` push: sender and receivers process
+the same buckets at the same time, and a failure of one of them ends the transfer for all.
 
 The sender of a pushing transport hosts a key-value store. Receivers join a group by name, and the complete group is used until a member
 fails. A failure is written to a key that all members poll while they wait, and the next transfer uses a group with a new name. If the
@@ -154,7 +154,7 @@ def cancel(manifest: Manifest, why: str) -> None:
         report_failure(manifest.address, why)
 
 
-_CHECK_S = 0.02
+_CHECK_INTERVAL_S = 0.02
 """Interval of checks for failures, in seconds."""
 
 
@@ -174,10 +174,10 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         """Inverse of `str`."""
-        parts = urlsplit(text)
-        query = parse_qs(parts.query)
-        assert parts.hostname is not None and parts.port is not None
-        return cls(parts.hostname, parts.port, parts.path.lstrip("/"), int(query["receivers"][0]), float(query["deadline_s"][0]))
+        url = urlsplit(text)
+        query = parse_qs(url.query)
+        assert url.hostname is not None and url.port is not None
+        return cls(url.hostname, url.port, url.path.lstrip("/"), int(query["receivers"][0]), float(query["deadline_s"][0]))
 
 
 class Control:
@@ -185,7 +185,7 @@ class Control:
 
     def __init__(self, store: TCPStore, address: Address) -> None:
         self.store, self.address = store, address
-        self._checked = 0.0
+        self._checked_at = 0.0
 
     def key(self, *parts: object) -> str:
         return "/".join([self.address.group, *map(str, parts)])
@@ -202,7 +202,7 @@ class Control:
         return int(self.store.add(self.key(*parts), 0))
 
     def fail(self, why: str) -> None:
-        """Report a failure to the group. If the store is lost, all members notice that by themselves."""
+        """Report a failure to the group. If the store is lost, all members detect that themselves."""
         with contextlib.suppress(RuntimeError):
             self.store.set(self.key("fault"), why)
 
@@ -216,10 +216,10 @@ class Control:
         except RuntimeError as error:
             raise SyncError("the sender of the weights is gone") from error
 
-    def wait(self, done: Callable[[], bool], what: str) -> None:
+    def wait(self, done: Callable[[], bool], action: str) -> None:
         """Wait until `done()`. Raises SyncError after a failure in the group, and after the deadline."""
-        began = time.monotonic()
-        pause = 0.00005
+        started_at = time.monotonic()
+        interval_s = 0.00005
         while True:
             try:
                 if done():
@@ -227,17 +227,17 @@ class Control:
             except RuntimeError as error:
                 # A failing peer also breaks the operations of other members. Prefer the reason that the peer reported.
                 self.check()
-                raise SyncError(f"{what} failed: {str(error).splitlines()[0]}") from error
+                raise SyncError(f"{action} failed: {str(error).splitlines()[0]}") from error
             now = time.monotonic()
-            if now - self._checked > _CHECK_S:
-                self._checked = now
+            if now - self._checked_at > _CHECK_INTERVAL_S:
+                self._checked_at = now
                 self.check()
-            if now - began > self.address.deadline_s:
-                why = f"{what} took longer than sync.deadline_s = {self.address.deadline_s:g}"
-                self.fail(why)
-                raise SyncError(why)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.002)
+            if now - started_at > self.address.deadline_s:
+                message = f"{action} took longer than sync.deadline_s = {self.address.deadline_s:g}"
+                self.fail(message)
+                raise SyncError(message)
+            time.sleep(interval_s)
+            interval_s = min(2 * interval_s, 0.002)
 
 
 def join(address: Address) -> tuple[Control, int]:

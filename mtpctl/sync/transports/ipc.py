@@ -1,4 +1,4 @@
-"""Buckets in two buffers on the sender's GPU, which every receiver on the host maps and reads.
+"""Transfers buckets through two buffers on the sender's GPU, which every receiver on the host maps and reads.
 
 The sender fills one buffer while receivers read the other, and reuses a buffer once all receivers have read it. The handles of the
 buffers are exchanged once. Receivers use the sender's GPU or another one with peer access to it. On a CPU the buffers are a file that both
@@ -24,11 +24,11 @@ from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.transports.base import Address, BucketReader, Control, PushWriter, TransferStats, join
 
 NAME = "ipc"
-_DEVICE_AT = 6
-"""Position of the device index in the arguments of `rebuild_cuda_tensor`. Each process has its own numbering of GPUs."""
+_DEVICE_ARGUMENT = 6
+"""Position of the device index in the arguments of `rebuild_cuda_tensor`. Processes may number GPUs differently."""
 
 
-class _Shared:
+class _SharedBuffers:
     """Two buffers that other processes can map."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -36,15 +36,15 @@ class _Shared:
         if self.cuda:
             self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
             return
-        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        descriptor, path = tempfile.mkstemp(prefix=f"mtpctl-ipc-{os.getpid()}-", dir=memory)
+        directory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        descriptor, path = tempfile.mkstemp(prefix=f"mtpctl-ipc-{os.getpid()}-", dir=directory)
         os.posix_fallocate(descriptor, 0, 2 * nbytes)
-        whole = torch.frombuffer(mmap.mmap(descriptor, 2 * nbytes), dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(descriptor, 2 * nbytes), dtype=torch.uint8)
         os.close(descriptor)
-        self.path, self.buffers = Path(path), [whole[:nbytes], whole[nbytes:]]
+        self.path, self.buffers = Path(path), [memory[:nbytes], memory[nbytes:]]
 
     def handles(self) -> bytes:
-        """The handles for one receiver. Each receiver gets its own, since CUDA counts the users of a handle."""
+        """Create the handles for one receiver. Each receiver gets separate handles, because CUDA counts the users of a handle."""
         if not self.cuda:
             return pickle.dumps((str(self.path), self.buffers[0].numel()))
         from torch.multiprocessing.reductions import reduce_tensor
@@ -57,21 +57,21 @@ class _Shared:
             self.path.unlink(missing_ok=True)
 
 
-def _mapped(handles: bytes, device: torch.device) -> list[torch.Tensor]:
+def _map_buffers(handles: bytes, device: torch.device) -> list[torch.Tensor]:
     unpickled = pickle.loads(handles)
     if device.type != "cuda":
         path, nbytes = unpickled
         with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 2 * nbytes, access=mmap.ACCESS_READ)
+            mapping = mmap.mmap(file.fileno(), 2 * nbytes, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            whole = torch.frombuffer(mapped, dtype=torch.uint8)
-        return [whole[:nbytes], whole[nbytes:]]
+            memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        return [memory[:nbytes], memory[nbytes:]]
     buffers = []
     with torch.cuda.device(device):
         for rebuild, arguments in unpickled:
             local = [*arguments]
-            local[_DEVICE_AT] = torch.cuda.current_device()
+            local[_DEVICE_ARGUMENT] = torch.cuda.current_device()
             buffers.append(rebuild(*local))
     return buffers
 
@@ -81,62 +81,62 @@ class Writer(PushWriter):
 
     def __init__(self, control: Control, device: torch.device, largest: int) -> None:
         self.control, self.device, self.largest = control, device, largest
-        self._shared: _Shared | None = None
+        self._shared_buffers: _SharedBuffers | None = None
         self._filled = 0
         self._reset()
 
     def _reset(self) -> None:
-        self._sent, self._waited, self._began = 0, 0.0, time.monotonic()
+        self._sent_bytes, self._wait_s, self._started_at = 0, 0.0, time.monotonic()
 
     def begin(self, version: int, section: str) -> None:
-        began = time.monotonic()
-        if not self._sent:
-            self._began = began
+        wait_start = time.monotonic()
+        if not self._sent_bytes:
+            self._started_at = wait_start
         receivers = self.control.address.receivers
-        if self._shared is None:
-            self._shared = _Shared(self.largest, self.device)
+        if self._shared_buffers is None:
+            self._shared_buffers = _SharedBuffers(self.largest, self.device)
             for rank in range(1, receivers + 1):
                 # torch's type stubs allow only text, but bytes work too.
-                self.control.store.set(self.control.key("handles", rank), cast(str, self._shared.handles()))
+                self.control.store.set(self.control.key("handles", rank), cast(str, self._shared_buffers.handles()))
         self.control.wait(lambda: self.control.count(version, section) >= receivers, "waiting for receivers to be ready")
-        self._waited += time.monotonic() - began
+        self._wait_s += time.monotonic() - wait_start
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """The next buffer, after every receiver has read its previous bucket."""
-        assert self._shared is not None
-        self._read_by_all(self._filled - 2)
-        return self._shared.buffers[self._filled % 2][: bucket.nbytes]
+        """The next buffer. Waits until every receiver has read the buffer's previous bucket."""
+        assert self._shared_buffers is not None
+        self._wait_until_read(self._filled - 2)
+        return self._shared_buffers.buffers[self._filled % 2][: bucket.nbytes]
 
     def send(self, section: str, bucket: Bucket) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._filled = self.control.increment("filled")
-        self._sent += bucket.nbytes
+        self._sent_bytes += bucket.nbytes
 
-    def _read_by_all(self, number: int) -> None:
+    def _wait_until_read(self, number: int) -> None:
         if number >= 0:
             receivers = self.control.address.receivers
             self.control.wait(lambda: self.control.count("read", number) >= receivers, "receivers reading weights")
-            if number == 0 and self._shared is not None:
+            if number == 0 and self._shared_buffers is not None:
                 # All receivers have mapped the file. Unlink it, so that a killed sender does not leave it behind.
-                self._shared.unlink()
+                self._shared_buffers.unlink()
 
     def finish(self) -> TransferStats:
         for number in (self._filled - 2, self._filled - 1):
-            self._read_by_all(number)
-        seconds = time.monotonic() - self._began
-        sent = TransferStats(self._sent, seconds, seconds - self._waited, self._waited)
+            self._wait_until_read(number)
+        seconds = time.monotonic() - self._started_at
+        stats = TransferStats(self._sent_bytes, seconds, seconds - self._wait_s, self._wait_s)
         self._reset()
-        return sent
+        return stats
 
     def fail(self, why: str) -> None:
         self.control.fail(why)
         self.close()
 
     def close(self) -> None:
-        if self._shared is not None:
-            self._shared.unlink()
-            self._shared = None
+        if self._shared_buffers is not None:
+            self._shared_buffers.unlink()
+            self._shared_buffers = None
 
 
 class Reader(BucketReader):
@@ -155,7 +155,7 @@ class Reader(BucketReader):
         key = self.control.key("handles", self._rank)
         self.control.wait(lambda: self.control.store.check([key]), "waiting for the sender's buffers")
         try:
-            self._buffers = _mapped(self.control.store.get(key), self.device)
+            self._buffers = _map_buffers(self.control.store.get(key), self.device)
         except (OSError, RuntimeError) as error:
             raise SyncError(f"the sender's buffers cannot be mapped here ({error}); sync.transport: ipc needs one host") from error
 

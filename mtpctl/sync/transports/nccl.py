@@ -21,12 +21,12 @@ from mtpctl.sync.transports.base import Address, BucketReader, Control, PushWrit
 
 NAME = "nccl"
 _WATCHDOG_MARGIN_S = 3600.0
-"""Seconds between our deadline and the timeout of NCCL's watchdog, which would end the process. Our deadline must expire first."""
+"""Seconds between `deadline_s` and the timeout of NCCL's watchdog. The deadline must expire first: the watchdog ends the process."""
 _CHANNELS = 16
-"""Maximum number of NCCL channels. Each needs buffers on every GPU, and this number saturates a link."""
+"""Maximum number of NCCL channels. Each needs buffers on every GPU, and 16 saturate a link."""
 
 
-type Mark = float | torch.cuda.Event
+type Timestamp = float | torch.cuda.Event
 """A timestamp: CPU time, or an event on a CUDA stream."""
 
 
@@ -59,7 +59,7 @@ class Wire:
         self.group: _Backend | None = cast(_Backend, group)
 
     def broadcast(self, data: torch.Tensor) -> dist.Work:
-        """Start to broadcast `data` from rank 0, after the work of the current stream."""
+        """Start to broadcast `data` from rank 0, ordered after the work of the current stream."""
         assert self.group is not None, "the communicator is closed"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
@@ -76,7 +76,7 @@ def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
 
-def _completed(work: dist.Work) -> bool:
+def _is_completed(work: dist.Work) -> bool:
     """Whether a transfer has completed. Raises its error if it failed."""
     if not work.is_completed():
         return False
@@ -90,104 +90,104 @@ class Writer(PushWriter):
     def __init__(self, control: Control, device: torch.device, largest: int) -> None:
         self.control, self.device, self.largest = control, device, largest
         self._wire: Wire | None = None
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._reset()
 
     def _reset(self) -> None:
         self._buffers: list[torch.Tensor] = []
-        self._turn = 0
+        self._buffer_index = 0
         self._works: list[tuple[dist.Work, int] | None] = [None, None]
-        self._marks: list[list[Mark]] = []
-        self._sent, self._waited, self._began = 0, 0.0, time.monotonic()
+        self._timestamps: list[list[Timestamp]] = []
+        self._sent_bytes, self._wait_s, self._started_at = 0, 0.0, time.monotonic()
 
     def begin(self, version: int, section: str) -> None:
-        began = time.monotonic()
-        if not self._sent:
-            self._began = began
+        wait_start = time.monotonic()
+        if not self._sent_bytes:
+            self._started_at = wait_start
         receivers = self.control.address.receivers
         self.control.wait(lambda: self.control.count("joined") >= receivers, "waiting for the receivers of the weights")
         if self._wire is None:
             self._wire = Wire(self.control, 0, self.device)
         self.control.wait(lambda: self.control.count(version, section) >= receivers, "waiting for receivers to be ready")
-        self._waited += time.monotonic() - began
+        self._wait_s += time.monotonic() - wait_start
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """The next buffer, after its previous bucket has been sent."""
+        """The next buffer. Waits until the buffer's previous bucket has been sent."""
         if not self._buffers:
             self._buffers = _buffers(self.largest, self.device)
-        self._wait_sent(self._turn)
-        return self._buffers[self._turn][: bucket.nbytes]
+        self._wait_sent(self._buffer_index)
+        return self._buffers[self._buffer_index][: bucket.nbytes]
 
     def send(self, section: str, bucket: Bucket) -> None:
         assert self._wire is not None
-        data = self._buffers[self._turn][: bucket.nbytes]
-        self._marks.append([self._mark()])
+        data = self._buffers[self._buffer_index][: bucket.nbytes]
+        self._timestamps.append([self._take_timestamp()])
         work = self._wire.broadcast(data)
-        self._works[self._turn] = work, len(self._marks) - 1
-        if self._side is not None:
-            with torch.cuda.stream(self._side):
+        self._works[self._buffer_index] = work, len(self._timestamps) - 1
+        if self._side_stream is not None:
+            with torch.cuda.stream(self._side_stream):
                 work.wait()
-                self._marks[-1].append(self._mark())
-        self._sent += bucket.nbytes
-        self._turn = 1 - self._turn
+                self._timestamps[-1].append(self._take_timestamp())
+        self._sent_bytes += bucket.nbytes
+        self._buffer_index = 1 - self._buffer_index
 
-    def _mark(self) -> Mark:
-        """The current point in time, on the CUDA stream if there is one, else on the clock."""
-        if self._side is None:
+    def _take_timestamp(self) -> Timestamp:
+        """Take a timestamp: an event on the CUDA stream if there is one, else the CPU time."""
+        if self._side_stream is None:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _wait_sent(self, turn: int) -> None:
-        """Wait until a buffer may be overwritten, because its bucket was sent. On a GPU the stream waits, otherwise this thread."""
-        if (sending := self._works[turn]) is None:
+    def _wait_sent(self, buffer_index: int) -> None:
+        """Wait until a buffer's bucket was sent, so that it may be overwritten. On a GPU the stream waits, otherwise this thread."""
+        if (transfer := self._works[buffer_index]) is None:
             return
-        work, mark = sending
-        self._works[turn] = None
-        if self._side is None:
-            self.control.wait(lambda: _completed(work), "sending weights")
-            self._marks[mark].append(self._mark())
+        work, index = transfer
+        self._works[buffer_index] = None
+        if self._side_stream is None:
+            self.control.wait(lambda: _is_completed(work), "sending weights")
+            self._timestamps[index].append(self._take_timestamp())
         else:
             work.wait()
 
     def finish(self) -> TransferStats:
-        for turn in (self._turn, 1 - self._turn):
-            self._wait_sent(turn)
-        if self._side is not None:
-            done = torch.cuda.Event()
-            done.record(self._side)
-            self.control.wait(done.query, "sending weights")
-        sent = TransferStats(self._sent, time.monotonic() - self._began, self._wire_seconds(), self._waited)
+        for buffer_index in (self._buffer_index, 1 - self._buffer_index):
+            self._wait_sent(buffer_index)
+        if self._side_stream is not None:
+            done_event = torch.cuda.Event()
+            done_event.record(self._side_stream)
+            self.control.wait(done_event.query, "sending weights")
+        stats = TransferStats(self._sent_bytes, time.monotonic() - self._started_at, self._wire_seconds(), self._wait_s)
         self._reset()
-        return sent
+        return stats
 
     def _wire_seconds(self) -> float:
         """Seconds during which at least one bucket was on the wire."""
-        busy, end = 0.0, float("-inf")
-        for start, stop in ([_seconds(self._marks[0][0], mark) for mark in marks] for marks in self._marks):
-            busy += max(0.0, stop - max(start, end))
-            end = max(end, stop)
-        return busy
+        wire_s, last_end = 0.0, float("-inf")
+        for start, stop in ([_seconds(self._timestamps[0][0], timestamp) for timestamp in timestamps] for timestamps in self._timestamps):
+            wire_s += max(0.0, stop - max(start, last_end))
+            last_end = max(last_end, stop)
+        return wire_s
 
     def fail(self, why: str) -> None:
         self.control.fail(why)
         self.close(broken=True)
 
     def close(self, *, broken: bool = False) -> None:
-        """Leave the group and release the buffers; `broken`: without waiting for transfers in flight."""
+        """Leave the group and release the buffers; `broken`: abort transfers in flight."""
         if self._wire is not None:
             self._wire.close(broken=broken)
             self._wire = None
         self._reset()
 
 
-def _seconds(first: Mark, later: Mark) -> float:
-    """Seconds between two points in time of the same kind."""
-    if isinstance(first, float) and isinstance(later, float):
-        return later - first
-    assert isinstance(first, torch.cuda.Event) and isinstance(later, torch.cuda.Event)
-    return float(first.elapsed_time(later)) / 1e3
+def _seconds(start: Timestamp, end: Timestamp) -> float:
+    """Seconds between two timestamps of the same kind."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    return float(start.elapsed_time(end)) / 1e3
 
 
 class Reader(BucketReader):
@@ -216,14 +216,14 @@ class Reader(BucketReader):
             if self._wire.cuda:
                 work.wait()
             else:
-                self.control.wait(partial(_completed, work), "receiving weights")
+                self.control.wait(partial(_is_completed, work), "receiving weights")
             if index + 1 < len(buckets):
                 incoming = receive(index + 1)
             yield bucket, data
         if self._wire.cuda:
-            done = torch.cuda.Event()
-            done.record()
-            self.control.wait(done.query, "receiving weights")
+            done_event = torch.cuda.Event()
+            done_event.record()
+            self.control.wait(done_event.query, "receiving weights")
 
     def fail(self, why: str) -> None:
         self.control.fail(why)

@@ -16,7 +16,7 @@ from mtpctl.sync.protocol import SyncError, bucket_file
 from mtpctl.sync.transports.base import BucketReader, BucketWriter
 
 NAME = "shm"
-PIECE = 16 << 20
+PIECE_BYTES = 16 << 20
 """Bytes written at a time."""
 
 
@@ -24,7 +24,7 @@ def _path(folder: Path, section: str, bucket: Bucket) -> Path:
     return folder / bucket_file(section, bucket)
 
 
-def _full(path: Path, bucket: Bucket, error: OSError) -> EnvironmentMissing:
+def _no_space_error(path: Path, bucket: Bucket, error: OSError) -> EnvironmentMissing:
     return EnvironmentMissing(
         f"{path}: no room for {bucket.nbytes} bytes of published weights ({error.strerror}); free space there and start again"
     )
@@ -48,22 +48,22 @@ class Writer(BucketWriter):
                 os.posix_fallocate(file.fileno(), 0, bucket.nbytes)
                 return torch.frombuffer(mmap.mmap(file.fileno(), bucket.nbytes), dtype=torch.uint8)
         except OSError as error:
-            raise _full(path, bucket, error) from error
+            raise _no_space_error(path, bucket, error) from error
 
     def put(self, section: str, bucket: Bucket, data: torch.Tensor, before: Callable[[], object]) -> None:
         """Write a bucket from host memory in pieces, and call `before` before each piece.
 
-        The kernel copies: no page is mapped, zeroed or faulted, and other threads of this process are not blocked. Raises
+        Writing is faster than copying into a mapping, because no page is mapped, zeroed or faulted. It does not block other threads. Raises
         EnvironmentMissing if the file system is full.
         """
-        path, left = _path(self.folder, section, bucket), memoryview(data.numpy())
+        path, remaining = _path(self.folder, section, bucket), memoryview(data.numpy())
         try:
             with path.open("xb", buffering=0) as file:
-                while left:
+                while remaining:
                     before()
-                    left = left[file.write(left[:PIECE]) :]
+                    remaining = remaining[file.write(remaining[:PIECE_BYTES]) :]
         except OSError as error:
-            raise _full(path, bucket, error) from error
+            raise _no_space_error(path, bucket, error) from error
 
     def send(self, section: str, bucket: Bucket) -> None:
         """Nothing to do: receivers map the same pages."""
@@ -76,7 +76,7 @@ class Reader(BucketReader):
         self.folder = Path(address)
 
     def begin(self, version: int, section: str) -> None:
-        """Nothing to do: the whole version is written."""
+        """Nothing to do: the version is complete."""
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
         for bucket in buckets:
@@ -86,15 +86,15 @@ class Reader(BucketReader):
         path = _path(self.folder, section, bucket)
         try:
             with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), bucket.nbytes, access=mmap.ACCESS_READ)
+                mapping = mmap.mmap(file.fileno(), bucket.nbytes, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise SyncError(f"{path}: bucket {bucket.index} of section {section} cannot be read: {error}") from error
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return torch.frombuffer(mapped, dtype=torch.uint8)
+            return torch.frombuffer(mapping, dtype=torch.uint8)
 
     def fail(self, why: str) -> None:
         """Nothing to do: the writer waits for no receiver."""
 
     def close(self) -> None:
-        """Mappings end with the tensors that hold them."""
+        """Nothing to do: mappings are released with their tensors."""

@@ -26,7 +26,7 @@ class Reader(shm.Reader):
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
         cache = open_cache(split_address(self._address)[0], sum(bucket.nbytes for bucket in buckets))
-        # Mapped within the lock, because another receiver deletes versions that it does not need.
+        # Map the files while holding the lock, because other receivers delete versions that they do not need.
         with locked(cache):
             self.folder = fetch(self._address, cache, {bucket_file(section, bucket): bucket.nbytes for bucket in buckets})
             mapped = [(bucket, self._read(section, bucket)) for bucket in buckets]

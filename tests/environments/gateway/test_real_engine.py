@@ -29,7 +29,7 @@ from tests.fakes.fuzzed_agents import Agent, Work, calls
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-CONTEXT, TRAJECTORIES, AT_ONCE, UPDATES = 400, 48, 12, 3
+CONTEXT, TRAJECTORIES, ADMIT_AT_ONCE, UPDATES = 400, 48, 12, 3
 FAMILY = next(family for family in FAMILIES if family.name == "qwen2.5")
 
 
@@ -58,7 +58,7 @@ def test_logprobs_are_those_of_a_rescoring(k: int, start_engine: Callable[[VllmS
 
     async def play() -> None:
         nonlocal finished
-        room, store = asyncio.Semaphore(AT_ONCE), VersionStore(tmp_path / "store")
+        room, store = asyncio.Semaphore(ADMIT_AT_ONCE), VersionStore(tmp_path / "store")
         async with Gateway(model, tokenizer, "toy", 6, listen("127.0.0.1", 0)) as gateway:
             transport = httpx.ASGITransport(app=gateway.app)  # type: ignore[arg-type]
 

@@ -148,5 +148,5 @@ def test_weights_that_do_not_fit_change_nothing(engine: SglangEngine, run: Loop,
 
 
 def test_top_p_is_refused(engine: SglangEngine, run: Loop) -> None:
-    with pytest.raises(UserError, match="SGLang's log-probs leave top_p and top_k out"):
+    with pytest.raises(UserError, match="SGLang's log-probs do not account for top_p and top_k"):
         run(engine.generate(request(top_p=0.9)))

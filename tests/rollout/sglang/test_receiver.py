@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from mtpctl.rollout.sglang.receiver import take
+from mtpctl.rollout.sglang.plugin import apply_step
 from mtpctl.sync.checksums import Part, combine
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.protocol import Manifest, SyncError
@@ -62,7 +62,7 @@ class Process:
 
     async def _take(self, model: nn.Module, info: dict[str, Any]) -> Any:
         text = json.dumps({**info, "answers": str(self.answers)}).encode()
-        await asyncio.to_thread(take, model, [("step", torch.frombuffer(bytearray(text), dtype=torch.uint8))])
+        await asyncio.to_thread(apply_step, model, [("step", torch.frombuffer(bytearray(text), dtype=torch.uint8))])
         (message,) = self.answers.iterdir()
         answer = json.loads(message.read_text())
         message.unlink()
@@ -86,7 +86,7 @@ def target_of(process: Process, holds: tuple[str, ...]) -> EngineTarget:
     async def within(step: Awaitable[Any], what: str) -> Any:
         return await asyncio.wait_for(step, 60)
 
-    return EngineTarget(process, 0, with_deadline=within, paused=lambda: True, holds=holds)  # type: ignore[arg-type]
+    return EngineTarget(process, 0, with_deadline=within, paused=lambda: True, sections=holds)  # type: ignore[arg-type]
 
 
 def push(target: EngineTarget, root: Path, version: int) -> Manifest:

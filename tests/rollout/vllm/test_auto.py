@@ -117,9 +117,9 @@ def test_a_drafter_that_is_never_right_is_switched_off(engine: VllmEngine, run: 
 
 def test_new_weights_make_it_look_again(engine: VllmEngine, run: Loop, load: Callable[[Tensors], None]) -> None:
     scheduler = engine._llm.engine_core.engine_core.scheduler
-    scheduler.switch._look_at = float("inf")
+    scheduler.switch._next_look_step = float("inf")
     load(cycle_tensors(CONFIG, STEP, STEP))
-    assert scheduler.switch._look_at == scheduler.switch._steps
+    assert scheduler.switch._next_look_step == scheduler.switch._steps
 
 
 def test_engine_without_auto_rejects_speculate(run: Loop) -> None:

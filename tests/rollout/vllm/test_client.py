@@ -75,13 +75,13 @@ def server() -> Iterator[Server]:
 
 
 async def update(server: Server, sent: Manifest = SENT) -> None:
-    engine = await ServedEngine.find(server.url)
+    engine = await ServedEngine.connect(server.url)
     await engine.update(sent, mode="wait", verify=False, deadline_s=10)
 
 
 def test_pause_that_times_out_is_undone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Responses that have to end first may take longer than anybody waits."""
-    monkeypatch.setattr(client, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(client, "_TIMEOUT_S", 0.5)
     server.slow.add("/pause")
     with pytest.raises(SyncError, match=r"/pause\?mode=wait&clear_cache=true: no answer within 0\.5 s"):
         asyncio.run(update(server))
@@ -91,7 +91,7 @@ def test_pause_that_times_out_is_undone(server: Server, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("keep_kv", "cleared"), [(False, "true"), (True, "false")])
 def test_pause_keeps_the_cache_only_if_set(server: Server, keep_kv: bool, cleared: str) -> None:
     async def synced() -> None:
-        engine = await ServedEngine.find(server.url, keep_kv=keep_kv)
+        engine = await ServedEngine.connect(server.url, keep_kv=keep_kv)
         await engine.update(Manifest(1, "shm", "/nowhere", {}), mode="keep", verify=False, deadline_s=10)
 
     asyncio.run(synced())

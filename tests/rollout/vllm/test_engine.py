@@ -93,7 +93,7 @@ def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loo
         return upstream(outputs, *rest, **options)
 
     monkeypatch.setattr(processor, "process_outputs", process)
-    at_once = engine._sampling(request(7), 40).clone()
+    at_once = engine._sampling_params(request(7), 40).clone()
     at_once.extra_args = None
 
     async def both() -> tuple[Sample, Any]:
@@ -432,4 +432,4 @@ def test_dead_engine_reports_the_first_error_with_a_message(engine: VllmEngine, 
     monkeypatch.setattr(engine, "_failure", "")
     error = RuntimeError()
     error.__cause__ = ValueError("no room")
-    assert str(engine._died(error)) == "ValueError: no room"
+    assert str(engine._mark_failed(error)) == "ValueError: no room"

@@ -15,8 +15,8 @@ from vllm.platforms import current_platform
 
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.vllm import plugin
-from mtpctl.rollout.vllm.patches.guard import PINNED, installed
-from mtpctl.rollout.vllm.plugin import OURS, TRANSFER_BACKEND, install, register
+from mtpctl.rollout.vllm.patches.guard import PINNED, installed_release
+from mtpctl.rollout.vllm.plugin import ENGINE_MARKER, TRANSFER_BACKEND, install, register
 from mtpctl.rollout.vllm.settings import engine_settings
 from tests.environment import TREE
 from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
@@ -28,7 +28,7 @@ def test_the_entry_point_is_installed() -> None:
 
 
 def test_the_pinned_release_is_installed() -> None:
-    assert installed() == PINNED
+    assert installed_release() == PINNED
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,10 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What `tests.fakes.patched_process` prints, in a process that vLLM's plugins have not patched before."""
     config = tiny_config(model_type="qwen2")
     folder = write_checkpoint(tmp_path_factory.mktemp("model"), config, random_tensors(config, 0))
-    outside = {name: value for name, value in os.environ.items() if name != OURS} | {"VLLM_LOGGING_LEVEL": "ERROR", "TRITON_INTERPRET": "1"}
+    outside = {name: value for name, value in os.environ.items() if name != ENGINE_MARKER} | {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TRITON_INTERPRET": "1",
+    }
     command = [sys.executable, "-m", "tests.fakes.patched_process", str(folder), TRANSFER_BACKEND]
     done = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=280, check=False, env=outside)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -74,10 +77,10 @@ def test_all_patches_apply_together_as_on_a_gpu(outputs: Any) -> None:
 def test_processes_of_our_engines_are_marked_by_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[bool] = []
     monkeypatch.setattr(plugin, "install", lambda: done.append(True))
-    monkeypatch.setenv(OURS, "1")
+    monkeypatch.setenv(ENGINE_MARKER, "1")
     register()
     assert done == [True]
-    assert engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu").environment[OURS] == "1"
+    assert engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu").environment[ENGINE_MARKER] == "1"
 
 
 def test_installing_twice_is_harmless() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.rollout.vllm.engine import FAILED, root_cause, root_cause_in_failures
+from mtpctl.rollout.vllm.engine import CORE_FAILED, root_cause, root_cause_in_failures
 from tests.environment import with_tree
 from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
 
@@ -58,13 +58,13 @@ def test_root_cause_is_the_last_exception_before_a_referring_error(text: str, ca
 def test_only_output_of_the_block_is_searched(tmp_path: Path) -> None:
     stderr = tmp_path / "worker.err"
     stderr.write_text(ALONE)
-    with pytest.raises(RuntimeError, match=rf"^{FAILED}$"), root_cause_in_failures(stderr):
-        raise RuntimeError(FAILED)
-    message = rf"^{FAILED}; root cause: torch\.OutOfMemoryError: CUDA out of memory\.$"
+    with pytest.raises(RuntimeError, match=rf"^{CORE_FAILED}$"), root_cause_in_failures(stderr):
+        raise RuntimeError(CORE_FAILED)
+    message = rf"^{CORE_FAILED}; root cause: torch\.OutOfMemoryError: CUDA out of memory\.$"
     with pytest.raises(RuntimeError, match=message), root_cause_in_failures(stderr):
         with stderr.open("a") as file:
             file.write(LOGGED)
-        raise RuntimeError(FAILED)
+        raise RuntimeError(CORE_FAILED)
 
 
 def test_other_errors_and_other_kinds_of_stderr_are_unchanged(tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_other_errors_and_other_kinds_of_stderr_are_unchanged(tmp_path: Path) ->
         stderr.write_text(ALONE)
         raise RuntimeError("no such model")
     reads, writes = os.pipe()
-    with pytest.raises(RuntimeError, match=rf"^{FAILED}$"), root_cause_in_failures(Path(f"/proc/self/fd/{writes}")):
+    with pytest.raises(RuntimeError, match=rf"^{CORE_FAILED}$"), root_cause_in_failures(Path(f"/proc/self/fd/{writes}")):
         os.write(writes, ALONE.encode())
-        raise RuntimeError(FAILED)
+        raise RuntimeError(CORE_FAILED)
     os.close(reads)
     os.close(writes)
 
@@ -110,4 +110,4 @@ def test_failure_of_a_separate_core_process_names_the_root_cause(tmp_path: Path)
         environment = with_tree()
         command = [sys.executable, str(script), str(folder)]
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, timeout=240, text=True)
-    assert FAILED in result.stdout and "; root cause: ValueError: " in result.stdout, (tmp_path / "stderr").read_text()[-4000:]
+    assert CORE_FAILED in result.stdout and "; root cause: ValueError: " in result.stdout, (tmp_path / "stderr").read_text()[-4000:]

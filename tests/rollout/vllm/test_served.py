@@ -117,7 +117,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 def sync(server: Server, manifest: Any) -> SyncReport:
     async def update() -> SyncReport:
-        engine = await ServedEngine.find(server.url, tuple(manifest.sections))
+        engine = await ServedEngine.connect(server.url, tuple(manifest.sections))
         return await engine.update(manifest, mode="keep", verify=True, deadline_s=60)
 
     return asyncio.run(update())
@@ -236,11 +236,11 @@ def test_mismatched_adapter_is_rejected_without_changes(adapted: Server, tmp_pat
 
 
 def test_full_weights_with_a_loaded_adapter_are_rejected(adapted: Server) -> None:
-    with pytest.raises(UserError, match=rf"--to: {adapted.url} has the adapter mtpctl loaded, which would apply on top of whole weights"):
-        asyncio.run(ServedEngine.find(adapted.url, ("target", "draft")))
+    with pytest.raises(UserError, match=rf"--to: {adapted.url} has the adapter mtpctl loaded, which would apply on top of full weights"):
+        asyncio.run(ServedEngine.connect(adapted.url, ("target", "draft")))
 
 
 def test_unreachable_server_and_missing_routes_are_reported(server: Server) -> None:
     for url, said in (("localhost:1", "is not a URL"), ("http://127.0.0.1:9", "does not answer")):
         with pytest.raises(UserError, match=f"--to: {url} {said}"):
-            asyncio.run(ServedEngine.find(url))
+            asyncio.run(ServedEngine.connect(url))

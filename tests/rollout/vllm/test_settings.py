@@ -19,7 +19,7 @@ from mtpctl.plan.placement import ENGINE_MEMORY_SHARE
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm import engine
-from mtpctl.rollout.vllm.engine import VllmEngine, sized_cache
+from mtpctl.rollout.vllm.engine import VllmEngine, kv_cache_option
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.fakes.toys import LLAMA_DFLASH, LLAMA_EAGLE3
@@ -58,7 +58,7 @@ def test_ranks_of_an_engine_are_processes_of_its_own_host() -> None:
 def test_a_request_ends_at_its_own_end_tokens_whatever_the_engines_tokenizer_names() -> None:
     engine = VllmEngine.__new__(VllmEngine)
     engine._settings = engine_settings(VllmConfig(stop=["#"]), model="m", precision="fp32", device="cpu", tokenizer="t")
-    params = engine._sampling(GenerationRequest(Sample("p", "g", [1]), 8, stop=["#"], stop_token_ids=[5, 6]), 8)
+    params = engine._sampling_params(GenerationRequest(Sample("p", "g", [1]), 8, stop=["#"], stop_token_ids=[5, 6]), 8)
     assert (params.ignore_eos, params.stop_token_ids, params.stop) == (True, [5, 6], ["#"])
 
 
@@ -69,11 +69,11 @@ def settings_of(outside: int | None, **rollout: object) -> VllmSettings:
 
 def test_the_cache_of_an_engine_that_shares_its_gpu_is_the_rest_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", classmethod(lambda cls, device_id=0: 80 * GIB))
-    assert sized_cache(settings_of(3 * GIB, gpu_memory=0.25)) == {"kv_cache_memory_bytes": 17 * GIB}
-    assert sized_cache(settings_of(None, gpu_memory=0.25)) == {}, "vLLM measures the memory of an engine that is alone"
-    assert sized_cache(settings_of(3 * GIB, kv_cache_bytes=GIB)) == {}
-    with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.03 of the GPU holds no KV cache in addition to 3.0 GiB of weights"):
-        sized_cache(settings_of(3 * GIB, gpu_memory=0.03))
+    assert kv_cache_option(settings_of(3 * GIB, gpu_memory=0.25)) == {"kv_cache_memory_bytes": 17 * GIB}
+    assert kv_cache_option(settings_of(None, gpu_memory=0.25)) == {}, "vLLM measures the memory of an engine that is alone"
+    assert kv_cache_option(settings_of(3 * GIB, kv_cache_bytes=GIB)) == {}
+    with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.03 of the GPU leaves no memory for a KV cache after 3.0 GiB of weights"):
+        kv_cache_option(settings_of(3 * GIB, gpu_memory=0.03))
     assert settings_of(None).args["gpu_memory_utilization"] == ENGINE_MEMORY_SHARE
 
 
@@ -143,7 +143,7 @@ def test_default_engine_after_a_bitwise_one_has_none_of_its_variables(monkeypatc
         raise Started
 
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_LOGGING_LEVEL": "INFO"})
-    monkeypatch.setattr(engine, "_replaced", {}, raising=False)
+    monkeypatch.setattr(engine, "_replaced_variables", {}, raising=False)
     monkeypatch.setattr(engine, "check_plugin", stop)
     switches = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_LOGGING_LEVEL"
 
@@ -163,7 +163,7 @@ def test_default_engine_after_a_bitwise_one_has_none_of_its_variables(monkeypatc
 
 def test_bitwise_engine_checks_its_gpu_and_dtype_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(engine, "_replaced", {})
+    monkeypatch.setattr(engine, "_replaced_variables", {})
     monkeypatch.setattr(engine.cores, "start_fork_server", lambda: None)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     monkeypatch.setattr(type(current_platform), "get_device_name", classmethod(lambda cls: "a GPU"))

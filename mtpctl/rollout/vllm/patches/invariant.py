@@ -114,13 +114,13 @@ def _apply(upstream: Apply, product: Apply) -> Apply:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] · weightᵀ, rounded, + bias: the trainer adds a bias to a rounded product."""
+    """x [..., in] · weightᵀ + bias. Like the trainer, it rounds the product before it adds the bias."""
     out = invariant.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return out if bias is None else out.add_(bias)
 
 
 def summed_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., in / tp] · weightᵀ, rounded on each rank, and summed. Two ranks' sum is rounded once, whichever all-reduce adds them."""
+    """x [..., in / tp] · weightᵀ, rounded on each rank, and summed. With two ranks, every all-reduce rounds the sum once."""
     from vllm.distributed import tensor_model_parallel_all_reduce
 
     return tensor_model_parallel_all_reduce(linear(x, weight, None))
@@ -133,7 +133,7 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rms_norm(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """The norm of x, or of x + residual together with that sum. The trainer rounds the sum before the norm reads it."""
+    """Return the norm of x; with a residual, the norm of x + residual, and this sum. Like the trainer, it rounds the sum first."""
     if residual is not None:
         x = x + residual
     out = invariant.rms_norm(x, self.weight.data, self.variance_epsilon)
@@ -145,7 +145,7 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
 
 
 def _with_rotary_table(build: Callable[..., None]) -> Callable[..., None]:
-    """Make rotary embeddings store a table for all positions of requests, because `rotate` does not rotate positions beyond the table."""
+    """Make rotary embeddings store a table for all positions of requests, because `rotate` does not support positions beyond the table."""
     from vllm.config import get_current_vllm_config
 
     @wraps(build)
@@ -165,7 +165,7 @@ def _positions(config: VllmConfig) -> int:
 
 def rotary(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Rotate in fp32 with the trainer's cosines and sines; vLLM rounds its cosines and sines to half precision."""
-    table, positions = tuple(each.to(query.device) for each in self.__dict__[_ROTARY_TABLE]), positions.flatten()
+    table, positions = tuple(tensor.to(query.device) for tensor in self.__dict__[_ROTARY_TABLE]), positions.flatten()
     self.__dict__[_ROTARY_TABLE] = table
 
     def rotate(x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def rotary(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor 
 
 @cache
 def invariant_attention_class() -> type[FlashAttentionImpl]:
-    """vLLM's FlashAttention backend, but with `invariant.paged_attention`. KV cache and metadata are those of vLLM."""
+    """vLLM's FlashAttention backend, but with `invariant.paged_attention`. KV cache and metadata are unchanged."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
     signature = inspect.signature(FlashAttentionImpl.__init__)
@@ -213,8 +213,8 @@ def invariant_attention_class() -> type[FlashAttentionImpl]:
             # [pages, key-value heads, slots of a page, key and value]
             keys, values = kv_cache.split(self.head_size, dim=-1)
             pages = PagedKV(keys, values, attn_metadata.block_table, attn_metadata.seq_lens)
-            starts, longest = attn_metadata.query_start_loc, attn_metadata.max_query_len
-            invariant.paged_attention(query[:count], pages, starts, longest, self.scale, output[:count])
+            starts, max_query_len = attn_metadata.query_start_loc, attn_metadata.max_query_len
+            invariant.paged_attention(query[:count], pages, starts, max_query_len, self.scale, output[:count])
             return output
 
     return InvariantAttention

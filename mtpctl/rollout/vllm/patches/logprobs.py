@@ -1,10 +1,10 @@
-"""Send log-probs once, with the last output of their response, instead of with every token (vLLM 0.32.0).
+"""Send log-probs once, with the last output of a response, instead of with every token (vLLM 0.32.0).
 
 vLLM's engine core sends each step's log-probs as three small arrays per request. Creating, packing and unpacking them takes longer than
 everything else in the message, in the process that also launches the next step; with a few hundred requests the GPU waits for it. A
-request that needs its log-probs only at its end (`DEFERRED` in its sampling settings) has them stored in the core, which sends them with
-the last output. For a request that is aborted, `pauses.fetch_partial_outputs` fetches the stored ones; tokens generated between that call
-and the abort have no log-probs, and the caller drops them.
+request that needs its log-probs only at its end has `DEFERRED` in its sampling settings. The core stores its log-probs, and sends them with
+the last output. Before a request is aborted, `pauses.fetch_partial_outputs` fetches the stored log-probs. Tokens generated between that
+call and the abort have no log-probs, and the caller drops them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request, RequestStatus
 
 DEFERRED = {"mtpctl_late_logprobs": True}
-"""`SamplingParams.extra_args` of a request whose log-probs are read at its end only. It must not have stop strings, because the
-core does not detect them. It gets the log-probs of sampled tokens only, whatever else it requests."""
+"""`SamplingParams.extra_args` of a request whose log-probs are read only at its end.
+
+The request must not have stop strings, because the core does not detect them. It gets only the log-probs of sampled tokens, even if it
+requests others.
+"""
 
 Columns = tuple[list[int], list[float]]
 """Tokens, and the log-prob of each."""
-_MARK = "_mtpctl_deferred_logprobs"
+_IS_DEFERRED = "_mtpctl_deferred_logprobs"
 
 
 class PendingLogprobs:
-    """The sampled tokens of one unfinished request, with their log-probs. vLLM's ranks are dropped: nothing here reads them."""
+    """The sampled tokens of one unfinished request, with their log-probs. vLLM's token ranks are dropped, because they are not used."""
 
     __slots__ = ("logprobs", "tokens")
 
@@ -47,29 +50,29 @@ class PendingLogprobs:
         self.tokens, self.logprobs = array("q"), array("f")
 
 
-class _Slice(NamedTuple):
-    """The rows of a step that vLLM would have copied for one request."""
+class _RowReference(NamedTuple):
+    """The rows of one request in a step's log-probs: its index in the step, and the number of positions."""
 
     request: int
     positions: int
 
 
 class _StepLogprobs:
-    """Replaces vLLM's `LogprobsLists` of a step: `slice_request` only stores which rows belong to a request, and copies nothing."""
+    """Replaces vLLM's `LogprobsLists` of a step. Its `slice_request` returns a reference to the rows of a request instead of copies."""
 
-    __slots__ = ("_cumulative", "_logprobs", "whole")
+    __slots__ = ("_cumulative", "_logprobs", "upstream")
 
-    def __init__(self, whole: LogprobsLists) -> None:
-        self.whole = whole
-        self._cumulative = whole.cu_num_generated_tokens
-        self._logprobs: list[float] = whole.logprobs[:, 0].tolist()
+    def __init__(self, upstream: LogprobsLists) -> None:
+        self.upstream = upstream
+        self._cumulative = upstream.cu_num_generated_tokens
+        self._logprobs: list[float] = upstream.logprobs[:, 0].tolist()
 
-    def slice_request(self, req_idx: int, num_positions: int) -> _Slice:
-        return _Slice(req_idx, num_positions)
+    def slice_request(self, req_idx: int, num_positions: int) -> _RowReference:
+        return _RowReference(req_idx, num_positions)
 
-    def rows_of(self, part: _Slice) -> list[float]:
-        start = part.request if self._cumulative is None else self._cumulative[part.request]
-        return self._logprobs[start : start + part.positions]
+    def rows_of(self, reference: _RowReference) -> list[float]:
+        start = reference.request if self._cumulative is None else self._cumulative[reference.request]
+        return self._logprobs[start : start + reference.positions]
 
 
 @patch
@@ -119,16 +122,16 @@ def _install_in_front_end() -> None:
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    make, update = LogprobsProcessor.from_new_request, LogprobsProcessor._update_sample_logprobs
+    create, update = LogprobsProcessor.from_new_request, LogprobsProcessor._update_sample_logprobs
 
     def from_new_request(cls: type[LogprobsProcessor], tokenizer: TokenizerLike | None, request: EngineCoreRequest) -> LogprobsProcessor:
-        processor = make(tokenizer, request)
+        processor = create(tokenizer, request)
         if is_deferred(request) and request.sampling_params is not None and request.sampling_params.flat_logprobs:
-            setattr(processor, _MARK, True)
+            setattr(processor, _IS_DEFERRED, True)
         return processor
 
     def _update_sample_logprobs(self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
-        if hasattr(self, _MARK):
+        if hasattr(self, _IS_DEFERRED):
             _append(self, logprobs_lists)
         else:
             update(self, logprobs_lists)
@@ -155,27 +158,27 @@ def _append(processor: LogprobsProcessor, rows: LogprobsLists) -> None:
 
 
 def _distribute(by_client: dict[int, EngineCoreOutputs], step: _StepLogprobs, pending: dict[str, PendingLogprobs]) -> None:
-    """Store the rows of `DEFERRED` requests, send those of finished ones, and restore vLLM's own slices for all other requests."""
+    """Store the rows of `DEFERRED` requests, add all stored rows to the last output, and restore vLLM's slices for other requests."""
     for outputs in by_client.values():
         for output in outputs.outputs:
-            part: object = output.new_logprobs
-            if part is None:
+            reference: object = output.new_logprobs
+            if reference is None:
                 continue
-            if not isinstance(part, _Slice):
-                raise UpstreamMoved(f"{__name__}: vLLM's scheduler takes log-probs from a step in another way")
+            if not isinstance(reference, _RowReference):
+                raise UpstreamMoved(f"{__name__}: vLLM's scheduler no longer gets log-probs from slice_request")
             stored = pending.get(output.request_id)
             if stored is None:
-                output.new_logprobs = step.whole.slice_request(*part)
+                output.new_logprobs = step.upstream.slice_request(*reference)
                 continue
             stored.tokens.extend(output.new_token_ids)
-            stored.logprobs.extend(step.rows_of(part))
+            stored.logprobs.extend(step.rows_of(reference))
             output.new_logprobs = None
             if output.finish_reason is not None:
                 del pending[output.request_id]
-                output.new_logprobs = as_arrays(stored.tokens, stored.logprobs)
+                output.new_logprobs = to_logprobs_lists(stored.tokens, stored.logprobs)
 
 
-def as_arrays(tokens: Sequence[int], logprobs: Sequence[float]) -> LogprobsLists:
+def to_logprobs_lists(tokens: Sequence[int], logprobs: Sequence[float]) -> LogprobsLists:
     """Log-probs in the format of vLLM's outputs: one position per token, without ranks."""
     from vllm.v1.outputs import LogprobsLists
 
@@ -184,9 +187,9 @@ def as_arrays(tokens: Sequence[int], logprobs: Sequence[float]) -> LogprobsLists
 
 
 def pending_of(scheduler: SchedulerInterface, request_ids: list[str]) -> dict[str, Columns]:
-    """The stored log-probs of these requests.
+    """Return the stored log-probs of these requests.
 
-    They stay stored: a request may finish before the abort arrives, and is then sent with all of its log-probs.
+    They are not removed, because a request may finish before the abort arrives. Its last output then needs all of its log-probs.
     """
     pending = _pending(scheduler)
     return {each: (pending[each].tokens.tolist(), pending[each].logprobs.tolist()) for each in request_ids if each in pending}
@@ -197,4 +200,4 @@ def replace(processor: LogprobsProcessor, tokens: list[int], logprobs: list[floa
     from vllm.logprobs import create_sample_logprobs
 
     processor.logprobs, processor.cumulative_logprob = create_sample_logprobs(True), 0.0
-    processor._update_sample_logprobs(as_arrays(tokens, logprobs))
+    processor._update_sample_logprobs(to_logprobs_lists(tokens, logprobs))

@@ -133,24 +133,23 @@ class LoopCore(InprocClient):
 
 @contextmanager
 def core_in_loop() -> Iterator[None]:
-    """An `AsyncLLM` created in this context runs its core in this process and the running event loop.
+    """Make an `AsyncLLM` that is created in the block run its core in this process and the running event loop.
 
-    The model class, which is imported here anyway, is also inspected in this process instead of a new one.
-    Raises UpstreamMoved for another release.
+    vLLM also inspects the model class in this process instead of a new one. Raises UpstreamMoved for another release.
     """
     require_pinned(f"{__name__}.core_in_loop")
-    make_process, run_in_subprocess = EngineCoreClient.make_async_mp_client, registry._run_in_subprocess
+    make_mp_client, run_in_subprocess = EngineCoreClient.make_async_mp_client, registry._run_in_subprocess
 
-    def make(vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object) -> LoopCore:
+    def make_loop_client(vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: object) -> LoopCore:
         return LoopCore(vllm_config, executor_class, log_stats)
 
-    def run_here[R](inspect: Callable[[], R]) -> R:
+    def run_in_process[R](inspect: Callable[[], R]) -> R:
         return inspect()
 
-    assign(EngineCoreClient, make_async_mp_client=staticmethod(make))
-    assign(registry, _run_in_subprocess=run_here)
+    assign(EngineCoreClient, make_async_mp_client=staticmethod(make_loop_client))
+    assign(registry, _run_in_subprocess=run_in_process)
     try:
         yield
     finally:
-        assign(EngineCoreClient, make_async_mp_client=staticmethod(make_process))
+        assign(EngineCoreClient, make_async_mp_client=staticmethod(make_mp_client))
         assign(registry, _run_in_subprocess=run_in_subprocess)

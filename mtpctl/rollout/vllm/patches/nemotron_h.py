@@ -1,4 +1,4 @@
-"""Nemotron-H in vLLM 0.32.0: its decays and its MTP layer; on CPUs also experts without a gate, and Mamba-2 layers that verify drafts."""
+"""Fixes for Nemotron-H (vLLM 0.32.0): decays and MTP layer; on CPUs also experts without a gate, and drafts in Mamba-2 layers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def install_log_decays() -> None:
     """Keep the logarithm of a Mamba-2 layer's decays as loaded.
 
-    Folders and updates have `A_log`, of which vLLM keeps only `A`, −exp of it, so an update would have nothing to write to. The logarithm
-    of `A` differs from the loaded one in the last bits.
+    Folders and updates have `A_log`, but vLLM keeps only `A` = −exp(`A_log`), so an update would have nothing to write to. The logarithm
+    cannot be computed from `A`, because the result differs in the last bits.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
@@ -115,14 +115,14 @@ def install_ungated_experts() -> None:
         try:
             check(self)
         except NotImplementedError as error:
-            # The last of its checks, after which nothing is left to do.
+            # This is the last check of the method, so nothing after it is skipped.
             if "is_act_and_mul" not in str(error):
                 raise
 
     @wraps(kernels)
     def backend_to_kernel_cls(backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
-        more = [UngatedExperts] if backend.name == "CPU" else []
-        return [*kernels(backend), *more]
+        ungated = [UngatedExperts] if backend.name == "CPU" else []
+        return [*kernels(backend), *ungated]
 
     assign(FusedMoEConfig, __post_init__=post_init)
     assign(unquantized, backend_to_kernel_cls=backend_to_kernel_cls)
@@ -138,8 +138,8 @@ def install_mamba_drafts() -> None:
     """Verify drafts in Mamba-2 layers.
 
     With speculation, a step of a sequence has several tokens. It continues from the state after the last accepted token of the previous
-    step, and stores the state after each of its tokens, one slot each. vLLM's functions for CPUs ignore the number of accepted tokens: the
-    convolution and the scan continue from another token, and log-probs are off by thousandths of a nat even in a toy.
+    step, and stores the state after each of its tokens in a separate slot. vLLM's functions for CPUs ignore the number of accepted tokens:
+    the convolution and the scan continue from the wrong token, and log-probs are off by thousandths of a nat even in a toy.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
@@ -168,12 +168,12 @@ def install_mamba_drafts() -> None:
             return result
         lengths, accepted, slots = query_start_loc.diff().tolist(), num_accepted_tokens.tolist(), conv_state_indices[:, 0].tolist()
         # Padding sequences have no tokens, and no state to read.
-        present = [index for index, tokens in enumerate(lengths) if tokens]
+        active = [index for index, tokens in enumerate(lengths) if tokens]
         convolved = convolve(
             x,
-            [lengths[index] for index in present],
-            [accepted[index] for index in present],
-            [conv_state[slots[index]] for index in present],
+            [lengths[index] for index in active],
+            [accepted[index] for index in active],
+            [conv_state[slots[index]] for index in active],
             weight[:, None],
             bias,
         )
@@ -214,43 +214,43 @@ def scan_drafts(
     bounds: Tensor,
     out_THP: Tensor,
 ) -> None:
-    """One step of the scan of each of S sequences, whose tokens are stored one sequence after another. Writes `states` and the output.
+    """Scan the tokens of one step of S sequences, which are stored one sequence after another. Writes `states` and `out_THP`.
 
     Args:
         states: [slots, H heads, P, N].
         decay_H: the state decays by exp(decay · step) at each token.
         slots_SK: slots of the states after each token of a sequence's step.
-        accepted_S: tokens of each sequence's previous step that were accepted, at least 1; ignored for sequences without tokens (padding).
+        accepted_S: number of accepted tokens in each sequence's previous step, at least 1; ignored for padding sequences, without tokens.
         bounds: [S + 1], start of each sequence's tokens, and the end.
     """
     lengths = bounds.diff()
     per_group = x_THP.shape[1] // b_TGN.shape[1]
-    b_THN, c_THN = (part.float().repeat_interleave(per_group, dim=1) for part in (b_TGN, c_TGN))
-    # A padding sequence has no tokens and no accepted ones; the state that is read for it is not used.
-    last = (accepted_S[: len(lengths), None].long() - 1).clamp(min=0)
-    state = states[slots_SK.gather(1, last)[:, 0].long()].float()
+    b_THN, c_THN = (tensor.float().repeat_interleave(per_group, dim=1) for tensor in (b_TGN, c_TGN))
+    # Padding sequences have no accepted tokens. The state that is read for them is not used.
+    last_accepted = (accepted_S[: len(lengths), None].long() - 1).clamp(min=0)
+    state = states[slots_SK.gather(1, last_accepted)[:, 0].long()].float()
     for index in range(int(lengths.max())):
         rows = (lengths > index).nonzero()[:, 0]
         tokens = bounds[rows].long() + index
         x, steps = x_THP[tokens].float(), steps_TH[tokens]
-        grown = (steps[..., None] * x)[..., None] * b_THN[tokens][:, :, None]
-        state[rows] = state[rows] * (steps * decay_H).exp()[..., None, None] + grown
+        update = (steps[..., None] * x)[..., None] * b_THN[tokens][:, :, None]
+        state[rows] = state[rows] * (steps * decay_H).exp()[..., None, None] + update
         out = (state[rows] @ c_THN[tokens][..., None])[..., 0] + skip_H.float()[:, None] * x
         out_THP[tokens] = out.to(out_THP.dtype)
         states[slots_SK[rows, index].long()] = state[rows].to(states.dtype)
 
 
 def _ignores_accepted() -> bool:
-    """Whether the kernel's output is the same whatever the number of accepted tokens, although it belongs to different states."""
+    """Whether the kernel's output does not depend on the number of accepted tokens, although these select different states."""
     from vllm import _custom_ops as ops
 
-    states, one, slots = torch.zeros(3, 1, 1, 1), torch.ones(1, 1, 1), torch.tensor([[1, 2]], dtype=torch.int32)
+    states, ones, slots = torch.zeros(3, 1, 1, 1), torch.ones(1, 1, 1), torch.tensor([[1, 2]], dtype=torch.int32)
     states[2] = 1.0
     outputs = []
     for accepted in (1, 2):
         out, count = torch.empty(1, 1, 1), torch.tensor([accepted], dtype=torch.int32)
         bounds = torch.tensor([0, 1], dtype=torch.int32)
-        rest = (one[0], None, torch.zeros(1, 1), False, slots, slots, 0, out, count, bounds)
-        ops.selective_state_update_cpu(states.clone(), one, one, -one, one, one, *rest)
+        common_args = (ones[0], None, torch.zeros(1, 1), False, slots, slots, 0, out, count, bounds)
+        ops.selective_state_update_cpu(states.clone(), ones, ones, -ones, ones, ones, *common_args)
         outputs.append(out)
     return torch.equal(*outputs)

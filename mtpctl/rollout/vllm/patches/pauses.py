@@ -1,8 +1,8 @@
 """Pauses and aborts of a vLLM engine, and a prefix cache that does not mix weight versions (vLLM 0.32.0).
 
-A pause with `clear_cache=False` keeps the blocks of running requests, but the prefix cache as well, so that later requests would reuse
-blocks that earlier weights computed. Here such a pause starts a new era. The era is part of the cache salt of every request that starts
-afterwards, so that requests find blocks of the same era only. Blocks of earlier eras are evicted when others need their memory.
+In vLLM, a pause with `clear_cache=False` keeps not only the blocks of running requests but also the prefix cache, so that later requests
+reuse blocks that earlier weights computed. With the patch such a pause starts a new era. The era is part of the cache salt of every request
+that starts afterwards, so that requests reuse only blocks of the same era. Blocks of earlier eras are evicted when memory is needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def install_partial_outputs() -> None:
     """Add a call to the engine core that returns log-probs, draft counts and routes of unfinished requests.
 
     vLLM reports a request's draft counts when it finishes, and loses them if it is aborted. With partial rollouts, every chunk of a
-    response except the last is aborted. Deferred log-probs (`logprobs`) and routes (`routes`) would be lost as well.
+    response except the last is aborted. Deferred log-probs (`patches.logprobs`) and routes (`patches.routes`) would be lost as well.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -42,13 +42,17 @@ def install_partial_outputs() -> None:
 
 def _partial_outputs(self: EngineCore, request_ids: list[str]) -> PartialOutputs:
     requests = cast("Scheduler", self.scheduler).requests
-    metrics = {each: requests[each].spec_decode_metrics for each in request_ids if each in requests}
-    counts = {each: (m.num_spec_tokens, m.histogram, m.num_draft_tokens) for each, m in metrics.items() if m is not None}
+    metrics = {request_id: requests[request_id].spec_decode_metrics for request_id in request_ids if request_id in requests}
+    counts = {
+        request_id: (metric.num_spec_tokens, metric.histogram, metric.num_draft_tokens)
+        for request_id, metric in metrics.items()
+        if metric is not None
+    }
     return counts, deferred_logprobs.pending_of(self.scheduler, request_ids), deferred_routes.pending_of(self.scheduler, request_ids)
 
 
 async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
-    """Fetch log-probs, draft counts and routes of requests that are about to be aborted, and put them where the front end reads them.
+    """Fetch log-probs, draft counts and routes of requests that are about to be aborted, and store them in the front end's request states.
 
     The core continues to generate until the abort arrives. So the last tokens may lack log-probs, and the last log-probs may belong to
     tokens that the front end never gets.
@@ -62,15 +66,15 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
     outputs: PartialOutputs = await llm.engine_core.call_utility_async("mtpctl_partial_outputs", internal_ids)
     counts, logprobs, routes = outputs
     # A request may have finished during the call.
-    for each, (limit, histogram, drafted) in counts.items():
+    for each, (limit, histogram, num_drafts) in counts.items():
         if (state := processor.request_states.get(each)) is not None:
-            state.spec_decode_metrics = RequestSpecDecodeMetrics(limit, list(histogram), drafted)
+            state.spec_decode_metrics = RequestSpecDecodeMetrics(limit, list(histogram), num_drafts)
     for each, columns in logprobs.items():
         if (state := processor.request_states.get(each)) is not None and state.logprobs_processor is not None:
             deferred_logprobs.replace(state.logprobs_processor, *columns)
     for each, rows in routes.items():
         if (state := processor.request_states.get(each)) is not None:
-            state.routed_experts_chunks = [deferred_routes.as_rows(*rows)]
+            state.routed_experts_chunks = [deferred_routes.rows_from_bytes(*rows)]
 
 
 async def pause(llm: AsyncLLM, mode: PauseMode, *, clear_cache: bool = True) -> None:
@@ -78,8 +82,8 @@ async def pause(llm: AsyncLLM, mode: PauseMode, *, clear_cache: bool = True) -> 
 
     `clear_cache`: False to keep the KV cache of running requests (`mtpctl.rollout.vllm.patches.pauses`).
 
-    vLLM sleeps after the engine core is paused, so that callers receive pending outputs first; its own comment says that nothing depends
-    on it. Here the core attaches the weight version to every output, so the sleep would only lengthen each weight sync.
+    vLLM sleeps after the engine core is paused, so that callers receive pending outputs first. A comment there says that nothing depends on
+    it. The core attaches the weight version to every output, so the sleep would only lengthen each weight sync.
 
     Raises UpstreamMoved for another release.
     """
@@ -116,13 +120,13 @@ def install_prefix_eras() -> None:
 
 
 def start_era(scheduler: Scheduler) -> None:
-    """Let all requests without KV blocks start in a new era. Requests in the middle of their prefill give up their blocks.
+    """Start a new era for all requests without KV blocks. Requests in the middle of their prefill lose their blocks.
 
-    A running request that has sampled a token keeps its blocks and its era. One that was preempted before the sync starts in the new era.
-    No step may be in flight.
+    A running request that has sampled a token keeps its blocks and its era. A request that was preempted before the sync continues in the
+    new era. No step may be in flight.
     """
     era = scheduler.__dict__[_ERA] = scheduler.__dict__.get(_ERA, 0) + 1
-    # The first token of such a request would be attributed to the new weights alone.
+    # Otherwise the first token of such a request would be attributed to the new weights alone, although older ones computed its cache.
     prefilling = [request for request in scheduler.running if not request.num_output_tokens]
     scheduler.running = [request for request in scheduler.running if request.num_output_tokens]
     now = time.monotonic()
@@ -135,7 +139,7 @@ def start_era(scheduler: Scheduler) -> None:
 
 
 def _salt(request: Request, era: int) -> None:
-    own = request.__dict__.setdefault(_REQUEST_SALT, request.cache_salt or "")
-    request.cache_salt = f"mtpctl-{era}:{own}"
+    request_salt = request.__dict__.setdefault(_REQUEST_SALT, request.cache_salt or "")
+    request.cache_salt = f"mtpctl-{era}:{request_salt}"
     request.block_hashes.clear()
     request.update_block_hashes()

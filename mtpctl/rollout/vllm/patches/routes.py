@@ -1,14 +1,14 @@
 """Send the routes of a response with its last output (vLLM 0.32.0).
 
-vLLM captures which experts the target's routers choose; drafters are not captured. It copies every step's rows to the host, stores them
-there by request and block, and sends them with each output. This takes 15 µs per request and step, in the process that also launches the
-next step: with 256 requests the GPU waits, and generates a third fewer tokens. Only its second model runner, which CPUs lack, does so.
+vLLM captures which experts the target's routers select, one row per token; drafters are not captured. Its second model runner, which CPUs
+lack, copies every step's rows to the host, stores them there by request and block, and sends them with each output. This takes 15 µs per
+request and step, in the process that also launches the next step: with 256 requests the GPU waits, and generates a third fewer tokens.
 
 Here a step's rows stay on their device, in a tensor indexed by KV-cache slot, and are read once, at the end of their response
 (or before a preemption or an abort). Rows of a prompt in the prefix cache are already there, and rows of rejected drafts are overwritten.
 
 When a response ends, its rows are read while the next step runs, which cannot write to slots that still belong to the response. A request
-loses its slots when it is preempted or aborted, so its rows are read just before. `SlotConnector` does this in vLLM's scheduler.
+loses its slots when it is preempted or aborted, so its rows are read just before that. `SlotConnector` does this in vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 
 Span = tuple[list[int], int, int]
-"""Blocks, beginning with that of the first token, and the positions of the first token and of the one after the last."""
+"""Tokens of a request: their KV-cache blocks, the position of the first token, and the position after the last."""
 Fetch = Callable[[list[Span], bool], Routes]
-"""Reads rows of spans. With True it first waits for steps in flight, which may write some of the rows."""
+"""Reads the rows of spans. If the flag is true, it first waits for steps in flight, which may write some of the rows."""
 
 
-def group_of(config: KVCacheConfig) -> int:
-    """Index of the KV cache's first group of full-attention layers, whose blocks are kept while their request runs.
+def full_attention_group(config: KVCacheConfig) -> int:
+    """Find the KV cache's first group of full-attention layers, whose blocks are kept while their request runs.
 
     Raises UpstreamMoved if there is none.
     """
@@ -59,14 +59,14 @@ def group_of(config: KVCacheConfig) -> int:
         spec = group.kv_cache_spec
         if isinstance(spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec, FullAttentionSpec):
             return number
-    raise UpstreamMoved(f"{__name__}: no layer attends to every token, and routes have no slots to stay in")
+    raise UpstreamMoved(f"{__name__}: routes are stored by slot of a full-attention layer, but the model has no such layer")
 
 
 @dataclass(slots=True)
-class Saved:
-    """Rows read when their request was preempted, beginning with position `first`.
+class PreemptedRows:
+    """Rows that were read when their request was preempted, beginning with position `first`.
 
-    Rows before `settled` belong to tokens that the request had. Later ones belong to steps in flight, whose tokens may still arrive.
+    Rows before position `settled` belong to tokens of the request. Later rows belong to steps in flight, whose tokens may still arrive.
     """
 
     first: int
@@ -75,25 +75,25 @@ class Saved:
 
 
 class SlotConnector:
-    """Replaces vLLM's connector in the scheduler: collects which rows a step's outputs need, and adds them."""
+    """Replaces vLLM's connector in the scheduler: fetches the rows that a step's outputs need, and adds them to the outputs."""
 
     fetch_here: ClassVar[Fetch | None] = None
-    """Reads rows for the engine core in this process."""
+    """Reads rows in the workers of this process's engine core."""
 
     def __init__(self) -> None:
         self.fetch: Fetch | None = None
         self.scheduler: Scheduler | None = None
-        self._group, self._block = 0, 0
-        self._sent: dict[str, int] = {}
-        self._saved: dict[str, Saved] = {}
-        self._wanted: list[tuple[str, Routes | None, Span]] = []
+        self._group, self._block_size = 0, 0
+        self._sent_until: dict[str, int] = {}
+        self._preempted: dict[str, PreemptedRows] = {}
+        self._requested: list[tuple[str, Routes | None, Span]] = []
 
     def attach(self, scheduler: Scheduler, fetch: Fetch) -> None:
-        """Serve this scheduler, and read rows with `fetch`."""
+        """Attach the connector to a scheduler, and read rows with `fetch`."""
         config = scheduler.kv_cache_manager.kv_cache_config
         self.scheduler, self.fetch = scheduler, fetch
-        self._group = group_of(config)
-        self._block = config.kv_cache_groups[self._group].kv_cache_spec.block_size
+        self._group = full_attention_group(config)
+        self._block_size = config.kv_cache_groups[self._group].kv_cache_spec.block_size
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: dict[str, Request]) -> None:
         """Workers need no metadata."""
@@ -102,76 +102,76 @@ class SlotConnector:
         """Request rows for an output: all rows of a `DEFERRED` request at its end, new rows with every output of others."""
         if is_deferred(request) and not request.is_finished():
             return
-        start, end = self._due(request), request.num_tokens - 1
-        saved = self._saved.get(request.request_id)
-        before: Routes | None = None
-        if saved is not None:
+        start, end = self._first_unsent(request), request.num_tokens - 1
+        preempted = self._preempted.get(request.request_id)
+        saved_rows: Routes | None = None
+        if preempted is not None:
             blocks = self._blocks(request)
-            # A request without blocks ends with a token of a step that was in flight at its preemption.
-            until = saved.settled if blocks else min(end, saved.first + len(saved.rows))
-            before, start = saved.rows[start - saved.first : until - saved.first], max(start, until)
-        if end > start or before is not None:
-            self._wanted.append((request.request_id, before, self._span(request, start, max(end, start))))
-            self._sent[request.request_id] = max(end, start)
+            # A request without blocks ended with a token of a step that was in flight when it was preempted.
+            saved_until = preempted.settled if blocks else min(end, preempted.first + len(preempted.rows))
+            saved_rows, start = preempted.rows[start - preempted.first : saved_until - preempted.first], max(start, saved_until)
+        if end > start or saved_rows is not None:
+            self._requested.append((request.request_id, saved_rows, self._span(request, start, max(end, start))))
+            self._sent_until[request.request_id] = max(end, start)
 
     def deliver(self, by_client: Iterable[EngineCoreOutputs]) -> None:
         """Add the rows requested during a step to its outputs."""
-        if not self._wanted:
+        if not self._requested:
             return
         assert self.fetch is not None
-        wanted, self._wanted = self._wanted, []
-        rows, offset = self.fetch([span for _, _, span in wanted], False), 0
+        requested, self._requested = self._requested, []
+        rows, offset = self.fetch([span for _, _, span in requested], False), 0
         by_request: dict[str, Routes] = {}
-        for name, before, (_, start, end) in wanted:
-            own = rows[offset : offset + end - start]
+        for request_id, saved_rows, (_, start, end) in requested:
+            new_rows = rows[offset : offset + end - start]
             offset += end - start
-            by_request[name] = own if before is None else np.concatenate([before, own])
+            by_request[request_id] = new_rows if saved_rows is None else np.concatenate([saved_rows, new_rows])
         for outputs in by_client:
             for output in outputs.outputs:
                 if output.request_id in by_request:
                     output.routed_experts = by_request[output.request_id]
 
     def request_finished(self, request: Request) -> None:
-        """Called when a request ends or is preempted; in the latter case its rows are read before its blocks are reused."""
-        name = request.request_id
+        """Called when a request ends or is preempted. Reads the rows of a preempted request before its blocks are reused."""
+        request_id = request.request_id
         if request.is_finished():
-            self._sent.pop(name, None)
-            self._saved.pop(name, None)
+            self._sent_until.pop(request_id, None)
+            self._preempted.pop(request_id, None)
             return
-        start, computed = self._due(request), request.num_computed_tokens
+        start, computed = self._first_unsent(request), request.num_computed_tokens
         if request.num_tokens == request.num_prompt_tokens and computed < request.num_tokens:
-            # Preempted within its prefill, which is computed again, perhaps with newer weights, before the first token is sampled.
+            # Preempted during prefill. The prefill is repeated, perhaps with newer weights, before the first token is sampled.
             return
-        saved, settled = self._saved.get(name), max(min(request.num_tokens - 1, computed), start)
-        before: Routes | None = None
-        if saved is not None:
-            before, start = saved.rows[: saved.settled - saved.first], saved.settled
+        preempted, settled = self._preempted.get(request_id), max(min(request.num_tokens - 1, computed), start)
+        saved_rows: Routes | None = None
+        if preempted is not None:
+            saved_rows, start = preempted.rows[: preempted.settled - preempted.first], preempted.settled
             settled = max(settled, start)
         if computed > start:
             rows = self._read([self._span(request, start, computed)])
-            rows = rows if before is None else np.concatenate([before, rows])
-            self._saved[name] = Saved(start if saved is None else saved.first, settled, rows)
+            rows = rows if saved_rows is None else np.concatenate([saved_rows, rows])
+            self._preempted[request_id] = PreemptedRows(start if preempted is None else preempted.first, settled, rows)
 
     def reset(self) -> None:
         """Called when the prefix cache is cleared. Rows of running requests are unaffected."""
 
     def pending(self, request: Request) -> Routes:
         """The unsent rows of a request that is about to be aborted."""
-        start, end = self._due(request), min(request.num_tokens - 1, request.num_computed_tokens)
-        saved = self._saved.get(request.request_id)
-        parts = []
-        if saved is not None:
-            parts.append(saved.rows[start - saved.first : saved.settled - saved.first])
-            start = saved.settled
-        if end > start or not parts:
-            parts.append(self._read([self._span(request, start, max(start, end))]))
-        return np.concatenate(parts)
+        start, end = self._first_unsent(request), min(request.num_tokens - 1, request.num_computed_tokens)
+        preempted = self._preempted.get(request.request_id)
+        chunks = []
+        if preempted is not None:
+            chunks.append(preempted.rows[start - preempted.first : preempted.settled - preempted.first])
+            start = preempted.settled
+        if end > start or not chunks:
+            chunks.append(self._read([self._span(request, start, max(start, end))]))
+        return np.concatenate(chunks)
 
-    def _due(self, request: Request) -> int:
+    def _first_unsent(self, request: Request) -> int:
         """The position of the first unsent row."""
         assert request.sampling_params is not None
         first = min(request.sampling_params.routed_experts_prompt_start, request.num_prompt_tokens)
-        return self._sent.get(request.request_id, first)
+        return self._sent_until.get(request.request_id, first)
 
     def _blocks(self, request: Request) -> list[int]:
         assert self.scheduler is not None
@@ -181,7 +181,7 @@ class SlotConnector:
     def _span(self, request: Request, start: int, end: int) -> Span:
         if end <= start:
             return [], start, start
-        return self._blocks(request)[start // self._block : (end - 1) // self._block + 1], start, end
+        return self._blocks(request)[start // self._block_size : (end - 1) // self._block_size + 1], start, end
 
     def _read(self, spans: list[Span]) -> Routes:
         assert self.fetch is not None
@@ -200,7 +200,7 @@ def pending_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple[byt
     return {each: (rows.tobytes(), rows.dtype.name, rows.shape) for each, rows in pending.items()}
 
 
-def as_rows(data: bytes, dtype: str, shape: Iterable[int]) -> Routes:
+def rows_from_bytes(data: bytes, dtype: str, shape: Iterable[int]) -> Routes:
     """Deserialize one result of `pending_of`."""
     return np.frombuffer(data, dtype).reshape(tuple(shape))
 
@@ -227,15 +227,15 @@ def _connect() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
 
-    sized, update = EngineCore._initialize_kv_caches, Scheduler.update_from_output
+    initialize_kv_caches, upstream_update = EngineCore._initialize_kv_caches, Scheduler.update_from_output
 
-    @wraps(sized)
+    @wraps(initialize_kv_caches)
     def _initialize_kv_caches(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        # Plugins are loaded in the core's `__init__`, too late to wrap that; the scheduler is created after this call.
-        SlotConnector.fetch_here = partial(_of_first, self.model_executor)
-        return sized(self, *args, **kwargs)
+        # Plugins are loaded in the core's `__init__`, so that cannot be wrapped. The scheduler is created after this call.
+        SlotConnector.fetch_here = partial(_fetch_from_first_rank, self.model_executor)
+        return initialize_kv_caches(self, *args, **kwargs)
 
-    @wraps(update)
+    @wraps(upstream_update)
     def update_from_output(
         self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -243,7 +243,7 @@ def _connect() -> None:
         if isinstance(connector, SlotConnector) and connector.scheduler is None:
             assert SlotConnector.fetch_here is not None, "the core has sized its caches"
             connector.attach(self, SlotConnector.fetch_here)
-        by_client = update(self, scheduler_output, model_runner_output)
+        by_client = upstream_update(self, scheduler_output, model_runner_output)
         if isinstance(connector, SlotConnector):
             connector.deliver(by_client.values())
         return by_client
@@ -259,10 +259,10 @@ def _connect() -> None:
     assign(Worker, mtpctl_fetch_routes=mtpctl_fetch_routes)
 
 
-def _of_first(executor: Any, spans: list[Span], in_flight: bool) -> Routes:
-    """Fetch rows from the one rank that has them."""
-    answers = executor.collective_rpc(_FETCH, args=(spans, in_flight))
-    return next(each for each in answers if each is not None)
+def _fetch_from_first_rank(executor: Any, spans: list[Span], in_flight: bool) -> Routes:
+    """Fetch rows from the rank that stores them."""
+    results = executor.collective_rpc(_FETCH, args=(spans, in_flight))
+    return next(rows for rows in results if rows is not None)
 
 
 def _record_on_gpu() -> None:
@@ -271,25 +271,25 @@ def _record_on_gpu() -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    prepare, room = GPUModelRunner.initialize_kv_cache, Worker.determine_available_memory
+    upstream_initialize, upstream_available = GPUModelRunner.initialize_kv_cache, Worker.determine_available_memory
 
     def get_aux_output_connector(model: torch.nn.Module, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SlotRecorder:
         return SlotRecorder(model=model, vllm_config=vllm_config, kv_cache_config=kv_cache_config)
 
-    @wraps(prepare)
+    @wraps(upstream_initialize)
     def initialize_kv_cache(self: GPUModelRunner, *args: Any, **kwargs: Any) -> None:
-        prepare(self, *args, **kwargs)
+        upstream_initialize(self, *args, **kwargs)
         recorder: object = self.aux_output_connector
         if isinstance(recorder, SlotRecorder):
             recorder.slots = self.block_tables.slot_mappings
 
-    @wraps(room)
+    @wraps(upstream_available)
     def determine_available_memory(self: Worker) -> int:
-        free = int(room(self))
+        free_bytes = int(upstream_available(self))
         if not self.vllm_config.aux_output_config.enabled or self.cache_config.kv_cache_memory_bytes:
-            return free
-        rows, cached = bytes_per_slot(self.vllm_config), bytes_per_token(self.get_kv_cache_spec().values())
-        return free * cached // (cached + rows)
+            return free_bytes
+        row_bytes, kv_bytes = bytes_per_slot(self.vllm_config), bytes_per_token(self.get_kv_cache_spec().values())
+        return free_bytes * kv_bytes // (kv_bytes + row_bytes)
 
     assign(model_runner, get_aux_output_connector=get_aux_output_connector)
     assign(GPUModelRunner, initialize_kv_cache=initialize_kv_cache)
@@ -301,26 +301,26 @@ def _record_on_cpu() -> None:
     from vllm.config import VllmConfig
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    prepare, execute = CPUModelRunner.initialize_kv_cache, CPUModelRunner.execute_model
+    upstream_initialize, upstream_execute = CPUModelRunner.initialize_kv_cache, CPUModelRunner.execute_model
 
     def verify_aux_output_compatibility(self: VllmConfig) -> None:
         """Upstream rejects this model runner."""
 
-    @wraps(prepare)
+    @wraps(upstream_initialize)
     def initialize_kv_cache(
         self: CPUModelRunner, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kwargs: Any
     ) -> None:
-        prepare(self, kv_cache_config, is_profiling, *args, **kwargs)
+        upstream_initialize(self, kv_cache_config, is_profiling, *args, **kwargs)
         if self.vllm_config.aux_output_config.enabled and not is_profiling:
             recorder = SlotRecorder(model=self.get_model(), vllm_config=self.vllm_config, kv_cache_config=kv_cache_config)
             vars(self)["aux_output_connector"] = recorder
 
-    @wraps(execute)
+    @wraps(upstream_execute)
     def execute_model(self: CPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        result = execute(self, scheduler_output, *args, **kwargs)
+        result = upstream_execute(self, scheduler_output, *args, **kwargs)
         recorder = getattr(self, "aux_output_connector", None)
         if isinstance(recorder, SlotRecorder) and (count := scheduler_output.total_num_scheduled_tokens):
-            # Sampling comes later, and drafting after it: these are still the slots of the target's tokens.
+            # Sampling and drafting follow, so these are still the slots of the target's tokens.
             recorder.write(self.input_batch.block_table[recorder.group].slot_mapping.gpu[:count])
         return result
 
@@ -338,29 +338,31 @@ class SlotRecorder:
 
         self._capturer = RoutedExpertsCapturer(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config)
         bind_routed_experts_capturer(model, self._capturer)
-        self.group = group_of(kv_cache_config)
+        self.group = full_attention_group(kv_cache_config)
         """The group of layers whose slots index the rows."""
-        self._block = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
+        self._block_size = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
         self._shape, self._dtype = self._capturer.shape_per_token, np.dtype(self._capturer.output_dtype_name)
         self._rows: torch.Tensor | None = None
-        self._step = False
+        self._in_step = False
         self.slots: torch.Tensor | None = None
         """Second model runner: the slot of each token of a step, by group of layers."""
         if get_tp_group().is_first_rank:
             width, device = int(np.prod(self._shape)), self._capturer.device_buffer.device
             # torch supports few operations on uint16. Expert numbers fit into int16.
-            self._rows = torch.empty((kv_cache_config.num_blocks * self._block, width), dtype=_signed(self._dtype), device=device)
+            self._rows = torch.empty(
+                (kv_cache_config.num_blocks * self._block_size, width), dtype=_storage_dtype(self._dtype), device=device
+            )
             self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def begin_step(self, metadata: AuxOutputConnectorMetadata | None) -> None:
         """Called by the second model runner before a step with requests, not before warm-up steps."""
-        self._step = True
+        self._in_step = True
 
     def prepare_output(self, input_batch: InputBatch) -> None:
-        """Called by the second model runner after it launched a step."""
-        if not self._step:
+        """Called by the second model runner after it has launched a step."""
+        if not self._in_step:
             return
-        self._step = False
+        self._in_step = False
         assert self.slots is not None, "set with the KV cache"
         self.write(self.slots[self.group, : int(input_batch.query_start_loc_np[len(input_batch.req_ids)])])
 
@@ -379,7 +381,7 @@ class SlotRecorder:
 
         if self._rows is None:
             return None
-        slots = torch.from_numpy(np.concatenate([slots_of(*span, self._block) for span in spans]))
+        slots = torch.from_numpy(np.concatenate([slots_of(*span, self._block_size) for span in spans]))
         if self._stream is None:
             rows = self._rows[slots]
         else:
@@ -396,23 +398,23 @@ class SlotRecorder:
         self._rows = None
 
 
-def slots_of(blocks: Sequence[int], start: int, end: int, block: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Slots of positions `start` to `end`. `blocks` begins with the block of `start`; each has `block` tokens."""
+def slots_of(blocks: Sequence[int], start: int, end: int, block_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Slots of positions `start` to `end`. `blocks` begins with the block of `start`; each has `block_size` tokens."""
     positions = np.arange(start, end, dtype=np.int64)
-    if end > start and (end - 1) // block - start // block >= len(blocks):
-        raise UpstreamMoved(f"{__name__}: tokens {start} to {end} have {len(blocks)} blocks of {block}, and need more")
-    return np.asarray(blocks, np.int64)[positions // block - start // block] * block + positions % block
+    if end > start and (end - 1) // block_size - start // block_size >= len(blocks):
+        raise UpstreamMoved(f"{__name__}: tokens {start} to {end} need more than {len(blocks)} blocks of {block_size} tokens")
+    return np.asarray(blocks, np.int64)[positions // block_size - start // block_size] * block_size + positions % block_size
 
 
 def bytes_per_slot(config: VllmConfig) -> int:
-    """Bytes of one token's rows on the GPU."""
+    """Bytes of one token's row on the GPU."""
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import _get_routed_experts_shape
 
-    layers, experts, chosen = _get_routed_experts_shape(config)
-    return int(layers * chosen * (1 if experts <= 256 else 2))
+    layers, experts, top_k = _get_routed_experts_shape(config)
+    return int(layers * top_k * (1 if experts <= 256 else 2))
 
 
-def _signed(dtype: np.dtype[Any]) -> torch.dtype:
+def _storage_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     import torch
 
     return torch.uint8 if dtype.itemsize == 1 else torch.int16

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    Sampled = ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors
+    SamplingOutput = ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors
 
 
 @cpu_patch
 def install_sampler() -> None:
-    """Fix two faults of the fallback kernels for speculative sampling. With Triton neither exists, and nothing is changed.
+    """Fix two faults of the fallback kernels for speculative sampling. They do not exist with Triton, so nothing is patched then.
 
     A. `expand_batch_to_tokens` repeats each request's temperature, top-k and top-p for its draft tokens. The CPU kernel converts its
        output buffer to int64 first, so it writes to a copy, and the caller reads uninitialized memory as temperature (vLLM issue 55005).
@@ -36,7 +36,7 @@ def install_sampler() -> None:
 
     if HAS_TRITON:
         return
-    if not _loses_result(_expand_kernel_impl) or not _crashes_without_rows(apply_top_k_only):
+    if not _loses_result(_expand_kernel_impl) or not _crashes_on_empty_batch(apply_top_k_only):
         raise UpstreamMoved(f"{__name__}: vLLM's CPU sampler no longer shows the faults patched here; remove the patch")
     upstream = rejection_sampler.apply_top_k_top_p
 
@@ -64,7 +64,7 @@ def _loses_result(upstream: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, 
     return bool((output == -1.0).all())
 
 
-def _crashes_without_rows(upstream: Callable[[torch.Tensor, torch.Tensor], object]) -> bool:
+def _crashes_on_empty_batch(upstream: Callable[[torch.Tensor, torch.Tensor], object]) -> bool:
     """Whether top-k fails for logits without rows."""
     try:
         upstream(torch.empty(0, 4), torch.empty(0, dtype=torch.int32))
@@ -77,28 +77,28 @@ def _crashes_without_rows(upstream: Callable[[torch.Tensor, torch.Tensor], objec
 def install_seeds() -> None:
     """Keep the engine alive when the prompt of a seeded request takes several steps.
 
-    A step that computes a part of a request's known tokens samples one token too many, and vLLM discards it. vLLM then rewinds the
-    request's generator by its offset, which CUDA generators have and CPU generators do not: the engine dies. This happens with long
-    prompts, and after a weight sync, when the cleared cache is recomputed for all requests at once. With the patch such a row draws from
-    the shared generator, so the request's own generator does not have to be rewound.
+    A step that computes a part of a prompt samples one token too many, which vLLM discards. vLLM then rewinds the request's generator by
+    its offset, which only CUDA generators have, so on a CPU the engine dies. This happens with long prompts, and after a weight sync, when
+    the cleared cache is recomputed for all requests at once. With the patch such a row draws from the shared generator, so the request's
+    generator need not be rewound.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     if _has_offset():
         raise UpstreamMoved(f"{__name__}: a CPU's generator has an offset now; remove the patch")
     # torch's decorator hides the type.
-    upstream = cast("Callable[[CPUModelRunner, GrammarOutput | None], Sampled]", CPUModelRunner.sample_tokens)
+    upstream = cast("Callable[[CPUModelRunner, GrammarOutput | None], SamplingOutput]", CPUModelRunner.sample_tokens)
 
     @wraps(upstream)
-    def sample_tokens(self: CPUModelRunner, grammar_output: GrammarOutput | None) -> Sampled:
+    def sample_tokens(self: CPUModelRunner, grammar_output: GrammarOutput | None) -> SamplingOutput:
         # The sampler reads this dictionary, which is keyed by row of the batch.
         batch = self.input_batch
         discarded = self.discard_request_mask.np[: batch.num_reqs]
-        spared = {row: batch.generators.pop(row) for row in list(batch.generators) if discarded[row]}
+        generators = {row: batch.generators.pop(row) for row in list(batch.generators) if discarded[row]}
         try:
             return upstream(self, grammar_output)
         finally:
-            batch.generators.update(spared)
+            batch.generators.update(generators)
 
     assign(CPUModelRunner, sample_tokens=sample_tokens)
 

@@ -2,10 +2,10 @@
 
 Draft counts: vLLM counts a request's drafts when a step is verified, and later trims the step's tokens at the end of the response. Drafts
 after the end are still counted, most of them as rejected. So even a perfect drafter has a few percent of rejections, and more if responses
-are short. With the patch the count of the last step is trimmed in the same way as its tokens.
+are short. With the patch the counts of the last step are trimmed in the same way as its tokens.
 
-Stop strings are detected in the front end, which does not have the scheduler's counts. So every output of a request with stop strings
-contains them. The last step's count is stored in the lists that vLLM fills for every step at its metrics level `detailed`.
+Stop strings are detected in the front end, which does not have the scheduler's counts. So the patch adds the counts to every output of a
+request with stop strings. The counts of the last step are stored in the lists that vLLM fills at its metrics level `detailed`.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ def step_seeds(seeds: torch.Tensor, requests: torch.Tensor, starts: torch.Tensor
 
     seeds [slots], int64. requests [n]: the slots of the requests. starts [n]: the position of each request's first row.
     """
-    mixed = seeds.clone()
+    result = seeds.clone()
     slots = requests.long()
-    mixed[slots] = seeds[slots] ^ ((starts.long() + 1) * _MULTIPLIER)
-    return mixed
+    result[slots] = seeds[slots] ^ ((starts.long() + 1) * _MULTIPLIER)
+    return result
 
 
 def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `rejection_sample` so that block verification uses `step_seeds`."""
-    parameters = inspect.signature(upstream)
-    _require(parameters, "rejection_sample", "cu_num_logits", "pos", "idx_mapping", "seed", "use_block_verification")
+    signature = inspect.signature(upstream)
+    _require_parameters(signature, "rejection_sample", "cu_num_logits", "pos", "idx_mapping", "seed", "use_block_verification")
 
     @wraps(upstream)
     def rejection_sample(*args: Any, **kwargs: Any) -> Any:
-        call = parameters.bind(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
         bound = call.arguments
         if bound.get("use_block_verification"):
             bound["seed"] = step_seeds(bound["seed"], bound["idx_mapping"], bound["pos"][bound["cu_num_logits"][:-1].long()])
@@ -97,14 +97,14 @@ def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 def propose_with_fresh_noise(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap a drafter's `propose` so that drafts for block verification are sampled with `step_seeds`."""
-    parameters = inspect.signature(upstream)
-    _require(parameters, "propose", "input_batch", "seeds", "dummy_run")
+    signature = inspect.signature(upstream)
+    _require_parameters(signature, "propose", "input_batch", "seeds", "dummy_run")
 
     @wraps(upstream)
     def propose(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.speculative_config.rejection_sample_method != "block":
             return upstream(self, *args, **kwargs)
-        call = parameters.bind(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
         bound = call.arguments
         if not bound.get("dummy_run"):
             batch: InputBatch = bound["input_batch"]
@@ -115,20 +115,22 @@ def propose_with_fresh_noise(upstream: Callable[..., torch.Tensor]) -> Callable[
     return propose
 
 
-def _require(parameters: inspect.Signature, name: str, *names: str) -> None:
-    if missing := [each for each in names if each not in parameters.parameters]:
-        raise UpstreamMoved(f"{__name__}: vLLM's {name} no longer takes {', '.join(missing)}; find the new way to set its random numbers")
+def _require_parameters(signature: inspect.Signature, function: str, *parameters: str) -> None:
+    if missing := [parameter for parameter in parameters if parameter not in signature.parameters]:
+        raise UpstreamMoved(
+            f"{__name__}: vLLM's {function} no longer takes {', '.join(missing)}; find the new way to set its random numbers"
+        )
 
 
-_OBSERVED = "_mtpctl_observed"
+_HAS_NEW_COUNTS = "_mtpctl_observed"
 """Attribute of a request's counts, set between counting a step and appending the step's tokens."""
-_UNSENT = "_mtpctl_unsent_counts"
+_UNSENT_COUNTS = "_mtpctl_unsent_counts"
 """Attribute of the scheduler: counts for its next outputs, by request id."""
 
 
 @patch
 def install_draft_counts() -> None:
-    """Trim the count of the last step, in the scheduler and in the front end."""
+    """Trim the counts of the last step, in the scheduler and in the front end."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -140,7 +142,7 @@ def install_draft_counts() -> None:
         observe(self, num_draft_tokens, num_accepted, detailed)
         if not detailed:
             _set_last_step(self, num_draft_tokens, num_accepted)
-            setattr(self, _OBSERVED, True)
+            setattr(self, _HAS_NEW_COUNTS, True)
 
     def update_request_with_output(
         self: Scheduler, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -149,22 +151,22 @@ def install_draft_counts() -> None:
         counts = request.spec_decode_metrics
         if counts is None or self.spec_decode_metrics_level != "summary":
             return tokens, stopped
-        if not counts.__dict__.pop(_OBSERVED, False):
+        if not counts.__dict__.pop(_HAS_NEW_COUNTS, False):
             _set_last_step(counts)
         elif stopped:
             trim_last_step(counts, len(tokens))
         if not stopped and request.sampling_params is not None and request.sampling_params.stop:
-            self.__dict__.setdefault(_UNSENT, {})[request.request_id] = snapshot(counts)
+            self.__dict__.setdefault(_UNSENT_COUNTS, {})[request.request_id] = snapshot(counts)
         return tokens, stopped
 
     def update_from_output(
         self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         by_client = update(self, scheduler_output, model_runner_output)
-        if unsent := self.__dict__.pop(_UNSENT, None):
+        if unsent_counts := self.__dict__.pop(_UNSENT_COUNTS, None):
             for outputs in by_client.values():
                 for output in outputs.outputs:
-                    output.spec_decode_metrics = output.spec_decode_metrics or unsent.get(output.request_id)
+                    output.spec_decode_metrics = output.spec_decode_metrics or unsent_counts.get(output.request_id)
         return by_client
 
     def trim_surplus_tokens(req_state: RequestState, output: EngineCoreOutput, num_prev_tokens: int) -> None:
@@ -178,7 +180,7 @@ def install_draft_counts() -> None:
 
 
 def _set_last_step(counts: RequestSpecDecodeMetrics, *step: int) -> None:
-    """Store the last step's numbers of drafted and accepted tokens; nothing if it did not draft."""
+    """Store the last step's numbers of drafted and accepted tokens, or empty lists if it did not draft."""
     counts.per_step_drafted, counts.per_step_accepted = [*step[:1]], [*step[1:]]
 
 

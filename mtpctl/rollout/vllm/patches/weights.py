@@ -1,4 +1,4 @@
-"""Access of weight updates to a live vLLM model (vLLM 0.32.0): names, loaded layout, packed and derived copies."""
+"""Gives weight updates access to a live vLLM model (vLLM 0.32.0): names, loaded layout, packed and derived copies."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _LOADED = "_mtpctl_loaded"
 """Attribute of a layer with experts: the object that packs them, and the loaded weights by name."""
 LOG_DECAY = "_mtpctl_log_decay"
-"""Attribute of a Mamba-2 layer's parameter `A`: its logarithm, which is what folders store. `A` is −exp of it."""
+"""Attribute of a Mamba-2 layer's parameter `A`: the logarithm `A_log` that folders store, with `A` = −exp(`A_log`)."""
 _DECAY, _DECAY_SIBLING = "A", "dt_bias"
 _CONVOLUTION = "_cpu_unpacked_conv_weight"
 _UNPACKED_BACKENDS = ("TRITON", "BATCHED_TRITON")
 LATENT_HALVES = ("W_UV", "W_UK_T")
 NOT_SYNCED = (*LATENT_HALVES, "mask_embedding")
-"""Parameters that no weight update contains: vLLM derives them from others, or does not use them. A DFlash drafter has `mask_embedding`,
-but embeds its mask token."""
+"""Parameters that no weight update contains. vLLM derives them from others, or does not use them: a DFlash drafter has `mask_embedding`,
+but embeds its mask token instead."""
 
 
 UPDATABLE_KERNELS = (
@@ -45,10 +45,10 @@ UPDATABLE_KERNELS = (
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
     "TritonFp8BlockScaledMMKernel",
 )
-"""Kernels of FP8 matrices that compute with the weights as loaded. DeepGEMM's requantization does not change what the project's quantizer
-returns (`mtpctl.kernels.block_fp8`). On some GPUs it stores scales in another dtype, which `packed_fp8` reports."""
+"""Kernels of FP8 matrices that use the weights in their loaded layout. DeepGEMM's requantization does not change weights that
+`mtpctl.kernels.block_fp8` has quantized. On some GPUs it stores scales in another dtype, which `packed_fp8` reports."""
 UPDATABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS", "DEEPGEMM", "BATCHED_DEEPGEMM", "EMULATION")
-"""Backends of FP8 experts that do the same."""
+"""Backends of FP8 experts that use the weights in their loaded layout."""
 
 
 class PackedWeight(ShapeMismatch):
@@ -66,17 +66,17 @@ class _LayerRenaming(Protocol):
     def _rewrite_spec_layer_name(self, spec_layer: int, name: str) -> str: ...
 
 
-def renamer(model: nn.Module) -> Callable[[str], str | None] | None:
-    """Map names of tensors of a Hugging Face folder to the live model's, before fusing; None if the model renames nothing.
+def name_mapper(model: nn.Module) -> Callable[[str], str | None] | None:
+    """Return the function that maps tensor names of a Hugging Face folder to the live model's, before fusing; None if they are equal.
 
-    EAGLE-3 and DFlash drafters are named on the wire as in their folder, with the prefix `drafter.`.
-    Most models have a map, `hf_to_vllm_mapper`. ERNIE 4.5's target has none for the router's bias, which its `load_weights` renames. The
-    drafters of DeepSeek-V3 and GLM-4.5 have none: their `load_weights` renames layer by layer, with a method that puts a layer's
-    attention and MLP under `mtp_block` and moves the embedding to the top of the model.
+    Most models have a map, `hf_to_vllm_mapper`. It lacks the router's bias of ERNIE 4.5, which `load_weights` renames. The drafters of
+    DeepSeek-V3 and GLM-4.5 have no map: their `load_weights` renames layer by layer, with a method that moves a layer's attention and MLP
+    to `mtp_block`, and the embedding to the top of the model. In an update, tensors of EAGLE-3 and DFlash drafters have the names of
+    their folder, with the prefix `drafter.`.
 
     Raises UpstreamMoved for another release.
     """
-    require_pinned(f"{__name__}.renamer")
+    require_pinned(f"{__name__}.name_mapper")
     from vllm.model_executor.models.ernie45_moe import Ernie4_5_MoeForCausalLM
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
@@ -111,12 +111,12 @@ def install_gemm() -> None:
 
     After loading, vLLM's CPU backend packs each linear layer's weight for a kernel of that CPU: its own on AMX up to 1 MiB, zentorch's on
     Zen if installed, oneDNN's otherwise. It then drops the parameter, so an update has nothing to write to and a checksum nothing to
-    read; an output head keeps its parameter next to a packed copy, which an update would leave stale. With the patch every linear layer
-    computes `torch.nn.functional.linear` on the parameter itself, as vLLM does if no kernel packs. Repacking after each update would gain
-    little: torch uses oneDNN for the same product, with AMX.
+    read. An output head keeps its parameter next to a packed copy, which an update would leave stale. With the patch every linear layer
+    computes `torch.nn.functional.linear` with the parameter, as vLLM does if no kernel packs. Repacking after each update would gain
+    little, because torch computes the same product with oneDNN and AMX.
 
-    Latent attention drops `kv_b_proj` in favor of packed halves on AMX, and accepts only bfloat16 there. vLLM's other kernel for it runs
-    on every CPU in any type and keeps the weight, so it is chosen unless a backend is configured.
+    With AMX, latent attention replaces `kv_b_proj` by packed halves, and supports only bfloat16. vLLM's other kernel for it runs on every
+    CPU in any dtype and keeps the weight, so the patch selects it unless a backend is configured.
     """
     from vllm.model_executor.layers import utils
     from vllm.platforms.cpu import CpuPlatform
@@ -133,7 +133,7 @@ def install_gemm() -> None:
         if layer.get_parameter("weight").ndim == 2:
             layer.__dict__["cpu_linear"] = torch.nn.functional.linear
         elif getattr(layer, "bias", None) is None:
-            # Convolutions of gated delta nets, whose loaded layout vLLM keeps, and experts: see `install_packed`.
+            # Convolutions of gated delta nets, whose loaded layout vLLM keeps, and experts (see `install_packed`).
             upstream(layer, remove_weight)
         # Mamba-2's convolution, which has a bias, is computed with a view of the loaded weight; packing would detach it from updates.
 
@@ -153,8 +153,8 @@ def install_gemm() -> None:
 def install_packed() -> None:
     """Keep a copy of experts (`w13_weight`, `w2_weight`) as loaded.
 
-    The CPU backend packs both for its grouped kernel and drops the originals, so an update would have nothing to write to. It packs the
-    short convolution of a gated delta net too, but vLLM itself keeps the loaded weight of that.
+    The CPU backend packs both for its grouped kernel and drops the originals, so an update would have nothing to write to. It also packs
+    the short convolution of a gated delta net, but keeps its loaded weight.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -182,14 +182,14 @@ def check_quantization(config: QuantizationConfig | None, model: nn.Module, dtyp
     """
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
-    sent = "float8_e4m3fn" in dtypes
+    is_fp8 = "float8_e4m3fn" in dtypes
     if config is None:
-        if sent:
+        if is_fp8:
             raise PlanMismatch("the weights are sent in FP8, but the engine's are not quantized: start it with rollout.quantization: fp8")
         return
     if not isinstance(config, Fp8Config) or config.weight_block_size != [FP8_BLOCK, FP8_BLOCK]:
         raise PlanMismatch(f"weights of an engine with quantization {config.get_name()} cannot be updated; use fp8 in blocks of 128 x 128")
-    if not sent and any(parameter.dtype == torch.float8_e4m3fn for parameter in model.parameters()):
+    if not is_fp8 and any(parameter.dtype == torch.float8_e4m3fn for parameter in model.parameters()):
         raise PlanMismatch(
             "the engine's weights are FP8, but the weights are sent unquantized: set rollout.quantization: fp8 in their recipe"
         )
@@ -198,7 +198,7 @@ def check_quantization(config: QuantizationConfig | None, model: nn.Module, dtyp
 
 
 def packed_fp8(model: nn.Module) -> str | None:
-    """Why FP8 weights of a model cannot be updated in place: number of layers, kernel and option in one line. None if they can."""
+    """The reason why FP8 weights of a model cannot be updated in place, as one line; None if they can."""
     packed: Counter[tuple[str, str, str]] = Counter()
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -215,8 +215,8 @@ def packed_fp8(model: nn.Module) -> str | None:
         }
         if not updatable:
             packed[kind, kernel, option] += 1
-        elif other := sorted(scales - {"float32"}):
-            packed[kind, f"{kernel} (scales in {other[0]})", option] += 1
+        elif other_dtypes := sorted(scales - {"float32"}):
+            packed[kind, f"{kernel} (scales in {other_dtypes[0]})", option] += 1
     if not packed:
         return None
     layers = ", ".join(f"{count} {kind} for {kernel}" for (kind, kernel, _), count in packed.items())
@@ -285,9 +285,9 @@ class _ContextBuffers(Protocol):
 def refresh_derived(model: nn.Module, dtype: torch.dtype | str) -> None:
     """Recompute derived weights from the current ones. `dtype` is the model's.
 
-    Latent attention keeps a second copy of `kv_b_proj`, split and transposed, and updates it only on request. It then reuses the memory
-    of the copy, so captured CUDA graphs read the new values. A DFlash drafter keeps the key and value projections and the key norms of all
-    its layers side by side. Raises UpstreamMoved for another release.
+    Latent attention stores a second copy of `kv_b_proj`, split and transposed, and recomputes it only on request. It reuses the memory of
+    the copy, so captured CUDA graphs read the new values. A DFlash drafter stores a fused copy of the key and value projections and the key
+    norms of all its layers. Raises UpstreamMoved for another release.
     """
     require_pinned(f"{__name__}.refresh_derived")
     for layer in model.modules():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mtpctl.rollout.vllm.patches.admission import MAX_HOLD_S, MAX_SHARE, AdmissionBursts, fit
+from mtpctl.rollout.vllm.patches.admission import MAX_HELD_SHARE, MAX_HOLD_S, AdmissionBursts, fit_costs
 
 
 @dataclass
@@ -43,7 +43,7 @@ def simulate(
         lengths += [int(draw.expovariate(1 / mean)) + 1 for _ in range(admitted)]
         # A prompt whose group is in the prefix cache has only its last block to compute.
         prefilled = sum(draw.choice([prompt, 16]) for _ in range(admitted))
-        bursts.scheduled(now, len(lengths), prefilled)
+        bursts.record_step(now, len(lengths), prefilled)
         seconds = step * (0.3 + 0.7 * len(lengths) / slots) + prefill * bool(admitted) + token * prefilled
         now += seconds * draw.gauss(1, 0.03)
         tokens += len(lengths)
@@ -58,7 +58,7 @@ def test_costly_prefills_are_made_rarer() -> None:
     assert bursts.bursts.step_s == pytest.approx(0.02, rel=0.1)
     assert bursts.bursts.prefill_s == pytest.approx(0.008, rel=0.3)
     assert bursts.tokens_per_s > 1.15 * at_once.tokens_per_s
-    assert at_once.largest < bursts.largest <= 256 * MAX_SHARE + 256 / 8
+    assert at_once.largest < bursts.largest <= 256 * MAX_HELD_SHARE + 256 / 8
 
 
 @pytest.mark.parametrize(("slots", "mean", "prompt"), [(256, 500, 1000), (64, 300, 500), (256, 40, 60)])
@@ -90,7 +90,7 @@ def test_requests_are_admitted_at_once_unless_the_engine_is_full() -> None:
 
 
 def test_costs_that_the_cycles_do_not_separate_are_unknown() -> None:
-    assert fit([(0.03, 1.0, 60.0)] * 50) == (0.0, 0.0), "each cycle is one step"
+    assert fit_costs([(0.03, 1.0, 60.0)] * 50) == (0.0, 0.0), "each cycle is one step"
     cycles = [(0.02 * steps + 0.005 + 1e-5 * tokens, steps, tokens) for steps in (1.0, 2.0, 3.0, 5.0) for tokens in (16.0, 60.0, 400.0)]
-    assert fit(cycles) == (pytest.approx(0.02), pytest.approx(0.005))
-    assert fit([*cycles, (5.0, 2.0, 16.0)]) == (pytest.approx(0.02), pytest.approx(0.005)), "a pause for a weight update"
+    assert fit_costs(cycles) == (pytest.approx(0.02), pytest.approx(0.005))
+    assert fit_costs([*cycles, (5.0, 2.0, 16.0)]) == (pytest.approx(0.02), pytest.approx(0.005)), "a pause for a weight update"

@@ -13,7 +13,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from mtpctl.rollout.vllm.patches import cores
-from mtpctl.rollout.vllm.patches.cores import first_alone, install_shared_compilation
+from mtpctl.rollout.vllm.patches.cores import install_shared_compilation, run_first_exclusively
 
 LONG_S = 60.0
 
@@ -23,12 +23,12 @@ def test_others_wait_for_the_first_and_then_run_at_the_same_time(tmp_path: Path)
     entered = threading.Semaphore(0)
 
     def load() -> None:
-        with first_alone(lock):
+        with run_first_exclusively(lock):
             entered.release()
             together.wait(LONG_S)  # passes only if both are in the block
 
     others = [threading.Thread(target=load, daemon=True) for _ in range(2)]
-    with first_alone(lock):
+    with run_first_exclusively(lock):
         for other in others:
             other.start()
         assert not entered.acquire(timeout=0.3), "the first one is alone"

@@ -126,7 +126,7 @@ class Config:
 
 def test_expert_kernel_is_chosen_as_without_lora(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(method, "select_unquantized_moe_backend", lambda config: config)
-    monkeypatch.setattr(install_experts, "in_place", False)
+    monkeypatch.setattr(install_experts, "is_applied", False)
     assert install_experts()
     assert method.select_unquantized_moe_backend(Config(True)) == Config(False)  # type: ignore[arg-type]
 

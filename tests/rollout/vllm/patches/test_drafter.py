@@ -17,7 +17,7 @@ from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
 
 from mtpctl.rollout.vllm.patches import drafter as patches
-from mtpctl.rollout.vllm.patches.drafter import TIMED_STEPS, DraftTimes, install_depths
+from mtpctl.rollout.vllm.patches.drafter import DRAFTING_TIMES, DraftTimes, install_depths
 from mtpctl.rollout.vllm.plugin import install
 
 
@@ -51,7 +51,7 @@ def test_patch_runs_the_layer_of_each_depth_of_a_compiled_drafter(monkeypatch: p
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
     monkeypatch.setattr(DeepSeekMTP, "__call__", inspect.unwrap(DeepSeekMTP.__call__))
     monkeypatch.setattr(MiMoMTP, "forward", MiMoMTP.forward)
-    monkeypatch.setattr(install_depths, "in_place", False)
+    monkeypatch.setattr(install_depths, "is_applied", False)
     monkeypatch.setattr(patches, "_takes_later_depths", lambda forward: False)
     with torch._dynamo.config.patch(disable=False):
         assert added_by_a_compiled_drafter() == [10.0, 10.0, 10.0]
@@ -86,7 +86,7 @@ def test_take_returns_medians_by_number_of_drafts_and_resets(monkeypatch: pytest
 
 def test_only_recent_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
     times = DraftTimes()
-    for seconds in [1.0] * TIMED_STEPS + [2.0] * TIMED_STEPS:
+    for seconds in [1.0] * DRAFTING_TIMES + [2.0] * DRAFTING_TIMES:
         draft(times, 1, seconds, monkeypatch)
     assert times.take() == {1: 2.0}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.rollout.vllm.patches.exact_delta import _parts, _with_new_sequences
+from mtpctl.rollout.vllm.patches.exact_delta import _split_by_drafts, _with_new_sequences
 from mtpctl.rollout.vllm.plugin import NUMERICS
 
 
@@ -40,7 +40,7 @@ def test_step_has_a_part_with_drafts_and_one_without() -> None:
         spec_token_indx=torch.tensor([3, 4]),
         num_accepted_tokens=torch.tensor([2]),
     )
-    parts = [[x.tolist() for x in part if isinstance(x, Tensor)] for part in _parts(metadata)]
+    parts = [[x.tolist() for x in part if isinstance(x, Tensor)] for part in _split_by_drafts(metadata)]
     assert parts == [[[0, 1, 2, 5], [0, 3, 4], [[4], [5]], [0, 1]], [[3, 4], [0, 2], [[7, 8]], [2]]]
     metadata.num_spec_decodes, metadata.num_prefill_tokens, metadata.num_decode_tokens = 0, 4, 0
-    assert [part[0] for part in _parts(metadata)] == [slice(4)]
+    assert [part[0] for part in _split_by_drafts(metadata)] == [slice(4)]

@@ -23,7 +23,7 @@ MODULES = [importlib.import_module(f"{patches.__name__}.{module.name}") for modu
 PATCHES = {each.name: each for module in MODULES for each in vars(module).values() if isinstance(each, Patch)}
 GUARDED: dict[str, Callable[[], object]] = {
     f"{weights.__name__}.refresh_derived": lambda: weights.refresh_derived(nn.Module(), "float32"),
-    f"{weights.__name__}.renamer": lambda: weights.renamer(nn.Module()),
+    f"{weights.__name__}.name_mapper": lambda: weights.name_mapper(nn.Module()),
     f"{loop.__name__}.core_in_loop": lambda: loop.core_in_loop().__enter__(),
     f"{pauses.__name__}.pause": lambda: asyncio.run(pauses.pause(None, "keep")),  # type: ignore[arg-type]
 }
@@ -41,9 +41,9 @@ def applied() -> None:
 
 
 def test_every_patch_rejects_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "installed", lambda: "0.33.0")
+    monkeypatch.setattr(guard, "installed_release", lambda: "0.33.0")
     for patch in PATCHES.values():
-        monkeypatch.setattr(patch, "in_place", False)
+        monkeypatch.setattr(patch, "is_applied", False)
         monkeypatch.setattr(patch, "_apply", applied)
     for name, call in (PATCHES | GUARDED).items():
         if name in CPU_ONLY and not current_platform.is_cpu():
@@ -103,7 +103,7 @@ def test_fault_that_is_gone_upstream_is_reported(
         monkeypatch.delattr(attribute)
     else:
         monkeypatch.setattr(attribute, replacement)
-    monkeypatch.setattr(patch, "in_place", False)
+    monkeypatch.setattr(patch, "is_applied", False)
     with pytest.raises(UpstreamMoved, match=message) as moved:
         patch()
     assert patch.name.rpartition(".")[0] in str(moved.value)

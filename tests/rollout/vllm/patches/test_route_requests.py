@@ -13,7 +13,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm.patches.logprobs import DEFERRED
-from mtpctl.rollout.vllm.patches.routes import SlotConnector, SlotRecorder, Span, as_rows, group_of, pending_of, slots_of
+from mtpctl.rollout.vllm.patches.routes import (
+    SlotConnector,
+    SlotRecorder,
+    Span,
+    full_attention_group,
+    pending_of,
+    rows_from_bytes,
+    slots_of,
+)
 
 BLOCK, BLOCKS = 4, 40
 SHAPE = (3, 2)
@@ -45,9 +53,9 @@ class Gpu:
         self.recorder = SlotRecorder.__new__(SlotRecorder)
         recorder: Any = self.recorder
         recorder._capturer = SimpleNamespace(device_buffer=torch.zeros((64, *SHAPE), dtype=torch.int32))
-        recorder.group, recorder._block, recorder._shape, recorder._dtype = 0, BLOCK, SHAPE, np.dtype(np.uint16)
+        recorder.group, recorder._block_size, recorder._shape, recorder._dtype = 0, BLOCK, SHAPE, np.dtype(np.uint16)
         recorder._rows = torch.full((BLOCKS * BLOCK, 6), -1, dtype=torch.int16)
-        recorder._stream, recorder._step, recorder.slots = None, False, torch.zeros((1, 64), dtype=torch.int64)
+        recorder._stream, recorder._in_step, recorder.slots = None, False, torch.zeros((1, 64), dtype=torch.int64)
         self.connector = SlotConnector()
         manager = SimpleNamespace(kv_cache_config=cache_of(spec()), get_block_ids=lambda name: ([*self.blocks.get(name, [])],))
         self.connector.attach(SimpleNamespace(kv_cache_manager=manager), self.fetch)  # type: ignore[arg-type]
@@ -137,7 +145,7 @@ def test_a_preempted_request_keeps_the_rows_of_the_pass_that_sampled_its_tokens(
     # The last one was under way when its request was preempted: whether its token would come was not known.
     assert np.array_equal(rows, rows_of([*tokens[:8], 522]))
     gpu.connector.request_finished(request)
-    assert not gpu.connector._saved and not gpu.connector._sent
+    assert not gpu.connector._preempted and not gpu.connector._sent_until
 
 
 def test_request_preempted_within_its_prefill_has_the_rows_of_the_second_pass() -> None:
@@ -184,7 +192,7 @@ def test_pending_rows_survive_serialization() -> None:
     others = request_of(3, deferred=False)
     scheduler = SimpleNamespace(aux_output_connector=gpu.connector, requests={"r-1": request, "others": others})
     result = pending_of(scheduler, ["r-1", "others", "gone"])
-    assert list(result) == ["r-1"] and np.array_equal(as_rows(*result["r-1"]), rows_of(tokens[:3]))
+    assert list(result) == ["r-1"] and np.array_equal(rows_from_bytes(*result["r-1"]), rows_of(tokens[:3]))
     assert pending_of(SimpleNamespace(aux_output_connector=None), ["r-1"]) == {}
 
 
@@ -197,11 +205,11 @@ def test_a_step_that_warms_up_writes_nothing() -> None:
 
 def test_the_group_that_attends_to_every_token_is_taken() -> None:
     state = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,))
-    assert group_of(cache_of(state, spec())) == 1
-    with pytest.raises(UpstreamMoved, match="no layer attends to every token"):
-        group_of(cache_of(state))
+    assert full_attention_group(cache_of(state, spec())) == 1
+    with pytest.raises(UpstreamMoved, match="the model has no such layer"):
+        full_attention_group(cache_of(state))
 
 
 def test_too_few_blocks_raise() -> None:
-    with pytest.raises(UpstreamMoved, match="tokens 3 to 9 have 2 blocks of 4"):
+    with pytest.raises(UpstreamMoved, match="tokens 3 to 9 need more than 2 blocks of 4"):
         slots_of([5, 6], 3, 9, 4)
