@@ -25,7 +25,7 @@ from harness import finish, parser, print_environment
 from mtpctl.bench.arms import Arm, Experiment, Outcome
 from mtpctl.bench.asynchrony import by_seconds, evaluated, evaluations_of
 from mtpctl.bench.report import machines, markdown, number
-from mtpctl.telemetry.summary import Point, best_so_far, height
+from mtpctl.telemetry.summary import Point, best_so_far, interpolate
 
 WITHIN = 0.02
 """Distance of the level below the teacher's accuracy."""
@@ -97,7 +97,7 @@ def compare(rl: Outcome, taught: Outcome, window: int) -> list[str]:
     for name, outcome in (("RL", rl), ("teacher", taught)):
         evaluations = evaluations_of(outcome.history)
         seconds = crossing(by_seconds(outcome.history), level)
-        updates = None if seconds is None else height([(e.seconds, float(e.update)) for e in evaluations], seconds)
+        updates = None if seconds is None else interpolate([(e.seconds, float(e.update)) for e in evaluations], seconds)
         update_s = statistics.median(value for _, value in outcome.history.series("timing_s/step", "rl"))
         curve = ", ".join(f"{e.update}: {100 * e.accuracy:.1f}" for e in evaluations)
         rows.append((name, outcome.updates, f"{update_s:.2f}", number(updates, ".1f"), number(seconds, ".1f"), curve))

@@ -45,7 +45,7 @@ class ThresholdMissed(MtpctlError):
     exit_code = 6
 
 
-def first_of[E: MtpctlError](errors: Sequence[E]) -> E:
+def with_notes[E: MtpctlError](errors: Sequence[E]) -> E:
     """Return the first error, with the others as notes. The command line prints notes on separate lines."""
     first, *others = errors
     for other in dict.fromkeys(map(str, others)):

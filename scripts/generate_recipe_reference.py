@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from generated_page import write_or_check
 from pydantic import BaseModel
 
-from mtpctl.recipe.fields import Key, children, element, type_text
+from mtpctl.recipe.fields import Key, element_section, section_keys, type_text
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
@@ -43,8 +43,8 @@ def page() -> str:
 
 
 def _section(model: type[BaseModel], path: tuple[str, ...], title: str, about: str) -> Iterator[str]:
-    keys = children(model, path)
-    values = [key for key in keys.values() if not key.models or key.valued]
+    keys = section_keys(model, path)
+    values = [key for key in keys.values() if not key.models or key.accepts_value]
     if values:
         yield from (f"## {title}", "")
         if about:
@@ -55,12 +55,12 @@ def _section(model: type[BaseModel], path: tuple[str, ...], title: str, about: s
     for key in keys.values():
         if key.models:
             yield from _below(key)
-        elif (below := element(key)) is not None:
+        elif (below := element_section(key)) is not None:
             yield from _section(below, (*key.path, "NAME"), f"`{key.dotted}.NAME`", key.field.description or "")
 
 
 def _below(key: Key) -> Iterator[str]:
-    about = "" if key.valued else key.field.description or ""
+    about = "" if key.accepts_value else key.field.description or ""
     if type(None) in getattr(key.field.annotation, "__args__", ()):
         about = f"{about} Default: none.".strip()
     if len(key.models) == 1:
@@ -69,13 +69,13 @@ def _below(key: Key) -> Iterator[str]:
         yield from _section(model, key.path, f"`{key.dotted}`", about or own)
         return
     tag, default = DEFAULT_VARIANTS[key.path[-1]]
-    shared = set.intersection(*({name for name in children(model)} for model in key.models)) - {tag}
+    shared = set.intersection(*({name for name in section_keys(model)} for model in key.models)) - {tag}
     base = key.models[0].__mro__[1]
     chosen = ", ".join(f"`{model.model_fields[tag].default}`" for model in key.models)
     yield from _section(base, key.path, f"`{key.dotted}`", f"`{key.dotted}.{tag}` chooses one of {chosen}; default `{default}`.")
     for model in key.models:
         name = model.model_fields[tag].default
-        own_keys = [found for field, found in children(model, key.path).items() if field not in shared and field != tag]
+        own_keys = [found for field, found in section_keys(model, key.path).items() if field not in shared and field != tag]
         yield from (f"### `{key.dotted}` with `{tag}: {name}`", "", model.model_fields[tag].description or "", "")
         if own_keys:
             yield from ("| key | type | default | |", "|---|---|---|---|", *(_row(key) for key in own_keys), "")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.cli.app import COMMANDS
-from mtpctl.recipe.fields import find
+from mtpctl.recipe.fields import find_key
 from mtpctl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -65,4 +65,4 @@ def test_keys_of_the_recipe_are_keys(page: Path) -> None:
     for text in code(page):
         path = re.match(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?=[:=]|$)", text)
         if path and path[1].split(".")[0] in SECTIONS and not path[1].endswith((".md", ".py", ".json", ".jsonl", ".log", ".yaml")):
-            assert find(tuple(path[1].split("."))) is not None, text
+            assert find_key(tuple(path[1].split("."))) is not None, text

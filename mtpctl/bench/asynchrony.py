@@ -16,7 +16,7 @@ from typing import Literal
 from mtpctl.bench.arms import Arm, Experiment, Outcome, format_updates
 from mtpctl.bench.report import markdown
 from mtpctl.telemetry.metrics_file import History
-from mtpctl.telemetry.summary import LATE, Point, area, late_mean, measure, sustained_from
+from mtpctl.telemetry.summary import LATE_EVALUATIONS, Point, late_mean, mean_height, measure_curve, sustained_from
 
 _NO_SERVER = "logprob.standalone=false"
 SYNCHRONOUS, PARTIAL, PARTIAL_SERVER = "synchronous", "partial", "partial-server"
@@ -243,7 +243,7 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
     history, placement = outcome.history, outcome.placement
     rows = [row.metrics for row in history.rows if row.phase == "rl" and "timing_s/step" in row.metrics]
     evaluations, curve = evaluations_of(history), by_updates(history)
-    measures = measure(curve)
+    measures = measure_curve(curve)
     fall = measures.worst_fall if measures else None
 
     def mean(name: str) -> float:
@@ -266,7 +266,7 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
         gain=measures.late_mean - measures.start if measures else None,
         best_accuracy=measures.best[1] if measures else None,
         worst_fall=(fall.size if fall else 0.0) if measures else None,
-        area=area(curve, end) if measures else None,
+        area=mean_height(curve, end) if measures else None,
         held_updates=held(curve),
         held_s=held(by_seconds(history)),
         held_with_evaluations_s=held([(e.seconds_with_evaluations, e.accuracy) for e in evaluations]),
@@ -340,7 +340,7 @@ def as_json(
         "bench": "async",
         "environment": environment,
         "timer": TIMER,
-        "late_evaluations": LATE,
+        "late_evaluations": LATE_EVALUATIONS,
         "levels": levels,
         "tolerance": tolerance,
         "best_speedup": best_speedup(results),
@@ -409,8 +409,8 @@ def _legend(results: Sequence[Result], levels: dict[int, float], tolerance: floa
         listed.append(f"{level:.1%} (seed {seed}{source})")
     rule = "as given" if level_given else f"late means minus {100 * MARGIN:g} points"
     return (
-        f"Held-out accuracy. Late mean: of the last {LATE} evaluations. Worst fall: of an evaluation under the best one before it, in "
-        "points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a run "
+        f"Held-out accuracy. Late mean: of the last {LATE_EVALUATIONS} evaluations. Worst fall: of an evaluation under the best one before "
+        "it, in points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a run "
         f"reaches it if no later evaluation, of one at least, is more than {100 * tolerance:g} points below it.\n"
         f"Levels, {rule}: {', '.join(listed) or 'none, since no run was evaluated after an update'}."
     )

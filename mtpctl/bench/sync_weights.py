@@ -27,7 +27,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters, tensor_shapes
 from mtpctl.plan.memory import GIB, WEIGHT_BYTES
 from mtpctl.recipe.schema import Recipe
-from mtpctl.recipe.sync import PUSHED
+from mtpctl.recipe.sync import PUSH_TRANSPORTS
 from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.transports.base import TransferStats
 
@@ -122,7 +122,7 @@ def misses(result: Result, options: Options) -> list[str]:
         return missed
     if result.transport == "nccl":
         check("wire over link", statistics.median(result.wire_seconds) / result.link_seconds, BOUNDS["wire"], "x")
-    if result.transport in PUSHED:
+    if result.transport in PUSH_TRANSPORTS:
         check("a sync", statistics.median(result.seconds), BOUNDS["fp8_seconds" if options.fp8 else "seconds"], "s")
         check("a stall", statistics.median(result.stall_seconds), BOUNDS["stall"], "s")
         bound = 2 * options.bucket_bytes / GIB + BOUNDS["memory_gib"]
@@ -222,7 +222,7 @@ async def _measure_transport(
     recipe = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"transport": transport})})
     await trainer.call("use", transport)
     store = options.folder / f"versions-{transport}"
-    if transport not in PUSHED:
+    if transport not in PUSH_TRANSPORTS:
         from mtpctl.sync.store import default_root
 
         store = default_root(f"bench-{os.getpid()}", 3 * model_bytes(options), store)
@@ -264,7 +264,7 @@ async def _measure_transport(
         after = await _memory(trainer, engine)
     finally:
         load.end()
-        if transport not in PUSHED:
+        if transport not in PUSH_TRANSPORTS:
             from mtpctl.sync.store import VersionStore
 
             # The store may be in shared memory, which is not freed when this process ends.
@@ -289,7 +289,7 @@ async def _memory(trainer: Trainer, engine: VllmEngine, *, reset: bool = False) 
 
 async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest: Manifest) -> float:
     """The transport's rate without packing in GB/s, the best of three attempts."""
-    if manifest.transport not in PUSHED:
+    if manifest.transport not in PUSH_TRANSPORTS:
         from mtpctl.sync.receiver import copy_rate
 
         return copy_rate(min(manifest.nbytes, options.bucket_bytes))

@@ -99,9 +99,9 @@ app = typer.Typer(
 
 def _version(requested: bool) -> None:
     if requested:
-        from mtpctl.telemetry.versions import installed
+        from mtpctl.telemetry.versions import installed_packages
 
-        packages = installed()
+        packages = installed_packages()
         answer(f"mtpctl {packages.pop('mtpctl')}")
         answer(" · ".join([f"Python {sys.version.split()[0]}", *(f"{name} {version}" for name, version in packages.items())]))
         raise typer.Exit()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 if TYPE_CHECKING:
-    from mtpctl.recipe.loading import Loaded
+    from mtpctl.recipe.loading import LoadedRecipe
 
 
 def _recipes(incomplete: str) -> list[str]:
@@ -29,9 +29,9 @@ def _overlays(incomplete: str) -> list[str]:
 
 def _named(folder: str, incomplete: str) -> list[str]:
     """Shell completions: names of the included recipes or overlays, YAML files, and folders."""
-    from mtpctl.recipe.loading import RECIPES, available
+    from mtpctl.recipe.loading import RECIPES, list_recipes
 
-    names = [path.stem for path in available(RECIPES.parent / folder)]
+    names = [path.stem for path in list_recipes(RECIPES.parent / folder)]
     files = [f"{path}/" if path.is_dir() else str(path) for path in sorted(Path().glob(f"{incomplete}*")) if _is_candidate(path)]
     return [name for name in names if name.startswith(incomplete)] + files
 
@@ -69,7 +69,7 @@ Start = Annotated[
 Json = Annotated[bool, typer.Option("--json", callback=_reserve_stdout, help="Print only JSON to stdout, for programs.")]
 
 
-def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> Loaded:
+def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> LoadedRecipe:
     """Load the recipe that the shared arguments name; for a run, its recipe. Raises UserError for a wrong value."""
     from mtpctl.jobs.targets import load_whole
 

@@ -24,12 +24,12 @@ Origin = Annotated[bool, typer.Option("--origin", help="Print the origin of each
 @app.command("ls")
 def list_recipes(as_json: Json = False) -> None:
     """The recipes and overlays that come with mtpctl."""
-    from mtpctl.recipe.loading import RECIPES, available
+    from mtpctl.recipe.loading import RECIPES, list_recipes
 
     rows = [
         {"kind": kind, "name": path.stem, "path": str(path), "about": _about(path.read_text(encoding="utf-8"))}
         for kind, folder in (("recipe", RECIPES), ("overlay", RECIPES / "overlays"))
-        for path in available(folder)
+        for path in list_recipes(folder)
     ]
     if as_json:
         answer(json.dumps(rows, indent=2))
@@ -78,9 +78,9 @@ def copy(
 ) -> None:
     """Copy a recipe or an overlay that comes with mtpctl, comments included, to a file of your own."""
     from mtpctl.errors import UserError
-    from mtpctl.recipe.loading import locate
+    from mtpctl.recipe.loading import find_recipe
 
-    source = locate(name)
+    source = find_recipe(name)
     file = target or Path(source.name)
     file = file / source.name if file.is_dir() else file
     try:

@@ -285,7 +285,7 @@ def _plan_json(plan: Plan) -> dict[str, object]:
 
 
 def _plan_text(plan: Plan) -> str:
-    from mtpctl.recipe.sync import notes_of
+    from mtpctl.recipe.sync import sync_notes
 
     count, sync = sum(map(len, plan.sections.values())), plan.sync
     lines = [f"{plan.nbytes / 1e6:,.1f} MB in {count} bucket(s) of at most {sync.bucket_bytes / 1e6:,.1f} MB, over {sync.transport}"]
@@ -295,7 +295,7 @@ def _plan_text(plan: Plan) -> str:
         lines.append(f"  at the first sync also {plan.bytes_once / 1e6:,.1f} MB of base weights")
     if plan.delta is not None:
         lines.append(f"  {plan.delta.line(lambda nbytes: f'{nbytes / 1e6:,.1f} MB')}")
-    lines += [f"  {note}" for note in notes_of(sync)]
+    lines += [f"  {note}" for note in sync_notes(sync)]
     for section, buckets in plan.sections.items():
         for bucket in buckets:
             ends = " … ".join(dict.fromkeys((bucket.entries[0].name, bucket.entries[-1].name)))

@@ -33,7 +33,7 @@ def runs(
     if watch:
         from rich.console import Console
 
-        from mtpctl.telemetry.runs import watch as show_table
+        from mtpctl.telemetry.runs import watch_runs as show_table
 
         if as_json or not (console := Console()).is_terminal:
             raise UserError("--watch: needs a terminal, without --json; run it without a pipe")
@@ -200,10 +200,10 @@ def samples(
 
 
 def _sample_lines(row: SampleRow) -> str:
-    from mtpctl.telemetry.sample_log import facts
+    from mtpctl.telemetry.sample_log import sample_facts
 
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3g}"
-    lines = ["── " + " · ".join([reward, *facts(row)]), *(f"  {line}" for line in row["prompt"].splitlines()), "  →"]
+    lines = ["── " + " · ".join([reward, *sample_facts(row)]), *(f"  {line}" for line in row["prompt"].splitlines()), "  →"]
     for part in row["parts"]:
         bar = "  " if part["by"] == "model" else "  │ "
         lines += [bar + line for line in part["text"].splitlines() or [""]]

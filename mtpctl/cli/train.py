@@ -47,13 +47,13 @@ def train(
     for note in loaded.notes:
         print_progress(note)
     if dry_run:
-        from mtpctl.errors import first_of
+        from mtpctl.errors import with_notes
         from mtpctl.jobs import dry_run as planning
 
         plan = planning.dry_run(loaded.recipe)
         answer(json.dumps(planning.as_json(plan), indent=2) if as_json else planning.render(plan))
         if plan.errors:
-            raise first_of(plan.errors)
+            raise with_notes(plan.errors)
         return
     if weights is not None:
         print_progress(f"{loaded.recipe.run_path} begins from the weights of {weights.name}")

@@ -48,7 +48,7 @@ class ElasticRollout:
     ) -> None:
         self.rollout, self._earlier_request = rollout, last_requested_replicas(directory)
         bounds = rollout.replica_range
-        self.requested = bounds.clipped(self._earlier_request) if self._earlier_request else bounds.max
+        self.requested = bounds.clip(self._earlier_request) if self._earlier_request else bounds.max
         self.on_wait: Callable[[], None] = lambda: None
         self._directory, self._bundles, self._state, self._waits, self._report = directory, bundles, state, waits, report
         self._membership: Membership | None = None

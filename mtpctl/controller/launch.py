@@ -47,7 +47,7 @@ from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.signals import StopRequested, exit_code, raise_on_stop, stop_signals
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import ReplicaCounts
-from mtpctl.telemetry.session import Resumed, Telemetry
+from mtpctl.telemetry.session import ResumePoint, Telemetry
 from mtpctl.telemetry.trackers import check_packages
 from mtpctl.web.server import address_of, serving
 
@@ -66,7 +66,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     state = load_resume_state(checkpoint, recipe.train)
     if report_completed_run(recipe, earlier_run, checkpoint, state, report):
         return 0
-    if recipe.train.generates:
+    if recipe.train.needs_rollout:
         check_engine(recipe)
     check_packages(recipe.telemetry)
     # The hosts of a cluster, and their free resources, are known only after joining it: until then they count as unlimited.
@@ -97,13 +97,15 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             raise
         # Recorded last, so that a rejected recipe is not recorded as one that ran.
         changed_keys = directory.record(resolved_recipe)
-        resumed = Resumed(start.state["stage"], start.state["step"], start.state["ended"])
+        resumed = ResumePoint(start.state["stage"], start.state["step"], start.state["ended"])
         early_stages = ["sft"] if recipe.train.sft.until_loss else []
-        with Telemetry(directory, recipe.telemetry, plain, totals=stage_steps, early=early_stages, resumed=resumed) as telemetry:
+        with Telemetry(
+            directory, recipe.telemetry, plain, phase_steps=stage_steps, early_phases=early_stages, resumed=resumed
+        ) as telemetry:
             if changed_keys:
                 telemetry.event("recipe", f"changed since the last start: {', '.join(changed_keys)}")
-            if telemetry.damage:
-                telemetry.event("metrics", telemetry.damage)
+            if telemetry.damage_warning:
+                telemetry.event("metrics", telemetry.damage_warning)
             if fetch_note:
                 telemetry.event("copy", fetch_note)
             for line in start.lines:
@@ -182,7 +184,7 @@ class Run:
                 return self.stops.number
             self.placement, self.bundles = reservation
             self.telemetry.event("start", f"placement: {self.bundles.summary()}")
-            if self.recipe.train.generates and self.recipe.rollout.elastic:
+            if self.recipe.train.needs_rollout and self.recipe.rollout.elastic:
                 report = partial(self.telemetry.event, "rollout")
                 self.elastic = ElasticRollout(self.recipe.rollout, self.directory, self.bundles, self.state, self.waits, report)
                 await stack.enter_async_context(self.elastic.watching())
@@ -192,7 +194,7 @@ class Run:
             )
             self.services = Services(self.recipe, self.prepared, self.placement, self.bundles, self.store, self.waits, self.telemetry)
             # The supervised stage does not need the engines, and runs while they start.
-            startup = asyncio.create_task(self._start_actors(stack)) if self.recipe.train.generates else None
+            startup = asyncio.create_task(self._start_actors(stack)) if self.recipe.train.needs_rollout else None
             try:
                 await self._run_stages(trainer, startup)
             except MtpctlError:

@@ -125,7 +125,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     problems = load_problem_sets(recipe.data, recipe.seed, recipe.evaluation, stages=recipe.train.stages, rollout=recipe.rollout)
     trial = try_code(recipe, problems, check_verifiers=True)
     model = open_model(recipe, run_dir)
-    if recipe.train.generates and not recipe.rollout.traits.own_environment:
+    if recipe.train.needs_rollout and not recipe.rollout.traits.own_environment:
         check_importable(model.config)
     # Finds tensors with wrong names, sizes or scales before any rank is started.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
@@ -147,14 +147,14 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     if trial.environment is not None:
         trial.environment.check_text(tokenizer)
         tools = trial.environment.tools
-    supervised = problems.supervised if recipe.train.imitates else []
+    supervised = problems.supervised if recipe.train.trains_on_rows else []
     if supervised is not problems.train:
         check_lengths(tokenizer, problems.train, recipe.data, context=context, tools=tools)
     check_lengths(tokenizer, supervised, recipe.data, context=context, targets=True, tools=tools, ends=ends)
     for held_out in problems.held_out.values():
         check_lengths(tokenizer, held_out, recipe.data, context=context, tools=tools)
     teacher = None
-    if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.served:
+    if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.runs_server:
         teacher = _open_teacher(recipe.train.rl.teacher, tokenizer)
     leak_count, held_out_count = problems.count_seen(), sum(map(len, problems.held_out.values()))
     end_warnings = [ends.disagreement, _teacher_end_warning(recipe, teacher, ends)]

@@ -25,8 +25,8 @@ from mtpctl.recipe.fields import KeyPath
 from mtpctl.recipe.loading import dump_resolved, flatten
 from mtpctl.recipe.model import absolute_path
 from mtpctl.recipe.schema import Recipe
-from mtpctl.telemetry.run_directory import BEGUN, RunDirectory
-from mtpctl.telemetry.session import print_ended_run
+from mtpctl.telemetry.run_directory import START_OVER_FILE, RunDirectory
+from mtpctl.telemetry.session import print_completed_run
 
 Report = Callable[[str], None]
 REFERENCE = "reference"
@@ -99,7 +99,7 @@ def report_completed_run(recipe: Recipe, directory: RunDirectory, checkpoint: Pa
         return False
     changed = changed_task_keys(recipe, directory)
     hint = _changed_task_hint(changed) if changed else _continue_hint(recipe, state["stage"])
-    print_ended_run(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
+    print_completed_run(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
     if (copier := start_copier(recipe, directory, checkpoint, report)) is not None:
         asyncio.run(copier.finish())
     return True
@@ -137,7 +137,7 @@ def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
         renamed = next(candidate for count in range(1, 1 << 16) if not (candidate := path.with_name(f"{path.name}.{count}")).exists())
         path.rename(renamed)
     path.mkdir(mode=0o700)
-    (path / BEGUN).write_text(renamed.name)
+    (path / START_OVER_FILE).write_text(renamed.name)
     for name in shared:
         if (renamed / name).is_dir():
             # Weights do not change, so both runs can share the files.

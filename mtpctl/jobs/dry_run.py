@@ -43,7 +43,7 @@ from mtpctl.plan.placement import Actor, Placement, max_engines, place
 from mtpctl.recipe.checks import cautions_of
 from mtpctl.recipe.model import context_note, hf_config
 from mtpctl.recipe.schema import Recipe
-from mtpctl.recipe.sync import StorageConfig, notes_of
+from mtpctl.recipe.sync import StorageConfig, sync_notes
 from mtpctl.rollout.installed import check_engine
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.trackers import check_packages
@@ -150,11 +150,11 @@ def dry_run(recipe: Recipe) -> Plan:
     hosts = [host for _, host in named_hosts] if named_hosts else None
     placement = run_check(partial(place, recipe, hosts))
     engines = recipe.rollout.replica_range.min
-    if placement is not None and recipe.train.generates:
+    if placement is not None and recipe.train.needs_rollout:
         engines = max_engines(recipe, hosts)
         if recipe.cluster.address is None:
             run_check(partial(place, recipe, engines=recipe.rollout.replica_range.max))
-    if recipe.train.generates:
+    if recipe.train.needs_rollout:
         run_check(partial(check_engine, recipe))
         if not recipe.rollout.traits.own_environment:
             run_check(partial(check_importable, config))
@@ -373,7 +373,7 @@ def _sync_lines(plan: Plan) -> Iterator[str]:
         yield f"           at the first sync also {format_bytes(once)} of base weights"
     if (delta := plan.delta) is not None:
         yield f"           {delta.line(format_bytes)}"
-    yield from (f"           {note}" for note in notes_of(recipe.sync))
+    yield from (f"           {note}" for note in sync_notes(recipe.sync))
     if (routes := route_bytes(recipe, plan.shape)) is not None:
         amounts = f"{routes.token} B a token, up to {format_bytes(routes.sample)} a sample and {format_bytes(routes.batch)} a batch"
         yield f"routes     train.moe.replay: {routes.replay}; {amounts}"
@@ -407,7 +407,7 @@ def check_weights(recipe: Recipe) -> None:
     model, teacher = recipe.model, recipe.train.rl.teacher
     if model.path is not None and not model.randomly_initialized and Path(model.path).is_dir():
         ModelWeights(Path(model.path), mtp=recipe.mtp.mode != "off")
-    if "rl" in recipe.train.stages and teacher is not None and teacher.served and Path(teacher.path or "").is_dir():
+    if "rl" in recipe.train.stages and teacher is not None and teacher.runs_server and Path(teacher.path or "").is_dir():
         ModelWeights(Path(teacher.path or ""), mtp=False)
 
 
@@ -433,9 +433,9 @@ def check_rows(recipe: Recipe, shape: ModelShape) -> None:
         except EnvironmentMissing:  # not in the hub's cache
             supervised = []
     for role, problems in sets.items():
-        if recipe.train.generates or role != "train":
+        if recipe.train.needs_rollout or role != "train":
             check_lengths(tokenizer, problems, recipe.data, context=context)
-    if recipe.train.imitates:
+    if recipe.train.trains_on_rows:
         check_lengths(tokenizer, supervised, recipe.data, context=context, targets=True)
 
 

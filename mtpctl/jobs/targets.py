@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mtpctl.errors import UserError
 
 if TYPE_CHECKING:
-    from mtpctl.recipe.loading import Loaded
+    from mtpctl.recipe.loading import LoadedRecipe
     from mtpctl.recipe.schema import Recipe
 
 CHECKPOINT, WEIGHTS = "run.json", "config.json"
@@ -34,7 +34,7 @@ class Target:
         changed: keys in which the recipe differs from that of `run`.
     """
 
-    loaded: Loaded
+    loaded: LoadedRecipe
     run: Path | None = None
     start: str | None = None
     changed: tuple[str, ...] = ()
@@ -163,11 +163,11 @@ def _location_keys(recipe: Recipe, run: Path) -> dict[str, str]:
 
     A `run_dir` that ends with `{name}` keeps this form, and `name` is set to the folder's name. So `--set name=NAME` creates another run.
     """
-    from mtpctl.recipe.schema import NAMES
+    from mtpctl.recipe.schema import NAME_PATTERN
 
     if recipe.run_path.absolute() == run:
         return {}
-    if Path(recipe.run_dir).name != "{name}" or not re.fullmatch(NAMES, run.name):
+    if Path(recipe.run_dir).name != "{name}" or not re.fullmatch(NAME_PATTERN, run.name):
         return {"run_dir": str(run)}
     keys = {} if run.name == recipe.name else {"name": run.name}
     if recipe.model_copy(update=keys).run_path.absolute() != run:

@@ -26,7 +26,7 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES
 from mtpctl.recipe.numerics import sends_unquantized_too, sent_in_fp8
-from mtpctl.recipe.sync import PUSHED, changes_every_element
+from mtpctl.recipe.sync import PUSH_TRANSPORTS, changes_every_element
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -332,7 +332,7 @@ def plan_delta(recipe: Recipe, sections: Mapping[str, Sequence[Bucket]]) -> Delt
     return DeltaPlan(
         share,
         changed_bytes if changed_bytes <= MAX_DELTA_SHARE * full_bytes else full_bytes,
-        0 if recipe.sync.transport in PUSHED else full_bytes,
+        0 if recipe.sync.transport in PUSH_TRANSPORTS else full_bytes,
     )
 
 

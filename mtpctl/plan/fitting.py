@@ -74,7 +74,7 @@ def find_misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
         fix = f"set {best}, which gains {best.gain / GIB:.1f} GiB" if best else "use larger GPUs"
         text = f"train.parallel: a trainer rank needs {missing / GIB + available:.0f} GiB, but has {available:g} GiB of a GPU; {fix}"
         yield _misfit("trainer_rank", ClusterResources(text), recipe, shortfall, remedies)
-    if not recipe.train.generates:
+    if not recipe.train.needs_rollout:
         return
     server = recipe.logprob
     if gpu_gib is not None and server.standalone and (missing := _logprob_shortfall(recipe, shape)) > 0:
@@ -110,7 +110,7 @@ def engine_kinds(recipe: Recipe) -> list[int | None]:
 def gpu_gib_needed(recipe: Recipe, shape: ModelShape) -> float:
     """Minimum size of a GPU in GiB for the recipe's fullest rank. Each engine's cache must fit at least one sample."""
     sizes = [trainer_memory(recipe, shape).total / recipe.train.gpus]
-    if recipe.train.generates:
+    if recipe.train.needs_rollout:
         for index in engine_kinds(recipe):
             share = engine_share(recipe, index) if recipe.rollout.kv_cache_bytes else engine_memory_share(recipe, index)
             sizes.append(_engine_minimum(recipe, shape, index) / max(share, 1e-9))
@@ -254,7 +254,7 @@ def _combine_remedies(recipe: Recipe, remedies: Sequence[Remedy], shortfall: Sho
 def _count_gpus(recipe: Recipe) -> float:
     """Number of GPUs that the recipe's actors need."""
     gpus = recipe.train.parallel.world_size * recipe.train.gpus
-    if recipe.train.generates:
+    if recipe.train.needs_rollout:
         gpus += recipe.rollout.tp * sum(engine_share(recipe, index) for index in range(recipe.rollout.replica_range.min))
         gpus += recipe.logprob.replicas * recipe.logprob.parallel.world_size * recipe.logprob.gpus if recipe.logprob.standalone else 0
     return gpus

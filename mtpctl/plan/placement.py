@@ -190,14 +190,14 @@ def _actor_groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
     train, rollout, server = recipe.train, recipe.rollout, recipe.logprob
     cuda = device == "cuda"
     groups: list[Group] = [("trainer", 0, train.parallel.world_size, max(1, train.threads), train.gpus if cuda else 0.0)]
-    if train.generates:
+    if train.needs_rollout:
         shares = [engine_share(recipe, i) if cuda else 0.0 for i in range(engines)]
         groups += [("rollout", i, rollout.tp, max(1, rollout.threads), share) for i, share in enumerate(shares)]
         if server.standalone and "rl" in train.stages:
             # On CPUs, scoring alternates with the other actors, so it needs no reserved core.
             resources = (1, server.gpus) if cuda else (0, 0.0)
             groups += [("logprob", i, server.parallel.world_size, *resources) for i in range(server.replicas)]
-        if (teacher := train.rl.teacher) is not None and teacher.served and "rl" in train.stages:
+        if (teacher := train.rl.teacher) is not None and teacher.runs_server and "rl" in train.stages:
             resources = (1, teacher.gpus) if cuda else (0, 0.0)
             groups += [("teacher", i, teacher.parallel.world_size, *resources) for i in range(teacher.replicas)]
     per_node, fields = recipe.cluster.gpus_per_node, {"trainer": "train", "teacher": "train.rl.teacher"}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtpctl.errors import UserError, first_of
+from mtpctl.errors import UserError, with_notes
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe import data, model, numerics, reward, rl, rollout, schema, sync, train
-from mtpctl.recipe.fields import secrets_in
+from mtpctl.recipe.fields import find_secrets
 from mtpctl.recipe.rl import PRESETS
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.section import Complaints, check_parallel
@@ -24,15 +24,15 @@ MAX_SEQUENCE_CLIP = 0.05
 def validate(recipe: Recipe) -> None:
     """Raise UserError for the first mistake; its notes report mistakes in other fields."""
     complaints: dict[str, str] = {}
-    for text in complaints_of(recipe):
+    for text in list_complaints(recipe):
         complaints.setdefault(text.split(":", 1)[0], text)
     if complaints:
-        raise first_of([UserError(text) for text in complaints.values()])
+        raise with_notes([UserError(text) for text in complaints.values()])
 
 
-def complaints_of(recipe: Recipe) -> Complaints:
+def list_complaints(recipe: Recipe) -> Complaints:
     """All mistakes, one line each. Raises UserError if the model cannot be read."""
-    yield from (text for _, text in secrets_in(recipe.model_dump(mode="json", by_alias=True)))
+    yield from (text for _, text in find_secrets(recipe.model_dump(mode="json", by_alias=True)))
     config = model.hf_config(recipe.model, fetch=False)
     shape = shape_of(config) if config is not None else None
     yield from _sections(recipe)

@@ -84,13 +84,13 @@ def is_dataset_id(path: str) -> bool:
 def check_path(path: str, field: str) -> Complaints:
     """Report a path that neither exists nor is a dataset id."""
     if not is_dataset_id(path) and not Path(path).exists():
-        near = nearest_file(Path(path), ROW_FILES)
+        suggestion = nearest_file(Path(path), ROW_FILES)
         kinds = "name a .jsonl, .json or .parquet file, a folder of them, or a dataset id (owner/name)"
-        yield f"{field}: there is no file {path}; {f'did you mean {near}?' if near else kinds}"
+        yield f"{field}: there is no file {path}; {f'did you mean {suggestion}?' if suggestion else kinds}"
 
 
 def check_data(data: DataConfig, *, environment_has_tasks: bool = False) -> Complaints:
-    """Report missing files, and keys that conflict with or require each other. `environment_has_tasks`: the section may name no data."""
+    """Report missing files, and keys that conflict with or require config other. `environment_has_tasks`: the section may name no data."""
     if data.taskset is not None and (not environment_has_tasks or data.path or data.task):
         yield "data.taskset: applies to rollout.environment: verifiers:NAME without data.path and data.task; leave it out"
     if (data.path is None) == (data.task is None) and not (environment_has_tasks and data.path is None):
@@ -147,22 +147,24 @@ class EvaluationConfig(Section):
 
 def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: RolloutBase) -> Complaints:
     """Report sets without rows, names that metrics or `--set` cannot use, and unsupported rewards and sampling settings."""
-    for name, each in evaluation.sets.items():
+    for name, config in evaluation.sets.items():
         key = f"evaluation.sets.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             yield f"evaluation.sets: {name!r} may contain only letters, digits, dashes and underscores; rename the set"
-        if each.path is None:
+        if config.path is None:
             yield f"{key}.path: the set has no rows; name a file, a folder or a dataset id"
             continue
-        yield from check_path(each.path, f"{key}.path")
-        if each.subset is not None and not is_dataset_id(each.path):
-            yield f"{key}.subset: only a Hugging Face dataset has subsets, and {each.path} is none; leave it out"
-        same = data.path is not None and each.path == data.path and (each.subset, each.split) == (data.subset, data.split)
-        if same or (data.path is not None and not is_dataset_id(each.path) and each.path == data.path):
+        yield from check_path(config.path, f"{key}.path")
+        if config.subset is not None and not is_dataset_id(config.path):
+            yield f"{key}.subset: only a Hugging Face dataset has subsets, and {config.path} is none; leave it out"
+        is_training_split = (
+            data.path is not None and config.path == data.path and (config.subset, config.split) == (data.subset, data.split)
+        )
+        if is_training_split or (data.path is not None and not is_dataset_id(config.path) and config.path == data.path):
             yield f"{key}.path: equals data.path, which is trained on; name held-out problems, or another split of the dataset"
-        if each.temperature is not None and each.temperature < LOWEST_TEMPERATURE:
-            yield f"{key}.temperature: the minimum of vLLM is {LOWEST_TEMPERATURE}, got {each.temperature}; raise it"
-        if each.max_tokens is not None and rollout.context is not None and each.max_tokens >= rollout.context:
-            yield f"{key}.max_tokens: must leave room for a prompt in rollout.context: {rollout.context}, got {each.max_tokens}"
-        if each.reward is not None:
-            yield from check_function(each.reward, f"{key}.reward")
+        if config.temperature is not None and config.temperature < LOWEST_TEMPERATURE:
+            yield f"{key}.temperature: the minimum of vLLM is {LOWEST_TEMPERATURE}, got {config.temperature}; raise it"
+        if config.max_tokens is not None and rollout.context is not None and config.max_tokens >= rollout.context:
+            yield f"{key}.max_tokens: must leave room for a prompt in rollout.context: {rollout.context}, got {config.max_tokens}"
+        if config.reward is not None:
+            yield from check_function(config.reward, f"{key}.reward")

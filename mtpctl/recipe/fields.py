@@ -19,10 +19,10 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from mtpctl.errors import MtpctlError, UserError, first_of
+from mtpctl.errors import MtpctlError, UserError, with_notes
 from mtpctl.recipe.schema import DEFAULT_VARIANTS, Recipe
 
-OTHER_NAMES: Mapping[str, str] = {
+FRAMEWORK_NAMES: Mapping[str, str] = {
     "train.rl.optimizer.lr train.sft.optimizer.lr": "lr learning_rate actor_lr actor_learning_rate",
     "train.rl.prompts_per_step train.sft.batch_size": (
         "batch_size train_batch_size rollout_batch_size global_batch_size num_prompts gen_batch_size"
@@ -77,17 +77,17 @@ OTHER_NAMES: Mapping[str, str] = {
     "cluster.gpus_per_node": "n_gpus_per_node num_gpus_per_node",
 }
 """Names that other frameworks have for recipe keys, for hints about unknown keys. Of several recipe keys, the most common is first."""
-ALIASES: Mapping[str, tuple[str, ...]] = {name: tuple(keys.split()) for keys, names in OTHER_NAMES.items() for name in names.split()}
+ALIASES: Mapping[str, tuple[str, ...]] = {name: tuple(keys.split()) for keys, names in FRAMEWORK_NAMES.items() for name in names.split()}
 """Recipe keys by their names in other frameworks."""
 
 
-def from_alias(path: tuple[str, ...]) -> str | None:
+def resolve_alias(path: tuple[str, ...]) -> str | None:
     """The recipe key for a name in another framework, or None. Of several keys, the one that shares the longest prefix with `path`."""
 
-    def common(key: str) -> int:
+    def shared_prefix(key: str) -> int:
         return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(key.split("."), path, strict=False))))
 
-    return max(ALIASES.get(path[-1].lower(), ()), key=common, default=None)
+    return max(ALIASES.get(path[-1].lower(), ()), key=shared_prefix, default=None)
 
 
 KeyPath = tuple[str, ...]
@@ -102,8 +102,8 @@ _SCALARS: dict[object, str] = {str: "text", int: "integer", float: "number", boo
 class Key:
     """One key of the recipe.
 
-    models: the sections below it: none for a value, several for a choice of variants. A key such as `rollout.replicas` may be a section or
-    a value.
+    models: the sections that it may contain: none for a value, several for a choice of variants. A key such as `rollout.replicas` may be a
+    section or a value.
     """
 
     path: KeyPath
@@ -120,7 +120,7 @@ class Key:
         return self.field.get_default(call_default_factory=True)
 
     @property
-    def valued(self) -> bool:
+    def accepts_value(self) -> bool:
         """Whether the key may have a value that is not a section."""
         parts = [part for part in _alternatives(self.field.annotation) if part is not type(None)]
         return len(parts) > len(self.models)
@@ -133,7 +133,7 @@ class Key:
         return frozenset(tag.tag for tag in tags)
 
     @property
-    def free(self) -> bool:
+    def has_free_keys(self) -> bool:
         """Whether the value is a mapping with arbitrary keys (`model.config`, `rollout.engine_args`)."""
         return any((get_origin(part) or part) is dict for part in _alternatives(self.field.annotation))
 
@@ -147,15 +147,15 @@ def _alternatives(annotation: object) -> tuple[object, ...]:
     return (annotation,)
 
 
-def element(key: Key) -> type[BaseModel] | None:
+def element_section(key: Key) -> type[BaseModel] | None:
     """The section below each user-defined name in a mapping such as `evaluation.sets`; None for other keys."""
     for part in _alternatives(key.field.annotation):
-        if get_origin(part) is dict and isinstance(below := get_args(part)[1], type) and issubclass(below, BaseModel):
-            return below
+        if get_origin(part) is dict and isinstance(section := get_args(part)[1], type) and issubclass(section, BaseModel):
+            return section
     return None
 
 
-def children(model: type[BaseModel], path: KeyPath = ()) -> dict[str, Key]:
+def section_keys(model: type[BaseModel], path: KeyPath = ()) -> dict[str, Key]:
     """The keys of one section, by their names in YAML."""
     return {name: Key((*path, name), field, models) for name, (field, models) in _fields(model).items()}
 
@@ -170,29 +170,29 @@ def _fields(model: type[BaseModel]) -> dict[str, tuple[FieldInfo, tuple[type[Bas
     return fields
 
 
-def walk(model: type[BaseModel] = Recipe, path: KeyPath = ()) -> Iterator[Key]:
+def walk_keys(model: type[BaseModel] = Recipe, path: KeyPath = ()) -> Iterator[Key]:
     """Every key, sections before their contents. A key that several variants share appears once."""
     visited: set[KeyPath] = set()
-    for key in children(model, path).values():
+    for key in section_keys(model, path).values():
         yield key
-        for below in key.models:
-            for deeper in walk(below, key.path):
-                if deeper.path not in visited:
-                    visited.add(deeper.path)
-                    yield deeper
+        for section in key.models:
+            for nested_key in walk_keys(section, key.path):
+                if nested_key.path not in visited:
+                    visited.add(nested_key.path)
+                    yield nested_key
 
 
 @cache
-def dotted_keys() -> tuple[str, ...]:
-    return tuple(key.dotted for key in walk())
+def all_dotted_keys() -> tuple[str, ...]:
+    return tuple(key.dotted for key in walk_keys())
 
 
-def find(path: KeyPath) -> Key | None:
+def find_key(path: KeyPath) -> Key | None:
     """The key at `path`; None if there is none. Any path below a free mapping leads to the mapping's key."""
     models: tuple[type[BaseModel], ...] = (Recipe,)
     key = None
     for depth, name in enumerate(path):
-        if key is not None and key.free:
+        if key is not None and key.has_free_keys:
             return key
         match = next((fields[name] for model in models if name in (fields := _fields(model))), None)
         if match is None:
@@ -202,7 +202,7 @@ def find(path: KeyPath) -> Key | None:
     return key
 
 
-def suggest(path: KeyPath, siblings: tuple[str, ...] = ()) -> str:
+def unknown_key_hint(path: KeyPath, siblings: tuple[str, ...] = ()) -> str:
     """The hint of an error about an unknown key, such as `; did you mean ...?`.
 
     Searches the siblings, then the names in other frameworks, then all keys. If nothing is similar, lists the siblings. Detects a missing
@@ -212,19 +212,19 @@ def suggest(path: KeyPath, siblings: tuple[str, ...] = ()) -> str:
     name, colon, value = path[-1].partition(":")
     if colon and name in siblings:
         return f"; YAML needs a space after the colon: {name}: {value}"
-    alias = from_alias(path)
+    alias = resolve_alias(path)
     # A name of another framework is not a misspelling unless it differs by about one letter.
-    close = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.85 if alias else 0.7)
-    if close:
-        return f"; did you mean {'.'.join((*path[:-1], close[0]))}?"
+    matches = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.85 if alias else 0.7)
+    if matches:
+        return f"; did you mean {'.'.join((*path[:-1], matches[0]))}?"
     if alias:
         return f"; did you mean {alias}?"
     dotted = ".".join(path)
-    similar = [key for key in dotted_keys() if difflib.SequenceMatcher(None, key.rsplit(".", 1)[-1], path[-1]).ratio() >= 0.7]
+    similar = [key for key in all_dotted_keys() if difflib.SequenceMatcher(None, key.rsplit(".", 1)[-1], path[-1]).ratio() >= 0.7]
     equal = [key for key in similar if key.rsplit(".", 1)[-1] == path[-1]]
-    close = difflib.get_close_matches(dotted, equal, n=1, cutoff=0.0) or difflib.get_close_matches(dotted, similar, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]}?"
+    matches = difflib.get_close_matches(dotted, equal, n=1, cutoff=0.0) or difflib.get_close_matches(dotted, similar, n=1, cutoff=0.6)
+    if matches:
+        return f"; did you mean {matches[0]}?"
     return f"; keys of {prefix or 'a recipe'}: {', '.join(siblings)}" if siblings else ""
 
 
@@ -250,7 +250,7 @@ def type_text(annotation: object) -> str:
     return " | ".join(dict.fromkeys(parts))
 
 
-def user_error(error: ValidationError, origins: Origins, tree: Tree) -> MtpctlError:
+def to_user_error(error: ValidationError, origins: Origins, tree: Tree) -> MtpctlError:
     """The error for the first mistake, with its origin and key. Its notes report mistakes in other keys."""
     mistakes: dict[KeyPath, UserError] = {}
     for item in error.errors(include_url=False):
@@ -261,8 +261,8 @@ def user_error(error: ValidationError, origins: Origins, tree: Tree) -> MtpctlEr
             path = path[:-1]
         origin = origin_of(path, origins)
         prefix = f"{origin}: " if origin else ""
-        mistakes.setdefault(path, UserError(masked(f"{prefix}{'.'.join(path)} {_sentence(item, path, tree)}")))
-    return first_of(list(mistakes.values()))
+        mistakes.setdefault(path, UserError(mask_secrets(f"{prefix}{'.'.join(path)} {_sentence(item, path, tree)}")))
+    return with_notes(list(mistakes.values()))
 
 
 def origin_of(path: KeyPath, origins: Origins) -> str | None:
@@ -275,20 +275,20 @@ def _yaml_path(location: Iterable[str | int]) -> KeyPath:
     path: KeyPath = ()
     key: Key | None = None
     models: tuple[type[BaseModel], ...] = (Recipe,)
-    free = False
+    below_free_key = False
     for step in map(str, location):
-        if (len(models) > 1 and not any(step in children(m) for m in models)) or (key is not None and step in key.tags):
+        if (len(models) > 1 and not any(step in section_keys(m) for m in models)) or (key is not None and step in key.tags):
             continue
         path = (*path, step)
-        key = None if free else next((keys[step] for m in models if step in (keys := children(m, path[:-1]))), None)
-        free = free or key is None
+        key = None if below_free_key else next((keys[step] for m in models if step in (keys := section_keys(m, path[:-1]))), None)
+        below_free_key = below_free_key or key is None
         models = key.models if key else ()
     return path
 
 
 def _sentence(item: ErrorDetails, path: KeyPath, tree: Tree) -> str:
-    kind, got, limits = item["type"], item.get("input"), item.get("ctx", {})
-    shown = "null" if got is None else str(got).lower() if isinstance(got, bool) else repr(got)
+    kind, value, limits = item["type"], item.get("input"), item.get("ctx", {})
+    value_text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     match kind:
         case "extra_forbidden" if path[0] not in DEFAULT_VARIANTS:
             return f"is not a key of {'.'.join(path[:-1])}"
@@ -297,44 +297,44 @@ def _sentence(item: ErrorDetails, path: KeyPath, tree: Tree) -> str:
             section = tree[path[0]]
             return f"is not a key of {path[0]} with {tag}: {section.get(tag, default) if isinstance(section, dict) else default}"
         case "literal_error":
-            return f"must be {limits['expected']}, got {shown}{_nearest(got, limits['expected'])}"
+            return f"must be {limits['expected']}, got {value_text}{_nearest(value, limits['expected'])}"
         case "union_tag_invalid":
             return f"must be one of {limits['expected_tags']}, got {limits['tag']!r}{_nearest(limits['tag'], limits['expected_tags'])}"
         case "string_type":
-            return f"must be text, got {shown}" + (": put it in quotes" if isinstance(got, (int, float)) else "")
+            return f"must be text, got {value_text}" + (": put it in quotes" if isinstance(value, (int, float)) else "")
         case "int_type" | "int_parsing" | "int_from_float":
-            return f"must be an integer, got {shown}"
+            return f"must be an integer, got {value_text}"
         case "float_type" | "float_parsing":
-            return f"must be a number, got {shown}"
+            return f"must be a number, got {value_text}"
         case "finite_number":
-            return f"must be a finite number, got {shown}"
+            return f"must be a finite number, got {value_text}"
         case "bool_type" | "bool_parsing":
-            return f"must be true or false, got {shown}"
+            return f"must be true or false, got {value_text}"
         case "greater_than":
-            return f"must be greater than {limits['gt']}, got {shown}"
+            return f"must be greater than {limits['gt']}, got {value_text}"
         case "greater_than_equal":
-            return f"must be at least {limits['ge']}, got {shown}"
+            return f"must be at least {limits['ge']}, got {value_text}"
         case "less_than_equal":
-            return f"must be at most {limits['le']}, got {shown}"
+            return f"must be at most {limits['le']}, got {value_text}"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"must be a mapping of keys to values, got {shown}"
+            return f"must be a mapping of keys to values, got {value_text}"
         case "list_type" | "tuple_type":
-            return f"must be a list, got {shown}; write [{got}]"
-        case "missing" | "too_long" if (key := find(path)) is not None:
-            return f"must be a list of {type_text(key.field.annotation)}, got {shown}"
+            return f"must be a list, got {value_text}; write [{value}]"
+        case "missing" | "too_long" if (key := find_key(path)) is not None:
+            return f"must be a list of {type_text(key.field.annotation)}, got {value_text}"
         case "less_than":
-            return f"must be below {limits['lt']}, got {shown}"
+            return f"must be below {limits['lt']}, got {value_text}"
         case "string_too_short":
             return "must not be empty"
         case "string_pattern_mismatch":
-            return f"may contain only letters, digits, dots, dashes and underscores, got {shown}"
-    return f"{item['msg'].removeprefix('Value error, ').lower()}, got {shown}" if kind != "value_error" else str(limits["error"])
+            return f"may contain only letters, digits, dots, dashes and underscores, got {value_text}"
+    return f"{item['msg'].removeprefix('Value error, ').lower()}, got {value_text}" if kind != "value_error" else str(limits["error"])
 
 
-def _nearest(got: object, expected: str) -> str:
+def _nearest(value: object, expected: str) -> str:
     choices = expected.replace(" or ", ", ").replace("'", "").split(", ")
-    close = difflib.get_close_matches(str(got), choices, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    matches = difflib.get_close_matches(str(value), choices, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 _SECRET_KEY = re.compile(
@@ -359,22 +359,22 @@ _FREE_MAPPING = re.compile(
 _SECRET_PROBLEM = "secrets do not belong in a recipe, which is written into the run directory"
 
 
-def secrets_in(tree: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+def find_secrets(tree: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
     """The paths of secrets in a recipe, each with an error that does not contain the secret."""
     for path, text in _text_values(tree, ()):
         if text.startswith("env:"):
             continue
-        free = _FREE_MAPPING.fullmatch(".".join(path))
-        below = (free["key"] or free["other"]).split(".") if free else []
-        secret = any(map(_SECRET_KEY.search, below)) or (free is not None and _SECRET_VALUE.match(text) is not None)
-        hint = "write env:NAME, and export NAME" if free and free["read"] else "use the environment"
+        match = _FREE_MAPPING.fullmatch(".".join(path))
+        keys = (match["key"] or match["other"]).split(".") if match else []
+        secret = any(map(_SECRET_KEY.search, keys)) or (match is not None and _SECRET_VALUE.match(text) is not None)
+        hint = "write env:NAME, and export NAME" if match and match["read"] else "use the environment"
         if secret:
             yield path, f"{'.'.join(path)}: {_SECRET_PROBLEM}; {hint}"
         elif _URL_SECRET.search(text):
             yield path, f"{'.'.join(path)}: contains a password or key; {_SECRET_PROBLEM}; {hint}"
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """The text with masked passwords in URLs and masked values of secret keys (`KEY=VALUE`)."""
     text = _URL_SECRET.sub(lambda match: f"{match[1] or ''}***", text)
     match = _ASSIGNMENT.match(text)

@@ -16,7 +16,20 @@ from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.fields import Key, KeyPath, Origins, Tree, children, element, find, masked, origin_of, secrets_in, suggest, user_error
+from mtpctl.recipe.fields import (
+    Key,
+    KeyPath,
+    Origins,
+    Tree,
+    element_section,
+    find_key,
+    find_secrets,
+    mask_secrets,
+    origin_of,
+    section_keys,
+    to_user_error,
+    unknown_key_hint,
+)
 from mtpctl.recipe.model import has_mtp_head, hf_config
 from mtpctl.recipe.rl import PRESETS
 from mtpctl.recipe.schema import Recipe
@@ -25,9 +38,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 RECIPES = in_wheel if (in_wheel := _PACKAGE / "recipes").is_dir() else _PACKAGE.parent / "recipes"
 """Folder of the recipes that ship with mtpctl: inside the package in a wheel, next to the package in a checkout."""
 
-FILES = ("data.path", "data.eval_path", "data.sft_path", "evaluation.sets.*.path")
+FILE_KEYS = ("data.path", "data.eval_path", "data.sft_path", "evaluation.sets.*.path")
 """Keys that name a file. `*` matches one user-defined key."""
-REFERENCES = (
+REFERENCE_KEYS = (
     "reward.function",
     "evaluation.sets.*.reward.function",
     "rollout.environment",
@@ -40,12 +53,12 @@ REFERENCES = (
 MODEL_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 CPU_INFO = Path("/proc/cpuinfo")
-AMX = {"amx_tile", "amx_bf16"}
+AMX_FLAGS = {"amx_tile", "amx_bf16"}
 """CPU flags of fast bf16 matrix products. Without them bf16 is 5 to 10 times slower than fp32."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedRecipe:
     """A recipe with the origin of every value by dotted key (`default`, `preset NAME`, `FILE:LINE` or `--set`), and its files.
 
     notes: one line for each default that depends on the model or on this machine.
@@ -57,7 +70,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
 
-def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets: Sequence[str] = ()) -> Loaded:
+def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets: Sequence[str] = ()) -> LoadedRecipe:
     """Load a recipe by path or name, merge `overlays` into it in order, then apply `sets`.
 
     Mappings merge key by key; other values are replaced. A set is `a.b=VALUE` with a YAML value, or `a.b+=VALUE`, which appends to a list.
@@ -77,16 +90,16 @@ def load_recipe(recipe: str | Path, *, overlays: Sequence[str | Path] = (), sets
     for text in sets:
         _apply_set(tree, text, origins)
     _resolve_files(tree, origins, [source.absolute().parent for source in sources])
-    for path, text in secrets_in(tree):
+    for path, text in find_secrets(tree):
         origin = origin_of(path, origins)
         raise UserError(f"{origin}: {text}" if origin else text)
     try:
-        checked = Recipe.model_validate(tree)
+        validated = Recipe.model_validate(tree)
     except ValidationError as error:
-        raise user_error(error, origins, tree) from error
-    all_origins = _all_origins(checked, origins)
-    checked, notes = with_model_defaults(checked, lambda key: all_origins[key] != "default")
-    return Loaded(checked, all_origins, tuple(sources), tuple(notes))
+        raise to_user_error(error, origins, tree) from error
+    all_origins = _all_origins(validated, origins)
+    validated, notes = with_model_defaults(validated, lambda key: all_origins[key] != "default")
+    return LoadedRecipe(validated, all_origins, tuple(sources), tuple(notes))
 
 
 def dump_resolved(recipe: Recipe) -> str:
@@ -105,13 +118,13 @@ def flatten(tree: Mapping[str, object], path: KeyPath = ()) -> dict[KeyPath, obj
     return flat
 
 
-def locate(name: str | Path) -> Path:
+def find_recipe(name: str | Path) -> Path:
     """The file of a recipe or overlay, by the name of one that ships with mtpctl, or by path. Raises UserError if there is none."""
     overlay = RECIPES / "overlays" / f"{name}.yaml"
     return overlay if overlay.is_file() else _locate(name, RECIPES, "recipe")
 
 
-def available(folder: Path = RECIPES) -> list[Path]:
+def list_recipes(folder: Path = RECIPES) -> list[Path]:
     """The recipe files of a folder, sorted by name."""
     return sorted(folder.glob("*.yaml"))
 
@@ -122,14 +135,14 @@ def _locate(name: str | Path, folder: Path, kind: str) -> Path:
         raise UserError(f"{name} is a model file, not a {kind}; name a {kind}, and pass the model's folder as --set model.path=FOLDER")
     if path.is_file():
         return path
-    known = folder / f"{name}.yaml"
-    if path.name == str(name) and known.is_file():
-        return known
+    path_by_name = folder / f"{name}.yaml"
+    if path.name == str(name) and path_by_name.is_file():
+        return path_by_name
     if path.is_dir():
         raise UserError(f"{name} is a folder, not a {kind} file")
-    names = [path.stem for path in available(folder)]
-    close = difflib.get_close_matches(path.stem, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known names: {', '.join(names) or 'none'}"
+    names = [path.stem for path in list_recipes(folder)]
+    matches = difflib.get_close_matches(path.stem, names, n=1)
+    hint = f"did you mean {matches[0]}?" if matches else f"known names: {', '.join(names) or 'none'}"
     raise UserError(f"there is no {kind} {str(name)!r}; {hint}")
 
 
@@ -144,25 +157,27 @@ def read_text(path: Path) -> str:
 
 
 def _reject_unknown(tree: Mapping[str, object], model: type[BaseModel], path: KeyPath, lines: Mapping[KeyPath, str]) -> None:
-    keys = children(model, path)
+    keys = section_keys(model, path)
     for name, value in tree.items():
         key_path = (*path, name)
         if name not in keys:
-            raise UserError(f"{lines[key_path]}: {'.'.join(key_path)} is not a key{suggest(key_path, tuple(keys))}")
+            raise UserError(f"{lines[key_path]}: {'.'.join(key_path)} is not a key{unknown_key_hint(key_path, tuple(keys))}")
         if isinstance(value, Mapping) and keys[name].models:
             # The variant is only known after merging: keys of all variants are accepted here.
             _reject_unknown_below(value, keys[name], key_path, lines)
-        elif isinstance(value, Mapping) and (section := element(keys[name])) is not None:
+        elif isinstance(value, Mapping) and (section := element_section(keys[name])) is not None:
             for item_name, item in value.items():
                 if isinstance(item, Mapping):
                     _reject_unknown(item, section, (*key_path, item_name), lines)
 
 
 def _reject_unknown_below(tree: Mapping[str, object], key: Key, path: KeyPath, lines: Mapping[KeyPath, str]) -> None:
-    names = {name: model for model in reversed(key.models) for name in children(model)}
+    names = {name: model for model in reversed(key.models) for name in section_keys(model)}
     for name in tree:
         if name not in names:
-            raise UserError(f"{lines[(*path, name)]}: {'.'.join((*path, name))} is not a key{suggest((*path, name), tuple(names))}")
+            raise UserError(
+                f"{lines[(*path, name)]}: {'.'.join((*path, name))} is not a key{unknown_key_hint((*path, name), tuple(names))}"
+            )
     for model in dict.fromkeys(names.values()):
         _reject_unknown({name: value for name, value in tree.items() if names[name] is model}, model, path, lines)
 
@@ -190,20 +205,22 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
     append = name.endswith("+")
     path = tuple(name.removesuffix("+").strip().split("."))
     if not equals or not all(path):
-        raise UserError(f"--set {masked(text)!r}: write KEY=VALUE, or KEY+=VALUE to append to a list")
-    key = find(path)
+        raise UserError(f"--set {mask_secrets(text)!r}: write KEY=VALUE, or KEY+=VALUE to append to a list")
+    key = find_key(path)
     if key is None:
-        known = next(depth for depth in range(len(path), -1, -1) if depth == 0 or find(path[:depth]))
-        above = find(path[:known])
-        siblings = tuple(name for model in (above.models if above else (Recipe,)) for name in children(model))
-        hint = suggest(path, siblings if known == len(path) - 1 else ()) or suggest(path[: known + 1], siblings)
-        raise UserError(f"--set {masked(text)}: {'.'.join(path)} is not a key{hint}")
+        known_depth = next(depth for depth in range(len(path), -1, -1) if depth == 0 or find_key(path[:depth]))
+        parent = find_key(path[:known_depth])
+        siblings = tuple(name for model in (parent.models if parent else (Recipe,)) for name in section_keys(model))
+        hint = unknown_key_hint(path, siblings if known_depth == len(path) - 1 else ()) or unknown_key_hint(
+            path[: known_depth + 1], siblings
+        )
+        raise UserError(f"--set {mask_secrets(text)}: {'.'.join(path)} is not a key{hint}")
     value = yaml12.parse_value(raw)
     if append:
-        value = _appended(tree, path, key, value, text)
+        value = _append_to_list(tree, path, key, value, text)
     elif isinstance(value, dict) and key.models:
-        below = [(*path, *leaf[:depth]) for leaf in flatten(value) for depth in range(1, len(leaf) + 1)]
-        _reject_unknown_below(value, key, path, dict.fromkeys(below, f"--set {text}"))
+        new_paths = [(*path, *leaf[:depth]) for leaf in flatten(value) for depth in range(1, len(leaf) + 1)]
+        _reject_unknown_below(value, key, path, dict.fromkeys(new_paths, f"--set {text}"))
     section = tree
     for step in path[:-1]:
         child = section.get(step)
@@ -216,14 +233,14 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
     origins.update({(*path, *leaf): "--set" for leaf in flatten(value)} if isinstance(value, dict) else {})
 
 
-def _appended(tree: Tree, path: KeyPath, key: Key, value: object, text: str) -> list[object]:
+def _append_to_list(tree: Tree, path: KeyPath, key: Key, value: object, text: str) -> list[object]:
     current: object = tree
     for step in path:
         current = current.get(step) if isinstance(current, Mapping) else None
     if current is None and key.path == path:
         current = key.default
     if not isinstance(current, list) and current is not None:
-        raise UserError(f"--set {masked(text)}: {'.'.join(path)} is not a list; write {'.'.join(path)}=VALUE")
+        raise UserError(f"--set {mask_secrets(text)}: {'.'.join(path)} is not a list; write {'.'.join(path)}=VALUE")
     return [*(current or []), *(value if isinstance(value, list) else [value])]
 
 
@@ -236,9 +253,9 @@ def _resolve_files(tree: Tree, origins: Origins, set_folders: Sequence[Path]) ->
     for keys, value in flatten(tree).items():
         if not isinstance(value, str):
             continue
-        if _matches(keys, FILES):
+        if _matches(keys, FILE_KEYS):
             source, colon, name = value, "", ""
-        elif _matches(keys, REFERENCES) and ".py:" in value:
+        elif _matches(keys, REFERENCE_KEYS) and ".py:" in value:
             source, colon, name = value.rpartition(":")
         else:
             continue
@@ -265,8 +282,8 @@ def _all_origins(recipe: Recipe, origins: Origins) -> dict[str, str]:
     for path in flatten(recipe.model_dump(mode="json", by_alias=True)):
         origin = origin_of(path, origins)
         default = f"preset {preset}" if path in by_preset else "default"
-        key = find(path)
-        is_set = path in origins or (key is not None and key.free and key.path in origins)
+        key = find_key(path)
+        is_set = path in origins or (key is not None and key.has_free_keys and key.path in origins)
         all_origins[".".join(path)] = origin if origin and is_set else default
     return all_origins
 
@@ -286,13 +303,13 @@ def with_model_defaults(recipe: Recipe, is_set: Callable[[str], bool]) -> tuple[
 def _with_mtp_defaults(recipe: Recipe, shape: ModelShape | None, is_set: Callable[[str], bool], notes: list[str]) -> Recipe:
     """Disable speculation and MTP training if there is no MTP head."""
     key = "rollout.speculation.num_tokens"
-    headless = shape is not None and not has_mtp_head(recipe.model, shape)
-    if headless and not is_set("mtp.mode"):
+    lacks_head = shape is not None and not has_mtp_head(recipe.model, shape)
+    if lacks_head and not is_set("mtp.mode"):
         recipe = recipe.model_copy(update={"mtp": recipe.mtp.model_copy(update={"mode": "off"})})
-    if (headless or recipe.mtp.mode == "off") and recipe.rollout.speculation.model_tokens and not is_set(key):
+    if (lacks_head or recipe.mtp.mode == "off") and recipe.rollout.speculation.model_tokens and not is_set(key):
         speculation = recipe.rollout.speculation.model_copy(update={"num_tokens": 0})
         recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"speculation": speculation})})
-        notes.append(f"{key}: 0, because {'the model has no MTP head' if headless else 'mtp.mode is off'}: speculation is off")
+        notes.append(f"{key}: 0, because {'the model has no MTP head' if lacks_head else 'mtp.mode is off'}: speculation is off")
     return recipe
 
 
@@ -311,4 +328,4 @@ def has_amx() -> bool:
         flags = next((line for line in CPU_INFO.read_text().splitlines() if line.startswith("flags")), "")
     except OSError:
         return False
-    return set(flags.split()) >= AMX
+    return set(flags.split()) >= AMX_FLAGS

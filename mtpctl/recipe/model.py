@@ -96,7 +96,7 @@ class MtpConfig(Section):
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_MAX_HEADER = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """Maximum size of a safetensors header in bytes, as in the safetensors library."""
 
 
@@ -123,18 +123,18 @@ def check_byte_tokenizer(model: ModelConfig, shape: ModelShape | None) -> Compla
 def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     """Report MTP training and speculation that the model's MTP layers do not support."""
     k = recipe.rollout.speculation.model_tokens
-    headless = shape is not None and not has_mtp_head(recipe.model, shape)
-    if headless and recipe.mtp.mode != "off":
+    lacks_head = shape is not None and not has_mtp_head(recipe.model, shape)
+    if lacks_head and recipe.mtp.mode != "off":
         yield f"mtp.mode: {recipe.mtp.mode} needs an MTP head, but the model has none; leave mtp.mode out, or set it to off"
     if recipe.mtp.loss == "e2e_tv" and recipe.mtp.mode == "joint":
         yield "mtp.loss: e2e_tv trains the MTP layers only, but mtp.mode: joint also trains the trunk; set isolated, or mtp.loss: tv"
-    if not recipe.mtp.trains and not headless and "draft" in recipe.train.stages:
-        yield f"mtp.mode: {recipe.mtp.mode} trains no drafter, which the stage draft does; set it to isolated"
-    if headless and "draft" in recipe.train.stages:
+    if not recipe.mtp.trains and not lacks_head and "draft" in recipe.train.stages:
+        yield f"mtp.mode: {recipe.mtp.mode} does not train the drafter, but the stage draft does; set it to isolated"
+    if lacks_head and "draft" in recipe.train.stages:
         yield "train.stages: draft trains a drafter, but the model has none; add one with model.drafter, or with mtpctl add-drafter"
     if shape is not None and shape.boundaries:
         yield from _check_separate_drafter(recipe, shape)
-    if headless and k:
+    if lacks_head and k:
         yield f"rollout.speculation.num_tokens: {k} needs an MTP head, but the model has none; leave it out, or set it to 0"
     elif recipe.mtp.mode == "off" and k:
         yield f"rollout.speculation.num_tokens: {k} needs the MTP layers that mtp.mode: off leaves out; set it to 0, or mtp.mode: load"
@@ -158,7 +158,7 @@ def check_mtp(recipe: Recipe, shape: ModelShape | None) -> Complaints:
 
 
 def _check_separate_drafter(recipe: Recipe, shape: ModelShape) -> Complaints:
-    """Report what an EAGLE-3 or DFlash drafter does not support."""
+    """Report settings that an EAGLE-3 or DFlash drafter does not support."""
     drafter, speculation = "an EAGLE-3 drafter" if shape.dflash is None else "a DFlash drafter", recipe.rollout.speculation
     if recipe.mtp.mode == "joint":
         yield f"mtp.mode: joint is not supported with {drafter}, whose loss does not reach the trunk; set it to isolated"
@@ -280,8 +280,8 @@ def cached_file(path: str, name: str) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(path, name)
-    return Path(cached) if isinstance(cached, str) else None
+    cached_path = try_to_load_from_cache(path, name)
+    return Path(cached_path) if isinstance(cached_path, str) else None
 
 
 def has_weights(folder: Path) -> bool:
@@ -297,8 +297,8 @@ def tensor_names(folder: Path) -> set[str]:
             names.update(json.loads(index.read_bytes())["weight_map"])
     if not names:
         for file in folder.glob("*.safetensors"):
-            with contextlib.suppress(OSError, ValueError), file.open("rb") as opened:
-                names.update(json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER))))
+            with contextlib.suppress(OSError, ValueError), file.open("rb") as stream:
+                names.update(json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), _MAX_HEADER_BYTES))))
     return names
 
 

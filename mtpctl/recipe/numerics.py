@@ -29,7 +29,7 @@ Temporaries of 64 MiB take twice to four times as long on an AMD EPYC.
 _NEEDS = "numerics: bitwise needs"
 PRECISIONS = {"cpu": "fp32", "cuda": "bf16"}
 """The precision of each device's bitwise operations."""
-DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
+DEVICE_NAMES = {"cpu": "a CPU", "cuda": "a GPU"}
 FAMILIES = ("llama", "mimo", "qwen2", "qwen3", "qwen3-moe", "qwen3.5")
 ROPES = ("default", "llama3")
 CAPABILITY = 9, 0
@@ -63,9 +63,9 @@ def check_gpu(name: str, capability: tuple[int, int] | None, dtype: str) -> None
     `capability`: the compute capability; None if the driver does not report it.
     """
     if capability != CAPABILITY:
-        known = "unknown" if capability is None else "{}.{}".format(*capability)
+        version = "unknown" if capability is None else "{}.{}".format(*capability)
         raise UserError(
-            f"numerics: bitwise needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} (Hopper), got {name} ({known}); use "
+            f"numerics: bitwise needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} (Hopper), got {name} ({version}); use "
             "one, or set numerics: default"
         )
     if dtype not in GPU_DTYPES:
@@ -82,7 +82,7 @@ def check_numerics(recipe: Recipe, shape: ModelShape | None) -> Complaints:
     rollout, train = recipe.rollout, recipe.train
     precision = PRECISIONS[recipe.device]
     if train.precision != precision:
-        yield f"train.precision: {_NEEDS} {precision} on {DEVICES[recipe.device]}; set {precision}, or numerics: default"
+        yield f"train.precision: {_NEEDS} {precision} on {DEVICE_NAMES[recipe.device]}; set {precision}, or numerics: default"
     if train.lora is not None:
         yield f"train.lora: {_NEEDS} full weights; remove the section, or set numerics: default"
     if recipe.kernels.linear_logprob != "auto":
@@ -162,7 +162,7 @@ def _check_bitwise_rollout(recipe: Recipe) -> Complaints:
         yield f"rollout.engine: {_NEEDS} vllm; set it, or numerics: default"
         return
     if rollout.dtype not in ("auto", precision := PRECISIONS[recipe.device]):
-        yield f"rollout.dtype: {_NEEDS} {precision} on {DEVICES[recipe.device]}; set auto, or numerics: default"
+        yield f"rollout.dtype: {_NEEDS} {precision} on {DEVICE_NAMES[recipe.device]}; set auto, or numerics: default"
     if rollout.temperature != 1:
         yield f"rollout.temperature: {_NEEDS} 1, got {rollout.temperature:g}; set 1, or numerics: default"
     if rollout.top_p < 1 or rollout.top_k:
@@ -232,19 +232,19 @@ def _check_blocks(recipe: Recipe, shape: ModelShape) -> Complaints:
             f"{_FIELD}: no matrix of the model fits blocks of {FP8_BLOCK} x {FP8_BLOCK} (hidden size {shape.hidden}, MLP {shape.ffn}); "
             "set rollout.quantization: none, or use a model whose sizes are multiples"
         )
-    elif (cut := cut_blocks(shape, names, recipe.rollout.tp)) is not None:
-        yield f"rollout.tp: {recipe.rollout.tp} ranks cut the FP8 blocks of {cut}; lower it, or set rollout.quantization: none"
+    elif (cut_matrix := cut_blocks(shape, names, recipe.rollout.tp)) is not None:
+        yield f"rollout.tp: {recipe.rollout.tp} ranks cut the FP8 blocks of {cut_matrix}; lower it, or set rollout.quantization: none"
     folder = model_folder(recipe.model)
-    if folder is not None and (stored := tensor_names(folder)):
+    if folder is not None and (stored_names := tensor_names(folder)):
         # The run adds the MTP layers of `model.drafter` to a copy of the folder.
-        in_folder = names if recipe.model.drafter is None else frozenset(name for name in names if section_of(name, shape) == "target")
-        if (reason := missing_matrix(folder, stored, in_folder)) is not None:
+        matrices = names if recipe.model.drafter is None else frozenset(name for name in names if section_of(name, shape) == "target")
+        if (reason := missing_matrix(folder, stored_names, matrices)) is not None:
             yield reason
 
 
-def missing_matrix(folder: Path, stored: Set[str], names: Set[str]) -> str | None:
-    """The error if `folder` stores the tensors `stored` and not all matrices to quantize, `names`; otherwise None."""
-    if not (missing := sorted(names - stored)):
+def missing_matrix(folder: Path, stored_names: Set[str], names: Set[str]) -> str | None:
+    """The error if `folder` stores the tensors `stored_names`, but not all of `names`, the matrices to quantize; otherwise None."""
+    if not (missing := sorted(names - stored_names)):
         return None
     if ".experts." not in missing[0]:
         return f"{_FIELD} needs the tensor {missing[0]}, which {folder} lacks; set rollout.quantization: none"

@@ -81,8 +81,10 @@ def check_function(reward: RewardConfig, section: str) -> Complaints:
     if function.endswith(".py"):
         yield f"{field}: {function} is a file; name the function in it, as {function}:score"
         return
-    near = difflib.get_close_matches(function, BUILT_IN, 1)
-    hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILT_IN)}; write your own as FILE.py:NAME or MODULE:NAME"
+    matches = difflib.get_close_matches(function, BUILT_IN, 1)
+    hint = (
+        f"did you mean {matches[0]}?" if matches else f"built in are {', '.join(BUILT_IN)}; write your own as FILE.py:NAME or MODULE:NAME"
+    )
     yield f"{field}: {function!r} is not built in; {hint}"
 
 
@@ -98,10 +100,10 @@ def check_answers(recipe: Recipe) -> Complaints:
             yield f"data.sft_path: tasks of {environment} have no solutions; name rows for the supervised stage, or set stages: [rl]"
     if data.columns.answer is None and function in VERIFIERS and "rl" in recipe.train.stages:
         yield f"data.columns.answer: the reward {function} needs an answer to compare with, got null; name the column"
-    for name, each in recipe.evaluation.sets.items():
-        columns, own = each.columns or data.columns, each.reward.function if each.reward else function
-        if columns.answer is None and own in VERIFIERS:
+    for name, config in recipe.evaluation.sets.items():
+        columns, reward = config.columns or data.columns, config.reward.function if config.reward else function
+        if columns.answer is None and reward in VERIFIERS:
             yield (
-                f"evaluation.sets.{name}.columns.answer: the reward {own} needs an answer to compare with, got null; name the column, "
+                f"evaluation.sets.{name}.columns.answer: the reward {reward} needs an answer to compare with, got null; name the column, "
                 f"or set evaluation.sets.{name}.reward.function"
             )

@@ -63,8 +63,8 @@ def _built_in_or_user_defined(names: tuple[str, ...]) -> AfterValidator:
         if value in names:
             return value
         if not is_reference(value):
-            near = difflib.get_close_matches(value, names, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            matches = difflib.get_close_matches(value, names, 1)
+            hint = f"; did you mean {matches[0]}?" if matches else ""
             raise ValueError(f"must be {', '.join(names)}, or FILE.py:NAME or MODULE:NAME, got {value!r}{hint}")
         return os.path.expanduser(value)
 
@@ -131,7 +131,7 @@ class TeacherConfig(Section):
     timeout_s: PositiveFloat = Field(300.0, description="Timeout of a request to the teacher in seconds, its queue included.")
 
     @property
-    def served(self) -> bool:
+    def runs_server(self) -> bool:
         return self.path is not None and self.path != POLICY
 
 
@@ -231,7 +231,7 @@ def check_teacher_in_run(recipe: Recipe) -> Complaints:
         return
     if teacher.path == POLICY and not recipe.logprob.standalone:
         yield "train.rl.teacher.path: policy needs the run's log-prob server; set logprob.standalone: true"
-    if teacher.served and "rl" in recipe.train.stages:
+    if teacher.runs_server and "rl" in recipe.train.stages:
         config = hf_config(ModelConfig(path=teacher.path), fetch=False, field="train.rl.teacher.path")
         if config is not None:
             yield from check_parallel(teacher.parallel, shape_of(config), "train.rl.teacher.parallel")

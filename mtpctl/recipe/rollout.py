@@ -95,19 +95,19 @@ class ReplicaRange(Section):
     min: PositiveInt = Field(1, description="Rollout engines that the run is planned with; the run waits for hosts for them.")
     max: PositiveInt = Field(1, description="Maximum rollout engines: those beyond min join and leave with the hosts of the cluster.")
 
-    def clipped(self, replicas: int) -> int:
+    def clip(self, replicas: int) -> int:
         """`replicas` clipped to these bounds."""
         return min(max(replicas, self.min), self.max)
 
 
-def _kind_of_replicas(value: object) -> str:
+def _replicas_tag(value: object) -> str:
     """The union tag of a value of `rollout.replicas`: a number or a range."""
     return "range" if isinstance(value, (dict, ReplicaRange)) else "number"
 
 
 class RolloutBase(Section):
     traits: ClassVar[EngineTraits]
-    replicas: Annotated[Annotated[PositiveInt, Tag("number")] | Annotated[ReplicaRange, Tag("range")], Discriminator(_kind_of_replicas)] = (
+    replicas: Annotated[Annotated[PositiveInt, Tag("number")] | Annotated[ReplicaRange, Tag("range")], Discriminator(_replicas_tag)] = (
         Field(1, description="Rollout engines: a number, or {min, max} for a number that follows the hosts of the cluster.")
     )
     tp: PositiveInt = Field(1, description="Tensor-parallel ranks per engine.")
@@ -307,7 +307,7 @@ def check_replicas(rollout: RolloutBase) -> Complaints:
 
 
 def check_on_trainer_gpus(recipe: Recipe) -> Complaints:
-    """Report engines on the trainer's GPUs that have no room there."""
+    """Report engines on the trainer's GPUs for which `train.gpus` leaves no share, or that cannot share a GPU."""
     rollout, number = recipe.rollout, recipe.rollout.on_trainer_gpus
     if not number or "rl" not in recipe.train.stages:
         return
@@ -319,7 +319,7 @@ def check_on_trainer_gpus(recipe: Recipe) -> Complaints:
     elif number > rollout.replica_range.min:
         yield f"{field}: {number} is more than rollout.replicas: {rollout.replica_range.min}; raise replicas, or lower it"
     elif rollout.tp > 1:
-        yield f"{field}: an engine on a part of a GPU has one rank, but rollout.tp is {rollout.tp}; set it to 0"
+        yield f"{field}: an engine on a share of a GPU has one rank, but rollout.tp is {rollout.tp}; set it to 0"
     elif recipe.train.gpus >= 1:
         yield f"{field}: train.gpus: {recipe.train.gpus:g} leaves nothing of the GPU; set train.gpus to the share that the trainer needs"
 
@@ -345,8 +345,7 @@ def check_speculation(rollout: RolloutBase) -> Complaints:
         yield f"rollout.speculation.auto: works with method: model, not {speculation.method}; set it to false"
     if speculation.draft_method == "probabilistic":
         yield (
-            f"rollout.speculation.draft_method: drafts of {speculation.method} have no probabilities, so they cannot be sampled from them; "
-            "set greedy"
+            f"rollout.speculation.draft_method: drafts of {speculation.method} have no probabilities, so they cannot be sampled; set greedy"
         )
     if speculation.method == "suffix" and find_spec("arctic_inference") is None:
         yield "rollout.speculation.method: suffix needs the package arctic-inference, which is not installed; install it, or set ngram"
@@ -362,8 +361,8 @@ def check_environment(rollout: RolloutBase) -> Complaints:
     if rollout.environment == "single" and rollout.environment_args:
         yield "rollout.environment_args: there is no environment to pass them to; set rollout.environment, or leave them out"
     elif rollout.environment not in names and not is_reference(rollout.environment):
-        near = difflib.get_close_matches(rollout.environment, names, 1)
-        hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(names)}; name your own class as FILE.py:NAME"
+        matches = difflib.get_close_matches(rollout.environment, names, 1)
+        hint = f"did you mean {matches[0]}?" if matches else f"built in are {', '.join(names)}; name your own class as FILE.py:NAME"
         yield f"rollout.environment: mtpctl has no environment {rollout.environment!r}; {hint}"
 
 
@@ -385,8 +384,8 @@ def check_agents(rollout: RolloutBase) -> Complaints:
 def check_lengths(rollout: RolloutBase, shape: ModelShape) -> Complaints:
     """Report token ids and positions that the model does not have."""
     for name, tokens in (("stop_ids", rollout.stop_ids), ("end_ids", rollout.end_ids or [])):
-        if beyond := [token for token in tokens if token >= shape.vocab]:
-            yield f"rollout.{name}: the model's vocabulary has {shape.vocab} tokens, got {beyond[0]}"
+        if invalid_ids := [token for token in tokens if token >= shape.vocab]:
+            yield f"rollout.{name}: the model's vocabulary has {shape.vocab} tokens, got {invalid_ids[0]}"
     if rollout.context is not None and rollout.context > shape.max_positions:
         yield f"rollout.context: the model has {shape.max_positions} positions, got {rollout.context}; lower it, or raise model.context"
     context = min(rollout.context or shape.max_positions, shape.max_positions)
@@ -413,7 +412,7 @@ def check_engine_device(recipe: Recipe) -> Complaints:
 
 def check_served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape) -> Complaints:
     """Report models that the engine would reject at run time, or compute differently than the trainer."""
-    if not recipe.train.generates:
+    if not recipe.train.needs_rollout:
         return
     yield from missing_fields(config)
     if recipe.device != "cpu":

@@ -129,14 +129,14 @@ class TelemetryConfig(Section):
         return None if match is None else (match["ipv6"] or match["host"], int(match["port"]))
 
 
-NAMES = r"^[A-Za-z0-9._-]+$"
+NAME_PATTERN = r"^[A-Za-z0-9._-]+$"
 """Pattern of a run's name."""
 
 
 class Recipe(Section):
     """A whole run."""
 
-    name: str = Field("run", pattern=NAMES, description="Name of the run.")
+    name: str = Field("run", pattern=NAME_PATTERN, description="Name of the run.")
     seed: NonNegativeInt = Field(0, lt=1 << 63, description="Random seed of the whole run.")
     run_dir: str = Field("runs/{name}", description="Directory that the run writes to; {name} and {seed} are replaced.")
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -164,21 +164,21 @@ class Recipe(Section):
         """Select the default variant of sections that name none."""
         if not isinstance(data, dict):
             return data
-        filled = dict(data)
+        sections = dict(data)
         cluster = data.get("cluster")
         if isinstance(cluster, dict) and cluster.get("device") == "cpu":
             # The default transport follows the device.
-            filled.setdefault("sync", {})
-            if isinstance(filled["sync"], dict):
-                filled["sync"] = {"transport": "shm", **filled["sync"]}
+            sections.setdefault("sync", {})
+            if isinstance(sections["sync"], dict):
+                sections["sync"] = {"transport": "shm", **sections["sync"]}
         for section, (key, default) in DEFAULT_VARIANTS.items():
-            if isinstance(filled.get(section), dict):
-                filled[section] = {key: default, **filled[section]}
-        return filled
+            if isinstance(sections.get(section), dict):
+                sections[section] = {key: default, **sections[section]}
+        return sections
 
     @model_validator(mode="before")
     @classmethod
-    def _older_keys(cls, data: object) -> object:
+    def _replace_deprecated_keys(cls, data: object) -> object:
         """Use `data.checker` as `reward.function` if the latter is not set."""
         if not isinstance(data, dict) or not isinstance(data.get("data"), dict) or not isinstance(data.get("reward", {}), dict):
             return data
@@ -214,12 +214,12 @@ class Recipe(Section):
             return "off"
         if self.train.moe.replay is not None:
             return self.train.moe.replay
-        if self.engine_gives_routes:
+        if self.engine_returns_routes:
             return "rollout"
         return "recompute" if self.old_logprobs == "recompute" else "off"
 
     @property
-    def engine_gives_routes(self) -> bool:
+    def engine_returns_routes(self) -> bool:
         """Whether the engine returns the experts of each token. vLLM does; on a GPU only if prefix caching is on."""
         if not self.rollout.traits.routes:
             return False
@@ -228,8 +228,12 @@ class Recipe(Section):
     @property
     def rewards(self) -> dict[str, RewardConfig]:
         """The reward of the run and the rewards of held-out sets that have their own, by recipe key."""
-        own = {f"evaluation.sets.{name}.reward": each.reward for name, each in self.evaluation.sets.items() if each.reward is not None}
-        return {"reward": self.reward, **own}
+        set_rewards = {
+            f"evaluation.sets.{name}.reward": held_out.reward
+            for name, held_out in self.evaluation.sets.items()
+            if held_out.reward is not None
+        }
+        return {"reward": self.reward, **set_rewards}
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -241,25 +245,25 @@ class Recipe(Section):
     @property
     def run_path(self) -> Path:
         """`run_dir` with `{name}` and `{seed}` replaced."""
-        return Path(self._filled(self.run_dir)).expanduser()
+        return Path(self._fill_placeholders(self.run_dir)).expanduser()
 
     @property
     def sync_url(self) -> str | None:
         """`sync.url` with `{name}` and `{seed}` replaced; None for transports without a URL."""
         url = self.sync.url if isinstance(self.sync, StorageConfig) else None
-        return None if url is None else self._filled(url)
+        return None if url is None else self._fill_placeholders(url)
 
     @property
     def copy_url(self) -> str | None:
         """`train.checkpoint_copy` with `{name}` and `{seed}` replaced."""
-        return None if self.train.checkpoint_copy is None else self._filled(self.train.checkpoint_copy)
+        return None if self.train.checkpoint_copy is None else self._fill_placeholders(self.train.checkpoint_copy)
 
     @property
     def sent_precision(self) -> str:
         """The precision of the weights that a sync sends, which is that of the engines."""
         return self.train.precision if self.rollout.dtype == "auto" else self.rollout.dtype
 
-    def _filled(self, text: str) -> str:
+    def _fill_placeholders(self, text: str) -> str:
         return text.replace("{name}", self.name).replace("{seed}", str(self.seed))
 
 

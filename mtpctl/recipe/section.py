@@ -11,15 +11,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from mtpctl.families.shape import ModelShape, tp_divides
 
 
-def _number(value: object) -> object:
+def _reject_bool(value: object) -> object:
     """Reject booleans, which Python accepts as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"must be a number, got {str(value).lower()}")
     return value
 
 
-Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[float, BeforeValidator(_number)]
+Int = Annotated[int, BeforeValidator(_reject_bool)]
+Float = Annotated[float, BeforeValidator(_reject_bool)]
 PositiveInt = Annotated[Int, Field(gt=0)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegativeInt = Annotated[Int, Field(ge=0)]
@@ -41,10 +41,10 @@ Complaints = Iterator[str]
 
 def divisors_text(count: int) -> str:
     """The divisors of `count`, for a message."""
-    return listed([n for n in range(1, count + 1) if count % n == 0])
+    return format_numbers([n for n in range(1, count + 1) if count % n == 0])
 
 
-def listed(numbers: list[int]) -> str:
+def format_numbers(numbers: list[int]) -> str:
     """Up to eight numbers, for a message."""
     return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
 
@@ -108,8 +108,8 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> C
 
 def check_divides(number: int, counts: dict[str, int], field: str) -> Complaints:
     """Report a `number` that does not divide one of `counts`. The message lists the numbers that divide all of them."""
-    for what, count in counts.items():
-        if not tp_divides(number, what, count):
-            fitting = [n for n in range(1, max(counts.values()) + 1) if all(tp_divides(n, *each) for each in counts.items())]
-            yield f"{field}: {number} does not divide {count} {what}; {listed(fitting)} fit"
+    for name, count in counts.items():
+        if not tp_divides(number, name, count):
+            divisors = [n for n in range(1, max(counts.values()) + 1) if all(tp_divides(n, *item) for item in counts.items())]
+            yield f"{field}: {number} does not divide {count} {name}; {format_numbers(divisors)} fit"
             return

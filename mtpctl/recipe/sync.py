@@ -77,7 +77,7 @@ SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig | StorageConfig, Field
 class Transport:
     """Properties of a transport.
 
-    pushes: sender and receivers take part at the same time; otherwise receivers read from the version store later.
+    pushes: sender and receivers take part at the same time; alternative receivers read from the version store later.
     cuda: both ends are GPUs. one_process_per_gpu: no two of its processes may share a GPU.
     """
 
@@ -94,11 +94,11 @@ TRANSPORTS = {
 }
 """Transports by `sync.transport`. Each has a module of the same name in `mtpctl.sync.transports`."""
 
-PUSHED = tuple(name for name, transport in TRANSPORTS.items() if transport.pushes)
+PUSH_TRANSPORTS = tuple(name for name, transport in TRANSPORTS.items() if transport.pushes)
 
 
 def check_sections(sync: SyncBase) -> Complaints:
-    """Report sections that are not a whole version, and buckets that are too small."""
+    """Report sections that do not form a complete version, and buckets that are too small."""
     if len(set(sync.sections)) != len(sync.sections) or ("target" in sync.sections) == ("adapter" in sync.sections):
         yield f"sync.sections: must contain either target or adapter, and optionally draft, each once, got [{', '.join(sync.sections)}]"
     if sync.bucket_bytes < 1024:
@@ -111,8 +111,8 @@ def check_transport(recipe: Recipe) -> Complaints:
     if device == "cpu" and TRANSPORTS[transport].cuda:
         yield f"sync.transport: {transport} needs CUDA; set shm for cluster.device: cpu, or leave it out"
     if TRANSPORTS[transport].one_process_per_gpu and "rl" in recipe.train.stages:
-        scores = recipe.logprob.gpus if recipe.logprob.standalone else 1
-        shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": rollout.gpus, "logprob.gpus": scores}
+        logprob_gpus = recipe.logprob.gpus if recipe.logprob.standalone else 1
+        shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": rollout.gpus, "logprob.gpus": logprob_gpus}
         for field in [field for field, share in shares.items() if share and share < 1][-1:]:
             yield f"sync.transport: {transport} supports one process per GPU, but with {field}: {shares[field]:g} two share one; set ipc"
     if recipe.sync.delta and transport == "ipc":
@@ -126,7 +126,7 @@ def check_transport(recipe: Recipe) -> Complaints:
             yield "sync.release_kv: needs vLLM's sleep mode; remove rollout.engine_args.enable_sleep_mode: false"
 
 
-def notes_of(sync: SyncBase) -> Iterator[str]:
+def sync_notes(sync: SyncBase) -> Iterator[str]:
     """Lines for plans about how a sync differs from the default."""
     if sync.kv == "keep":
         yield "requests in flight at a sync keep the KV cache of the old weights (sync.kv: keep)"
@@ -136,25 +136,25 @@ def notes_of(sync: SyncBase) -> Iterator[str]:
 
 def check_kv(recipe: Recipe) -> Complaints:
     """Report settings that `sync.kv: keep` does not support."""
-    sync, rollout, otherwise = recipe.sync, recipe.rollout, "set sync.kv: recompute"
+    sync, rollout, alternative = recipe.sync, recipe.rollout, "set sync.kv: recompute"
     if sync.kv == "recompute":
         return
     if not rollout.traits.keep_kv:
         yield (
             f"sync.kv: keep works with rollout.engine: vllm, because the prefix cache of {rollout.traits.title} would keep old weights' "
-            f"blocks for later requests; {otherwise}"
+            f"blocks for later requests; {alternative}"
         )
     if sync.pause != "keep":
-        yield f"sync.kv: with sync.pause: {sync.pause} no request is in flight at a sync; set sync.pause: keep, or {otherwise}"
+        yield f"sync.kv: with sync.pause: {sync.pause} no request is in flight at a sync; set sync.pause: keep, or {alternative}"
     if not recipe.async_.partial_rollout:
-        yield f"sync.kv: with async.partial_rollout: false no request is in flight at a sync; set it to true, or {otherwise}"
+        yield f"sync.kv: with async.partial_rollout: false no request is in flight at a sync; set it to true, or {alternative}"
     if sync.release_kv:
-        yield f"sync.kv: sync.release_kv frees the cache that keep keeps; set it to false, or {otherwise}"
+        yield f"sync.kv: sync.release_kv frees the cache that sync.kv: keep retains; set it to false, or {alternative}"
     if recipe.numerics == "bitwise":
-        yield f"sync.kv: with keep, log-probs differ from those of the trainer, which numerics: bitwise rules out; {otherwise}"
+        yield f"sync.kv: with keep, log-probs differ from those of the trainer, which numerics: bitwise rules out; {alternative}"
     for argument in ("kv_transfer_config", "kv_offloading_size"):
         if rollout.engine_args.get(argument) is not None:
-            yield f"rollout.engine_args.{argument}: its cache may mix weight versions with sync.kv: keep; remove it, or {otherwise}"
+            yield f"rollout.engine_args.{argument}: its cache may mix weight versions with sync.kv: keep; remove it, or {alternative}"
 
 
 def changes_every_element(recipe: Recipe) -> bool:
@@ -163,7 +163,7 @@ def changes_every_element(recipe: Recipe) -> bool:
 
 
 def sync_cautions(recipe: Recipe) -> Iterator[str]:
-    """Caution about changes that are as large as the weights."""
+    """Caution about deltas that would be as large as the weights."""
     if recipe.sync.delta and changes_every_element(recipe):
         yield (
             "sync.delta: an update changes almost every trained element in fp32, so most syncs stay complete; set it to false, or "

@@ -116,12 +116,12 @@ class TrainConfig(Section):
     threads: NonNegativeInt = Field(0, description="CPU threads of a trainer rank while engines run; 0: torch's default.")
 
     @property
-    def generates(self) -> bool:
+    def needs_rollout(self) -> bool:
         """Whether a stage needs rollout engines."""
         return "rl" in self.stages or ("draft" in self.stages and self.draft.samples > 0)
 
     @property
-    def imitates(self) -> bool:
+    def trains_on_rows(self) -> bool:
         """Whether a stage trains on the responses of rows."""
         return "sft" in self.stages or ("draft" in self.stages and not self.draft.samples)
 
@@ -179,7 +179,7 @@ def check_replay(recipe: Recipe) -> Complaints:
         return
     if not recipe.rollout.traits.routes:
         yield "train.moe.replay: rollout works with rollout.engine: vllm; set recompute, or off"
-    elif not recipe.engine_gives_routes:
+    elif not recipe.engine_returns_routes:
         fix = "leave enable_prefix_caching out, or set train.moe.replay: off"
         yield f"rollout.engine_args: vLLM returns routes only with prefix caching; {fix}"
 

@@ -49,9 +49,9 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
-for _name, _pattern, _first in _SCALARS:
+for _name, _pattern, _first_characters in _SCALARS:
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_PREFIX + _name, re.compile(_pattern), ["" if c == "\0" else c for c in _first])
+        _class.add_implicit_resolver(_PREFIX + _name, re.compile(_pattern), ["" if c == "\0" else c for c in _first_characters])
 
 
 @dataclass(slots=True)
@@ -119,15 +119,15 @@ def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nod
 
 
 def _pairs(node: MappingNode, path: Path, lines: dict[Path, int], source: str) -> Iterator[tuple[str, Node]]:
-    first: dict[str, int] = {}
+    first_lines: dict[str, int] = {}
     for key_node, item in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, ScalarNode):
             raise UserError(f"{source}:{line}: a key must be text")
         key = key_node.value
-        if key in first:
-            raise UserError(f"{source}:{line}: {'.'.join(map(str, (*path, key)))} is a duplicate key, first set in line {first[key]}")
-        first[key] = line
+        if key in first_lines:
+            raise UserError(f"{source}:{line}: {'.'.join(map(str, (*path, key)))} is a duplicate key, first set in line {first_lines[key]}")
+        first_lines[key] = line
         lines[(*path, key)] = line
         yield key, item
 

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 from mtpctl.errors import MtpctlError
 from mtpctl.plan.buckets import Bucket
-from mtpctl.recipe.sync import PUSHED
+from mtpctl.recipe.sync import PUSH_TRANSPORTS
 from mtpctl.sync.checksums import Part, combine
 from mtpctl.sync.protocol import Manifest, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict
 from mtpctl.sync.receiver import RankSums, UpdateStep, adapter_root, begin_step
@@ -68,7 +68,7 @@ class ActiveSection:
     @property
     def skipped(self) -> bool:
         """Whether the section is not received at all: it would be dropped, and no sender waits for this receiver."""
-        return self.discards and self.manifest.transport not in PUSHED
+        return self.discards and self.manifest.transport not in PUSH_TRANSPORTS
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class EngineTarget:
         if state.active is not None:
             raise VersionConflict(f"an update to version {self.updating} is under way")
         # A repeated transfer includes receivers that already have the version.
-        is_repeated = plan.transport in PUSHED and version == state.loaded.get(section)
+        is_repeated = plan.transport in PUSH_TRANSPORTS and version == state.loaded.get(section)
         if version < state.version or (version <= state.loaded.get(section, -1) and not is_repeated):
             raise VersionConflict(f"weight version {version} ({section}) is not newer than the live {state.version}")
         if plan.base is not None and not is_repeated and state.loaded.get(section) != plan.base:

@@ -39,7 +39,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from mtpctl.recipe.sync import PUSHED
+from mtpctl.recipe.sync import PUSH_TRANSPORTS
 from mtpctl.sync.protocol import Manifest, PauseMode, Section, SyncError, TargetDirty, WeightsDiffer, WeightTarget
 from mtpctl.sync.store import VersionStore
 from mtpctl.sync.transports.base import TransferStats, cancel
@@ -89,7 +89,7 @@ async def cancel_on_error[T](manifest: Manifest, update: Awaitable[T]) -> T:
 
 def manifests_to(manifest: Manifest, live: int) -> list[Manifest]:
     """The versions to apply to a target with version `live`: this one, preceded by the base versions that it needs."""
-    if manifest.base is None or live in (manifest.base, manifest.version) or manifest.transport in PUSHED:
+    if manifest.base is None or live in (manifest.base, manifest.version) or manifest.transport in PUSH_TRANSPORTS:
         return [manifest]
     return VersionStore(manifest.store).chain(manifest.version, live)
 
@@ -237,7 +237,7 @@ class WeightUpdate:
         """`verify`: compare the checksums of every tensor on both ends."""
         self.parties, self.version, self.sections, self.verify = parties, version, sections, verify
         self.options = parties.recipe.sync
-        self.pushed = self.options.transport in PUSHED
+        self.pushed = self.options.transport in PUSH_TRANSPORTS
         # Without partial rollouts no response spans two versions: responses in flight end before the weights change.
         self.pause: PauseMode = self.options.pause if parties.recipe.async_.partial_rollout else "wait"
         self.state = State.PLAN

@@ -94,9 +94,9 @@ Points = list[tuple[float, float]]
 HEIGHT = 190
 """Height of the drawing in pixels; its width follows the page."""
 _WIDTH = 1000
-_SMOOTH_FROM = 40
+_MIN_SMOOTHED_POINTS = 40
 _MAX_POINTS = 400
-_MAX_HITS = 100
+_MAX_HOVER_STRIPS = 100
 NUM_COLORS = 7
 
 
@@ -105,7 +105,7 @@ class Series:
     """One curve of a chart.
 
     Attributes:
-        dots: marks each point, for metrics with few points.
+        dots: dots each point, for metrics with few points.
         color: index of a color; by default the position of the curve.
         style: a `guide` is a dashed reference line, which is not averaged.
     """
@@ -143,60 +143,60 @@ class Chart:
 
 def render_chart(chart: Chart) -> str:
     """The chart as a `<figure>`; empty if no series has a point that can be drawn."""
-    drawn = [
+    curves = [
         ((i if s.color is None else s.color) % NUM_COLORS, s, pts)
         for i, s in enumerate(chart.series)
-        if (pts := _drawable(s.points, chart.scale))
+        if (pts := _drawable_points(s.points, chart.scale))
     ]
-    if not drawn:
+    if not curves:
         return ""
-    layers = _stacked([pts for _, _, pts in drawn]) if chart.stack else [pts for _, _, pts in drawn]
+    layers = _stack_layers([pts for _, _, pts in curves]) if chart.stack else [pts for _, _, pts in curves]
     xs = [x for pts in layers for x, _ in pts]
     values = [y for pts in layers for _, y in pts]
     x_axis = Axis(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, [])
     y_axis = (
         # From the minimum of the smoothed curves: one outlier near zero would stretch the axis over many decades.
-        log_axis(min(y for _, series, pts in drawn for _, y in (pts if series.dots else _smoothed(pts))), max(values))
+        log_axis(min(y for _, series, pts in curves for _, y in (pts if series.dots else _smooth(pts))), max(values))
         if chart.scale == "log"
         else linear_axis(min(values), max(values), zero=chart.zero or chart.stack)
     )
-    unit = drawn[0][1].unit
+    unit = curves[0][1].unit
     phases = [phase for phase in chart.phases if phase.end >= x_axis.low and phase.begin < x_axis.high]
     shapes = [_bands(phases, x_axis), *(f'<path class="grid" d="M0,{_y(t, y_axis):.1f}H{_WIDTH}"/>' for t in y_axis.ticks)]
-    marks: list[str] = []
-    labels_at: list[tuple[int, Series, float, float]] = []
-    for k, (color, series, pts) in enumerate(drawn):
+    dots: list[str] = []
+    label_positions: list[tuple[int, Series, float, float]] = []
+    for k, (color, series, pts) in enumerate(curves):
         if chart.stack:
-            below = layers[k - 1] if k else [(x, 0.0) for x, _ in pts]
-            outline = _path(layers[k], x_axis, y_axis) + "L" + _path(below[::-1], x_axis, y_axis)[1:] + "Z"
+            lower_edge = layers[k - 1] if k else [(x, 0.0) for x, _ in pts]
+            outline = _path(layers[k], x_axis, y_axis) + "L" + _path(lower_edge[::-1], x_axis, y_axis)[1:] + "Z"
             shapes.append(f'<path class="fill k{color}" d="{outline}"/>')
-            middle = (_y(layers[k][-1][1], y_axis) + _y(below[-1][1], y_axis)) / 2
-            labels_at.append((color, series, middle, layers[k][-1][1] - below[-1][1]))
+            middle = (_y(layers[k][-1][1], y_axis) + _y(lower_edge[-1][1], y_axis)) / 2
+            label_positions.append((color, series, middle, layers[k][-1][1] - lower_edge[-1][1]))
             continue
         if series.style == "guide":
             shapes.append(f'<path class="guide k{color}" d="{_path(pts, x_axis, y_axis)}"/>')
-            labels_at.append((color, series, _y(pts[-1][1], y_axis), pts[-1][1]))
+            label_positions.append((color, series, _y(pts[-1][1], y_axis), pts[-1][1]))
             continue
-        for piece in _by_phase(pts, phases):
-            smooth = piece if series.dots else _smoothed(piece)
+        for piece in _split_by_phase(pts, phases):
+            smooth = piece if series.dots else _smooth(piece)
             if smooth is not piece:
                 shapes.append(f'<path class="raw k{color}" d="{_path(downsample(piece, _MAX_POINTS), x_axis, y_axis)}"/>')
             shapes.append(f'<path class="line k{color}" d="{_path(downsample(smooth, _MAX_POINTS), x_axis, y_axis)}"/>')
-        marks += [_dot(x, y, color, x_axis, y_axis) for x, y in (pts if series.dots else smooth[-1:])]
-        labels_at.append((color, series, _y(smooth[-1][1], y_axis), smooth[-1][1]))
+        dots += [_dot(x, y, color, x_axis, y_axis) for x, y in (pts if series.dots else smooth[-1:])]
+        label_positions.append((color, series, _y(smooth[-1][1], y_axis), smooth[-1][1]))
     gap = 17.0 if chart.stack else 33.0
-    positions = space_apart([end for _, _, end, _ in labels_at], gap, gap / 2 - 6, HEIGHT - gap / 2 + 6)
+    positions = space_apart([end for _, _, end, _ in label_positions], gap, gap / 2 - 6, HEIGHT - gap / 2 + 6)
     labels = [
         f'<span class="label k{color}" style="top:{position:.1f}px">{escape(series.label)}<b>{format_value(final, series.unit)}</b></span>'
-        for (color, series, _, final), position in zip(labels_at, positions, strict=True)
+        for (color, series, _, final), position in zip(label_positions, positions, strict=True)
     ]
     y_ticks = [f'<span class="y" style="top:{_y(t, y_axis):.1f}px">{tick_label(t, unit)}</span>' for t in y_axis.ticks]
     kind = "plot stack" if chart.stack else "plot"
     return (
         f'<figure class="card"><figcaption><h3>{escape(chart.title)}</h3><p>{escape(chart.note)}</p></figcaption>'
         f'<div class="{kind}"><div class="area"><svg viewBox="0 0 {_WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(chart.title)}">{"".join(shapes)}</svg>{"".join(marks)}{"".join(y_ticks)}'
-        f"{_x_labels(phases, x_axis)}{''.join(labels)}{_hits(drawn, phases, x_axis)}</div></div></figure>"
+        f'aria-label="{escape(chart.title)}">{"".join(shapes)}</svg>{"".join(dots)}{"".join(y_ticks)}'
+        f"{_x_labels(phases, x_axis)}{''.join(labels)}{_hover_strips(curves, phases, x_axis)}</div></div></figure>"
     )
 
 
@@ -204,7 +204,7 @@ def sparkline_svg(points: Points, color: int) -> str:
     """A curve without axes, for a headline."""
     if len(points) < 2:
         return ""
-    pts = downsample(_smoothed(points), 120)
+    pts = downsample(_smooth(points), 120)
     values = [y for _, y in pts]
     low, high = min(values), max(values)
     x_axis = Axis(pts[0][0], pts[-1][0], [])
@@ -215,16 +215,16 @@ def sparkline_svg(points: Points, color: int) -> str:
     )
 
 
-def _smoothed(points: Points) -> Points:
+def _smooth(points: Points) -> Points:
     """The moving average of a long series; a short one unchanged."""
-    return moving_average(points, max(1, len(points) // 25)) if len(points) >= _SMOOTH_FROM else points
+    return moving_average(points, max(1, len(points) // 25)) if len(points) >= _MIN_SMOOTHED_POINTS else points
 
 
-def moving_average(points: Points, half: int) -> Points:
-    """The mean of each point and of up to `half` points on each side."""
-    total = [0.0, *accumulate(y for _, y in points)]
-    spans = ((max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points)))
-    return [(x, (total[b] - total[a]) / (b - a)) for (x, _), (a, b) in zip(points, spans, strict=True)]
+def moving_average(points: Points, half_width: int) -> Points:
+    """The mean of each point and of up to `half_width` points on each side."""
+    sums = [0.0, *accumulate(y for _, y in points)]
+    spans = ((max(0, i - half_width), min(len(points), i + half_width + 1)) for i in range(len(points)))
+    return [(x, (sums[b] - sums[a]) / (b - a)) for (x, _), (a, b) in zip(points, spans, strict=True)]
 
 
 def downsample(points: Points, limit: int) -> Points:
@@ -236,17 +236,17 @@ def downsample(points: Points, limit: int) -> Points:
     return [*((sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in bins[:-1]), points[-1]]
 
 
-def _drawable(points: Points, scale: str) -> Points:
+def _drawable_points(points: Points, scale: str) -> Points:
     return [(x, y) for x, y in points if math.isfinite(y) and (scale != "log" or y > 0)]
 
 
-def _by_phase(points: Points, phases: Sequence[Phase]) -> list[Points]:
+def _split_by_phase(points: Points, phases: Sequence[Phase]) -> list[Points]:
     """The points of each phase. Neither a line nor an average crosses phases."""
     pieces = [[(x, y) for x, y in points if (x > phase.begin or i == 0) and x <= phase.end] for i, phase in enumerate(phases)]
     return [piece for piece in pieces if piece]
 
 
-def _stacked(layers: list[Points]) -> list[Points]:
+def _stack_layers(layers: list[Points]) -> list[Points]:
     steps = sorted({x for pts in layers for x, _ in pts})
     height = dict.fromkeys(steps, 0.0)
     result = []
@@ -254,7 +254,7 @@ def _stacked(layers: list[Points]) -> list[Points]:
         values = dict(pts)
         for x in steps:
             height[x] += values.get(x, 0.0)
-        result.append(downsample(_smoothed([(x, height[x]) for x in steps]), _MAX_POINTS))
+        result.append(downsample(_smooth([(x, height[x]) for x in steps]), _MAX_POINTS))
     return result
 
 
@@ -298,12 +298,12 @@ def _x_labels(phases: Sequence[Phase], axis: Axis) -> str:
     return "".join(parts) + f'<span class="xname">{escape(f"{name} step")}</span>'
 
 
-def _hits(drawn: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis) -> str:
-    """Hover strips over the drawing, one per step but at most `_MAX_HITS`, that show the values of the step."""
-    steps = sorted({x for _, _, pts in drawn for x, _ in pts})
-    if len(steps) > _MAX_HITS:
-        steps = [steps[round(i * (len(steps) - 1) / (_MAX_HITS - 1))] for i in range(_MAX_HITS)]
-    lookup = [(color, series, dict(pts)) for color, series, pts in drawn]
+def _hover_strips(curves: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis) -> str:
+    """Hover strips over the drawing, one per step but at most `_MAX_HOVER_STRIPS`, that show the values of the step."""
+    steps = sorted({x for _, _, pts in curves for x, _ in pts})
+    if len(steps) > _MAX_HOVER_STRIPS:
+        steps = [steps[round(i * (len(steps) - 1) / (_MAX_HOVER_STRIPS - 1))] for i in range(_MAX_HOVER_STRIPS)]
+    lookup = [(color, series, dict(pts)) for color, series, pts in curves]
     parts = []
     for i, x in enumerate(steps):
         position = axis.position(x)

@@ -69,7 +69,7 @@ def open_retrying(path: Path) -> TextIO:
     return io.TextIOWrapper(RetryingFile(path), encoding="utf-8", write_through=True)
 
 
-DAMAGED = ".damaged"
+DAMAGED_SUFFIX = ".damaged"
 """Suffix of the file with damaged lines."""
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -86,8 +86,8 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.damaged = _move_damaged_lines(path) if path.exists() else []
-        earlier = read_rows(path) if path.exists() else []
-        self.session = 1 + max((row["session"] for row in earlier), default=0)
+        earlier_rows = read_rows(path) if path.exists() else []
+        self.session = 1 + max((row["session"] for row in earlier_rows), default=0)
         if path.exists():
             _remove_incomplete_line(path)
         self._file = open_retrying(path)
@@ -98,9 +98,9 @@ class MetricsFile:
         If the disk is full, the line is buffered. Raises RuntimeFailure if the disk has been full for `DISK_FULL_TIMEOUT_S`; the file may
         then end with an incomplete line.
         """
-        safe = {key: json_safe(value) for key, value in {"session": self.session, **row}.items()}
+        json_row = {key: json_safe(value) for key, value in {"session": self.session, **row}.items()}
         try:
-            self._file.write(json.dumps(safe, allow_nan=False) + "\n")
+            self._file.write(json.dumps(json_row, allow_nan=False) + "\n")
         except OSError as error:
             raise RuntimeFailure(f"cannot write {self.path}: {error.strerror}; free space and start the same command again") from error
 
@@ -124,9 +124,9 @@ def _remove_incomplete_line(path: Path) -> None:
 def _move_damaged_lines(path: Path) -> list[int]:
     """Move complete but invalid lines to another file. Returns their numbers."""
     lines = _lines(path)
-    damaged = [number for number, line in enumerate(lines[:-1], start=1) if _row_of(line) is None]
+    damaged = [number for number, line in enumerate(lines[:-1], start=1) if _parse_row(line) is None]
     if damaged:
-        with path.with_name(f"{path.name}{DAMAGED}").open("ab") as file:
+        with path.with_name(f"{path.name}{DAMAGED_SUFFIX}").open("ab") as file:
             file.writelines(lines[number - 1] + b"\n" for number in damaged)
         partial = path.with_name(f"{path.name}.partial")
         partial.write_bytes(b"\n".join(line for number, line in enumerate(lines, start=1) if number not in damaged))
@@ -141,7 +141,7 @@ def read_rows(path: Path) -> list[RawRow]:
     """
     rows: list[RawRow] = []
     for number, line in enumerate(_lines(path)[:-1], start=1):
-        if (row := _row_of(line)) is None:
+        if (row := _parse_row(line)) is None:
             raise UserError(f"{path}:{number}: not a metrics row; remove the line")
         rows.append(
             {key: NOT_FINITE.get(value, value) if isinstance(value, str) and key != "message" else value for key, value in row.items()}
@@ -156,7 +156,7 @@ def _lines(path: Path) -> list[bytes]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _row_of(line: bytes) -> RawRow | None:
+def _parse_row(line: bytes) -> RawRow | None:
     """The row in a line; None if the line is invalid."""
     try:
         row = json.loads(line)
@@ -210,7 +210,7 @@ class History:
     def phases(self) -> list[str]:
         return list(dict.fromkeys(row.phase for row in self.rows))
 
-    def names(self) -> list[str]:
+    def metric_names(self) -> list[str]:
         """Every metric, in order of first appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
 
@@ -223,7 +223,7 @@ class History:
         return max((row.step for row in self.rows if row.phase == phase), default=0)
 
     @property
-    def lengths(self) -> list[str]:
+    def phase_lengths(self) -> list[str]:
         """The length of each phase, for a heading: `87 SFT steps`, `40 RL steps`."""
         return [f"{self.last_step(phase)} {phase.upper()} steps" for phase in self.phases]
 
@@ -234,28 +234,32 @@ def load_history(run_dir: Path) -> History:
     return build_history(read_rows(path)) if path.exists() else History([], [])
 
 
-def build_history(raw: Iterable[RawRow]) -> History:
+def build_history(raw_rows: Iterable[RawRow]) -> History:
     """Merge the rows of each step. Steps that a later session repeated after a resume are dropped from the earlier session."""
-    raw = list(raw)
-    events = [Event(row["time"], row["event"], row["message"]) for row in raw if "event" in row]
-    begins: dict[tuple[str, int], int] = {}
-    spans: dict[int, tuple[float, float]] = {}
-    for row in raw:
-        first, last = spans.get(row["session"], (row["time"], row["time"]))
-        spans[row["session"]] = (min(first, row["time"]), max(last, row["time"]))
+    raw_rows = list(raw_rows)
+    events = [Event(row["time"], row["event"], row["message"]) for row in raw_rows if "event" in row]
+    first_steps: dict[tuple[str, int], int] = {}
+    session_spans: dict[int, tuple[float, float]] = {}
+    for row in raw_rows:
+        first, last = session_spans.get(row["session"], (row["time"], row["time"]))
+        session_spans[row["session"]] = (min(first, row["time"]), max(last, row["time"]))
         if "event" not in row:
             key = (row["phase"], row["session"])
-            begins[key] = min(begins.get(key, row["step"]), row["step"])
-    order = {phase: index for index, phase in enumerate(dict.fromkeys(row["phase"] for row in raw if "event" not in row))}
+            first_steps[key] = min(first_steps.get(key, row["step"]), row["step"])
+    order = {phase: index for index, phase in enumerate(dict.fromkeys(row["phase"] for row in raw_rows if "event" not in row))}
     merged: dict[tuple[str, int], Row] = {}
-    for row in raw:
+    for row in raw_rows:
         if "event" in row:
             continue
         phase, step, session = row["phase"], row["step"], row["session"]
-        if any((order[phase], step) > (order[other], begin) for (other, later), begin in begins.items() if later > session):
+        if any(
+            (order[phase], step) > (order[begun_phase], first_step)
+            for (begun_phase, later), first_step in first_steps.items()
+            if later > session
+        ):
             continue
-        current = merged.setdefault((phase, step), Row(phase, step, row["time"], session))
-        current.time, current.session = row["time"], session
-        current.metrics.update({name: value for name, value in row.items() if name not in _RESERVED})
+        merged_row = merged.setdefault((phase, step), Row(phase, step, row["time"], session))
+        merged_row.time, merged_row.session = row["time"], session
+        merged_row.metrics.update({name: value for name, value in row.items() if name not in _RESERVED})
     rows = sorted(merged.values(), key=lambda row: (order[row.phase], row.step))
-    return History(rows, events, sum(last - first for first, last in spans.values()))
+    return History(rows, events, sum(last - first for first, last in session_spans.values()))

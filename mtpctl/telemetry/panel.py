@@ -28,7 +28,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 512
 _RATE_WINDOW = 20
 _REDRAW_S = 0.25
-_WAITING_S = 15.0
+_WAIT_REPORT_S = 15.0
 """Seconds between lines about what the run waits for, without a panel."""
 _ERASE_SCREEN = "\x1b[H\x1b[J"
 """Moves to the top of the terminal and erases everything below. Clearing the screen would add it to the scroll-back."""
@@ -70,10 +70,10 @@ class Display(Protocol):
 
 
 class Pace:
-    """Estimates the remaining time of a phase from its latest steps. `early`: phases that may end before their last step."""
+    """Estimates the remaining time of a phase from its latest steps. `early_phases`: phases that may end before their last step."""
 
-    def __init__(self, totals: Mapping[str, int], clock: Callable[[], float], early: Collection[str] = ()) -> None:
-        self._totals, self._clock, self._early = totals, clock, early
+    def __init__(self, phase_steps: Mapping[str, int], clock: Callable[[], float], early_phases: Collection[str] = ()) -> None:
+        self._phase_steps, self._clock, self._early_phases = phase_steps, clock, early_phases
         self._marks: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def mark(self, step: int, phase: str) -> None:
@@ -82,19 +82,19 @@ class Pace:
             marks.append((step, self._clock()))
             del marks[:-_RATE_WINDOW]
 
-    def left(self, phase: str) -> float | None:
+    def remaining_s(self, phase: str) -> float | None:
         """Remaining seconds; None before the second step, and if the number of steps is unknown."""
         marks = self._marks[phase]
-        if len(marks) < 2 or phase not in self._totals:
+        if len(marks) < 2 or phase not in self._phase_steps:
             return None
-        (first, begun), (last, ended) = marks[0], marks[-1]
-        per_step = (ended - begun) / (last - first)
-        return max(0.0, (self._totals[phase] - last) * per_step - (self._clock() - ended))
+        (first, start), (last, end) = marks[0], marks[-1]
+        per_step = (end - start) / (last - first)
+        return max(0.0, (self._phase_steps[phase] - last) * per_step - (self._clock() - end))
 
     def text(self, phase: str, prefix: str = "") -> str:
-        """`prefix` and the remaining time, such as `4 min 00 s`; `at most …` for a phase that may end early; empty if unknown."""
-        left = self.left(phase)
-        return "" if left is None else f"{'at most ' if phase in self._early else prefix}{format_duration(left)}"
+        """`prefix` and the remaining time, such as `4 min 00 s`; `at most …` for a phase that may end early_phases; empty if unknown."""
+        seconds = self.remaining_s(phase)
+        return "" if seconds is None else f"{'at most ' if phase in self._early_phases else prefix}{format_duration(seconds)}"
 
 
 class PlainLines:
@@ -103,27 +103,27 @@ class PlainLines:
     def __init__(
         self,
         console: Console,
-        totals: Mapping[str, int],
+        phase_steps: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
         *,
-        early: Collection[str] = (),
-        dated: bool = False,
+        early_phases: Collection[str] = (),
+        timestamped: bool = False,
     ) -> None:
-        """`early`: phases that may end before their last step. `dated`: lines begin with the time."""
-        self._console, self._totals, self._dated = console, totals, dated
-        self._pace, self._clock = Pace(totals, clock, early), clock
+        """`early_phases`: phases that may end before their last step. `timestamped`: lines begin with the time."""
+        self._console, self._phase_steps, self._timestamped = console, phase_steps, timestamped
+        self._pace, self._clock = Pace(phase_steps, clock, early_phases), clock
         self._last_report = clock()
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         self._pace.mark(step, phase)
-        total = f"/{self._totals[phase]}" if phase in self._totals else ""
+        total = f"/{self._phase_steps[phase]}" if phase in self._phase_steps else ""
         parts = [f"{phase} {step}{total}"]
-        shown = PLAIN_METRICS
+        labels = PLAIN_METRICS
         if phase == "draft":
-            shown = DRAFT_CURVES | {"perf/tokens_per_s": "trainer"}
-        parts += [f"{short} {format_value(metrics[name], describe(name).unit)}" for name, short in shown.items() if name in metrics]
-        if left := self._pace.text(phase):
-            parts.append(f"left {left}")
+            labels = DRAFT_CURVES | {"perf/tokens_per_s": "trainer"}
+        parts += [f"{short} {format_value(metrics[name], describe(name).unit)}" for name, short in labels.items() if name in metrics]
+        if remaining := self._pace.text(phase):
+            parts.append(f"left {remaining}")
         self._print("  ".join(parts))
 
     def event(self, kind: str, message: str) -> None:
@@ -133,7 +133,7 @@ class PlainLines:
         """Print what the run waits for, at intervals."""
         if not reasons:
             self._last_report = self._clock()
-        elif self._clock() - self._last_report >= _WAITING_S:
+        elif self._clock() - self._last_report >= _WAIT_REPORT_S:
             self._last_report = self._clock()
             self._print(f"waiting: {'; '.join(reasons)}")
 
@@ -141,7 +141,7 @@ class PlainLines:
         pass
 
     def _print(self, line: str) -> None:
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}" if self._dated else line
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}" if self._timestamped else line
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -155,17 +155,17 @@ class LivePanel:
         self,
         console: Console,
         title: str,
-        totals: Mapping[str, int],
+        phase_steps: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
         *,
-        early: Collection[str] = (),
+        early_phases: Collection[str] = (),
         draw: bool = True,
     ) -> None:
-        self._title, self._totals, self._clock = title, totals, clock
-        self._pace = Pace(totals, clock, early)
-        self._begun = clock()
-        self._steps: dict[str, int] = {phase: 0 for phase in totals}
-        self._phase = next(iter(totals), "")
+        self._title, self._phase_steps, self._clock = title, phase_steps, clock
+        self._pace = Pace(phase_steps, clock, early_phases)
+        self._start = clock()
+        self._steps: dict[str, int] = {phase: 0 for phase in phase_steps}
+        self._phase = next(iter(phase_steps), "")
         self._values: dict[str, list[float]] = defaultdict(list)
         self._event: tuple[str, str] | None = None
         self._waiting: tuple[str, ...] = ()
@@ -234,9 +234,9 @@ class LivePanel:
             kind, message = self._event
             # Folded instead of truncated, because the message often ends with a path.
             parts += [Text.assemble((f"{kind}  ", "yellow"), (message, "dim"), overflow="fold")]
-        elapsed = format_duration(self._clock() - self._begun)
-        left = self._pace.text(self._phase, "about ")
-        subtitle = elapsed + (f" · {left} left of {self._phase.upper()}" if left else "")
+        elapsed = format_duration(self._clock() - self._start)
+        remaining = self._pace.text(self._phase, "about ")
+        subtitle = elapsed + (f" · {remaining} left of {self._phase.upper()}" if remaining else "")
         return Panel(
             Group(*parts),
             title=Text(self._title, "bold"),
@@ -250,13 +250,13 @@ class LivePanel:
         grid = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, 1, None):
             grid.add_column(ratio=ratio, no_wrap=True)
-        earlier = list(self._steps)[: list(self._steps).index(self._phase)] if self._phase in self._steps else []
-        for phase, done in list(self._steps.items()):
+        earlier_phases = list(self._steps)[: list(self._steps).index(self._phase)] if self._phase in self._steps else []
+        for phase, step in list(self._steps.items()):
             # A stage may end before its last step, so earlier phases are complete.
-            total = done if phase in earlier and done else self._totals.get(phase, 0)
+            total = step if phase in earlier_phases and step else self._phase_steps.get(phase, 0)
             style = "bold" if phase == self._phase else "dim"
-            bar = ProgressBar(total=max(total, 1), completed=min(done, total), complete_style="blue", finished_style="green")
-            grid.add_row(Text(phase.upper(), style), bar, Text(f"{done}/{total}" if total else str(done), style))
+            bar = ProgressBar(total=max(total, 1), completed=min(step, total), complete_style="blue", finished_style="green")
+            grid.add_row(Text(phase.upper(), style), bar, Text(f"{step}/{total}" if total else str(step), style))
         return grid
 
     def _curves(self) -> RenderableType:
@@ -295,8 +295,8 @@ class LivePanel:
         for style in ("dim", "", "dim", "", "dim", ""):
             grid.add_column(style=style, no_wrap=True)
         staleness = self._values.get("async/staleness_mean")
-        worst = self._values.get("async/staleness_max")
-        staleness_text = f"{compact(staleness[-1])}, max {compact(worst[-1])}" if staleness and worst else "–"
+        max_staleness = self._values.get("async/staleness_max")
+        staleness_text = f"{compact(staleness[-1])}, max {compact(max_staleness[-1])}" if staleness and max_staleness else "–"
         grid.add_row("trainer", last("perf/tokens_per_s"), "idle", last("async/trainer_idle"), "staleness", staleness_text)
         grid.add_row("rollout", last("rollout/tokens_per_s"), "idle", last("async/rollout_idle"), "mismatch", last("rollout_corr/abs_diff"))
         return grid
@@ -306,13 +306,13 @@ def disable_echo() -> Callable[[], None]:
     """Disable the terminal's echo, because the `^C` of Ctrl-C would shift the panel. Returns a function that restores it."""
     try:
         terminal = sys.stdin.fileno()
-        before = termios.tcgetattr(terminal)
+        settings = termios.tcgetattr(terminal)
     except (OSError, ValueError, termios.error):  # stdin is no terminal
         return lambda: None
-    changed = before.copy()
-    changed[3] &= ~termios.ECHO
-    termios.tcsetattr(terminal, termios.TCSANOW, changed)
-    return lambda: termios.tcsetattr(terminal, termios.TCSANOW, before)
+    without_echo = settings.copy()
+    without_echo[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, without_echo)
+    return lambda: termios.tcsetattr(terminal, termios.TCSANOW, settings)
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -83,9 +83,9 @@ CHARTS = (
     ChartSpec("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), zero=True),
 )
 
-_NO_LAYERS = {"timing_s/step", "timing_s/evaluation", "timing_s/reward", "timing_s/logprob_server"}
+_UNSTACKED_TIMINGS = {"timing_s/step", "timing_s/evaluation", "timing_s/reward", "timing_s/logprob_server"}
 """Timings that are not part of an update: its total, the evaluation between updates, and concurrent work."""
-_OVER_STEPS = {"async/overlap", "rollout/tokens_per_s"}
+_TIME_WEIGHTED = {"async/overlap", "rollout/tokens_per_s"}
 """Shares and rates over a step's time. Their means are weighted by that time."""
 _MAX_LAYERS = 6
 
@@ -96,13 +96,13 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     Raises UserError if there is no such directory, it has no metrics yet or damaged files, or the page cannot be written.
     """
     run = RunDirectory(run_dir)
-    history = history_of(run, "start the run first")
+    history = read_history(run, "start the run first")
     target = run.report if out is None else Path(out)
     write_page(target, render_report(run, history))
     return target
 
 
-def history_of(run: RunDirectory, fix: str) -> History:
+def read_history(run: RunDirectory, fix: str) -> History:
     """The metrics of a run. Raises UserError if there is no such directory, or it has no metrics yet (`fix` is the hint for that)."""
     if not run.path.is_dir():
         raise UserError(f"RUN: no directory {run.path}; name a run directory")
@@ -149,7 +149,7 @@ def read_document(path: Path, parse: Callable[[str], object]) -> tuple[str, Docu
 
 
 def _subtitle(recipe: Document, history: History) -> list[str]:
-    parts = history.lengths
+    parts = history.phase_lengths
     rollout = recipe.get("rollout") or {}
     if "engine" in rollout:
         drafts = (rollout.get("speculation") or {}).get("num_tokens")
@@ -220,9 +220,9 @@ def _tiles(history: History) -> str:
 
 
 def _mean(history: History, name: str) -> float | None:
-    """Mean of a metric over the updates of RL, weighted by their time for metrics in `_OVER_STEPS`."""
+    """Mean of a metric over the updates of RL, weighted by their time for metrics in `_TIME_WEIGHTED`."""
     rows = [row.metrics for row in history.rows if row.phase == "rl" and name in row.metrics]
-    weights = [row.get("timing_s/step", 0.0) if name in _OVER_STEPS else 1.0 for row in rows]
+    weights = [row.get("timing_s/step", 0.0) if name in _TIME_WEIGHTED else 1.0 for row in rows]
     if not all(weight > 0 for weight in weights):
         weights = [1.0] * len(rows)
     return sum(weight * row[name] for weight, row in zip(weights, rows, strict=True)) / sum(weights) if rows else None
@@ -236,9 +236,9 @@ def _tile(label: str, value: str, detail: str, spark: str) -> str:
 
 def _chart(spec: ChartSpec, history: History) -> Chart | None:
     phases = [phase for phase in history.phases if not spec.phases or phase in spec.phases]
-    names = [name for pattern in spec.names for name in history.names() if fnmatchcase(name, pattern)]
+    names = [name for pattern in spec.names for name in history.metric_names() if fnmatchcase(name, pattern)]
     if spec.stack and len(names) > 1:
-        names = [name for name in names if name not in _NO_LAYERS]
+        names = [name for name in names if name not in _UNSTACKED_TIMINGS]
     phases = [phase for phase in phases if any(history.series(name, phase) for name in names)]
     if not phases:
         return None
@@ -265,8 +265,8 @@ def _largest(series: list[Series]) -> list[Series]:
     if len(rest) < 2:
         return ordered
     total: dict[float, float] = {}
-    for small in rest:
-        for x, y in small.points:
+    for series_in_rest in rest:
+        for x, y in series_in_rest.points:
             total[x] = total.get(x, 0.0) + y
     return [*ordered[: _MAX_LAYERS - 1], Series("other", sorted(total.items()), "seconds")]
 
@@ -295,7 +295,7 @@ def _head(*headings: str) -> str:
 
 def _all_metrics(history: History) -> str:
     rows = []
-    for name in sorted(history.names()):
+    for name in sorted(history.metric_names()):
         for phase in history.phases:
             values = [value for _, value in history.series(name, phase)]
             if values:
@@ -392,21 +392,21 @@ def write_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
 def render_comparison(runs: Sequence[ComparedRun]) -> str:
     """The HTML text of the page."""
     charts = "".join(render_chart(chart) for name in COMPARED_METRICS if (chart := _comparison_chart(name, runs)))
-    body = f"{_differences_table(runs)}{_after_table(runs)}<section class='charts'>{charts}</section>"
-    lengths = " · ".join(f"{run.name}: {', '.join(run.history.lengths)}" for run in runs)
+    body = f"{_differences_table(runs)}{_final_metrics_table(runs)}<section class='charts'>{charts}</section>"
+    lengths = " · ".join(f"{run.name}: {', '.join(run.history.phase_lengths)}" for run in runs)
     return page(" · ".join(run.name for run in runs), lengths, body, "comparison")
 
 
-def differing(runs: Sequence[ComparedRun]) -> dict[str, list[object]]:
+def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[object]]:
     """The keys with different values, except `name` and `run_dir`, with the value in each run."""
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     values = {key: [run.recipe.get(key, "(absent)") for run in runs] for key in keys if key not in ("run_dir", "name")}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+    return {key: column for key, column in values.items() if any(value != column[0] for value in column)}
 
 
 def _read_run(path: Path, name: str) -> ComparedRun:
     run = RunDirectory(path)
-    history = history_of(run, "leave it out until it does")
+    history = read_history(run, "leave it out until it does")
     _, recipe = read_document(run.recipe, yaml.safe_load)
     return ComparedRun(name, history, {".".join(map(str, keys)): value for keys, value in flatten(recipe).items()})
 
@@ -415,7 +415,7 @@ def _unique_names(paths: Sequence[Path]) -> list[str]:
     """The shortest unique names of the folders: each with as many parent folders as needed."""
     parts = [path.absolute().parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-depth:]) for each in parts]
+        names = ["/".join(path_parts[-depth:]) for path_parts in parts]
         if len(set(names)) == len(names):
             return names
     raise UserError("RUN: the same run is named twice; name each one once")
@@ -434,28 +434,31 @@ def _comparison_chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
         for index, run in enumerate(runs)
         if (points := run.history.series(name, phase))
     ]
-    last = max(x for one in series for x, _ in one.points)
+    last = max(x for curve in series for x, _ in curve.points)
     return Chart(COMPARED_METRICS[name], metric.meaning, series, [Phase(phase, 0, last, 0)], "log" if name in _LOG_SCALE else "linear")
 
 
 def _differences_table(runs: Sequence[ComparedRun]) -> str:
-    differences = differing(runs)
+    differences = differing_keys(runs)
     if not differences:
         return '<section class="card"><h2>Recipes</h2><p class="note">No key differs.</p></section>'
     rows = "".join(
-        f'<tr><td><code class="name">{escape(key)}</code></td>{"".join(f"<td>{escape(_shown(value))}</td>" for value in values)}</tr>'
+        f'<tr><td><code class="name">{escape(key)}</code></td>{"".join(f"<td>{escape(_value_text(value))}</td>" for value in values)}</tr>'
         for key, values in differences.items()
     )
     return _runs_table("Keys that differ", runs, rows)
 
 
-def _after_table(runs: Sequence[ComparedRun]) -> str:
+def _final_metrics_table(runs: Sequence[ComparedRun]) -> str:
     """The headline metrics of each run after RL. Held-out accuracy has two rows: the last one and the mean of the late ones."""
-    after = [{(row.metric.meaning, row.name): row for row in before_and_after(run.history)} for run in runs]
-    keys = list(dict.fromkeys(key for rows in after for key in rows))
+    summaries = [{(row.metric.meaning, row.name): row for row in before_and_after(run.history)} for run in runs]
+    keys = list(dict.fromkeys(key for summary in summaries for key in summary))
     rows = "".join(
         f"<tr><td>{escape(meaning)}<code>{escape(name)}</code></td>"
-        + "".join(f"<td>{format_value(row.after, row.metric.unit) if (row := each.get((meaning, name))) else '–'}</td>" for each in after)
+        + "".join(
+            f"<td>{format_value(row.after, row.metric.unit) if (row := summary.get((meaning, name))) else '–'}</td>"
+            for summary in summaries
+        )
         + "</tr>"
         for meaning, name in keys
     )
@@ -468,5 +471,5 @@ def _runs_table(title: str, runs: Sequence[ComparedRun], rows: str) -> str:
     return f'<section class="card"><h2>{title}</h2>{_table(rows, f"<th></th>{head}")}</section>'
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -35,13 +35,13 @@ from mtpctl.telemetry.versions import collect_versions
 RECIPE = "recipe.resolved.yaml"
 """The recipe of the latest session, with all defaults."""
 LOCK = ".lock"
-PRIVATE = 0o600
+PRIVATE_MODE = 0o600
 """File mode of recipes, which may contain names of data, hosts and people."""
-BEGUN = ".begun"
+START_OVER_FILE = ".begun"
 """File in the new directory of a run that was started over. It contains the name that the old directory was renamed to."""
 _FOLDERS = ("checkpoints", "logs", "tensorboard")
 _ATTEMPTS, _ATTEMPT_S = 3, 0.05
-_MIN_FREE = 64 << 20
+_MIN_FREE_BYTES = 64 << 20
 """Minimum free space to start, in bytes: less than the smallest checkpoint, more than all text files together."""
 
 
@@ -75,7 +75,7 @@ class RunDirectory:
         path = Path(path)
         with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(path.parent).free < _MIN_FREE:
+            if shutil.disk_usage(path.parent).free < _MIN_FREE_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if not path.exists():
                 _create_directory(path, recipe_text)
@@ -91,14 +91,14 @@ class RunDirectory:
             folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
             with tempfile.TemporaryFile(dir=folder):
                 pass
-            if shutil.disk_usage(folder).free < _MIN_FREE:
+            if shutil.disk_usage(folder).free < _MIN_FREE_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if (path / LOCK).exists():
                 with (path / LOCK).open("r+") as lock:
                     _lock(lock, path)
 
     @property
-    def locked(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether a run has locked the directory, on this host or on one that shares the file system's locks."""
         try:
             with (self.path / LOCK).open() as lock:
@@ -138,8 +138,8 @@ class RunDirectory:
         with _writing(self.path):
             if self.recipe.exists() and (earlier := self.recipe.read_text(errors="replace")) != recipe_text:
                 changes = _changes(earlier, recipe_text)
-                write_atomically(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier, mode=PRIVATE)
-            write_atomically(self.recipe, recipe_text, mode=PRIVATE)
+                write_atomically(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier, mode=PRIVATE_MODE)
+            write_atomically(self.recipe, recipe_text, mode=PRIVATE_MODE)
             write_atomically(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
         return changes
 
@@ -171,7 +171,7 @@ def _lock(file: IO[str], path: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # `locked` of another process may hold the lock briefly.
+            # `is_locked` of another process may hold the lock briefly.
             time.sleep(_ATTEMPT_S)
             if attempt == _ATTEMPTS - 1:
                 file.close()
@@ -196,7 +196,7 @@ def _create_directory(path: Path, recipe_text: str) -> None:
     try:
         for folder in _FOLDERS:
             (temporary / folder).mkdir()
-        write_atomically(temporary / RECIPE, recipe_text, mode=PRIVATE)
+        write_atomically(temporary / RECIPE, recipe_text, mode=PRIVATE_MODE)
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -290,20 +290,20 @@ def request_replicas(run: RunDirectory, replicas: int) -> Answer:
 
     Raises UserError if the run is not running or its directory is not writable, RuntimeFailure if it does not answer within `ANSWER_S`.
     """
-    if not run.locked:
+    if not run.is_locked:
         raise UserError(f"RUN: {run.path} is not running; start it with mtpctl train {run.path}")
     file = run.requests / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json"
-    answer, end = file.with_suffix(".answer"), time.monotonic() + ANSWER_S
+    answer, deadline = file.with_suffix(".answer"), time.monotonic() + ANSWER_S
     try:
         run.requests.mkdir(exist_ok=True)
         write_atomically(file, json.dumps({"replicas": replicas}))
     except OSError as error:
         raise UserError(f"RUN: cannot write {run.requests} ({error.strerror}); run the command as the user who started the run") from error
     try:
-        while time.monotonic() < end:
+        while time.monotonic() < deadline:
             if answer.exists():
                 return Answer(**json.loads(answer.read_text(encoding="utf-8")))
-            if not run.locked:
+            if not run.is_locked:
                 raise RuntimeFailure(f"{run.path}: the run ended before it answered")
             time.sleep(POLL_S)
         raise RuntimeFailure(f"{run.path}: no answer within {ANSWER_S:g} s; check logs/run.log")

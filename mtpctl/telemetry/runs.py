@@ -1,7 +1,7 @@
-"""The state, progress, reward and accuracy of runs: read from run directories, or of the running session from memory.
+"""The state, progress, reward and accuracy of runs: from the files of run directories, or from memory for the running session.
 
-`mtpctl runs` and `mtpctl status` read the files of run directories; `watch` shows them as a table. `LiveStatus` holds the same state of the
-running session in memory, for its status page.
+`mtpctl runs` and `mtpctl status` read the files; `watch_runs` shows them as a table. `LiveStatus` stores the same state of the running
+session in memory, for its status page.
 """
 
 from __future__ import annotations
@@ -92,21 +92,21 @@ def describe_run(path: Path) -> RunOverview:
     history = load_history(path)
     stage = history.rows[-1].phase if history.rows else ""
     step = history.last_step(stage) if stage else 0
-    plan = _stages(run)
+    stage_steps = _stage_steps(run)
     return RunOverview(
         path,
-        _state(run, history, plan),
+        _state(run, history, stage_steps),
         stage,
         step,
-        plan.get(stage),
-        _last(history, "reward/mean"),
-        _last(history, "reward/unfiltered_mean"),
-        _last(history, "eval/accuracy"),
+        stage_steps.get(stage),
+        _newest_value(history, "reward/mean"),
+        _newest_value(history, "reward/unfiltered_mean"),
+        _newest_value(history, "eval/accuracy"),
         _age(run),
         [event.message for event in history.events if event.kind == "restart"],
-        None if (replicas := _last(history, "rollout/replicas")) is None else int(replicas),
+        None if (replicas := _newest_value(history, "rollout/replicas")) is None else int(replicas),
         last_requested_replicas(run),
-        unseen_accuracy=_last(history, "eval/unseen_accuracy"),
+        unseen_accuracy=_newest_value(history, "eval/unseen_accuracy"),
     )
 
 
@@ -116,24 +116,29 @@ def _age(run: RunDirectory) -> float:
     return max(0.0, time.time() - newest.stat().st_mtime)
 
 
-def _state(run: RunDirectory, history: History, plan: dict[str, int]) -> State:
-    if run.locked:
+def _state(run: RunDirectory, history: History, stage_steps: dict[str, int]) -> State:
+    if run.is_locked:
         return "running"
     if not history.rows and not history.events:
         return "empty"
     # An SFT stage may end before its last step. Its last checkpoint is then named `-end`.
-    last = list(plan)[-1] if plan else ""
-    if last and ((run.checkpoints / f"{last}-{history.last_step(last):06d}-end").is_dir() or _ended(history, last, plan)):
+    last_stage = list(stage_steps)[-1] if stage_steps else ""
+    end_folder = run.checkpoints / f"{last_stage}-{history.last_step(last_stage):06d}-end"
+    if last_stage and (end_folder.is_dir() or _ended(history, last_stage, stage_steps)):
         return "done"
     kind = history.events[-1].kind if history.events else ""
     return "failed" if kind == "error" else "stopped" if kind == "stop" else "broken off"
 
 
-def _ended(history: History, stage: str, plan: dict[str, int]) -> bool:
-    return plan[stage] > 0 and history.last_step(stage) >= plan[stage] and (not history.events or history.events[-1].kind != "error")
+def _ended(history: History, stage: str, stage_steps: dict[str, int]) -> bool:
+    return (
+        stage_steps[stage] > 0
+        and history.last_step(stage) >= stage_steps[stage]
+        and (not history.events or history.events[-1].kind != "error")
+    )
 
 
-def _stages(run: RunDirectory) -> dict[str, int]:
+def _stage_steps(run: RunDirectory) -> dict[str, int]:
     """The updates of each stage, in order; empty if the recipe cannot be read."""
     try:
         train = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))["train"]
@@ -142,25 +147,25 @@ def _stages(run: RunDirectory) -> dict[str, int]:
         return {}
 
 
-def _last(history: History, name: str) -> float | None:
+def _newest_value(history: History, name: str) -> float | None:
     return next((value for _, value in reversed(history.series(name, "rl")) if math.isfinite(value)), None)
 
 
 REFRESH_S = 2.0
-CURVE = 24
+CURVE_WIDTH = 24
 """Width of the curve of rewards, in characters."""
 STYLES = {"running": "green", "failed": "red", "broken off": "red", "unreadable": "red", "stopped": "yellow"}
 
 
-def watch(folder: Path, console: Console) -> None:
+def watch_runs(folder: Path, console: Console) -> None:
     """Show the table until Ctrl-C, updated every `REFRESH_S` seconds."""
-    with Live(table(folder), console=console, screen=True, auto_refresh=False) as live:
+    with Live(runs_table(folder), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(REFRESH_S)
-            live.update(table(folder), refresh=True)
+            live.update(runs_table(folder), refresh=True)
 
 
-def table(folder: Path) -> Table:
+def runs_table(folder: Path) -> Table:
     """The runs below the folder, the newest first."""
     rows = Table(title=f"{folder}, {time.strftime('%H:%M:%S')}", box=None, title_justify="left", expand=True)
     for name in ("run", "state", "step", "reward", "", "held-out", "trainer", "rollout", "age"):
@@ -184,16 +189,16 @@ def _cells(folder: Path, run: RunOverview, history: History) -> list[str | Text]
         Text(run.state, STYLES.get(run.state, "")),
         step if run.stage else "–",
         "–" if run.unfiltered_reward is None else format_value(run.unfiltered_reward, "number"),
-        Text(sparkline(rewards, CURVE), "cyan"),
+        Text(sparkline(rewards, CURVE_WIDTH), "cyan"),
         "–" if run.accuracy is None else format_value(run.accuracy, "share"),
-        _newest(history, "perf/tokens_per_s"),
-        _newest(history, "rollout/tokens_per_s"),
+        _newest_speed(history, "perf/tokens_per_s"),
+        _newest_speed(history, "rollout/tokens_per_s"),
         format_duration(run.age_s),
         run.fault or (errors[-1] if errors else ""),
     ]
 
 
-def _newest(history: History, name: str) -> str:
+def _newest_speed(history: History, name: str) -> str:
     series = history.series(name)
     return format_value(series[-1][1], "tokens/s") if series else "–"
 
@@ -204,8 +209,8 @@ MAX_EVENTS = 30
 
 def steady_clock() -> Callable[[], float]:
     """A function that returns seconds since 1970, unaffected by adjustments of the machine's clock."""
-    began, began_monotonic = time.time(), time.monotonic()
-    return lambda: began + (time.monotonic() - began_monotonic)
+    start, start_monotonic = time.time(), time.monotonic()
+    return lambda: start + (time.monotonic() - start_monotonic)
 
 
 class LiveStatus:
@@ -219,9 +224,9 @@ class LiveStatus:
         restarts: one line for each restart of the trainer or of a replica.
     """
 
-    def __init__(self, path: Path, totals: Mapping[str, int], history: History) -> None:
-        """`path`: the run directory. `totals`: the number of steps of each stage. `history`: earlier sessions, without repeated steps."""
-        self.path, self.totals = path, totals
+    def __init__(self, path: Path, phase_steps: Mapping[str, int], history: History) -> None:
+        """`path`: the run directory. `phase_steps`: the number of steps of each stage. `history`: earlier sessions, without repeated steps."""
+        self.path, self.phase_steps = path, phase_steps
         self.stage, self.step, self.metrics = "", 0, dict[str, float]()
         self.waiting: Sequence[str] = ()
         self.events = deque(history.events, MAX_EVENTS)
@@ -258,7 +263,7 @@ class LiveStatus:
             "running",
             self.stage,
             self.step,
-            self.totals.get(self.stage),
+            self.phase_steps.get(self.stage),
             self.metrics.get("reward/mean"),
             self.metrics.get("reward/unfiltered_mean"),
             self._accuracy,

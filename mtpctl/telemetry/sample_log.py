@@ -98,7 +98,7 @@ class SampleRow(TypedDict):
 def sample_row(
     sample: Sample, decode: Callable[[Sequence[int]], str], *, step: int, kind: Kind, answer: str = "", held_out: str = "", note: str = ""
 ) -> SampleRow:
-    """The row of one sample. answer: the answer of its problem. held_out: the name of its held-out set."""
+    """The row of one sample. `answer`: the answer of its problem. `held_out`: the name of its held-out set."""
     spec = sample.speculation
     return {
         "step": step,
@@ -109,7 +109,7 @@ def sample_row(
         "index": sample.index,
         "prompt": shortened(decode(sample.prompt_ids)),
         "answer": shortened(answer),
-        "parts": parts_of(sample, decode),
+        "parts": split_by_author(sample, decode),
         "tokens": len(sample.response_ids),
         "reward": sample.reward,
         "reward_parts": dict(sample.reward_parts),
@@ -126,7 +126,7 @@ def sample_row(
     }
 
 
-def parts_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[Part]:
+def split_by_author(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[Part]:
     """The response split by its loss mask: 1 for the model, 0 for the environment."""
     parts: list[Part] = []
     begin, ids, mask = 0, sample.response_ids, sample.loss_mask
@@ -159,7 +159,7 @@ def response_text(row: SampleRow) -> str:
     return "".join(part["text"] if part["by"] == "model" else f"⟦{part['text']}⟧" for part in row["parts"])
 
 
-Tables = Callable[[list[SampleRow]], None]
+LogTable = Callable[[list[SampleRow]], None]
 """Logs rows of one step to a tracker, as a table."""
 
 
@@ -169,7 +169,7 @@ class SampleLog:
     `dropped` counts rows that arrived too fast or could not be written; `warning` reports them in one line.
     """
 
-    def __init__(self, folder: Path, session: int, tables: Sequence[Tables] = ()) -> None:
+    def __init__(self, folder: Path, session: int, tables: Sequence[LogTable] = ()) -> None:
         self.folder, self.session, self.dropped, self.warning = folder, session, 0, ""
         self._tables = tables
         self._batches = 0
@@ -206,16 +206,16 @@ class SampleLog:
 
     def _drop(self, rows: list[SampleRow], reason: str) -> None:
         self.dropped += len(rows)
-        self.warning = f"{self.dropped} samples are missing in samples/ or a table; the last, because {reason}"
+        self.warning = f"{self.dropped} samples are missing in samples/ or a table; the last one because {reason}"
 
     def _append_retrying(self, lines: str) -> None:
         """Append the lines, waiting for space on a full disk. Raises OSError after `DISK_FULL_TIMEOUT_S`, or if the log closes first."""
-        end = time.monotonic() + DISK_FULL_TIMEOUT_S
+        deadline = time.monotonic() + DISK_FULL_TIMEOUT_S
         while True:
             try:
                 return self._append(lines)
             except OSError:
-                if self._closing.wait(_RETRY_S) or time.monotonic() >= end:
+                if self._closing.wait(_RETRY_S) or time.monotonic() >= deadline:
                     raise
 
     def _append(self, lines: str) -> None:
@@ -233,8 +233,8 @@ class SampleLog:
             with contextlib.suppress(FileNotFoundError):
                 os.truncate(path, size)  # the lines will be written again
             raise
-        for old in _files(self.folder)[1 : 1 - MAX_FILES]:
-            old.unlink()
+        for path in _files(self.folder)[1 : 1 - MAX_FILES]:
+            path.unlink()
 
 
 def _files(folder: Path) -> list[Path]:
@@ -266,14 +266,14 @@ def read_samples(run_dir: Path) -> list[SampleRow]:
                 row = json.loads(line) if line else None
             except (ValueError, RecursionError):
                 row = None
-            if is_row(row):
+            if is_sample_row(row):
                 rows.append(row)
             elif line and number < len(lines):
                 raise UserError(f"{path}:{number}: not a sample; remove the line")
     return sorted(_without_repeats(rows), key=lambda row: (row["step"], row["kind"] == "eval"))
 
 
-def is_row(row: object) -> TypeGuard[SampleRow]:
+def is_sample_row(row: object) -> TypeGuard[SampleRow]:
     """Whether a value read from a file is a sample, with finite numbers and without lone surrogates, which cannot be written."""
     try:
         TypeAdapter(SampleRow).validate_python(row, strict=True)
@@ -287,12 +287,12 @@ def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
 
     A group that was dropped before the first update of a later session may have been dropped before the checkpoint, so it is kept.
     """
-    begins: dict[int, int] = {}
+    first_steps: dict[int, int] = {}
     last_session: dict[tuple[int, str, str], int] = {}
     repeated_from = _repeated_from(rows)
     for row in rows:
         session = row.get("session", 0)
-        begins[session] = min(begins.get(session, row["step"]), row["step"])
+        first_steps[session] = min(first_steps.get(session, row["step"]), row["step"])
         key = (row["step"], row["kind"], row["set"])
         last_session[key] = max(last_session.get(key, 0), session)
 
@@ -301,7 +301,7 @@ def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
         repeated = last_session[step, row["kind"], row["set"]] > session or repeated_from[_batch_of(row)] <= step
         if repeated and row["kind"] != "dropped":
             return False
-        return not any(later > session and begin < step for later, begin in begins.items())
+        return not any(later > session and first_step < step for later, first_step in first_steps.items())
 
     return [row for row in rows if is_current(row)]
 
@@ -327,27 +327,27 @@ def _batch_of(row: SampleRow) -> tuple[int, int]:
 MAX_SAMPLES = 320
 MAX_SHOWN_CHARACTERS = 4000
 MAX_BANDS = 5
-ENDING = 90
+SHOWN_PROMPT_CHARACTERS = 90
 """Number of last characters of the prompt that a collapsed sample shows."""
 KINDS = {"update": "trained on", "eval": "held-out", "dropped": "dropped"}
 
 
 def samples_section(rows: Sequence[SampleRow]) -> str:
     """The section as HTML; empty without samples. If there are many steps, evenly spaced ones are shown."""
-    shown = rows_of_spaced_steps(rows, MAX_SAMPLES)
-    if not shown:
+    shown_rows = rows_of_spaced_steps(rows, MAX_SAMPLES)
+    if not shown_rows:
         return ""
-    steps = list(dict.fromkeys(row["step"] for row in shown))
-    bands = reward_bands([row["reward"] for row in shown if row["reward"] is not None])
-    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in shown)]
+    steps = list(dict.fromkeys(row["step"] for row in shown_rows))
+    bands = reward_bands([row["reward"] for row in shown_rows if row["reward"] is not None])
+    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in shown_rows)]
     filters = (
         _select("step", "Step", [(str(step), str(step)) for step in reversed(steps)])
         + _select("kind", "Kind", [(kind, KINDS[kind]) for kind in kinds])
         + _select("band", "Reward", [(str(index), label) for index, (_, label) in enumerate(bands)])
     )
     rules = _filter_rules("step", map(str, steps)) + _filter_rules("kind", kinds) + _filter_rules("band", map(str, range(len(bands))))
-    count = f", {len(shown)} of {len(rows)} samples of the run" if len(shown) < len(rows) else f", {len(shown)} samples"
-    newest_first = sorted(shown, key=lambda row: -row["step"])
+    count = f", {len(shown_rows)} of {len(rows)} samples of the run" if len(shown_rows) < len(rows) else f", {len(shown_rows)} samples"
+    newest_first = sorted(shown_rows, key=lambda row: -row["step"])
     return (
         f'<section class="card samples" id="samples"><h2>Samples{count}</h2>'
         f"<style>{rules}</style>"
@@ -361,8 +361,8 @@ def rows_of_spaced_steps(rows: Sequence[SampleRow], limit: int) -> list[SampleRo
     count = max(2, limit * len(steps) // max(len(rows), 1))
     if len(rows) <= limit or len(steps) <= count:
         return list(rows)
-    chosen = {steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)}
-    return [row for row in rows if row["step"] in chosen]
+    selected_steps = {steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)}
+    return [row for row in rows if row["step"] in selected_steps]
 
 
 def reward_bands(rewards: Sequence[float]) -> list[tuple[float, str]]:
@@ -395,7 +395,7 @@ def _article(row: SampleRow, bands: Sequence[tuple[float, str]]) -> str:
     parts = "".join(
         f'<span class="{part["by"]}"{titles[part["by"]].format(part["tokens"])}>{_text(part["text"])}</span>' for part in row["parts"]
     )
-    head = " · ".join(escape(fact) for fact in facts(row))
+    head = " · ".join(escape(fact) for fact in sample_facts(row))
     answer = f'<p class="asked">expected <b>{_text(row["answer"])}</b></p>' if row["answer"] else ""
     note = f'<p class="asked">{escape(row["note"])}</p>' if row["note"] else ""
     value = "–" if reward is None else f"{reward:.3g}"
@@ -409,14 +409,14 @@ def _article(row: SampleRow, bands: Sequence[tuple[float, str]]) -> str:
 def last_words(text: str) -> str:
     """The last words of a prompt in one line, because a prompt usually ends with its question."""
     line = " ".join(text.split())
-    return line if len(line) <= ENDING else "… " + line[-ENDING:].partition(" ")[2]
+    return line if len(line) <= SHOWN_PROMPT_CHARACTERS else "… " + line[-SHOWN_PROMPT_CHARACTERS:].partition(" ")[2]
 
 
 def _text(text: str) -> str:
     return escape(shortened(text, MAX_SHOWN_CHARACTERS), quote=False)
 
 
-def facts(row: SampleRow) -> list[str]:
+def sample_facts(row: SampleRow) -> list[str]:
     """The sample's origin, reward parts, length, end, weight versions and drafts, in a few words each."""
     origins = {"update": f"update {row['step']}", "eval": f"held-out {row['set']}".strip() + f" at {row['step']}"}
     parts = [origins.get(row["kind"], f"dropped before update {row['step']}")]

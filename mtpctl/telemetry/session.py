@@ -15,13 +15,13 @@ from rich.console import Console
 
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.recipe.schema import TelemetryConfig
-from mtpctl.telemetry.metrics_file import DAMAGED, History, MetricsFile, Row, load_history, open_retrying
+from mtpctl.telemetry.metrics_file import DAMAGED_SUFFIX, History, MetricsFile, Row, load_history, open_retrying
 from mtpctl.telemetry.panel import Display, LivePanel, PlainLines
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import LiveStatus, steady_clock
-from mtpctl.telemetry.sample_log import SampleLog, SampleRow, Tables
+from mtpctl.telemetry.sample_log import LogTable, SampleLog, SampleRow
 from mtpctl.telemetry.summary import before_and_after, evaluation_summary, summary_table
-from mtpctl.telemetry.trackers import MlflowSink, Sink, TensorBoardSink, Updates, WandbSink, check_packages
+from mtpctl.telemetry.trackers import MlflowSink, Sink, TensorBoardSink, UpdateCounter, WandbSink, check_packages
 
 MAX_LOG_BYTES = 16 << 20
 
@@ -34,7 +34,7 @@ def open_log(path: Path) -> TextIO:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """Where a run resumes: after `step` of `stage`, with the stages that have ended. For a new run, `stage` is empty."""
 
     stage: str = ""
@@ -57,7 +57,7 @@ def print_summary(console: Console, history: History) -> None:
         console.print(sentence, highlight=False)
 
 
-def print_ended_run(run_dir: RunDirectory, line: str) -> None:
+def print_completed_run(run_dir: RunDirectory, line: str) -> None:
     """Print `line` and the summary of a run that has already ended."""
     console = Console()
     console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -77,12 +77,12 @@ class Telemetry:
         config: TelemetryConfig,
         plain: bool = False,
         *,
-        totals: Mapping[str, int] | None = None,
-        early: Collection[str] = (),
-        resumed: Resumed = Resumed(),
+        phase_steps: Mapping[str, int] | None = None,
+        early_phases: Collection[str] = (),
+        resumed: ResumePoint = ResumePoint(),
         console: Console | None = None,
     ) -> None:
-        """`totals`: the number of steps of each phase, in order. `early`: phases that may end before their last step.
+        """`phase_steps`: the number of steps of each phase, in order. `early_phases`: phases that may end before their last step.
 
         `plain`: print lines instead of the panel, even on a terminal.
         """
@@ -94,32 +94,32 @@ class Telemetry:
         name = run_dir.path.name
         self._file = MetricsFile(run_dir.metrics)
         self._sinks: list[Sink] = []
-        tables: list[Tables] = []
+        tables: list[LogTable] = []
         settings: dict[str, object] = run_dir.read_recipe() or {}
         history = load_history(run_dir.path)
-        self.live = LiveStatus(run_dir.path, totals or {}, History(resumed.rows_before(history), history.events))
+        self.live = LiveStatus(run_dir.path, phase_steps or {}, History(resumed.rows_before(history), history.events))
         check_packages(config)
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard, settings))
         if config.wandb is not None:
-            wandb = WandbSink(config, name, run_dir.path, settings, Updates(list(totals or {}), history))
+            wandb = WandbSink(config, name, run_dir.path, settings, UpdateCounter(list(phase_steps or {}), history))
             self._sinks.append(wandb)
             tables.append(wandb.samples)
         if config.mlflow is not None:
-            self._sinks.append(MlflowSink(config, name, run_dir.path, settings, Updates(list(totals or {}), history)))
+            self._sinks.append(MlflowSink(config, name, run_dir.path, settings, UpdateCounter(list(phase_steps or {}), history)))
         self._samples = SampleLog(run_dir.samples, self._file.session, tables)
         self._display: Display
         if plain or not self._console.is_terminal:
-            self._display = PlainLines(self._console, totals or {}, early=early)
+            self._display = PlainLines(self._console, phase_steps or {}, early_phases=early_phases)
         else:
-            panel = LivePanel(self._console, name, totals or {}, early=early)
-            phase = next((phase for phase in totals or {} if phase not in resumed.ended), resumed.stage)
+            panel = LivePanel(self._console, name, phase_steps or {}, early_phases=early_phases)
+            phase = next((phase for phase in phase_steps or {} if phase not in resumed.ended), resumed.stage)
             panel.resume(resumed.rows_before(history), phase)
             self._display = panel
 
         run_dir.logs.mkdir(exist_ok=True)
         self._log_file = open_log(run_dir.logs / "run.log")
-        self._log = PlainLines(Console(file=self._log_file, no_color=True), totals or {}, early=early, dated=True)
+        self._log = PlainLines(Console(file=self._log_file, no_color=True), phase_steps or {}, early_phases=early_phases, timestamped=True)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         """Log metrics of a step. Raises RuntimeFailure if the disk has been full for `DISK_FULL_TIMEOUT_S`."""
@@ -157,7 +157,7 @@ class Telemetry:
                 f"cannot write {self._log_file.name}: {error.strerror}; free space and start the same command again"
             ) from error
 
-    def failed(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Record the error that ends the run as an event, with its traceback in `logs/run.log`. The command prints it."""
         message = str(error) if isinstance(error, MtpctlError) else f"{type(error).__name__}: {error}"
         # If the disk is full, report that error rather than the failure to log it.
@@ -181,11 +181,11 @@ class Telemetry:
     def close(self, *, failed: bool = False) -> None:
         """Close the panel and all sinks. `failed`: the run ends with an error. A second call does nothing."""
         # After a failure, a full disk must not replace the run's own error.
-        suppressed = contextlib.suppress(RuntimeFailure) if failed else contextlib.nullcontext()
+        failure_guard = contextlib.suppress(RuntimeFailure) if failed else contextlib.nullcontext()
         if not self._closed:
             self._samples.close()
             if self._samples.dropped:
-                with suppressed:
+                with failure_guard:
                     self.event("samples", self._samples.warning)
         with self._lock:
             if self._closed:
@@ -195,24 +195,25 @@ class Telemetry:
             for sink in self._sinks:
                 sink.close(failed=failed)
                 if sink.failure:
-                    with suppressed:
+                    with failure_guard:
                         self._file.append({"time": self._now(), "event": "tracker", "message": sink.failure})
                     self._console.print(f"tracker: {sink.failure}", markup=False, highlight=False, soft_wrap=True)
             self._file.close()
             self._log_file.close()
 
     @property
-    def damage(self) -> str:
+    def damage_warning(self) -> str:
         """A warning about damaged lines in `metrics.jsonl` at the start of this session; empty if there were none."""
         if not (numbers := self._file.damaged):
             return ""
-        listed = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
-        return f"{self._file.path}: {len(numbers)} line(s) are damaged ({listed}); they were moved to {self._file.path.name}{DAMAGED}"
+        number_list = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
+        target = f"{self._file.path.name}{DAMAGED_SUFFIX}"
+        return f"{self._file.path}: {len(numbers)} line(s) are damaged ({number_list}); they were moved to {target}"
 
     def __enter__(self) -> Telemetry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            self.failed(error)
+            self.record_failure(error)
         self.close(failed=isinstance(error, Exception))

@@ -20,7 +20,7 @@ from mtpctl.telemetry.names import Metric, describe, format_value
 Point = tuple[float, float]
 Curve = Sequence[Point]
 
-LATE = 4
+LATE_EVALUATIONS = 4
 """Number of last evaluations whose mean is the late mean, which is less noisy than the last evaluation."""
 
 
@@ -38,7 +38,7 @@ class Fall:
 
 
 @dataclass(frozen=True, slots=True)
-class Measures:
+class CurveMeasures:
     """Measures of one curve. `late_mean` is the mean of `late` points; `worst_fall` is None for a curve that never falls."""
 
     start: float
@@ -48,20 +48,20 @@ class Measures:
     worst_fall: Fall | None
 
 
-def measure(curve: Curve) -> Measures | None:
+def measure_curve(curve: Curve) -> CurveMeasures | None:
     """The measures of a curve; None if it has no point after its start."""
     if len(curve) < 2:
         return None
     late = late_points(curve)
-    return Measures(curve[0][1], late_mean(curve), len(late), max(curve, key=lambda point: point[1]), worst_fall(curve))
+    return CurveMeasures(curve[0][1], late_mean(curve), len(late), max(curve, key=lambda point: point[1]), worst_fall(curve))
 
 
-def late_points(curve: Curve, last: int = LATE) -> Curve:
+def late_points(curve: Curve, last: int = LATE_EVALUATIONS) -> Curve:
     """The last few points, without the start unless it is the only point."""
     return (curve[1:] or curve)[-last:]
 
 
-def late_mean(curve: Curve, last: int = LATE) -> float:
+def late_mean(curve: Curve, last: int = LATE_EVALUATIONS) -> float:
     """Mean of the late points. Raises ValueError for an empty curve."""
     late = late_points(curve, last)
     if not late:
@@ -87,18 +87,18 @@ def best_so_far(curve: Curve) -> list[Point]:
     return result
 
 
-def height(curve: Curve, x: float) -> float:
+def interpolate(curve: Curve, x: float) -> float:
     """The y of the curve at `x`, interpolated linearly and constant beyond its ends. Raises ValueError for an empty curve."""
     if not curve:
         raise ValueError("an empty curve has no height")
-    after = bisect_right(curve, x, key=lambda point: point[0])
-    if after in (0, len(curve)):
-        return curve[0][1] if after == 0 else curve[-1][1]
-    (x0, y0), (x1, y1) = curve[after - 1], curve[after]
+    index = bisect_right(curve, x, key=lambda point: point[0])
+    if index in (0, len(curve)):
+        return curve[0][1] if index == 0 else curve[-1][1]
+    (x0, y0), (x1, y1) = curve[index - 1], curve[index]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def area(curve: Curve, end: float | None = None) -> float:
+def mean_height(curve: Curve, end: float | None = None) -> float:
     """Mean height: the area under the curve from its first point to `end` (default: the last point), divided by the width.
 
     To compare curves of different lengths, use an `end` that all of them reach. Raises ValueError for an empty curve.
@@ -106,11 +106,11 @@ def area(curve: Curve, end: float | None = None) -> float:
     stop = curve[-1][0] if end is None and curve else end
     if stop is None:
         raise ValueError("an empty curve has no area")
-    inside = [point for point in curve if point[0] < stop]
-    if not inside:
-        return height(curve, stop)
-    inside.append((stop, height(curve, stop)))
-    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairwise(inside)) / (stop - inside[0][0])
+    points = [point for point in curve if point[0] < stop]
+    if not points:
+        return interpolate(curve, stop)
+    points.append((stop, interpolate(curve, stop)))
+    return sum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairwise(points)) / (stop - points[0][0])
 
 
 def sustained_from(curve: Curve, level: float, tolerance: float = 0.0) -> float | None:
@@ -141,7 +141,7 @@ HEADLINES = (
     "perf/tokens_per_s",
 )
 
-_SINGLE = {"eval/accuracy", "eval/unseen_accuracy"}
+_UNAVERAGED = {"eval/accuracy", "eval/unseen_accuracy"}
 """Metrics of a whole held-out set, whose first and last values are compared. For others, means of the first and last tenth are."""
 
 
@@ -178,9 +178,9 @@ def before_and_after(history: History) -> list[SummaryRow]:
         values = [value for _, value in history.series(name, "rl")]
         if len(values) < 2:
             continue
-        window = 1 if name in _SINGLE else max(1, len(values) // 10)
+        window = 1 if name in _UNAVERAGED else max(1, len(values) // 10)
         rows.append(SummaryRow(name, describe(name), sum(values[:window]) / window, sum(values[-window:]) / window))
-        if name == "eval/accuracy" and (measures := measure(evaluations(history))) and measures.late > 1:
+        if name == "eval/accuracy" and (measures := measure_curve(evaluations(history))) and measures.late > 1:
             late = Metric(f"its last {measures.late}, mean", "share", f"Held-out accuracy, mean of the last {measures.late} evaluations.")
             rows.append(SummaryRow(name, late, measures.start, measures.late_mean))
     return rows
@@ -193,7 +193,7 @@ def evaluations(history: History) -> list[tuple[float, float]]:
 
 def evaluation_summary(history: History) -> str:
     """A sentence about the best evaluation and the worst fall, or a hint if there are none during RL; empty for fewer than two."""
-    measures = measure(evaluations(history))
+    measures = measure_curve(evaluations(history))
     if measures is None:
         return ""
     if measures.late == 1:

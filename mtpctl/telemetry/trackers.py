@@ -20,7 +20,7 @@ from mtpctl.errors import EnvironmentMissing
 from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.telemetry.metrics_file import History
-from mtpctl.telemetry.run_directory import BEGUN
+from mtpctl.telemetry.run_directory import START_OVER_FILE
 from mtpctl.telemetry.sample_log import SampleRow, response_text
 
 PACKAGES = ("wandb", "mlflow")
@@ -57,7 +57,7 @@ class TensorBoardSink:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._folder, self.failure = folder, ""
-        self._event, self._summary, self._open = Event, Summary, EventFileWriter
+        self._event, self._summary, self._writer_class = Event, Summary, EventFileWriter
         self._writers: dict[str, EventFileWriter] = {}
         self._put_hyperparameters(recipe)
 
@@ -65,22 +65,22 @@ class TensorBoardSink:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         values = {".".join(key): value for key, value in flatten(recipe).items() if value is not None}
-        plain = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in values.items()}
+        scalars = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in values.items()}
         # Only the hyperparameters of the latest session are shown.
-        for earlier in self._folder.glob("events.*"):
-            earlier.unlink()
-        writer = self._open(str(self._folder))
-        writer.add_event(self._event(wall_time=time.time(), summary=hparams_pb(plain, trial_id=self._folder.parent.name)))
+        for file in self._folder.glob("events.*"):
+            file.unlink()
+        writer = self._writer_class(str(self._folder))
+        writer.add_event(self._event(wall_time=time.time(), summary=hparams_pb(scalars, trial_id=self._folder.parent.name)))
         writer.close()
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         try:
             if phase not in self._writers:
-                self._writers[phase] = self._open(str(self._folder / phase))
+                self._writers[phase] = self._writer_class(str(self._folder / phase))
             self._writers[phase].add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         except OSError as error:  # perhaps of earlier rows: the writer's thread stops at its first error
-            self._lost_rows(error)
+            self._record_lost_rows(error)
             self._writers.pop(phase, None)
 
     def close(self, *, failed: bool = False) -> None:
@@ -88,25 +88,25 @@ class TensorBoardSink:
             try:
                 writer.close()
             except OSError as error:
-                self._lost_rows(error)
+                self._record_lost_rows(error)
 
-    def _lost_rows(self, error: OSError) -> None:
+    def _record_lost_rows(self, error: OSError) -> None:
         self.failure = f"tensorboard/ lacks rows of metrics.jsonl: {error.strerror}"
 
 
 SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
-_PARAMS, _VALUE = 100, 500
+_MAX_PARAMS_PER_CALL, _MAX_VALUE_CHARACTERS = 100, 500
 """MLflow's maximum parameters per call and characters per value: the minimum over its releases."""
 
 
 def tracker_id(folder: Path) -> str:
     """The tracker's id of the run in a directory. It is stable over resumes, and changes if the run is started over."""
-    begun = folder / BEGUN
+    begun = folder / START_OVER_FILE
     name = str(folder.resolve()) + (begun.read_text() if begun.is_file() else "")
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-class Updates:
+class UpdateCounter:
     """Counts updates over the phases of a run, in order, starting from its earlier sessions."""
 
     def __init__(self, phases: Sequence[str], history: History) -> None:
@@ -118,7 +118,7 @@ class Updates:
         if phase not in self._phases:
             self._phases.append(phase)
         self._last[phase] = max(step, self._last.get(phase, 0))
-        return step + sum(self._last.get(before, 0) for before in self._phases[: self._phases.index(phase)])
+        return step + sum(self._last.get(earlier, 0) for earlier in self._phases[: self._phases.index(phase)])
 
 
 def _cells(row: SampleRow, columns: list[str]) -> list[object]:
@@ -145,7 +145,7 @@ class WandbSink:
 
     failure = ""
 
-    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: Updates) -> None:
+    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: UpdateCounter) -> None:
         """Raises EnvironmentMissing if W&B rejects the run, for example without a login or a network."""
         import wandb
 
@@ -178,9 +178,9 @@ class WandbSink:
 
         columns = [*SAMPLE_COLUMNS, *dict.fromkeys(f"reward/{name}" for row in rows for name in row["reward_parts"])]
         for kind in dict.fromkeys(row["kind"] for row in rows):
-            of_kind = [row for row in rows if row["kind"] == kind]
-            table = Table(columns=columns, data=[_cells(row, columns) for row in of_kind])
-            step = of_kind[0]["step"]
+            kind_rows = [row for row in rows if row["kind"] == kind]
+            table = Table(columns=columns, data=[_cells(row, columns) for row in kind_rows])
+            step = kind_rows[0]["step"]
             self._run.log({f"samples/{kind}": table, "rl/step": step, "update": self._updates.total(step, "rl")})
 
     def close(self, *, failed: bool = False) -> None:
@@ -193,7 +193,7 @@ class MlflowSink:
     A thread sends the rows, because a tracking server may be slow. After an error nothing more is sent, and `failure` is the reason.
     """
 
-    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: Updates) -> None:
+    def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: UpdateCounter) -> None:
         """Raises EnvironmentMissing if the tracking server does not respond."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
@@ -207,10 +207,10 @@ class MlflowSink:
         }
         try:
             self._client = MlflowClient()
-            existing = self._client.get_experiment_by_name(config.mlflow)
-            experiment = self._client.create_experiment(config.mlflow) if existing is None else existing.experiment_id
-            resumed = self._client.search_runs([experiment], f"tags.`mtpctl.run` = '{tracker_id(folder)}'", max_results=1)
-            run = resumed[0] if resumed else self._client.create_run(experiment, run_name=name, tags=tags)
+            experiment_info = self._client.get_experiment_by_name(config.mlflow)
+            experiment = self._client.create_experiment(config.mlflow) if experiment_info is None else experiment_info.experiment_id
+            earlier_runs = self._client.search_runs([experiment], f"tags.`mtpctl.run` = '{tracker_id(folder)}'", max_results=1)
+            run = earlier_runs[0] if earlier_runs else self._client.create_run(experiment, run_name=name, tags=tags)
             self._id = run.info.run_id
             self._client.update_run(self._id, status="RUNNING")
             self._put_params(recipe, run.data.params)
@@ -223,16 +223,16 @@ class MlflowSink:
         self._thread = threading.Thread(target=self._send_all, name="mlflow", daemon=True)
         self._thread.start()
 
-    def _put_params(self, recipe: Mapping[str, object], logged: Mapping[str, str]) -> None:
+    def _put_params(self, recipe: Mapping[str, object], logged_params: Mapping[str, str]) -> None:
         """Log the recipe's values. MLflow parameters cannot change: one that a resumed run changes becomes a tag, `changed.KEY`."""
         from mlflow.entities import Param
 
-        values = {".".join(key): json.dumps(value, ensure_ascii=False)[:_VALUE] for key, value in flatten(recipe).items()}
-        new = [Param(key, value) for key, value in values.items() if key not in logged]
-        for begin in range(0, len(new), _PARAMS):
-            self._client.log_batch(self._id, params=new[begin : begin + _PARAMS])
+        values = {".".join(key): json.dumps(value, ensure_ascii=False)[:_MAX_VALUE_CHARACTERS] for key, value in flatten(recipe).items()}
+        new_params = [Param(key, value) for key, value in values.items() if key not in logged_params]
+        for begin in range(0, len(new_params), _MAX_PARAMS_PER_CALL):
+            self._client.log_batch(self._id, params=new_params[begin : begin + _MAX_PARAMS_PER_CALL])
         for key, value in values.items():
-            if logged.get(key, value) != value:
+            if logged_params.get(key, value) != value:
                 self._client.set_tag(self._id, f"changed.{key}", value)
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:

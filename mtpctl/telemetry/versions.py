@@ -31,7 +31,7 @@ PACKAGES = (
 )
 
 NVIDIA_SMI_S = 10.0
-_END_S = 1.0
+_KILL_WAIT_S = 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
 """Exists if the NVIDIA driver is installed, which implies a GPU."""
 
@@ -54,7 +54,7 @@ class Versions(TypedDict):
     machine: Machine
 
 
-def installed() -> dict[str, str]:
+def installed_packages() -> dict[str, str]:
     """The versions of the installed packages among `PACKAGES`."""
     packages: dict[str, str] = {}
     for name in PACKAGES:
@@ -74,7 +74,7 @@ def collect_versions() -> Versions:
         "memory_gib": round(memory / 2**30, 1),
         "cards": visible_gpus(),
     }
-    return {"python": ".".join(map(str, sys.version_info[:3])), "packages": installed(), "machine": machine}
+    return {"python": ".".join(map(str, sys.version_info[:3])), "packages": installed_packages(), "machine": machine}
 
 
 def visible_gpus() -> list[str]:
@@ -103,28 +103,28 @@ def _query_gpus(field: str) -> list[str]:
     if visible == "":
         return []
     if tool is None:
-        return _unknown("there is no nvidia-smi")
+        return _unknown_gpu("there is no nvidia-smi")
     command = [tool, f"--query-gpu=index,uuid,{field}", "--format=csv,noheader"]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError as error:
-        return _unknown(f"nvidia-smi does not run: {error.strerror}")
+        return _unknown_gpu(f"nvidia-smi does not run: {error.strerror}")
     try:
         output, _ = process.communicate(timeout=NVIDIA_SMI_S)
     except subprocess.TimeoutExpired:
         # A process that hangs in a driver call cannot be killed, so do not wait for it.
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
+            process.wait(_KILL_WAIT_S)
         return [f"unknown GPU (nvidia-smi did not answer within {NVIDIA_SMI_S:g} s)"]
     rows = [[part.strip() for part in line.split(",", 2)] for line in output.splitlines() if line.count(",") >= 2]
     if not rows:
-        return _unknown(f"nvidia-smi listed none, exit code {process.returncode}")
+        return _unknown_gpu(f"nvidia-smi listed none, exit code {process.returncode}")
     if visible is None:
         return [value for _, _, value in rows]
-    ids = [each.strip() for each in visible.split(",")]
-    return [value for each in ids for index, uuid, value in rows if each and (each == index or uuid.startswith(each))]
+    selectors = [selector.strip() for selector in visible.split(",")]
+    return [value for selector in selectors for index, uuid, value in rows if selector and (selector == index or uuid.startswith(selector))]
 
 
-def _unknown(reason: str) -> list[str]:
+def _unknown_gpu(reason: str) -> list[str]:
     return [f"unknown GPU ({reason})"] if DRIVER.exists() else []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mtpctl.recipe.numerics import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
-from mtpctl.recipe.sync import PUSHED, StorageConfig
+from mtpctl.recipe.sync import PUSH_TRANSPORTS, StorageConfig
 from mtpctl.sync.protocol import Manifest, Section
 from mtpctl.sync.transports.base import TransferStats
 
@@ -66,7 +66,7 @@ class WeightExporter:
                 self._senders[store] = self._new_sender(store)
             self._sender = self._senders[store]
             self._sender.next_sections = sections
-        if self.recipe.sync.transport not in PUSHED:
+        if self.recipe.sync.transport not in PUSH_TRANSPORTS:
             if store not in self._planned:
                 self._on_rank_0(lambda export: self._plan_from(export))
             self._planned.add(store)
@@ -116,7 +116,7 @@ class WeightExporter:
             "section_of": lambda name: "adapter" if name.startswith(ADAPTER_PREFIX) else section_of(name, shape),
             "quantized": frozenset() if is_unquantized(store) else sent_in_fp8(self.recipe, shape),
         }
-        if sync.transport not in PUSHED:
+        if sync.transport not in PUSH_TRANSPORTS:
             url = self.recipe.sync_url
             versions = VersionStore(store, None if url is None else ObjectStore(url, URL_FIELD))
             pinned, relay = self.engine.device.type == "cuda", isinstance(sync, StorageConfig) and sync.relay

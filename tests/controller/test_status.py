@@ -23,17 +23,17 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import ReplicaCounts
-from mtpctl.telemetry.session import Resumed, Telemetry
+from mtpctl.telemetry.session import ResumePoint, Telemetry
 from mtpctl.web.server import address_of, serving
 
-NEW = Resumed()
+NEW = ResumePoint()
 COUNTS = ReplicaCounts(serving=2, asked=3, least=1, most=4, restarts=1)
 
 
-def telemetry_of(path: Path, resumed: Resumed = NEW) -> Telemetry:
+def telemetry_of(path: Path, resumed: ResumePoint = NEW) -> Telemetry:
     run = RunDirectory.create(path, "name: t\n")
     config = TelemetryConfig(tensorboard=False)
-    return Telemetry(run, config, plain=True, totals={"sft": 5, "rl": 20}, resumed=resumed, console=Console(file=io.StringIO()))
+    return Telemetry(run, config, plain=True, phase_steps={"sft": 5, "rl": 20}, resumed=resumed, console=Console(file=io.StringIO()))
 
 
 def with_client(telemetry: Telemetry, counts: ReplicaCounts | None, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
@@ -111,7 +111,7 @@ def test_resumed_run_shows_its_previous_values(tmp_path: Path) -> None:
         result = (await client.get("/status.json")).json()
         assert (result["step"], result["reward"], result["restarts"]) == (2, 0.2, ["trainer back after 3 s"])
 
-    with telemetry_of(tmp_path / "run", Resumed("rl", 2, ["sft"])) as telemetry:
+    with telemetry_of(tmp_path / "run", ResumePoint("rl", 2, ["sft"])) as telemetry:
         with_client(telemetry, None, use)
 
 

@@ -196,13 +196,13 @@ def test_dataset_rejected_by_hub_is_user_error(cache: Path, monkeypatch: pytest.
 
 
 def test_datasets_library_is_preferred_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Loaded(list[dict[str, str]]):
+    class LoadedRecipe(list[dict[str, str]]):
         info = SimpleNamespace(config_name="main")
 
-    def load_dataset(name: str, subset: str | None, *, split: str, download_config: object) -> Loaded:
+    def load_dataset(name: str, subset: str | None, *, split: str, download_config: object) -> LoadedRecipe:
         if split != "train":
             raise ValueError(f"Unknown split \"{split}\". Should be one of ['train'].")
-        return Loaded([{"question": "1+1?", "answer": "2"}])
+        return LoadedRecipe([{"question": "1+1?", "answer": "2"}])
 
     library = ModuleType("datasets")
     library.load_dataset = load_dataset  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from mtpctl.recipe.sync import PUSHED
+from mtpctl.recipe.sync import PUSH_TRANSPORTS
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead, Health
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import Manifest, PauseMode, VersionConflict
@@ -84,11 +84,11 @@ class FakeReplica:
             sample.spent_s += clock() - began
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
-        if manifest.version <= self.version and manifest.transport not in PUSHED:
+        if manifest.version <= self.version and manifest.transport not in PUSH_TRANSPORTS:
             raise VersionConflict(f"weight version {manifest.version} is not newer than the live {self.version}")
         stood = not self._running.is_set()
         await self.pause(mode)
-        if manifest.transport in PUSHED:
+        if manifest.transport in PUSH_TRANSPORTS:
             # As a transport does: nothing moves before all who are expected have met.
             await asyncio.to_thread(join, Address.parse(manifest.address))
             self._check()

@@ -14,7 +14,7 @@ from mtpctl.plan import fitting
 from mtpctl.plan.fitting import Misfit, apply_change, find_misfits, gpu_gib_needed, shared_gpu_lines, sharing_cautions
 from mtpctl.plan.memory import GIB, engine_memory, trainer_memory
 from mtpctl.plan.placement import place
-from mtpctl.recipe.checks import complaints_of
+from mtpctl.recipe.checks import list_complaints
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.fits import check_fits
@@ -53,7 +53,7 @@ def test_remedies_pass_the_recipes_checks_and_report_further_gpus() -> None:
     sets = {str(remedy): remedy for remedy in only(recipe(ONE_GPU)).remedies}
     for text, remedy in sets.items():
         created = recipe(ONE_GPU, *text.split())
-        assert not list(complaints_of(created)) and created == apply_change(recipe(ONE_GPU), remedy.change)
+        assert not list(list_complaints(created)) and created == apply_change(recipe(ONE_GPU), remedy.change)
     assert sets["train.parallel.tp=2 train.parallel.sequence_parallel=true"].more_gpus
     assert not sets["train.recompute=full"].more_gpus and not sets["train.offload.optimizer=true"].more_gpus
 

@@ -13,9 +13,9 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.memory import GIB, engine_memory, trainer_memory
 from mtpctl.plan.placement import place
-from mtpctl.recipe.checks import cautions_of, complaints_of, validate
+from mtpctl.recipe.checks import cautions_of, list_complaints, validate
 from mtpctl.recipe.data import check_path
-from mtpctl.recipe.loading import RECIPES, available, load_recipe
+from mtpctl.recipe.loading import RECIPES, list_recipes, load_recipe
 from mtpctl.recipe.model import ModelConfig, hf_config
 from mtpctl.recipe.numerics import FAMILIES, check_gpu
 from mtpctl.recipe.rl import PRESETS
@@ -26,7 +26,7 @@ from tests.fakes.toys import GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, QWEN3_5, QWEN
 
 def complaint(*sets: str, recipe: str = "tiny_mtp") -> str:
     """The one thing that is wrong."""
-    result = list(complaints_of(load_recipe(recipe, sets=sets).recipe))
+    result = list(list_complaints(load_recipe(recipe, sets=sets).recipe))
     assert len(result) == 1, result
     with pytest.raises(UserError) as caught:
         validate(load_recipe(recipe, sets=sets).recipe)
@@ -57,12 +57,12 @@ GPU = ["cluster.device=cuda", "sync.transport=nccl"]
 BITWISE_GPU = [*BITWISE, *GPU, "train.precision=bf16"]
 
 
-@pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", list_recipes(), ids=lambda path: path.stem)
 def test_our_recipes_fit(path: Path) -> None:
     validate(load_recipe(path).recipe)
 
 
-@pytest.mark.parametrize("path", available(RECIPES / "overlays"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", list_recipes(RECIPES / "overlays"), ids=lambda path: path.stem)
 def test_our_overlays_fit(path: Path) -> None:
     # Toys of a family go on top of `toy`; what is not named here fits the small model.
     of = {"h200": "mimo7b_mtp", "qwen3_5": "qwen3_5_35b_a3b_mtp", "toy_qwen3_5": "qwen3_5_35b_a3b_mtp"}
@@ -163,7 +163,7 @@ def test_mixtures_of_experts_fit_their_gpus_with_a_tenth_to_spare(names: list[st
         (["train.stages=[draft, rl]"], "train.draft.steps: is 0; set the number of updates, or leave draft out of train.stages"),
         ([*DRAFT, "train.distributed_optimizer=true"], "train.distributed_optimizer: is not supported in the stage draft"),
         ([*DRAFT, "mtp.mode=load"], "mtp.mode: load trains no drafter, which the stage draft does; set it to isolated"),
-        ([*DRAFT, "mtp.mode=off", "rollout.speculation.num_tokens=0"], "mtp.mode: off trains no drafter"),
+        ([*DRAFT, "mtp.mode=off", "rollout.speculation.num_tokens=0"], "mtp.mode: off does not train the drafter"),
         (
             [*DRAFT, "model.config.num_nextn_predict_layers=0", "mtp.mode=off", "rollout.speculation.num_tokens=0"],
             "train.stages: draft trains a drafter, but the model has none; add one with model.drafter, or with mtpctl add-drafter",
@@ -235,7 +235,7 @@ def test_mixtures_of_experts_fit_their_gpus_with_a_tenth_to_spare(names: list[st
         ),
         (["sync.kv=keep", "sync.pause=abort"], "sync.kv: with sync.pause: abort no request is in flight at a sync; set sync.pause: keep"),
         (["sync.kv=keep", "async.partial_rollout=false"], "sync.kv: with async.partial_rollout: false no request is in flight at a sync"),
-        (["sync.kv=keep", *GPU, "sync.release_kv=true"], "sync.kv: sync.release_kv frees the cache that keep keeps; set it to false"),
+        (["sync.kv=keep", *GPU, "sync.release_kv=true"], "sync.kv: sync.release_kv frees the cache that sync.kv: keep retains; set it to false"),
         ([*BITWISE, "sync.kv=keep"], "sync.kv: with keep, log-probs differ from those of the trainer, which numerics: bitwise rules out"),
         (
             ["sync.kv=keep", "rollout.engine_args.kv_transfer_config={}"],
@@ -342,7 +342,7 @@ def test_mixtures_of_experts_fit_their_gpus_with_a_tenth_to_spare(names: list[st
 )
 def test_invalid_combination_is_reported(sets: list[str], message: str) -> None:
     base = ["rollout.max_tokens=64", "model.config.max_position_embeddings=512"]
-    told = [text for text in list_complaints([*base, *sets]) if message in text]
+    told = [text for text in complaints_with([*base, *sets]) if message in text]
     assert told and told[0].startswith(message.split(":")[0])
 
 
@@ -367,20 +367,20 @@ HINTED = "path: policy, hint: '{answer}'"
     ],
 )
 def test_teachers_that_do_not_fit(teacher: str, sets: list[str], message: str) -> None:
-    result = [each for each in list_complaints([f"train.rl.teacher={{{teacher}}}", *sets]) if "teacher" in each]
+    result = [each for each in complaints_with([f"train.rl.teacher={{{teacher}}}", *sets]) if "teacher" in each]
     assert any(each.startswith(message) for each in result), result
 
 
 def test_a_teachers_folder_is_read(folder: Path) -> None:
-    assert not [each for each in list_complaints([f"train.rl.teacher.path={folder}"]) if "teacher" in each]
-    (wrong,) = (each for each in list_complaints([f"train.rl.teacher={{path: {folder}, parallel: {{tp: 5}}}}"]) if "teacher" in each)
+    assert not [each for each in complaints_with([f"train.rl.teacher.path={folder}"]) if "teacher" in each]
+    (wrong,) = (each for each in complaints_with([f"train.rl.teacher={{path: {folder}, parallel: {{tp: 5}}}}"]) if "teacher" in each)
     assert wrong.startswith("train.rl.teacher.parallel.tp: 5 does not divide")
     with pytest.raises(UserError, match=r"train\.rl\.teacher\.path: there is no folder /no/where"):
-        list_complaints(["train.rl.teacher.path=/no/where"])
+        complaints_with(["train.rl.teacher.path=/no/where"])
 
 
-def list_complaints(sets: list[str]) -> list[str]:
-    return list(complaints_of(load_recipe("tiny_mtp", sets=[*SIZES, *sets]).recipe))
+def complaints_with(sets: list[str]) -> list[str]:
+    return list(list_complaints(load_recipe("tiny_mtp", sets=[*SIZES, *sets]).recipe))
 
 
 @pytest.mark.parametrize(
@@ -389,25 +389,25 @@ def list_complaints(sets: list[str]) -> list[str]:
         (["cluster.device=cpu", "sync.transport=shm"], "a run on CPUs has no GPUs"),
         (["rollout.replicas={min: 1, max: 2}"], "needs a fixed number of engines"),
         (["rollout.on_trainer_gpus=2"], "2 is more than rollout.replicas: 1"),
-        (["rollout.tp=2"], "an engine on a part of a GPU has one rank, but rollout.tp is 2"),
+        (["rollout.tp=2"], "an engine on a share of a GPU has one rank, but rollout.tp is 2"),
         (["train.gpus=1"], "train.gpus: 1 leaves nothing of the GPU"),
         ([], ""),
     ],
 )
 def test_engines_on_the_trainers_gpus_need_room_there(sets: list[str], message: str) -> None:
-    complaints = list_complaints([*GPU, "sync.transport=ipc", "train.gpus=0.5", "rollout.on_trainer_gpus=1", *sets])
+    complaints = complaints_with([*GPU, "sync.transport=ipc", "train.gpus=0.5", "rollout.on_trainer_gpus=1", *sets])
     assert [text.startswith(f"rollout.on_trainer_gpus: {message}") for text in complaints] == ([True] if message else [])
 
 
 def test_sglang_cannot_keep_the_cache() -> None:
     sglang = load_recipe("tiny_mtp", sets=["rollout={engine: sglang}", "sync.kv=keep"]).recipe
     message = "sync.kv: keep works with rollout.engine: vllm, because the prefix cache of SGLang would keep old weights' blocks for later"
-    assert [text.startswith(message) for text in complaints_of(sglang) if text.startswith("sync.kv")] == [True]
+    assert [text.startswith(message) for text in list_complaints(sglang) if text.startswith("sync.kv")] == [True]
 
 
 def test_bitwise_numerics_on_a_gpu_need_bf16_and_allow_long_contexts() -> None:
     sets = [*GPU, *BITWISE, "train.precision=bf16", "model.config.max_position_embeddings=9000"]
-    assert not [text for text in list_complaints(sets) if "bitwise" in text]
+    assert not [text for text in complaints_with(sets) if "bitwise" in text]
 
 
 def test_bitwise_attention_on_a_gpu_has_at_most_64_query_heads_per_key_value_head() -> None:
@@ -434,7 +434,7 @@ def test_bitwise_experts_on_a_gpu_need_aligned_widths() -> None:
     config = QWEN3_MOE_EAGLE3 | {"moe_intermediate_size": 42}
     sets = [*GPU, *BITWISE, "train.precision=bf16", f"model.config={json.dumps(config)}"]
     message = "model: on a GPU, numerics: bitwise needs multiples of 8, got experts' width 42; use such a model, or set numerics: default"
-    assert [text for text in complaints_of(load_recipe("tiny_mtp", sets=sets).recipe) if "bitwise" in text] == [message]
+    assert [text for text in list_complaints(load_recipe("tiny_mtp", sets=sets).recipe) if "bitwise" in text] == [message]
 
 
 def bitwise_complaint(config: dict[str, Any]) -> str:
@@ -445,7 +445,7 @@ def test_bitwise_linear_attention_needs_fp32_on_a_cpu_and_aligned_widths_on_a_gp
     validate(load_recipe("tiny_mtp", sets=[*BITWISE, f"model.config={json.dumps(QWEN3_5)}", "train.precision=fp32"]).recipe)
     sets = [*GPU, *BITWISE, "train.precision=bf16", f"model.config={json.dumps(QWEN3_5 | {'linear_value_head_dim': 60})}"]
     message = "model: on a GPU, numerics: bitwise needs multiples of 8, got linear attention's width 180; use such a model, or set "
-    assert [text for text in complaints_of(load_recipe("tiny_mtp", sets=sets).recipe) if "bitwise" in text] == [
+    assert [text for text in list_complaints(load_recipe("tiny_mtp", sets=sets).recipe) if "bitwise" in text] == [
         message + "numerics: default"
     ]
 
@@ -466,22 +466,22 @@ def test_bitwise_numerics_need_a_supported_model() -> None:
     )
     experts = [f"model.config={json.dumps(QWEN3_MOE_EAGLE3)}", "train.parallel.ep=5"]
     split = "train.parallel.ep: numerics: bitwise does not support expert parallelism, got 5; set 1, or numerics: default"
-    assert split in complaints_of(load_recipe("tiny_mtp", sets=[*BITWISE, *experts]).recipe)
+    assert split in list_complaints(load_recipe("tiny_mtp", sets=[*BITWISE, *experts]).recipe)
     llama3 = {"rope_parameters": yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
     for config in (LLAMA_EAGLE3 | llama3 | {"drafter": LLAMA_EAGLE3["drafter"] | llama3}, QWEN3_EAGLE3, QWEN3_MOE_EAGLE3):
         validate(load_recipe("tiny_mtp", sets=[*BITWISE, f"model.config={json.dumps(config)}", "rollout.speculation.num_tokens=3"]).recipe)
     sglang = load_recipe("tiny_mtp", sets=[*BITWISE, "rollout={engine: sglang}"]).recipe
-    assert "rollout.engine: numerics: bitwise needs vllm; set it, or numerics: default" in list(complaints_of(sglang))
+    assert "rollout.engine: numerics: bitwise needs vllm; set it, or numerics: default" in list(list_complaints(sglang))
 
 
 @pytest.mark.parametrize("sets", [["kernels.linear_logprob=triton"]])
 def test_named_kernels_are_allowed_on_supported_devices(sets: list[str]) -> None:
-    assert not list_complaints([*GPU, "train.precision=bf16", *sets])
+    assert not complaints_with([*GPU, "train.precision=bf16", *sets])
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "XiaomiMiMo/MiMo-7B-RL", "bytes"])
 def test_hub_tokenizer_is_not_downloaded_by_checks(tokenizer: str) -> None:
-    assert not list_complaints([f"model.tokenizer={tokenizer}"])
+    assert not complaints_with([f"model.tokenizer={tokenizer}"])
 
 
 def test_notes_report_each_other_invalid_field_once() -> None:
@@ -531,7 +531,7 @@ def test_experts(fields: dict[str, Any], message: str) -> None:
 
 
 def test_stages_need_not_be_even() -> None:
-    assert not list_complaints(["train.parallel.pp=3", "logprob={standalone: true, parallel: {pp: 3}}"])
+    assert not complaints_with(["train.parallel.pp=3", "logprob={standalone: true, parallel: {pp: 3}}"])
 
 
 def test_context_parallel_ranks_share_the_heads_of_linear_attention() -> None:
@@ -554,7 +554,7 @@ def folder(tmp_path: Path) -> Path:
 
 def with_folder(path: Path, *sets: str) -> list[str]:
     recipe = load_recipe("tiny_mtp", sets=["model={config: null, path: " + json.dumps(str(path)) + ", tokenizer: bytes}", *sets]).recipe
-    return list(complaints_of(recipe))
+    return list(list_complaints(recipe))
 
 
 def test_a_model_folder_is_read(folder: Path) -> None:
@@ -660,7 +660,7 @@ def test_adapter_of_weights_merged_into_attention_is_rejected() -> None:
     sets = [*SIZES, *(f"model.config.{key}={json.dumps(value)}" for key, value in fields.items()), *ALONE]
     told = complaint(*sets, "train.lora.targets=[linear_proj, linear_kv_up_proj]")
     assert told.startswith("train.lora.targets: linear_kv_up_proj: vLLM merges its weight into attention")
-    assert list(complaints_of(load_recipe("tiny_mtp", sets=[*sets, "train.lora.targets=[linear_proj]"]).recipe)) == []
+    assert list(list_complaints(load_recipe("tiny_mtp", sets=[*sets, "train.lora.targets=[linear_proj]"]).recipe)) == []
 
 
 # ------------------------------------------------------------------------------------------ what engines make of a model
@@ -775,13 +775,13 @@ def test_bias_update_needs_router_bias_and_full_training(family: str, sets: list
     ],
 )
 def test_replay_without_recorded_routes_is_rejected(sets: list[str], message: str) -> None:
-    assert [told for told in complaints_of(load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe) if told.startswith(message)]
+    assert [told for told in list_complaints(load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe) if told.startswith(message)]
 
 
 @pytest.mark.parametrize(("drafter", "kind"), [([EAGLE3], "an EAGLE-3"), (DFLASH, "a DFlash")])
 def test_engine_that_cannot_receive_a_drafter_is_reported(drafter: list[str], kind: str) -> None:
     sets = [*drafter, "model.path=null", "model.tokenizer=bytes", "rollout.engine=sglang"]
-    complaints = complaints_of(load_recipe("mimo7b_mtp", sets=sets).recipe)
+    complaints = list_complaints(load_recipe("mimo7b_mtp", sets=sets).recipe)
     assert f"rollout.engine: sglang cannot receive {kind} drafter; set vllm" in complaints
 
 
@@ -857,7 +857,7 @@ def test_stage_draft_may_follow_others_if_it_trains_on_rows() -> None:
     sets = ["train.stages=[sft, draft, rl]", "train.draft={steps: 5, samples: 0}"]
     recipe = load_recipe("tiny_mtp", sets=sets).recipe
     validate(recipe)
-    assert recipe.train.imitates and recipe.train.generates
+    assert recipe.train.trains_on_rows and recipe.train.needs_rollout
 
 
 def test_drafter_of_a_recipe_is_in_its_models_config() -> None:
@@ -943,7 +943,7 @@ def test_a_preset_needs_none_and_fits(preset: str) -> None:
     assert not list(cautions_of(recipe))
 
 
-@pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", list_recipes(), ids=lambda path: path.stem)
 def test_our_recipes_need_none(path: Path) -> None:
     assert not list(cautions_of(load_recipe(path).recipe))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.recipe.fields import masked
+from mtpctl.recipe.fields import mask_secrets
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.user_code import from_environment
 
@@ -79,4 +79,4 @@ def test_value_from_the_environment_is_read_when_the_function_is_loaded(tmp_path
     ],
 )
 def test_text_without_secret_is_not_masked(text: str) -> None:
-    assert masked(text) == text
+    assert mask_secrets(text) == text

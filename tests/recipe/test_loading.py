@@ -9,8 +9,8 @@ import pytest
 
 from mtpctl.errors import UserError
 from mtpctl.recipe import yaml12
-from mtpctl.recipe.fields import ALIASES, find
-from mtpctl.recipe.loading import RECIPES, available, dump_resolved, flatten, load_recipe
+from mtpctl.recipe.fields import ALIASES, find_key
+from mtpctl.recipe.loading import RECIPES, dump_resolved, flatten, list_recipes, load_recipe
 from mtpctl.recipe.rollout import ReplicaRange
 from mtpctl.recipe.schema import Recipe, TelemetryConfig
 
@@ -263,7 +263,7 @@ def test_the_names_of_other_frameworks_are_understood(tmp_path: Path, inputs: st
 def test_aliases_point_to_existing_keys_and_do_not_shadow_siblings() -> None:
     for alias, keys in ALIASES.items():
         for key in keys:
-            result = find(tuple(key.split(".")))
+            result = find_key(tuple(key.split(".")))
             assert result is not None and result.dotted == key, (alias, key)
             assert not key.endswith(f".{alias}") or alias in ("lr", "batch_size")
 
@@ -288,7 +288,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path / "r.yaml", "# nothing\n")).recipe == Recipe()
 
 
-@pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", list_recipes(), ids=lambda path: path.stem)
 def test_a_resolved_recipe_loads_back_equal_with_nothing_left_to_default(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path).recipe
     again = load_recipe(write(tmp_path / "resolved.yaml", dump_resolved(recipe)))

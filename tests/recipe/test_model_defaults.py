@@ -11,14 +11,14 @@ import pytest
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe import loading
 from mtpctl.recipe.checks import validate
-from mtpctl.recipe.loading import Loaded, dump_resolved, load_recipe
+from mtpctl.recipe.loading import LoadedRecipe, dump_resolved, load_recipe
 from tests.fakes.tiny import MIMO
 from tests.fakes.toys import TOYS
 
 HEADLESS = {**MIMO, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 0, "vocab_size": 320}
 
 
-def loaded(folder: Path, config: dict[str, Any] = HEADLESS, sets: tuple[str, ...] = (), **sections: Any) -> Loaded:
+def loaded(folder: Path, config: dict[str, Any] = HEADLESS, sets: tuple[str, ...] = (), **sections: Any) -> LoadedRecipe:
     recipe = {
         "model": {"config": config, "tokenizer": "bytes"},
         "data": {"task": {"name": "addition", "train_size": 8, "eval_size": 2, "max_digits": 2}},

@@ -11,7 +11,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.quantization import fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.buckets import plan_quantization, wire_tensors
-from mtpctl.recipe.checks import cautions_of, complaints_of, validate
+from mtpctl.recipe.checks import cautions_of, list_complaints, validate
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.model import hf_config, read_config
 from mtpctl.recipe.numerics import sent_in_fp8
@@ -117,7 +117,7 @@ def test_sglang_is_refused() -> None:
     data = recipe(*FP8).model_dump(mode="json", by_alias=True)
     data["rollout"] = {"engine": "sglang", "quantization": "fp8"}
     data["cluster"]["device"], data["sync"]["transport"] = "cuda", "nccl"
-    lines = list(complaints_of(Recipe.model_validate(data)))
+    lines = list(list_complaints(Recipe.model_validate(data)))
     assert "rollout.quantization: fp8 works only with vLLM; set rollout.engine: vllm, or rollout.quantization: none" in lines, (sets, lines)
 
 
@@ -126,7 +126,7 @@ def test_folder_with_packed_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hf" / "model.safetensors").unlink()
     names = {"weight_map": {"model.layers.0.mlp.experts.gate_up_proj": "model.safetensors"}}
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(names))
-    lines = list(complaints_of(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", "mtp.mode=off")))
+    lines = list(list_complaints(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", "mtp.mode=off")))
     expected = (
         f"rollout.quantization: fp8 needs one tensor per expert, but {tmp_path / 'hf'} packs its experts (it has no "
         "model.layers.0.mlp.experts.0.down_proj.weight); to unpack them, which also rounds them to FP8, run "
@@ -143,7 +143,7 @@ def test_folder_without_a_matrix_is_refused(tmp_path: Path) -> None:
     folder, name = tmp_path / "hf", "model.layers.0.mlp.down_proj.weight"
     fp8_model("mimo", folder)
     write(folder, {each: value for each, value in tensors(folder).items() if each != name})
-    lines = list(complaints_of(recipe(*FP8[-2:], "model={path: " + str(folder) + "}")))
+    lines = list(list_complaints(recipe(*FP8[-2:], "model={path: " + str(folder) + "}")))
     assert f"rollout.quantization: fp8 needs the tensor {name}, which {folder} lacks; set rollout.quantization: none" in lines, lines
 
 
@@ -153,7 +153,7 @@ def test_folder_to_which_the_run_adds_mtp_layers_is_accepted(tmp_path: Path) -> 
     change_config(folder, num_nextn_predict_layers=0)
     write(folder, {name: value for name, value in tensors(folder).items() if ".mtp_layers." not in name})
     created = recipe(*FP8[-2:], "model={path: " + str(folder) + ", drafter: {kind: mtp}}", "train.stages=[draft, rl]")
-    assert not [line for line in complaints_of(created) if "FP8" in line or "fp8" in line]
+    assert not [line for line in list_complaints(created) if "FP8" in line or "fp8" in line]
     shape = shape_of(hf_config(created.model) or {})
     assert sent_in_fp8(created, shape) == fp8_names(shape) != fp8_names(shape, drafter=False)
 
@@ -162,7 +162,7 @@ def test_folder_to_which_the_run_adds_mtp_layers_is_accepted(tmp_path: Path) -> 
 def test_folder_with_fp8_weights_is_refused_for_every_stage(stages: str, tmp_path: Path) -> None:
     fp8_model("mimo", tmp_path / "hf")
     change_config(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    lines = list(complaints_of(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", f"train.stages={stages}")))
+    lines = list(list_complaints(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", f"train.stages={stages}")))
     assert any(line.startswith("model.path: its weights are quantized, and rollout.quantization: fp8 quantizes") for line in lines), lines
     with pytest.raises(UserError, match=r"hf: its weights are quantized, and rollout.quantization: fp8 quantizes unquantized ones"):
         quantized_names(tmp_path / "hf", drafter=True)
@@ -174,7 +174,7 @@ def test_folder_without_its_mtp_layers_is_accepted_if_mtp_is_off(tmp_path: Path)
     stored = {name: value for name, value in tensors(folder).items() if ".mtp_layers." not in name}
     write(folder, stored)
     created = recipe(*FP8[-2:], "model={path: " + str(folder) + "}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
-    assert not [line for line in complaints_of(created) if "FP8" in line or "fp8" in line]
+    assert not [line for line in list_complaints(created) if "FP8" in line or "fp8" in line]
     shape = shape_of(read_config(folder))
     names = quantized_names(folder, drafter=True)
     assert names == sent_in_fp8(created, shape) == fp8_names(shape, drafter=False) and names <= stored.keys()
@@ -194,7 +194,7 @@ def test_plan_counts_the_sections_that_are_synced() -> None:
 
 
 def test_experts_without_a_gate_are_refused_on_a_cpu() -> None:
-    lines = list(complaints_of(recipe(*FP8[-2:], f"model.config={json.dumps(NEMOTRON_H)}")))
+    lines = list(list_complaints(recipe(*FP8[-2:], f"model.config={json.dumps(NEMOTRON_H)}")))
     assert any(
         "rollout.quantization: fp8 has no kernel for experts without a gate on a CPU; set cluster.device: cuda" in line for line in lines
     ), lines

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mtpctl.recipe.fields import walk
+from mtpctl.recipe.fields import walk_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,7 @@ def test_the_page_is_current() -> None:
 
 def test_every_key_is_on_it_and_described() -> None:
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
-    for key in walk():
+    for key in walk_keys():
         if not key.models:
             assert f"`{key.dotted}" in page, key.dotted
             assert key.field.description, key.dotted

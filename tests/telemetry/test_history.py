@@ -15,7 +15,7 @@ def row(session: int, phase: str, step: int, time: float, **metrics: float) -> d
 def test_parts_of_a_step_are_merged() -> None:
     history = build_history([row(1, "rl", 1, 0.0, loss=1.0), row(1, "rl", 2, 1.0, loss=2.0), row(1, "rl", 1, 2.0, accuracy=0.5)])
     assert [(r.step, r.metrics) for r in history.rows] == [(1, {"loss": 1.0, "accuracy": 0.5}), (2, {"loss": 2.0})]
-    assert history.names() == ["loss", "accuracy"]
+    assert history.metric_names() == ["loss", "accuracy"]
     assert history.series("accuracy") == [(1, 0.5)]
 
 

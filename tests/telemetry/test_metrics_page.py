@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.recipe.fields import dotted_keys
+from mtpctl.recipe.fields import all_dotted_keys
 from mtpctl.telemetry.names import METRICS, describe
 from scripts.metrics_advice import ADVICE, listed
 
@@ -38,7 +38,7 @@ def test_pattern_row_matches_description_of_single_metric(name: str) -> None:
 
 
 def test_keys_in_advice_are_recipe_keys() -> None:
-    known = {".".join(key.split(".")[start:]) for key in dotted_keys() for start in range(key.count(".") + 1)}
+    known = {".".join(key.split(".")[start:]) for key in all_dotted_keys() for start in range(key.count(".") + 1)}
     for name, advice in ADVICE.items():
         for quoted in re.findall(r"`([^`]+)`", f"{advice.healthy} {advice.act}"):
             word = quoted.split(":")[0]

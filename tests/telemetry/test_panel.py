@@ -33,14 +33,14 @@ def test_time_left_follows_the_pace_of_the_latest_steps() -> None:
     clock = Clock()
     pace = Pace({"rl": 100}, clock)
     pace.mark(1, "rl")
-    assert pace.left("rl") is None
+    assert pace.remaining_s("rl") is None
     for step in range(2, 51):
         clock.now += 2.0 if step > 20 else 50.0
         pace.mark(step, "rl")
-    assert pace.left("rl") == pytest.approx(100.0)
+    assert pace.remaining_s("rl") == pytest.approx(100.0)
     clock.now += 1.0
-    assert pace.left("rl") == pytest.approx(99.0)
-    assert pace.left("sft") is None
+    assert pace.remaining_s("rl") == pytest.approx(99.0)
+    assert pace.remaining_s("sft") is None
 
 
 def test_stage_draft_shows_the_acceptance_of_greedy_and_sampled_drafts() -> None:
@@ -78,8 +78,8 @@ def test_remaining_time_is_upper_bound_for_stage_that_may_end_early() -> None:
     console, out = screen(width=100)
     clock = Clock()
     early = ["sft"]
-    lines = PlainLines(console, {"sft": 500, "rl": 10}, clock, early=early)
-    panel = LivePanel(console, "run", {"sft": 500, "rl": 10}, clock, early=early, draw=False)
+    lines = PlainLines(console, {"sft": 500, "rl": 10}, clock, early_phases=early)
+    panel = LivePanel(console, "run", {"sft": 500, "rl": 10}, clock, early_phases=early, draw=False)
     for phase in ("sft", "rl"):
         for step in (1, 2):
             clock.now += 1.0

@@ -17,12 +17,12 @@ from mtpctl.telemetry import sample_log
 from mtpctl.telemetry.sample_log import (
     SampleLog,
     SampleRow,
-    facts,
     last_words,
     read_samples,
     response_text,
     reward_bands,
     rows_of_spaced_steps,
+    sample_facts,
     sample_row,
     samples_section,
     shortened,
@@ -235,7 +235,7 @@ def test_texts_are_escaped_and_the_environments_are_marked() -> None:
 
 
 def test_facts_of_a_sample() -> None:
-    assert facts(kept(5, 0.5)) == [
+    assert sample_facts(kept(5, 0.5)) == [
         "update 5",
         "format 1",
         "2 tokens and 1 environment turn(s)",
@@ -243,7 +243,7 @@ def test_facts_of_a_sample() -> None:
         "versions 3 to 4",
         "3 of 4 drafts accepted",
     ]
-    assert facts(kept(5, None, kind="dropped"))[0] == "dropped before update 5"
+    assert sample_facts(kept(5, None, kind="dropped"))[0] == "dropped before update 5"
 
 
 def test_every_choice_of_a_filter_has_its_rule_and_some_sample() -> None:

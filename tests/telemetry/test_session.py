@@ -18,7 +18,7 @@ from mtpctl.samples import Sample
 from mtpctl.telemetry.metrics_file import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import read_samples, sample_row
-from mtpctl.telemetry.session import Resumed, Telemetry, open_log
+from mtpctl.telemetry.session import ResumePoint, Telemetry, open_log
 from mtpctl.telemetry.trackers import TensorBoardSink
 from tests.fakes.full_disk import full_disk
 
@@ -27,7 +27,7 @@ def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry,
     out = io.StringIO()
     run = RunDirectory.create(path, "name: t\n")
     telemetry = Telemetry(
-        run, config or TelemetryConfig(tensorboard=False), plain=True, totals={"rl": 20}, console=Console(file=out, width=200)
+        run, config or TelemetryConfig(tensorboard=False), plain=True, phase_steps={"rl": 20}, console=Console(file=out, width=200)
     )
     return telemetry, out
 
@@ -72,16 +72,16 @@ def test_resumed_panel_skips_steps_that_will_be_repeated(tmp_path: Path) -> None
         for step in range(1, 8):
             telemetry.log(step, {"reward/mean": step / 10}, "rl")
     history = load_history(tmp_path / "run")
-    assert [(row.phase, row.step) for row in Resumed("rl", 5, ["sft"]).rows_before(history)][-1] == ("rl", 5)
-    assert {row.phase for row in Resumed("sft", 3, ["sft"]).rows_before(history)} == {"sft"}
-    assert Resumed().rows_before(history) == [], "without a checkpoint everything is done again"
+    assert [(row.phase, row.step) for row in ResumePoint("rl", 5, ["sft"]).rows_before(history)][-1] == ("rl", 5)
+    assert {row.phase for row in ResumePoint("sft", 3, ["sft"]).rows_before(history)} == {"sft"}
+    assert ResumePoint().rows_before(history) == [], "without a checkpoint everything is done again"
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
     with Telemetry(
         RunDirectory(tmp_path / "run"),
         TelemetryConfig(tensorboard=False),
-        totals={"sft": 9, "rl": 20},
-        resumed=Resumed("sft", 3, ["sft"]),
+        phase_steps={"sft": 9, "rl": 20},
+        resumed=ResumePoint("sft", 3, ["sft"]),
         console=console,
     ):
         pass

@@ -11,13 +11,13 @@ from mtpctl.telemetry.names import describe
 from mtpctl.telemetry.summary import (
     Fall,
     SummaryRow,
-    area,
     before_and_after,
     best_so_far,
     evaluation_summary,
-    height,
+    interpolate,
     late_mean,
-    measure,
+    mean_height,
+    measure_curve,
     sustained_from,
     worst_fall,
 )
@@ -117,11 +117,11 @@ def test_a_slow_decline_is_as_deep_as_a_sudden_one() -> None:
 
 def test_measures_differ_for_curves_with_equal_ends() -> None:
     """From its best, 76, the swinging run ends as high as the other one's middle; by its last point it learned nothing."""
-    swinging, rising = measure(curve(SWINGING)), measure(curve(RISING))
+    swinging, rising = measure_curve(curve(SWINGING)), measure_curve(curve(RISING))
     assert swinging is not None and rising is not None
     assert swinging.best == (76, 76) and swinging.late_mean == 57.25 and swinging.worst_fall and swinging.worst_fall.size == 41
     assert rising.best == (68, 84) and rising.late_mean == 81.75 and rising.start == 45 and rising.late == 4
-    assert measure(curve("45")) is None and measure([]) is None
+    assert measure_curve(curve("45")) is None and measure_curve([]) is None
 
 
 def test_level_is_held_from_last_crossing() -> None:
@@ -155,19 +155,19 @@ def test_curve_that_starts_above_level_holds_it_from_start() -> None:
 
 
 def test_the_area_is_a_mean_height() -> None:
-    assert area(curve("50 50 50")) == 50
-    assert area([(0, 0.0), (10, 1.0)]) == 0.5
-    assert area([(0, 0.0), (2, 1.0), (10, 1.0)]) == pytest.approx(0.9), "points need not be evenly spaced"
-    assert area(curve(RISING)) > area(curve(SWINGING)) + 15
-    assert area([(5, 0.7)]) == 0.7
+    assert mean_height(curve("50 50 50")) == 50
+    assert mean_height([(0, 0.0), (10, 1.0)]) == 0.5
+    assert mean_height([(0, 0.0), (2, 1.0), (10, 1.0)]) == pytest.approx(0.9), "points need not be evenly spaced"
+    assert mean_height(curve(RISING)) > mean_height(curve(SWINGING)) + 15
+    assert mean_height([(5, 0.7)]) == 0.7
     with pytest.raises(ValueError, match="an empty curve"):
-        area([])
+        mean_height([])
 
 
 def test_area_up_to_end_between_points() -> None:
     points = [(0.0, 0.0), (10.0, 1.0), (20.0, 1.0)]
-    assert area(points, 5) == pytest.approx(0.25)
-    assert area(points, 20) == area(points) == pytest.approx(0.75)
+    assert mean_height(points, 5) == pytest.approx(0.25)
+    assert mean_height(points, 20) == mean_height(points) == pytest.approx(0.75)
 
 
 def test_the_best_so_far_never_falls() -> None:
@@ -176,4 +176,4 @@ def test_the_best_so_far_never_falls() -> None:
 
 def test_the_height_between_points_and_beyond_them() -> None:
     points = [(0.0, 0.2), (10.0, 0.4)]
-    assert height(points, 5) == pytest.approx(0.3) and height(points, -1) == 0.2 and height(points, 99) == 0.4
+    assert interpolate(points, 5) == pytest.approx(0.3) and interpolate(points, -1) == 0.2 and interpolate(points, 99) == 0.4

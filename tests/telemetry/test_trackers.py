@@ -18,7 +18,7 @@ from mtpctl.telemetry.metrics_file import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.sample_log import sample_row
 from mtpctl.telemetry.session import Telemetry
-from mtpctl.telemetry.trackers import Updates
+from mtpctl.telemetry.trackers import UpdateCounter
 
 
 def session(path: Path, config: TelemetryConfig, rows: list[tuple[int, dict[str, float], str]], recipe: str) -> str:
@@ -26,7 +26,7 @@ def session(path: Path, config: TelemetryConfig, rows: list[tuple[int, dict[str,
     out = io.StringIO()
     run = RunDirectory.create(path, recipe)
     run.record(recipe)
-    telemetry = Telemetry(run, config, plain=True, totals={"sft": 400, "rl": 9}, console=Console(file=out, width=200))
+    telemetry = Telemetry(run, config, plain=True, phase_steps={"sft": 400, "rl": 9}, console=Console(file=out, width=200))
     with run, telemetry:
         for step, metrics, phase in rows:
             if phase == "error":
@@ -45,7 +45,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_updates_are_counted_over_the_phases() -> None:
-    updates = Updates(["sft", "rl"], History([], []))
+    updates = UpdateCounter(["sft", "rl"], History([], []))
     assert [updates.total(step, "sft") for step in (1, 2, 3)] == [1, 2, 3]
     assert [updates.total(step, "rl") for step in (0, 1, 2, 0)] == [3, 4, 5, 3]
 

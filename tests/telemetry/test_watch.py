@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.runs import table
+from mtpctl.telemetry.runs import runs_table
 from tests.fakes.commands import mtpctl as mtpctl
 from tests.fakes.runs import RECIPE
 
@@ -25,7 +25,7 @@ def rendered(folder: Path) -> dict[str, str]:
     """The line of each run, by its name."""
     console = Console(width=200, file=io.StringIO())
     with console.capture() as capture:
-        console.print(table(folder))
+        console.print(runs_table(folder))
     return {line.split()[0]: line for line in capture.get().splitlines()[2:] if line.strip()}
 
 

@@ -86,7 +86,7 @@ def test_update_finishes_its_copies_before_it_returns(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_checkpoint_restores_with_and_without_offload(tmp_path, precision):
-    """Resumed with or without offload, the next losses equal those of the original run."""
+    """ResumePoint with or without offload, the next losses equal those of the original run."""
     folder = mimo(tmp_path / "model")
     for offload, other in ((OffloadConfig(), EVERYTHING), (EVERYTHING, OffloadConfig())):
         with engine(folder, precision=precision, offload=offload) as trainer:

@@ -65,7 +65,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRecipe:
     """Reply of a template: the error if the function could not be loaded; else its kind, and whether the process can be forked."""
 
     error: str = ""
@@ -193,7 +193,7 @@ def _receive_exactly(end: socket.socket, length: int) -> bytes:
 class Template:
     """A process that has loaded the function, and from which workers are forked. `loaded` describes the function."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, loaded: Loaded) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, loaded: LoadedRecipe) -> None:
         self.process, self._control, self.loaded = process, control, loaded
 
     @classmethod
@@ -216,10 +216,10 @@ class Template:
             loaded = await asyncio.wait_for(cls._load(ours, job), START_S)
         except TimeoutError:
             error = f"{job.role.function}: loading {job.reference} took more than {START_S:g} s; do less when it is imported"
-            loaded = Loaded(error=error)
+            loaded = LoadedRecipe(error=error)
         except EOFError:
             error = f"{job.role.function}: the process that loaded {job.reference} died; see its standard error"
-            loaded = Loaded(error=error)
+            loaded = LoadedRecipe(error=error)
         except BaseException:
             _kill_group(process)
             raise
@@ -230,11 +230,11 @@ class Template:
         return cls(process, control, loaded)
 
     @staticmethod
-    async def _load(end: socket.socket, job: Job) -> Loaded:
+    async def _load(end: socket.socket, job: Job) -> LoadedRecipe:
         channel = await Channel.open(end)
         try:
             channel.send(job)
-            return cast(Loaded, await channel.receive())
+            return cast(LoadedRecipe, await channel.receive())
         finally:
             channel.close()
 
@@ -282,9 +282,9 @@ def main(descriptor: int) -> None:
     try:
         function = load_function(job.reference, job.args, job.role)
     except MtpctlError as error:
-        send(control, Loaded(error=str(error)))
+        send(control, LoadedRecipe(error=str(error)))
         return
-    send(control, Loaded("", function.coroutine, len(os.listdir("/proc/self/task")) == 1))
+    send(control, LoadedRecipe("", function.coroutine, len(os.listdir("/proc/self/task")) == 1))
     gc.collect()
     gc.freeze()  # pages that the collector does not touch stay shared with the workers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # killed workers are reaped by the kernel

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
 from mtpctl.plan.buckets import Bucket
-from mtpctl.recipe.sync import PUSHED
+from mtpctl.recipe.sync import PUSH_TRANSPORTS
 from mtpctl.sync.protocol import Manifest, SyncError
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Readers:
 
     def end_section(self) -> None:
         """Close the reader after a section, unless the transport reuses it for the next version."""
-        if self._address is not None and self._address[0] not in PUSHED:
+        if self._address is not None and self._address[0] not in PUSH_TRANSPORTS:
             self.close()
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ def open_writer(transport: str, control: Control, device: torch.device, largest:
 
 def cancel(manifest: Manifest, why: str) -> None:
     """End a transfer for its whole group, on behalf of a member that was lost and cannot report it."""
-    if manifest.transport in PUSHED:
+    if manifest.transport in PUSH_TRANSPORTS:
         report_failure(manifest.address, why)
 
 

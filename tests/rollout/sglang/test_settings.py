@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.recipe.checks import complaints_of
+from mtpctl.recipe.checks import list_complaints
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.sglang.engine import SglangEngine
@@ -58,14 +58,14 @@ BASE: dict[str, Any] = {"engine": "sglang"}
 )
 def test_unsupported_settings_are_rejected_by_the_recipe(rollout: dict[str, Any], message: str) -> None:
     recipe = Recipe.model_validate({"model": {"path": "XiaomiMiMo/MiMo-7B-RL"}, "rollout": BASE | rollout})
-    assert any(complaint.startswith(message) for complaint in complaints_of(recipe))
+    assert any(complaint.startswith(message) for complaint in list_complaints(recipe))
 
 
 def test_seeds_need_its_deterministic_mode() -> None:
     recipe = {"model": {"path": "XiaomiMiMo/MiMo-7B-RL"}, "rollout": BASE, "async": {"deterministic": True}}
-    assert any("enable_deterministic_inference" in complaint for complaint in complaints_of(Recipe.model_validate(recipe)))
+    assert any("enable_deterministic_inference" in complaint for complaint in list_complaints(Recipe.model_validate(recipe)))
     recipe["rollout"] = BASE | {"engine_args": {"enable_deterministic_inference": True}}
-    assert not any("enable_deterministic_inference" in complaint for complaint in complaints_of(Recipe.model_validate(recipe)))
+    assert not any("enable_deterministic_inference" in complaint for complaint in list_complaints(Recipe.model_validate(recipe)))
 
 
 class Upstream:
