@@ -410,7 +410,7 @@ def _legend(results: Sequence[Result], levels: dict[int, float], tolerance: floa
     rule = "as given" if level_given else f"late means minus {100 * MARGIN:g} points"
     return (
         f"Held-out accuracy. Late mean: of the last {LATE_EVALUATIONS} evaluations. Worst fall: of an evaluation under the best one before "
-        "it, in points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a run "
-        f"reaches it if no later evaluation, of one at least, is more than {100 * tolerance:g} points below it.\n"
+        "it, in points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a "
+        f"run reaches it if no later evaluation, of one at least, is more than {100 * tolerance:g} points below it.\n"
         f"Levels, {rule}: {', '.join(listed) or 'none, since no run was evaluated after an update'}."
     )

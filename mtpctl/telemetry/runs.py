@@ -225,7 +225,7 @@ class LiveStatus:
     """
 
     def __init__(self, path: Path, phase_steps: Mapping[str, int], history: History) -> None:
-        """`path`: the run directory. `phase_steps`: the number of steps of each stage. `history`: earlier sessions, without repeated steps."""
+        """`path`: the run directory. `phase_steps`: the updates of each stage. `history`: earlier sessions, without repeated steps."""
         self.path, self.phase_steps = path, phase_steps
         self.stage, self.step, self.metrics = "", 0, dict[str, float]()
         self.waiting: Sequence[str] = ()
