@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mtpctl.telemetry.sample_log import SampleRow
 
 _ERRORS = {error.exit_code: error for error in (UserError, EnvironmentMissing, ClusterResources, RuntimeFailure, ThresholdMissed)}
-_STOPPED = tuple(map(exit_code, STOP_SIGNALS))
+_STOP_CODES = tuple(map(exit_code, STOP_SIGNALS))
 
 
 class Change(TypedDict):
@@ -125,7 +125,7 @@ def find_runs(folder: str | Path = "runs") -> list[Run]:
     """All runs below a folder, newest first."""
     from mtpctl.telemetry import runs
 
-    return [Run(each.path) for each in runs.find_runs(Path(folder))]
+    return [Run(overview.path) for overview in runs.find_runs(Path(folder))]
 
 
 def train(
@@ -154,7 +154,7 @@ def train(
             recipe = file
         arguments = [str(recipe.path if isinstance(recipe, Run) else recipe), "--plain"]
         arguments += [part for overlay in overlays for part in ("--overlay", str(overlay))]
-        arguments += [part for each in sets for part in ("--set", each)]
+        arguments += [part for text in sets for part in ("--set", text)]
         if start is not None:
             arguments += ["--from", str(start.path if isinstance(start, Run) else start)]
         run_path = load_recipe(arguments[0], overlays=overlays, sets=sets, check=False).run_path
@@ -177,9 +177,9 @@ def _follow(command: list[str]) -> None:
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
             interrupted = True
-    if interrupted and code in (0, *_STOPPED):
+    if interrupted and code in (0, *_STOP_CODES):
         raise KeyboardInterrupt
-    if code in _STOPPED:
+    if code in _STOP_CODES:
         raise RuntimeFailure("the run was stopped on request; train again to continue")
     if code:
         raise _ERRORS.get(code, MtpctlError)(message or f"mtpctl train ended with exit code {code}")

@@ -70,8 +70,8 @@ class RouteShape:
             return f"routes contain expert {highest}, but the model has {self.experts}"
         if self.per_token > 1 and rows:
             ordered = np.sort(routes, axis=-1)
-            if (repeated := (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))).any():
-                return f"routes send token {int(repeated.argmax())} to one expert twice"
+            if (repeats := (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))).any():
+                return f"routes send token {int(repeats.argmax())} to one expert twice"
         return None
 
 
@@ -79,8 +79,8 @@ def to_json(routes: Routes) -> dict[str, object]:
     """Routes as JSON: dtype, shape, and the little-endian data in C order as base64."""
     import numpy as np
 
-    plain = np.ascontiguousarray(routes, routes.dtype.newbyteorder("<"))
-    return {"dtype": routes.dtype.name, "shape": list(routes.shape), "data": base64.b64encode(plain.data).decode()}
+    little_endian = np.ascontiguousarray(routes, routes.dtype.newbyteorder("<"))
+    return {"dtype": routes.dtype.name, "shape": list(routes.shape), "data": base64.b64encode(little_endian.data).decode()}
 
 
 def from_json(data: Mapping[str, Any]) -> Routes:
@@ -91,7 +91,7 @@ def from_json(data: Mapping[str, Any]) -> Routes:
     if dtype not in ("uint8", "uint16"):
         raise ValueError(f"dtype: must be uint8 or uint16, got {dtype}")
     raw = base64.b64decode(data["data"], validate=True)
-    stored = np.dtype(dtype).newbyteorder("<")
-    if len(shape) != 3 or min(shape) < 0 or len(raw) != int(np.prod(shape, dtype=object)) * stored.itemsize:
+    stored_dtype = np.dtype(dtype).newbyteorder("<")
+    if len(shape) != 3 or min(shape) < 0 or len(raw) != int(np.prod(shape, dtype=object)) * stored_dtype.itemsize:
         raise ValueError(f"data: has {len(raw)} bytes, which does not match {dtype} {list(shape)}")
-    return np.frombuffer(raw, stored).reshape(shape).astype(dtype)
+    return np.frombuffer(raw, stored_dtype).reshape(shape).astype(dtype)

@@ -26,25 +26,25 @@ def exit_code(number: int) -> int:
 
 def stop_signals() -> list[signal.Signals]:
     """The stop signals that this process handles. SIGHUP is left out if it is ignored, as under `nohup`."""
-    return [each for each in STOP_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def raise_on_stop() -> None:
     """Raise KeyboardInterrupt in the main thread on SIGINT, and its subclass StopRequested on the other stop signals."""
-    for each in stop_signals():
+    for number in stop_signals():
         # asyncio cancels its main task on SIGINT only if the handler is Python's own.
-        signal.signal(each, signal.default_int_handler if each == signal.SIGINT else _raise)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else _raise)
 
 
 @contextmanager
 def raising_on_stop() -> Iterator[None]:
     """Raise StopRequested on SIGTERM and SIGHUP within the block. The handler of SIGINT is unchanged."""
-    before = {each: signal.signal(each, _raise) for each in stop_signals() if each != signal.SIGINT}
+    handlers = {number: signal.signal(number, _raise) for number in stop_signals() if number != signal.SIGINT}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

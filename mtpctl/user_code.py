@@ -20,9 +20,9 @@ from types import ModuleType
 
 from mtpctl.errors import UserError
 
-_NEAR = 0.7
+_MIN_SIMILARITY = 0.7
 """Minimum similarity of suggested names, from 0 to 1."""
-_LONGEST_DEFAULT = 40
+_MAX_DEFAULT_CHARACTERS = 40
 """Maximum number of characters of a default in messages."""
 
 
@@ -62,8 +62,8 @@ def missing_file(text: str) -> str:
 def nearest_file(path: Path, suffixes: Collection[str]) -> Path | None:
     """The file next to the missing `path` with one of these suffixes and the most similar stem; None if none is similar."""
     by_stem = {each.stem: each for each in sorted(path.parent.glob("*"), reverse=True) if each.suffix in suffixes}
-    near = difflib.get_close_matches(path.stem, by_stem, 1, _NEAR)
-    return path.with_name(by_stem[near[0]].name) if near else None
+    matches = difflib.get_close_matches(path.stem, by_stem, 1, _MIN_SIMILARITY)
+    return path.with_name(by_stem[matches[0]].name) if matches else None
 
 
 def from_environment(args: Mapping[str, object], field: str) -> dict[str, object]:
@@ -99,11 +99,11 @@ def check_call(
         (signature.bind_partial if partly else signature.bind)(*positional, **options)
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
-        called = ", ".join([*positional, *(f"{key}={value!r}" for key, value in options.items())])
+        arguments = ", ".join([*positional, *(f"{key}={value!r}" for key, value in options.items())])
         unknown = next((key for key in options if key not in signature.parameters), "")
-        near = difflib.get_close_matches(unknown, signature.parameters, 1, _NEAR)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{field}: {name}{_short(signature)} cannot be called as {name}({called}): {error}{hint}") from error
+        matches = difflib.get_close_matches(unknown, signature.parameters, 1, _MIN_SIMILARITY)
+        hint = f"; did you mean {matches[0]}?" if matches else ""
+        raise UserError(f"{field}: {name}{_short(signature)} cannot be called as {name}({arguments}): {error}{hint}") from error
 
 
 def _short(signature: inspect.Signature) -> str:
@@ -111,7 +111,7 @@ def _short(signature: inspect.Signature) -> str:
     parameters = []
     for parameter in signature.parameters.values():
         default = parameter.default
-        if default is not parameter.empty and len(repr(default)) > _LONGEST_DEFAULT:
+        if default is not parameter.empty and len(repr(default)) > _MAX_DEFAULT_CHARACTERS:
             default = _Ellipsis()
         parameters.append(parameter.replace(annotation=parameter.empty, default=default))
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
@@ -126,11 +126,11 @@ class _Ellipsis:
 
 def _missing_name_hint(module: ModuleType, name: str) -> str:
     """Hint for a missing `name`: suggests the closest match, or lists the module's own functions and classes."""
-    known = [each for each in vars(module) if not each.startswith("_")]
-    if near := difflib.get_close_matches(name, known, 1, _NEAR):
-        return f"did you mean {near[0]}?"
-    own = [each for each in known if getattr(vars(module)[each], "__module__", None) == module.__name__]
-    return f"it defines {', '.join(own[:8])}{', …' if len(own) > 8 else ''}" if own else "it defines no function and no class"
+    names = [name for name in vars(module) if not name.startswith("_")]
+    if matches := difflib.get_close_matches(name, names, 1, _MIN_SIMILARITY):
+        return f"did you mean {matches[0]}?"
+    defined = [each for each in names if getattr(vars(module)[each], "__module__", None) == module.__name__]
+    return f"it defines {', '.join(defined[:8])}{', …' if len(defined) > 8 else ''}" if defined else "it defines no function and no class"
 
 
 def describe_error(error: BaseException, text: str) -> str:
@@ -143,8 +143,8 @@ def describe_error(error: BaseException, text: str) -> str:
 
 def innermost(frames: Sequence[tuple[str, int]], own: str | None) -> str:
     """The innermost of the (file, line) frames in the file `own`, or of all if none is in it, as `judge.py:12`. Empty without frames."""
-    inside = [frame for frame in frames if own and os.path.realpath(frame[0]) == os.path.realpath(own)] or frames
-    return f"{Path(inside[-1][0]).name}:{inside[-1][1]}" if inside else ""
+    own_frames = [frame for frame in frames if own and os.path.realpath(frame[0]) == os.path.realpath(own)] or frames
+    return f"{Path(own_frames[-1][0]).name}:{own_frames[-1][1]}" if own_frames else ""
 
 
 def location_of(value: object) -> str:

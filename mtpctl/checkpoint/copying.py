@@ -31,7 +31,7 @@ from mtpctl.checkpoint.listing import (
     save_listing,
     write_latest,
 )
-from mtpctl.cluster.object_store import Absent, ObjectStore, UrlField
+from mtpctl.cluster.object_store import ObjectMissing, ObjectStore, UrlField
 from mtpctl.errors import UserError
 
 FIELD = UrlField("train.checkpoint_copy", "remove the key")
@@ -190,7 +190,7 @@ def _fetch_folder(store: ObjectStore, name: str, listing: Listing, run_dir: Path
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             store.get(f"{name}/{file}", path)
-        except Absent as error:
+        except ObjectMissing as error:
             raise Damaged(file, "is missing") from error
         if (fetched := entry_of(path)) != entry:
             path.unlink()

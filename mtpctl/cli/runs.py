@@ -68,7 +68,7 @@ def clean(as_json: Json = False) -> None:
     from mtpctl.cluster import leftovers
 
     removed, remaining = leftovers.remove(), [leftover.path for leftover in leftovers.find()]
-    unmarked, foreign = leftovers.unmarked(), leftovers.of_other_namespaces()
+    unmarked, foreign = leftovers.find_unmarked(), leftovers.find_foreign()
     if as_json:
         rows = [{"path": str(leftover.path), "bytes": leftover.nbytes} for leftover in removed]
         others = {"not_removed": remaining, "unknown": unmarked, "elsewhere": foreign}

@@ -20,7 +20,7 @@ from mtpctl.errors import RuntimeFailure
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-READY_S = 20.0
+RESERVE_TIMEOUT_S = 20.0
 """Seconds to wait for Ray to reserve capacity that was free a moment ago. It takes milliseconds, unless another job reserves it first."""
 POLL_S = 0.5
 """Polling interval while waiting for capacity, in seconds."""
@@ -50,13 +50,13 @@ def ray_hosts() -> list[RayHost]:
     from ray._private.state import available_resources_per_node
 
     free, draining = available_resources_per_node(), draining_nodes()
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_order)
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_host_order)
     addresses = [str(node["NodeManagerAddress"]) for node in alive]
     hosts = []
     for node, address in zip(alive, addresses, strict=True):
-        key = str(node["NodeID"])
-        name = address if addresses.count(address) == 1 else f"{address}/{key[:6]}"
-        hosts.append(RayHost(key, _host(node["Resources"], name), _host({} if key in draining else free.get(key, {}), name)))
+        node_id = str(node["NodeID"])
+        name = address if addresses.count(address) == 1 else f"{address}/{node_id[:6]}"
+        hosts.append(RayHost(node_id, _host(node["Resources"], name), _host({} if node_id in draining else free.get(node_id, {}), name)))
     return hosts
 
 
@@ -78,7 +78,7 @@ def _host(resources: dict[str, Any], name: str) -> Host:
     return Host(float(resources.get("CPU", 0)), float(resources.get("GPU", 0)), name)
 
 
-def _order(node: dict[str, Any]) -> tuple[bool, list[int], str]:
+def _host_order(node: dict[str, Any]) -> tuple[bool, list[int], str]:
     address = str(node["NodeManagerAddress"])
     numbers = [int(part) for part in address.split(".")] if address.replace(".", "").isdigit() else []
     return "node:__internal_head__" not in node["Resources"], numbers, str(node["NodeID"])
@@ -177,11 +177,11 @@ class Bundles:
             for spec in specs:
                 cpus, gpus = sum(claim.cpus for claim in spec.claims), round(sum(claim.gpus for claim in spec.claims), 4)
                 resources = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
-                pinned = [{NODE_LABEL: spec.node}]
-                groups.append(placement_group([resources], strategy="PACK", bundle_label_selector=pinned) if resources else None)
-            # Wait concurrently: if one does not fit, the others block other jobs for at most `READY_S`.
-            ready = await asyncio.gather(*(asyncio.to_thread(group.wait, READY_S) for group in groups if group is not None))
-            if not all(ready):
+                selector = [{NODE_LABEL: spec.node}]
+                groups.append(placement_group([resources], strategy="PACK", bundle_label_selector=selector) if resources else None)
+            # Wait concurrently: if one does not fit, the others block other jobs for at most `RESERVE_TIMEOUT_S`.
+            reserved = await asyncio.gather(*(asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S) for group in groups if group is not None))
+            if not all(reserved):
                 raise BundlesUnavailable
         except BaseException:
             _remove(groups)
@@ -192,9 +192,9 @@ class Bundles:
 
     async def add(self, claim: Claim) -> ActorBundle | None:
         """Return the bundle that a joining actor still has, or reserve one. Returns None if no host has capacity."""
-        current = self.by_actor.get(claim.actor)
-        if current is not None and current.node in live_nodes() - draining_nodes():
-            return current
+        bundle = self.by_actor.get(claim.actor)
+        if bundle is not None and bundle.node in live_nodes() - draining_nodes():
+            return bundle
         self.release(claim.actor)
         hosts = ray_hosts()
         allocation = allocate(capacities(host.free for host in hosts), 1, claim.cpus, claim.gpus)
@@ -230,14 +230,14 @@ class Bundles:
         for actor, bundle in zip(actors, ordered, strict=True):
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
 
-    async def try_take(self, actors: Sequence[str], *, together: int) -> list[ActorBundle] | None:
-        """Return the actors' bundles, with those on lost hosts replaced in groups of `together` on one host. None without capacity."""
+    async def try_take(self, actors: Sequence[str], *, per_host: int) -> list[ActorBundle] | None:
+        """Return the actors' bundles, with those on lost hosts replaced in groups of `per_host` per host. None without capacity."""
         if lost := self.lost(actors):
             hosts = ray_hosts()
             free = capacities(host.free for host in hosts)
             specs: list[BundleSpec] = []
-            for first in range(0, len(lost), together):
-                claims = [self.by_actor[actor].claim for actor in lost[first : first + together]]
+            for first in range(0, len(lost), per_host):
+                claims = [self.by_actor[actor].claim for actor in lost[first : first + per_host]]
                 allocation = allocate(free, len(claims), claims[0].cpus, claims[0].gpus)
                 if allocation is None:
                     return None
@@ -255,7 +255,7 @@ class Bundles:
     async def take(self, *actors: str) -> list[ActorBundle]:
         """Return the bundles of these actors, all on one host. If that host is lost, wait until another one has capacity for all."""
         with self.awaiting(actors):
-            while (bundles := await self.try_take(actors, together=len(actors))) is None:
+            while (bundles := await self.try_take(actors, per_host=len(actors))) is None:
                 await asyncio.sleep(POLL_S)
         return bundles
 

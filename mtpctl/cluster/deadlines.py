@@ -11,32 +11,32 @@ from typing import Literal, cast
 from mtpctl.errors import MtpctlError, RuntimeFailure
 
 
-async def within[T](waited: Awaitable[T], seconds: float, what: str) -> T:
-    """Await the result of an actor call. `what` names the actor and the call in errors.
+async def within[T](call: Awaitable[T], timeout_s: float, name: str) -> T:
+    """Await the result of an actor call. `name`: of the actor and the call, for errors.
 
-    Raises RuntimeFailure after `seconds`, or if the actor dies or raises an error; an MtpctlError is re-raised unchanged.
+    Raises RuntimeFailure after `timeout_s`, or if the actor dies or raises an error; an MtpctlError is re-raised unchanged.
     """
     import ray
 
     try:
-        return await asyncio.wait_for(waited, seconds)
+        return await asyncio.wait_for(call, timeout_s)
     except TimeoutError as error:
-        raise RuntimeFailure(f"{what}: no answer within {seconds:g} s") from error
+        raise RuntimeFailure(f"{name}: no answer within {timeout_s:g} s") from error
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, MtpctlError):
             raise cause from error
-        raise RuntimeFailure(f"{what}: {one_line(error)}") from error
+        raise RuntimeFailure(f"{name}: {one_line(error)}") from error
     except ray.exceptions.RayError as error:
-        raise RuntimeFailure(f"{what}: {one_line(error)}") from error
+        raise RuntimeFailure(f"{name}: {one_line(error)}") from error
 
 
 async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> bool:
     """Wait until `work` is done or `event` is set, which cancels `work`. Returns whether it is done; `work.result()` raises its error."""
     event_set = asyncio.create_task(event.wait())
     try:
-        either: tuple[asyncio.Future[T] | asyncio.Task[Literal[True]], ...] = (work, event_set)
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        futures: tuple[asyncio.Future[T] | asyncio.Task[Literal[True]], ...] = (work, event_set)
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         return work.done()
     finally:
         work.cancel()
@@ -96,6 +96,6 @@ async def in_thread[T](call: Callable[[], T]) -> T:
 def one_line(error: BaseException) -> str:
     """An error as `Kind: first line of its message`, without Ray's wrapper."""
     cause = getattr(error, "cause", None)  # Ray's wrapper has the traceback in its message.
-    shown = cause if isinstance(cause, BaseException) else error
-    lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
-    return f"{type(shown).__name__}: {lines[0] if lines else 'no message'}"
+    error = cause if isinstance(cause, BaseException) else error
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

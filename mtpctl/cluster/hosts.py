@@ -30,8 +30,8 @@ def capacities(hosts: Iterable[Host], max_gpus: float = math.inf) -> list[Capaci
 
 def _gpu_shares(gpus: float) -> list[float]:
     gpus = round(gpus, 4)  # Ray's resolution
-    whole = int(gpus)
-    return [1.0] * whole + ([gpus - whole] if gpus > whole else [])
+    whole_gpus = int(gpus)
+    return [1.0] * whole_gpus + ([gpus - whole_gpus] if gpus > whole_gpus else [])
 
 
 def allocate(free: list[Capacity], ranks: int, cpus: float, gpus: float) -> Allocation | None:
@@ -51,11 +51,11 @@ def allocate_gpus(shares: list[float], ranks: int, gpus: float) -> tuple[list[fl
     """
     remaining, allocated = list(shares), []
     for _ in range(ranks):
-        fitting = [gpu for gpu, free in enumerate(remaining) if free + 1e-9 >= min(gpus, 1)]
-        chosen = sorted(fitting, key=remaining.__getitem__)[: math.ceil(gpus)]
-        if len(chosen) < gpus:
+        candidates = [gpu for gpu, free in enumerate(remaining) if free + 1e-9 >= min(gpus, 1)]
+        selected = sorted(candidates, key=remaining.__getitem__)[: math.ceil(gpus)]
+        if len(selected) < gpus:
             return None
-        for gpu in chosen:
+        for gpu in selected:
             remaining[gpu] -= min(gpus, 1)
-        allocated.append(tuple(chosen))
+        allocated.append(tuple(selected))
     return remaining, allocated

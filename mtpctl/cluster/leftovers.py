@@ -34,9 +34,9 @@ PREFIX = "mtpctl-"
 """Prefix of mtpctl's names in shared memory."""
 
 MARK = ".mtpctl-owner"
-ENDED = "ZX"
+ENDED_STATES = "ZX"
 """States of processes that have ended, including zombies."""
-_DELETING = f".{PREFIX}going-"
+_DELETING_PREFIX = f".{PREFIX}going-"
 _NAMESPACE = "/proc/self/ns/pid"
 
 
@@ -116,18 +116,18 @@ def namespace() -> str:
 
 def find() -> list[Leftover]:
     """Folders on this machine whose processes have ended."""
-    return [Leftover(folder, _size(folder)) for folder in _folders() if _abandoned(folder)]
+    return [Leftover(folder, _size(folder)) for folder in _folders() if _is_abandoned(folder)]
 
 
-def unmarked() -> list[Path]:
+def find_unmarked() -> list[Path]:
     """Folders of this user in shared memory with mtpctl's prefix but without a readable mark."""
     paths = (*_user_paths(SHARED_MEMORY, f"{PREFIX}*"), *_user_paths(SHARED_MEMORY, f".{PREFIX}*"))
     return [path for path in paths if _owner(path) is None]
 
 
-def of_other_namespaces() -> list[Path]:
+def find_foreign() -> list[Path]:
     """Folders whose process id is from another container or, on disk, from an earlier boot."""
-    owners = [(folder, _owner(folder)) for folder in _folders() if not _abandoned(folder)]
+    owners = [(folder, _owner(folder)) for folder in _folders() if not _is_abandoned(folder)]
     return [folder for folder, owner in owners if owner is not None and not _same_namespace(owner)]
 
 
@@ -155,7 +155,7 @@ def _locked(*, wait: bool) -> Iterator[None]:
 def _vacate(folder: Path) -> bool:
     if not os.path.lexists(folder):
         return True
-    if _owner(folder) != _identity(os.getpid()) and not _abandoned(folder):
+    if _owner(folder) != _identity(os.getpid()) and not _is_abandoned(folder):
         return False
     with suppress(OSError):  # another user's
         delete(folder)
@@ -165,10 +165,10 @@ def _vacate(folder: Path) -> bool:
 def _remove(folder: Path) -> bool:
     """Delete `folder` unless its process is alive, after renaming it so that it can be created again. Returns whether it was deleted."""
     renamed = folder
-    if not folder.name.startswith(_DELETING):
-        renamed = folder.with_name(f"{_DELETING}{os.getpid()}-{folder.name}")
+    if not folder.name.startswith(_DELETING_PREFIX):
+        renamed = folder.with_name(f"{_DELETING_PREFIX}{os.getpid()}-{folder.name}")
     try:
-        if not _abandoned(folder):
+        if not _is_abandoned(folder):
             return False
         folder.rename(renamed)
         delete(renamed)
@@ -214,7 +214,7 @@ def _same_namespace(owner: Owner) -> bool:
     return owner["boot"] == current["boot"] and owner["namespace"] == current["namespace"]
 
 
-def _abandoned(folder: Path) -> bool:
+def _is_abandoned(folder: Path) -> bool:
     """Whether the process of the mark and all processes that Ray started for it have ended."""
     owner = _owner(folder)
     if owner is None:
@@ -246,7 +246,7 @@ def process_of(pid: int) -> Process:
         state, parent, _, session, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:
         raise ProcessLookupError(pid) from error
-    if state in ENDED:
+    if state in ENDED_STATES:
         raise ProcessLookupError(pid)
     return Process(pid, int(parent), int(session), int(fields[15]))
 
@@ -283,7 +283,7 @@ def _size(folder: Path) -> int:
     return total
 
 
-END_S = 15.0
+KILL_TIMEOUT_S = 15.0
 """Seconds to wait for killed processes to disappear."""
 _CLOSED = b"closed"
 _POLL_S = 0.5
@@ -325,7 +325,7 @@ class Watchdog:
             os.write(self._pipe, _CLOSED + b"\n")
         os.close(self._pipe)
         try:
-            self._process.wait(2 * END_S)
+            self._process.wait(2 * KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -348,8 +348,8 @@ def session_members(leaders: dict[int, int]) -> list[Process]:
 
 
 def kill_sessions(leaders: dict[int, int]) -> None:
-    """Kill the members of the sessions until none is left, for at most `END_S`."""
-    deadline = time.monotonic() + END_S
+    """Kill the members of the sessions until none is left, for at most `KILL_TIMEOUT_S`."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
     while (members := session_members(leaders)) and time.monotonic() < deadline:
         for process in members:
             with suppress(ProcessLookupError, PermissionError):
@@ -374,7 +374,7 @@ def run_watchdog(command: int, started: int) -> None:
     kill_sessions({int(pid): int(ticks) for pid, ticks in (line.split() for line in lines if line != _CLOSED)})
     if closed:
         return
-    deadline = time.monotonic() + END_S
+    deadline = time.monotonic() + KILL_TIMEOUT_S
     while not _ended(command, started) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     remove(wait=True)
@@ -388,6 +388,6 @@ def _ended(pid: int, started: int) -> bool:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
     run_watchdog(int(sys.argv[1]), int(sys.argv[2]))

@@ -19,14 +19,14 @@ from typing import Any
 
 from mtpctl.cluster.bundles import ray_hosts
 
-BYTES = 64 << 20
+TRANSFER_BYTES = 64 << 20
 ROUNDS = 20
 TIMEOUT_S = 30.0
 SLOW_SHARE = 0.5
 """A link is slow if its rate is below this share of the median."""
 SLOW_LATENCY = 5.0
-"""A link is slow if its latency is more than this many times the median, and more than `SLOW_S` above it."""
-SLOW_S = 1e-3
+"""A link is slow if its latency is more than this many times the median, and more than `SLOW_MARGIN_S` above it."""
+SLOW_MARGIN_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Link:
     error: str = ""
 
     def __str__(self) -> str:
-        measured = f"{self.rate / 1e9:.2f} GB/s, {1e3 * self.latency_s:.2f} ms round trip"
-        return f"{self.first} – {self.second}: {self.error or measured}"
+        figures = f"{self.rate / 1e9:.2f} GB/s, {1e3 * self.latency_s:.2f} ms round trip"
+        return f"{self.first} – {self.second}: {self.error or figures}"
 
 
 class Endpoint:
-    """One end of a link. Echoes `ROUNDS` single bytes, then receives `BYTES` and replies with one byte."""
+    """One end of a link. Echoes `ROUNDS` single bytes, then receives `TRANSFER_BYTES` and replies with one byte."""
 
     def listen(self, host: str = "") -> tuple[str, int]:
         """Listen at a free port of `host`, by default this host's address in the cluster. Returns the address and the port."""
@@ -53,42 +53,42 @@ class Endpoint:
             import ray
 
             host = str(ray.util.get_node_ip_address())
-        self._bound = socket.create_server((host, 0))
+        self._socket = socket.create_server((host, 0))
         threading.Thread(target=self._serve, daemon=True).start()
-        return host, int(self._bound.getsockname()[1])
+        return host, int(self._socket.getsockname()[1])
 
     def _serve(self) -> None:
         while True:
-            connection, _ = self._bound.accept()
+            connection, _ = self._socket.accept()
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(TIMEOUT_S)
                 for _ in range(ROUNDS):
                     connection.sendall(connection.recv(1))
-                left = BYTES
-                while left and (received := len(connection.recv(min(left, 1 << 20)))):
-                    left -= received
+                remaining = TRANSFER_BYTES
+                while remaining and (received := len(connection.recv(min(remaining, 1 << 20)))):
+                    remaining -= received
                 connection.sendall(b"!")
 
     def measure(self, host: str, port: int) -> tuple[float, float]:
         """The median round trip time to another endpoint in seconds, and bytes per second. Raises OSError if it cannot be reached."""
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            trips = []
+            round_trips = []
             for _ in range(ROUNDS):
-                began = time.perf_counter()
+                start = time.perf_counter()
                 connection.sendall(b"?")
                 connection.recv(1)
-                trips.append(time.perf_counter() - began)
+                round_trips.append(time.perf_counter() - start)
             block = bytes(1 << 20)
-            began = time.perf_counter()
-            for _ in range(BYTES // len(block)):
+            start = time.perf_counter()
+            for _ in range(TRANSFER_BYTES // len(block)):
                 connection.sendall(block)
             if connection.recv(1) != b"!":
                 raise ConnectionError("the other end closed the connection")
-            return statistics.median(trips), BYTES / (time.perf_counter() - began)
+            return statistics.median(round_trips), TRANSFER_BYTES / (time.perf_counter() - start)
 
 
-def rounds_of(count: int) -> list[list[tuple[int, int]]]:
+def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
     """All pairs of `count` hosts, in rounds in which each host is in at most one pair (the circle method of round-robin tournaments)."""
     circle: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     rounds = []
@@ -100,14 +100,14 @@ def rounds_of(count: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def slow(links: Sequence[Link]) -> list[Link]:
+def find_slow(links: Sequence[Link]) -> list[Link]:
     """The links that failed, and those that are much slower than the median."""
-    good = [link for link in links if not link.error]
-    if not good:
+    measured = [link for link in links if not link.error]
+    if not measured:
         return list(links)
-    rate, latency = statistics.median(link.rate for link in good), statistics.median(link.latency_s for link in good)
-    bound = max(SLOW_LATENCY * latency, latency + SLOW_S)
-    return [link for link in links if link.error or link.rate < SLOW_SHARE * rate or link.latency_s > bound]
+    rate, latency = statistics.median(link.rate for link in measured), statistics.median(link.latency_s for link in measured)
+    max_latency = max(SLOW_LATENCY * latency, latency + SLOW_MARGIN_S)
+    return [link for link in links if link.error or link.rate < SLOW_SHARE * rate or link.latency_s > max_latency]
 
 
 async def measure_links() -> list[Link]:
@@ -135,7 +135,7 @@ async def measure_links() -> list[Link]:
             return Link(*names, latency, rate)
 
         links: list[Link] = []
-        for pairs in rounds_of(len(hosts)):
+        for pairs in pair_rounds(len(hosts)):
             links += await asyncio.gather(*(measure(*pair) for pair in pairs))
         return links
     finally:

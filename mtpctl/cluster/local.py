@@ -24,9 +24,9 @@ from mtpctl.cluster.process import log_folder_variables
 from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.schema import ClusterConfig
 
-ANSWER_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 """Timeout of a connection to the address of a cluster, in seconds."""
-SHARED_BYTES = 4 << 20
+MIN_SHARED_BYTES = 4 << 20
 """Bytes of shared memory that actors need in addition to weights."""
 LOOPBACK = "lo"
 """The loopback interface on Linux."""
@@ -53,14 +53,14 @@ def check_capacity(config: ClusterConfig, *, cpus: float, gpus: float) -> None:
             raise ClusterResources(
                 "cluster.device: this machine has no GPU; set cluster.device: cpu to run on its CPUs, or cluster.address to join a cluster"
             )
-    for name, need, have, field in (("CPU", cpus, config.num_cpus, "num_cpus"), ("GPU", gpus, num_gpus, "num_gpus")):
-        if have is not None and need > have:
-            raise _capacity_error(name, need, have, field)
+    for name, required, available, field in (("CPU", cpus, config.num_cpus, "num_cpus"), ("GPU", gpus, num_gpus, "num_gpus")):
+        if available is not None and required > available:
+            raise _capacity_error(name, required, available, field)
 
 
-def _capacity_error(name: str, need: float, have: float, field: str) -> ClusterResources:
+def _capacity_error(name: str, required: float, available: float, field: str) -> ClusterResources:
     return ClusterResources(
-        f"cluster.{field}: the recipe's actors need {need:g} {name}s, but the cluster has {have:g}; "
+        f"cluster.{field}: the recipe's actors need {required:g} {name}s, but the cluster has {available:g}; "
         f"use fewer replicas or ranks, or set cluster.{field} to share them"
     )
 
@@ -68,20 +68,20 @@ def _capacity_error(name: str, need: float, have: float, field: str) -> ClusterR
 def check_shared_memory() -> None:
     """Raise EnvironmentMissing if the shared memory of this host is full. Every process needs some for its semaphores."""
     memory = leftovers.SHARED_MEMORY
-    if memory.is_dir() and (free := shutil.disk_usage(memory).free) < SHARED_BYTES:
+    if memory.is_dir() and (free := shutil.disk_usage(memory).free) < MIN_SHARED_BYTES:
         raise EnvironmentMissing(
-            f"{memory}: {free >> 10} KiB are free, but actors need at least {SHARED_BYTES >> 10}; free space there, or give the container "
-            "more (docker run --shm-size)"
+            f"{memory}: {free >> 10} KiB are free, but actors need at least {MIN_SHARED_BYTES >> 10}; free space there, or give the "
+            "container more (docker run --shm-size)"
         )
 
 
-def _check_answers(address: str | None) -> None:
+def _check_reachable(address: str | None) -> None:
     """Raise EnvironmentMissing if nothing listens at `host:port`, since Ray would retry for a minute."""
-    matched = re.fullmatch(r"(?:\w+://)?([^/]+):([0-9]+)", address or "")
-    if matched is None:
+    match = re.fullmatch(r"(?:\w+://)?([^/]+):([0-9]+)", address or "")
+    if match is None:
         return
     try:
-        socket.create_connection((matched[1], int(matched[2])), ANSWER_S).close()
+        socket.create_connection((match[1], int(match[2])), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise EnvironmentMissing(f"cluster.address: no Ray cluster answers at {address}: {error}") from error
 
@@ -101,18 +101,18 @@ class Daemons:
 
     def __init__(self) -> None:
         self._watchdog = Watchdog()
-        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def starting(self) -> contextlib.AbstractContextManager[None]:
         """Make `ray.init` in this block start its processes as these daemons."""
         from mtpctl.compat import ray_daemons
 
-        return ray_daemons.starting(self._watchdog.register, self._started)
+        return ray_daemons.starting(self._watchdog.register, self._processes)
 
     def ended(self) -> str | None:
         """The name and exit status of a required daemon that has ended; None if all are running."""
         for name in REQUIRED_DAEMONS:
-            if name in self._started and (status := self._started[name].poll()) is not None:
+            if name in self._processes and (status := self._processes[name].poll()) is not None:
                 return f"{name} has ended with {f'signal {-status}' if status < 0 else f'exit code {status}'}"
         return None
 
@@ -147,16 +147,18 @@ def make_private_sessions() -> Path:
     Raises EnvironmentMissing if its parent belongs to another user, or if it cannot be created.
     """
     sessions = leftovers.sessions()
-    private = sessions.parent
+    user_folder = sessions.parent
     try:
-        private.mkdir(mode=0o700, exist_ok=True)
-        status = private.lstat()
+        user_folder.mkdir(mode=0o700, exist_ok=True)
+        status = user_folder.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-            raise EnvironmentMissing(f"{private}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder")
-        private.chmod(0o700)
+            raise EnvironmentMissing(f"{user_folder}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder")
+        user_folder.chmod(0o700)
         sessions.mkdir(exist_ok=True)
     except OSError as error:
-        raise EnvironmentMissing(f"{private}: cannot hold Ray's sessions ({error.strerror}); set RAY_TMPDIR to another folder") from error
+        raise EnvironmentMissing(
+            f"{user_folder}: cannot hold Ray's sessions ({error.strerror}); set RAY_TMPDIR to another folder"
+        ) from error
     return sessions
 
 
@@ -180,7 +182,7 @@ def cluster(
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     # Ray would start an idle worker per CPU, but actors have their own environment and cannot use them.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    _check_answers(config.address)
+    _check_reachable(config.address)
     with contextlib.ExitStack() as stack:
         daemons = None
         if config.address is None:
@@ -196,9 +198,9 @@ def cluster(
             with contextlib.suppress(OSError):  # On a full disk there is no mark, so the session of a killed run is not removed later.
                 leftovers.mark(session)
         resources = ray.cluster_resources()
-        for name, need, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):
-            if need > (have := resources.get(name, 0)):
-                raise _capacity_error(name, need, have, field)
+        for name, required, field in (("CPU", cpus, "num_cpus"), ("GPU", gpus, "num_gpus")):
+            if required > (available := resources.get(name, 0)):
+                raise _capacity_error(name, required, available, field)
         yield daemons
 
 

@@ -39,11 +39,11 @@ class StoreFailed(RuntimeFailure):
         self.reason = reason or message
 
 
-class Absent(StoreFailed):
+class ObjectMissing(StoreFailed):
     """The object or the bucket does not exist."""
 
 
-class Refused(StoreFailed):
+class AccessDenied(StoreFailed):
     """The store rejects the credentials."""
 
 
@@ -73,69 +73,69 @@ class ObjectStore:
 
     def read(self, name: str) -> bytes | None:
         """The contents of an object; None if it does not exist."""
-        with suppress(Absent), self._errors("read", name):
-            return bytes(self._files.cat_file(self._at(name)))
+        with suppress(ObjectMissing), self._errors("read", name):
+            return bytes(self._files.cat_file(self._object_path(name)))
         return None
 
     def write(self, name: str, contents: bytes) -> None:
         """Atomically write an object."""
         with self._errors("write", name):
-            self._files.pipe_file(self._at(name), contents)
+            self._files.pipe_file(self._object_path(name), contents)
 
     def put(self, file: Path, name: str) -> None:
         """Upload a file, and check its size."""
         with self._errors("write", name):
-            self._files.put_file(str(file), self._at(name))
-            stored = self._files.info(self._at(name))["size"]
-        if stored != (size := file.stat().st_size):
-            raise StoreFailed(f"{self.url}/{name} has {stored:,} of {size:,} bytes")
+            self._files.put_file(str(file), self._object_path(name))
+            stored_bytes = self._files.info(self._object_path(name))["size"]
+        if stored_bytes != (file_bytes := file.stat().st_size):
+            raise StoreFailed(f"{self.url}/{name} has {stored_bytes:,} of {file_bytes:,} bytes")
 
     def get(self, name: str, file: Path) -> None:
-        """Download an object. Raises Absent if it does not exist.
+        """Download an object. Raises ObjectMissing if it does not exist.
 
         Until this returns, the contents of the file are undefined: s3fs gives it its full size first, and writes parts out of order.
         """
         with self._errors("read", name):
-            self._files.get_file(self._at(name), str(file))
+            self._files.get_file(self._object_path(name), str(file))
 
     def append(self, name: str, file: Path, nbytes: int) -> None:
         """Append the rest of an object of `nbytes` to a file with its first bytes; a missing file is created.
 
-        The file always has the first bytes of the object, so it may be read while it grows. Raises Absent if the object does not exist.
+        The file always has the first bytes of the object, so it may be read while it grows. Raises ObjectMissing.
         """
         start = file.stat().st_size if file.exists() else 0
 
         def read(offset: int) -> bytes:
             return self.read_range(name, offset, min(offset + REQUEST_BYTES, nbytes))
 
-        with ThreadPoolExecutor(READ_AHEAD) as pool, file.open("ab") as growing:
+        with ThreadPoolExecutor(READ_AHEAD) as pool, file.open("ab") as stream:
             offsets = iter(range(start, nbytes, REQUEST_BYTES))
             requests = deque(pool.submit(read, offset) for offset in islice(offsets, READ_AHEAD))
             while requests:
                 data = requests.popleft().result()
                 requests.extend(pool.submit(read, offset) for offset in islice(offsets, 1))
-                growing.write(data)
-                growing.flush()
+                stream.write(data)
+                stream.flush()
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Bytes `[start, end)` of an object, which must have them."""
         with self._errors("read", name):
-            data = bytes(self._files.cat_file(self._at(name), start=start, end=end))
+            data = bytes(self._files.cat_file(self._object_path(name), start=start, end=end))
         if len(data) != end - start:
             raise StoreFailed(f"{self.url}/{name} has {start + len(data):,} bytes, expected at least {end:,}")
         return data
 
     def names(self, folder: str) -> list[str]:
         """The names of all objects below a folder."""
-        with suppress(Absent), self._errors("read", folder):
-            return [path[len(self._root) + 1 :] for path in self._files.find(self._at(folder))]
+        with suppress(ObjectMissing), self._errors("read", folder):
+            return [path[len(self._root) + 1 :] for path in self._files.find(self._object_path(folder))]
         return []
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects in the given order. Missing objects are skipped."""
         for name in names:
-            with suppress(Absent), self._errors("remove", name):
-                self._files.rm_file(self._at(name))
+            with suppress(ObjectMissing), self._errors("remove", name):
+                self._files.rm_file(self._object_path(name))
 
     def check(self) -> None:
         """Write, read and remove a small object. Raises UserError, EnvironmentMissing or StoreFailed, with the fix."""
@@ -143,12 +143,12 @@ class ObjectStore:
             self.write(_PROBE, b"")
             self.read(_PROBE)
             self.remove([_PROBE])
-        except Absent as error:
+        except ObjectMissing as error:
             raise UserError(f"{self._field}: {self.url} does not exist ({error.reason}); create the bucket, or name another") from error
-        except Refused as error:
+        except AccessDenied as error:
             raise EnvironmentMissing(f"{self._field}: the credentials do not allow writing to {self.url} ({error.reason})") from error
 
-    def _at(self, name: str) -> str:
+    def _object_path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     @contextmanager
@@ -159,7 +159,13 @@ class ObjectStore:
         except StoreFailed:
             raise
         except Exception as error:
-            kind = Absent if isinstance(error, FileNotFoundError) else Refused if isinstance(error, PermissionError) else StoreFailed
+            kind = (
+                ObjectMissing
+                if isinstance(error, FileNotFoundError)
+                else AccessDenied
+                if isinstance(error, PermissionError)
+                else StoreFailed
+            )
             raise kind(f"cannot {verb} {self.url}/{name}: {_reason(error)}", _reason(error)) from error
 
 

@@ -114,11 +114,11 @@ def importing() -> Iterator[None]:
 
     Collections take a fifth of the time of importing vLLM or Megatron, and free nothing.
     """
-    enabled = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if enabled:
+        if was_enabled:
             gc.enable()

@@ -18,11 +18,11 @@ _CONNECT_S = 20.0
 def host_store(host: str = "") -> TCPStore:
     """Host a store, which has no authentication, at a free port of `host`, by default this host's address, until the object is deleted."""
     host = host or own_address()
-    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    address, port = listening.getsockname()[:2]
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    address, port = listener.getsockname()[:2]
     # The store closes the socket.
     return TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S), master_listen_fd=listening.detach()
+        address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S), master_listen_fd=listener.detach()
     )
 
 
@@ -37,7 +37,7 @@ def use_own_interface() -> None:
     """Make gloo use the interface of this host's address, unless the environment names another; its default is often the loopback."""
     address = own_address()
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family == socket.AF_INET and each.address == address for each in addresses):
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 

@@ -19,7 +19,7 @@ from mtpctl.errors import RuntimeFailure
 
 VERSION_WAIT_S = 60.0
 """Maximum wait of a fresh replica until the version of the others is persisted, in seconds, excluding the time of updates."""
-FORGET_S = 3600.0
+FAILURE_WINDOW_S = 3600.0
 """Seconds after which a failure no longer counts against `max_restarts`, so that rare failures do not add up in a long run."""
 _POLL_S = 0.02
 
@@ -42,7 +42,7 @@ class Lifecycle[R]:
         end: ends a replica that may have failed. It is cancelled after `end_s` seconds, and must not leave processes behind even then.
         changed: called after a slot was filled, vacated or quarantined.
         dead: exceptions that mean that a replica is lost.
-        max_restarts: a slot with more failures within `FORGET_S` is quarantined.
+        max_restarts: a slot with more failures within `FAILURE_WINDOW_S` is quarantined.
         log: receives failures, restarts and quarantines, one line each.
     """
 
@@ -63,7 +63,7 @@ class Slot[R]:
 
     Attributes:
         busy: requests in progress, counted by the owner.
-        failed_at: times of the failures within `FORGET_S` (`time.monotonic`).
+        failure_times: times of the failures within `FAILURE_WINDOW_S` (`time.monotonic`).
         reason: the last failure.
         fills: number of replicas brought up since the slot was created.
         wanted: False after the replica was asked to leave. It then gets no further work, but takes part in updates until it has left.
@@ -72,7 +72,7 @@ class Slot[R]:
     index: int
     replica: R | None
     busy: int = 0
-    failed_at: list[float] = field(default_factory=list)
+    failure_times: list[float] = field(default_factory=list)
     reason: str = ""
     quarantined: bool = False
     fills: int = 0
@@ -100,18 +100,18 @@ async def start_all[R](
     If a replica does not start, the others are ended and its error is raised.
     """
 
-    async def one(index: int) -> R:
+    async def start_with_retries(index: int) -> R:
         for _ in range(max_restarts):
             with suppress(*dead):
                 return await start(index)
         return await start(index)
 
-    tasks = [asyncio.ensure_future(one(index)) for index in range(count)]
+    tasks = [asyncio.ensure_future(start_with_retries(index)) for index in range(count)]
     await asyncio.gather(*tasks, return_exceptions=True)
-    failed = [error for task in tasks if (error := task.exception()) is not None]
-    if failed:
+    errors = [error for task in tasks if (error := task.exception()) is not None]
+    if errors:
         await asyncio.gather(*(end(task.result()) for task in tasks if task.exception() is None), return_exceptions=True)
-        raise failed[0]
+        raise errors[0]
     return [task.result() for task in tasks]
 
 
@@ -158,7 +158,7 @@ class Replicas[R]:
             self.slots.append(Slot(index, None, wanted=False))
         slot = self.slots[index]
         assert slot.state == "vacant" and slot.replica is None
-        slot.wanted, slot.quarantined, slot.failed_at, slot.reason = True, False, [], ""
+        slot.wanted, slot.quarantined, slot.failure_times, slot.reason = True, False, [], ""
         slot.restarting = asyncio.create_task(self._fill_or_quarantine(slot))
 
     async def leave(self, index: int, drain: Callable[[Slot[R], R], Awaitable[None]]) -> None:
@@ -171,17 +171,17 @@ class Replicas[R]:
         if slot.restarting is not None and not slot.restarting.done():
             slot.restarting.cancel()
             await asyncio.gather(slot.restarting, return_exceptions=True)
-        leaving = slot.replica
+        replica = slot.replica
         async with self.updating:
             slot.replica = None
         try:
-            if leaving is not None:
+            if replica is not None:
                 with suppress(*self._lifecycle.dead, TimeoutError):
-                    await drain(slot, leaving)
+                    await drain(slot, replica)
         finally:
-            if leaving is not None:
+            if replica is not None:
                 with suppress(*self._lifecycle.dead, TimeoutError):
-                    await self._end(leaving)
+                    await self._end(replica)
         self._lifecycle.changed()
 
     @asynccontextmanager
@@ -199,8 +199,8 @@ class Replicas[R]:
     async def apply_update[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
         """Like `each`, for the replicas that `members` named, or for the live ones that satisfy `where` if it was not called."""
         assert self.updating.locked(), "replicas are updated in a block of `fixed_members`"
-        named, self._update_members = self._update_members, None
-        return await self._call_all(self.live(where) if named is None else named, call)
+        members, self._update_members = self._update_members, None
+        return await self._call_all(self.live(where) if members is None else members, call)
 
     async def each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
         """Call all live replicas concurrently. Dead ones are restarted. Raises the first other error after every replica has answered."""
@@ -227,24 +227,24 @@ class Replicas[R]:
         restarting = [slot.restarting for slot in self.slots if slot.restarting is not None]
         for task in restarting:
             task.cancel()
-        ended = await asyncio.gather(*(self._end(replica) for _, replica in self.live()), return_exceptions=True)
+        results = await asyncio.gather(*(self._end(replica) for _, replica in self.live()), return_exceptions=True)
         await asyncio.gather(*restarting, return_exceptions=True)
-        for result in ended:
+        for result in results:
             if isinstance(result, BaseException) and not isinstance(result, (*self._lifecycle.dead, TimeoutError)):
                 raise result
 
     async def _end(self, replica: R) -> None:
         await asyncio.wait_for(self._lifecycle.end(replica), self._lifecycle.end_s)
 
-    async def _restart(self, slot: Slot[R], dead: R) -> None:
+    async def _restart(self, slot: Slot[R], lost_replica: R) -> None:
         with suppress(Exception):
             # The slot already records the failure.
-            await self._end(dead)
+            await self._end(lost_replica)
         await self._fill_or_quarantine(slot, restart=True)
 
     async def _fill_or_quarantine(self, slot: Slot[R], *, restart: bool = False) -> None:
         """Start replicas for a slot until one serves, or quarantine the slot after too many failures."""
-        while len(slot.failed_at) <= self._lifecycle.max_restarts:
+        while len(slot.failure_times) <= self._lifecycle.max_restarts:
             try:
                 await self._fill(slot)
                 if restart:
@@ -255,39 +255,39 @@ class Replicas[R]:
                 self._record_failure(slot, error)
         else:
             slot.quarantined = True
-            self._lifecycle.log(f"replica {slot.index} is in quarantine: it failed {len(slot.failed_at)} time(s) within an hour")
+            self._lifecycle.log(f"replica {slot.index} is in quarantine: it failed {len(slot.failure_times)} time(s) within an hour")
         self._lifecycle.changed()
 
     async def _fill(self, slot: Slot[R]) -> None:
-        fresh = await self._lifecycle.start(slot.index)
+        replica = await self._lifecycle.start(slot.index)
         try:
-            waited = 0.0
-            while not await self._bring_up(slot, fresh):
-                if waited > VERSION_WAIT_S:
+            waited_s = 0.0
+            while not await self._bring_up(slot, replica):
+                if waited_s > VERSION_WAIT_S:
                     raise RuntimeFailure(f"the weight version of the other replicas was not available within {VERSION_WAIT_S:g} s")
                 # Wait without the lock: the version may come with the next update, such as the retry of a failed one.
                 await asyncio.sleep(_POLL_S)
-                waited += _POLL_S
+                waited_s += _POLL_S
         except BaseException:
             with suppress(*self._lifecycle.dead, TimeoutError):
-                await self._end(fresh)
+                await self._end(replica)
             raise
 
-    async def _bring_up(self, slot: Slot[R], fresh: R) -> bool:
+    async def _bring_up(self, slot: Slot[R], replica: R) -> bool:
         async with self.updating:
-            within = self._lifecycle.bring_up_s
+            timeout_s = self._lifecycle.bring_up_s
             try:
-                brought_up = await asyncio.wait_for(self._lifecycle.bring_up(fresh), within)
+                brought_up = await asyncio.wait_for(self._lifecycle.bring_up(replica), timeout_s)
             except TimeoutError as error:
-                raise RuntimeFailure(f"it did not load the weight version of the other replicas within {within:g} s") from error
+                raise RuntimeFailure(f"it did not load the weight version of the other replicas within {timeout_s:g} s") from error
             if not brought_up:
                 return False
-            slot.replica = fresh
+            slot.replica = replica
             slot.fills += 1
             return True
 
     def _record_failure(self, slot: Slot[R], error: Exception) -> None:
         now = time.monotonic()
-        slot.failed_at = [*(then for then in slot.failed_at if now - then < FORGET_S), now]
+        slot.failure_times = [*(failed_at for failed_at in slot.failure_times if now - failed_at < FAILURE_WINDOW_S), now]
         slot.reason = one_line(error)
         self._lifecycle.log(f"replica {slot.index} failed: {slot.reason}")

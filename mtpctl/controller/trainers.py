@@ -13,7 +13,7 @@ from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import POLL_S, ActorLocation, Bundles, Options
 from mtpctl.cluster.deadlines import one_line, within
 from mtpctl.cluster.process import log_name_variables
-from mtpctl.cluster.replicas import FORGET_S
+from mtpctl.cluster.replicas import FAILURE_WINDOW_S
 from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
 from mtpctl.data.prompts import SftSample
@@ -251,7 +251,7 @@ class TrainerGroup:
                 for dp in [parallel.dp, *smaller_dp] if waited_long else [parallel.dp]:
                     layout = train.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
                     self.recipe = self._run_recipe.model_copy(update={"train": layout})
-                    bundles = await self.bundles.try_take(self.names, together=parallel.tp)
+                    bundles = await self.bundles.try_take(self.names, per_host=parallel.tp)
                     if bundles is not None:
                         return self._start([bundle.options() for bundle in bundles])
                 if waited_long and not reported:
@@ -331,7 +331,7 @@ class TrainerRecovery:
     def _count_loss(self, lost: TrainerLost) -> int:
         """The number of losses within an hour, including this one. Raises RuntimeFailure, or `lost`, if there are too many."""
         train, now = self.recipe.train, time.monotonic()
-        self._lost_at = [*(lost_at for lost_at in self._lost_at if now - lost_at < FORGET_S), now]
+        self._lost_at = [*(lost_at for lost_at in self._lost_at if now - lost_at < FAILURE_WINDOW_S), now]
         if not train.restarts_trainer or not train.max_restarts:
             raise lost
         if len(self._lost_at) > train.max_restarts:

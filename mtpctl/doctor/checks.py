@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from mtpctl.checkpoint.finding import check_checkpoint, damaged_in, list_checkpoints
 from mtpctl.checkpoint.listing import Damaged, read_listing
 from mtpctl.cluster import leftovers
-from mtpctl.cluster.links import Link, measure_links, slow
+from mtpctl.cluster.links import Link, find_slow, measure_links
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.resume import REFERENCE
 from mtpctl.doctor import stack
@@ -308,7 +308,7 @@ def links(measured: list[Link]) -> Finding:
         return Finding("absent", "the cluster has one host", data)
     rates = sorted(link.rate for link in measured if not link.error)
     usual = f"{len(measured)} pairs of hosts" + (f", {rates[len(rates) // 2] / 1e9:.2f} GB/s in the median" if rates else "")
-    slow_links = slow(measured)
+    slow_links = find_slow(measured)
     if not slow_links:
         return Finding("ok", usual, data)
     summary = f"{usual}; slow: {'; '.join(map(str, slow_links))}"

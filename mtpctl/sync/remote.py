@@ -35,7 +35,7 @@ from typing import IO
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
-from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed, UrlField
+from mtpctl.cluster.object_store import ObjectMissing, ObjectStore, StoreFailed, UrlField
 from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import Manifest, Section, SyncError, bucket_file
 
@@ -229,7 +229,7 @@ def with_retries[T](call: Callable[[], T]) -> T:
     for attempt in range(ATTEMPTS - 1):
         try:
             return call()
-        except Absent:
+        except ObjectMissing:
             raise
         except StoreFailed:
             time.sleep(PAUSE_S * 2**attempt)

@@ -96,7 +96,7 @@ def test_a_folder_without_a_readable_mark_is_listed_and_kept(mark: str | None, m
     if mark is not None:
         (folder / MARK).write_text(mark)
     assert leftovers.remove() == [] and folder.is_dir()
-    assert leftovers.unmarked() == [folder] and leftovers.of_other_namespaces() == []
+    assert leftovers.find_unmarked() == [folder] and leftovers.find_foreign() == []
 
 
 def change_mark(folder: Path, **changed: object) -> None:
@@ -113,7 +113,7 @@ def test_a_folder_of_another_container_is_listed_and_kept(
     change_mark(folder, namespace="another")
     assert not leftovers.claim(folder) and not leftovers.vacate(folder)
     assert folder not in [left.path for left in leftovers.remove()] and (folder / "v00000001").is_dir()
-    assert leftovers.of_other_namespaces() == [folder] and leftovers.unmarked() == []
+    assert leftovers.find_foreign() == [folder] and leftovers.find_unmarked() == []
     with pytest.raises(SystemExit):
         main(["clean"])
     assert f"skipped: {folder} was created in another container" in capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_shared_memory_of_an_earlier_boot_is_removed(run: subprocess.Popen[str],
     for folder in (versions, session):
         change_mark(folder, boot="another")
     assert [left.path for left in leftovers.remove()] == [versions]
-    assert leftovers.of_other_namespaces() == [session] and session.is_dir()
+    assert leftovers.find_foreign() == [session] and session.is_dir()
 
 
 def test_an_interrupted_removal_is_continued_by_the_next(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_an_interrupted_removal_is_continued_by_the_next(run: subprocess.Popen[s
 
 def test_a_partly_removed_folder_without_a_mark_is_listed(memory: Path) -> None:
     (memory / ".mtpctl-going-7-mtpctl-run").mkdir()
-    assert leftovers.unmarked() == [memory / ".mtpctl-going-7-mtpctl-run"]
+    assert leftovers.find_unmarked() == [memory / ".mtpctl-going-7-mtpctl-run"]
 
 
 def test_only_one_process_removes_at_a_time(run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +191,7 @@ def test_a_folder_that_was_claimed_again_is_not_removed(run: subprocess.Popen[st
 def test_a_folder_of_another_user_is_not_removed(run: subprocess.Popen[str], memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kill(run)
     monkeypatch.setattr(os, "getuid", lambda: 1 + memory.stat().st_uid)
-    assert leftovers.find() == leftovers.remove() == leftovers.unmarked() == []
+    assert leftovers.find() == leftovers.remove() == leftovers.find_unmarked() == []
 
 
 def test_a_session_with_a_living_ray_process_is_not_removed(run: subprocess.Popen[str], memory: Path) -> None:

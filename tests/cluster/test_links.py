@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from mtpctl.cluster import links
-from mtpctl.cluster.links import Endpoint, Link, rounds_of, slow
+from mtpctl.cluster.links import Endpoint, Link, find_slow, pair_rounds
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
 def test_every_pair_is_measured_once_and_no_host_twice_in_a_round(count: int) -> None:
-    rounds = rounds_of(count)
+    rounds = pair_rounds(count)
     pairs = [pair for each in rounds for pair in each]
     assert sorted(pairs) == list(itertools.combinations(range(count), 2))
     for each in rounds:
@@ -21,7 +21,7 @@ def test_every_pair_is_measured_once_and_no_host_twice_in_a_round(count: int) ->
 
 
 def test_rate_and_latency_of_a_link_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "BYTES", 4 << 20)
+    monkeypatch.setattr(links, "TRANSFER_BYTES", 4 << 20)
     there = Endpoint().listen("127.0.0.1")
     for _ in range(2):
         latency, rate = Endpoint().measure(*there)
@@ -35,8 +35,8 @@ def test_an_unreachable_host_is_an_error() -> None:
 
 def test_slow_and_failed_links_are_reported() -> None:
     good = [Link("a", "b", 1e-4, 1.2e9), Link("a", "c", 1e-4, 1.0e9), Link("b", "c", 1.2e-4, 1.1e9)]
-    assert slow(good) == []
+    assert find_slow(good) == []
     thin, far, dead = Link("c", "d", 1e-4, 1e8), Link("a", "d", 0.02, 1e9), Link("b", "d", error="not reached: refused")
-    assert slow([*good, thin, far, dead]) == [thin, far, dead]
+    assert find_slow([*good, thin, far, dead]) == [thin, far, dead]
     assert str(thin) == "c – d: 0.10 GB/s, 0.10 ms round trip"
-    assert slow([dead]) == [dead]
+    assert find_slow([dead]) == [dead]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.checkpoint.copying import FIELD
-from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed
+from mtpctl.cluster.object_store import ObjectMissing, ObjectStore, StoreFailed
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.sync import remote
 from tests.fakes.s3_server import BUCKET, S3Server, serving
@@ -43,7 +43,7 @@ def test_objects_are_written_read_listed_and_removed(store: ObjectStore, tmp_pat
     assert (tmp_path / "there").read_bytes() == (tmp_path / "here").read_bytes()
     store.remove(["folder/text", "not there"])
     assert store.names("folder") == ["folder/deep/file"]
-    with pytest.raises(Absent, match=r"cannot read .*/folder/text: "):
+    with pytest.raises(ObjectMissing, match=r"cannot read .*/folder/text: "):
         store.get("folder/text", tmp_path / "there")
 
 

@@ -157,7 +157,7 @@ async def test_waiting_for_a_version_times_out() -> None:
     module.VERSION_WAIT_S = 0.05
     try:
         replicas.lost(*replicas.live()[0], Gone())
-        replicas.slots[0].failed_at.clear()
+        replicas.slots[0].failure_times.clear()
         await until(lambda: bool(replicas.all_quarantined()))
     finally:
         module.VERSION_WAIT_S = before
@@ -190,7 +190,7 @@ async def test_a_slot_that_fails_too_often_is_quarantined_with_its_reason() -> N
         replicas.lost(slot, replica, Gone())
         await until(lambda slot=slot: slot.quarantined)  # type: ignore[misc]
     assert replicas.all_quarantined() == "0: RuntimeError: no memory; 1: RuntimeError: no memory"
-    assert [len(slot.failed_at) for slot in replicas.slots] == [3, 3] and fleet.failing == 5
+    assert [len(slot.failure_times) for slot in replicas.slots] == [3, 3] and fleet.failing == 5
 
 
 @in_loop
@@ -200,7 +200,7 @@ async def test_old_failures_are_forgotten() -> None:
     for _ in range(4):
         replicas.lost(*replicas.live()[0], Gone())
         await until(lambda: bool(replicas.live()))
-        slot.failed_at = [then - module.FORGET_S for then in slot.failed_at]
+        slot.failure_times = [then - module.FAILURE_WINDOW_S for then in slot.failure_times]
     assert replicas.restarts == 4
     for _ in range(2):
         replicas.lost(*replicas.live()[0], Gone())
@@ -307,7 +307,7 @@ async def test_a_leaving_replica_gets_no_work_and_counts_no_failure() -> None:
     leaving = asyncio.ensure_future(replicas.leave(0, hand_over))
     await asyncio.sleep(0.005)
     slot = replicas.slots[0]
-    assert (slot.state, slot.failed_at, [replica.index for _, replica in replicas.live()]) == ("vacant", [], [1])
+    assert (slot.state, slot.failure_times, [replica.index for _, replica in replicas.live()]) == ("vacant", [], [1])
     over.set()
     await leaving
     assert fleet.started[0].ended and replicas.restarts == 0 and len(fleet.started) == 2 and fleet.changes == 1

@@ -162,7 +162,7 @@ def test_mixtures_of_experts_fit_their_gpus_with_a_tenth_to_spare(names: list[st
         (["train.stages=[sft, draft]", "train.draft.steps=5"], "train.stages: draft must come first"),
         (["train.stages=[draft, rl]"], "train.draft.steps: is 0; set the number of updates, or leave draft out of train.stages"),
         ([*DRAFT, "train.distributed_optimizer=true"], "train.distributed_optimizer: is not supported in the stage draft"),
-        ([*DRAFT, "mtp.mode=load"], "mtp.mode: load trains no drafter, which the stage draft does; set it to isolated"),
+        ([*DRAFT, "mtp.mode=load"], "mtp.mode: load does not train the drafter, but the stage draft does; set it to isolated"),
         ([*DRAFT, "mtp.mode=off", "rollout.speculation.num_tokens=0"], "mtp.mode: off does not train the drafter"),
         (
             [*DRAFT, "model.config.num_nextn_predict_layers=0", "mtp.mode=off", "rollout.speculation.num_tokens=0"],

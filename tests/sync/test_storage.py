@@ -10,7 +10,7 @@ import pytest
 
 from mtpctl.cluster import object_store
 from mtpctl.cluster.leftovers import SHARED_MEMORY
-from mtpctl.cluster.object_store import Absent, ObjectStore, StoreFailed
+from mtpctl.cluster.object_store import ObjectMissing, ObjectStore, StoreFailed
 from mtpctl.sync import remote
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.remote import URL_FIELD, compute_digests, open_cache, prefetch
@@ -153,7 +153,7 @@ def test_versions_in_s3_are_bit_equal(tmp_path: Path, monkeypatch: pytest.Monkey
                 assert compute_digests(sorted(folder.iterdir())) == manifest.digests
             update(target, manifest, verify=True)
             assert same(engine.live(), trainer.copy())
-        with pytest.raises(Absent):
+        with pytest.raises(ObjectMissing):
             store.remote.append("missing", tmp_path / "part", 10)  # type: ignore[union-attr]
         assert store.remote is not None and store.remote.names("")
         store.close()

@@ -202,13 +202,13 @@ def test_user_text_is_escaped(run_dir: Path) -> None:
 
 
 def test_report_shows_when_a_run_was_resumed_and_which_keys_changed(run_dir: Path) -> None:
-    assert "ResumePoint" not in "".join(read(write_report(run_dir)).text)
+    assert "Resumed" not in "".join(read(write_report(run_dir)).text)
     events = [("recipe", "changed since the last start: train.rl.steps: 50 → 60"), ("resume", "rl resumes after step 50")]
     with (run_dir / "metrics.jsonl").open("a") as file:
         for kind, message in events:
             file.write(json.dumps({"session": 2, "time": 1.8e9, "event": kind, "message": message}) + "\n")
     text = " ".join(read(write_report(run_dir)).text)
-    section = text[text.index("ResumePoint") : text.index("Every metric")]
+    section = text[text.index("Resumed") : text.index("Every metric")]
     assert "2027-01-15 08:00 UTC" in section and all(message in section for _, message in events)
 
 

@@ -157,7 +157,7 @@ def test_slow_disk_does_not_block_and_dropped_rows_are_counted(tmp_path: Path) -
     log.close()
     assert 0 < log.dropped < 200 and len(read_samples(tmp_path)) == 200 - log.dropped
     reason = "they arrived faster than they could be written"
-    assert log.warning == f"{log.dropped} samples are missing in samples/ or a table; the last, because {reason}"
+    assert log.warning == f"{log.dropped} samples are missing in samples/ or a table; the last one because {reason}"
 
 
 def test_failing_table_is_reported_and_file_continues(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_failing_table_is_reported_and_file_continues(tmp_path: Path) -> None:
     log.write([row(1)])
     log.write([row(2)])
     log.close()
-    assert len(read_samples(tmp_path)) == 2 and log.warning.endswith("the last, because ConnectionError: no network")
+    assert len(read_samples(tmp_path)) == 2 and log.warning.endswith("the last one because ConnectionError: no network")
 
 
 def test_a_torn_last_line_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
