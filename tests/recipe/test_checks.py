@@ -235,7 +235,10 @@ def test_mixtures_of_experts_fit_their_gpus_with_a_tenth_to_spare(names: list[st
         ),
         (["sync.kv=keep", "sync.pause=abort"], "sync.kv: with sync.pause: abort no request is in flight at a sync; set sync.pause: keep"),
         (["sync.kv=keep", "async.partial_rollout=false"], "sync.kv: with async.partial_rollout: false no request is in flight at a sync"),
-        (["sync.kv=keep", *GPU, "sync.release_kv=true"], "sync.kv: sync.release_kv frees the cache that sync.kv: keep retains; set it to false"),
+        (
+            ["sync.kv=keep", *GPU, "sync.release_kv=true"],
+            "sync.kv: sync.release_kv frees the cache that sync.kv: keep retains; set it to false",
+        ),
         ([*BITWISE, "sync.kv=keep"], "sync.kv: with keep, log-probs differ from those of the trainer, which numerics: bitwise rules out"),
         (
             ["sync.kv=keep", "rollout.engine_args.kv_transfer_config={}"],
