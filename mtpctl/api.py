@@ -42,10 +42,10 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         """Raises UserError if `path` is not a run directory."""
-        from mtpctl.jobs.targets import run_of
+        from mtpctl.jobs.targets import find_run
 
         self.path = Path(path).expanduser().absolute()
-        if run_of(self.path) != self.path:
+        if find_run(self.path) != self.path:
             raise UserError(f"{path} is not a run directory (recipe.resolved.yaml)")
 
     def __repr__(self) -> str:

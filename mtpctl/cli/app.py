@@ -82,9 +82,9 @@ def _import_command(name: str) -> Command:
     command = getattr(import_module(f"mtpctl.cli.{module}"), attribute)
     if isinstance(command, typer.Typer):
         return typer.main.get_command(command)
-    single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name)(command)
-    return typer.main.get_command(single)
+    group = typer.Typer(add_completion=False, rich_markup_mode=None)
+    group.command(name)(command)
+    return typer.main.get_command(group)
 
 
 app = typer.Typer(
@@ -144,8 +144,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     raise AssertionError("app() always exits")
 
 
-FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
-END_S = 10.0
+FORWARDED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
+REAP_TIMEOUT_S = 10.0
 """Seconds to wait for the other processes of the container after the command has ended."""
 _POLL_S = 0.05
 
@@ -157,23 +157,23 @@ def fork_command() -> None:
     children, and remain zombies until it waits for them. So process 1 only forwards signals, reaps children, and exits with the command's
     exit code.
     """
-    awaited = {*FORWARDED, signal.SIGCHLD}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGTTOU})
+    wait_signals = {*FORWARDED_SIGNALS, signal.SIGCHLD}
+    signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*wait_signals, signal.SIGTTOU})
     command = os.fork()
     if not command:
         _become_group_leader()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         return
     code = None
     while code is None:
-        number = signal.sigwait(awaited)
+        number = signal.sigwait(wait_signals)
         if number == signal.SIGCHLD:
             code = _reap(command)
         else:
             with suppress(ProcessLookupError):
                 os.kill(command, number)
     # The watchdog of the command may still be running.
-    deadline = time.monotonic() + END_S
+    deadline = time.monotonic() + REAP_TIMEOUT_S
     while _reap_one() is not None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     sys.stdout.flush()

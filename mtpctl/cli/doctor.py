@@ -63,7 +63,7 @@ def doctor(
             status.update(f"measuring the links between the hosts of {cluster} …")
             diagnosis = examine_cluster(cluster)
         else:
-            diagnosis = examine(quick=quick, done=lambda check: status.update(f"{check.name}: {check.finding.state}"))
+            diagnosis = examine(quick=quick, on_check=lambda check: status.update(f"{check.name}: {check.finding.state}"))
     if as_json:
         answer(json.dumps(diagnosis.to_dict(), indent=2))
     else:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def _recipes(incomplete: str) -> list[str]:
-    return _named("recipes", incomplete)
+    return _complete_names("recipes", incomplete)
 
 
 def _overlays(incomplete: str) -> list[str]:
-    return _named("recipes/overlays", incomplete)
+    return _complete_names("recipes/overlays", incomplete)
 
 
-def _named(folder: str, incomplete: str) -> list[str]:
+def _complete_names(folder: str, incomplete: str) -> list[str]:
     """Shell completions: names of the included recipes or overlays, YAML files, and folders."""
     from mtpctl.recipe.loading import RECIPES, list_recipes
 
@@ -71,9 +71,9 @@ Json = Annotated[bool, typer.Option("--json", callback=_reserve_stdout, help="Pr
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> LoadedRecipe:
     """Load the recipe that the shared arguments name; for a run, its recipe. Raises UserError for a wrong value."""
-    from mtpctl.jobs.targets import load_whole
+    from mtpctl.jobs.targets import load_recipe_or_run
 
-    return load_whole(recipe, overlays or [], sets or []).loaded
+    return load_recipe_or_run(recipe, overlays or [], sets or []).loaded
 
 
 def create_folder(folder: Path, option: str) -> Path:
@@ -101,17 +101,17 @@ def stdout_is_for_answers() -> Iterator[None]:
     global _answers
     stdout = sys.stdout
     _flush(stdout)
-    before = os.dup(1)
+    stdout_copy = os.dup(1)
     try:
         # Under pytest's capture, stdout has no descriptor, or another one.
         is_descriptor_1 = stdout.fileno() == 1
     except io.UnsupportedOperation:
         is_descriptor_1 = False
     with contextlib.ExitStack() as undo:
-        undo.callback(os.close, before)
-        _answers = undo.enter_context(open(os.dup(before), "w", encoding=stdout.encoding)) if is_descriptor_1 else stdout
+        undo.callback(os.close, stdout_copy)
+        _answers = undo.enter_context(open(os.dup(stdout_copy), "w", encoding=stdout.encoding)) if is_descriptor_1 else stdout
         os.dup2(2, 1)
-        undo.callback(os.dup2, before, 1)
+        undo.callback(os.dup2, stdout_copy, 1)
         undo.callback(_flush, stdout)  # buffered output is not an answer either
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:

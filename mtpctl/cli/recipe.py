@@ -58,8 +58,10 @@ def show(
     if not resolved:
         values = {key: value for key, value in values.items() if loaded.origins[key] != "default"}
     if as_json:
-        shown = {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()} if origin else _nested(values, tree)
-        answer(json.dumps(shown, indent=2))
+        document = (
+            {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()} if origin else _nested(values, tree)
+        )
+        answer(json.dumps(document, indent=2))
     elif origin:
         lines = {key: f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()}
         width = min(60, max(map(len, lines.values()), default=0))
@@ -85,8 +87,8 @@ def copy(
     file = file / source.name if file.is_dir() else file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(source.read_text(encoding="utf-8"))
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(source.read_text(encoding="utf-8"))
     except FileExistsError as error:
         raise UserError(f"{file}: exists; name another FILE") from error
     except OSError as error:
@@ -259,7 +261,7 @@ def init(
 
 
 def _texts(template: str, name: str, model: str | None, task: str) -> tuple[dict[str, str], list[str]]:
-    """The files of the task `name`, and lines about the settings that were chosen."""
+    """The files of the task `name`, and lines about the chosen settings."""
     from mtpctl.errors import UserError
 
     if template != "reasoning-gym":
@@ -274,10 +276,10 @@ def _texts(template: str, name: str, model: str | None, task: str) -> tuple[dict
     memory = gpu_memory_gib()
     cores = len(os.sched_getaffinity(0))
     machine = Machine(cores) if memory is None else Machine(cores, len(visible_gpus()), memory)
-    chosen = first_task(name, model, task, machine, TEMPLATES / "reasoning_gym")
-    notes = [f"{setting.key}: {setting.value} ({setting.why})" for setting in chosen.settings if setting.why]
-    notes += [f"caution: {line}" for line in chosen.cautions]
-    return _with_names({file: chosen.texts[file] for file in ABOUT if file in chosen.texts}, name), notes
+    task_files = first_task(name, model, task, machine, TEMPLATES / "reasoning_gym")
+    notes = [f"{setting.key}: {setting.value} ({setting.reason})" for setting in task_files.settings if setting.reason]
+    notes += [f"caution: {line}" for line in task_files.cautions]
+    return _with_names({file: task_files.texts[file] for file in ABOUT if file in task_files.texts}, name), notes
 
 
 def contents(template: str, name: str) -> dict[str, str]:
@@ -292,8 +294,8 @@ def _with_names(texts: dict[str, str], name: str) -> dict[str, str]:
     """The files with the name of the task, and README.md."""
     table = "".join(f"| `{file}` | {ABOUT[file]} |\n" for file in texts)
     readme = (TEMPLATES / "README.md").read_text(encoding="utf-8")
-    tested = "the agent" if "agent.py" in texts else "the reward and the tool" if "environment.py" in texts else "the reward"
-    texts["README.md"] = readme.replace("{files}", table).replace("{tested}", tested)
+    tested_part = "the agent" if "agent.py" in texts else "the reward and the tool" if "environment.py" in texts else "the reward"
+    texts["README.md"] = readme.replace("{files}", table).replace("{tested}", tested_part)
     return {file: text.replace("test_mytask", _test_name(name)).replace("mytask", name) for file, text in texts.items()}
 
 

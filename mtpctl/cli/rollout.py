@@ -160,15 +160,15 @@ def logprob_serve(
     key = _key(key_file)
     if key is None and host not in LOOPBACK:
         print(f"warning: {host} is reachable from other machines, and no API key is required; set {KEY_VARIABLE} or --key-file", flush=True)
-    chosen, run = jobs.recipe_to_serve(recipe, model, sets or [], overlay or [])
+    loaded, run = jobs.recipe_to_serve(recipe, model, sets or [], overlay or [])
     if recipe is None and model is None and run is None and tp is not None:
-        chosen = jobs.with_heads_for(chosen, tp)
-    chosen = jobs.with_layout(chosen, tp, pp, replicas)
-    bound = listen(host, port)
+        loaded = jobs.with_divisible_heads(loaded, tp)
+    loaded = jobs.with_layout(loaded, tp, pp, replicas)
+    listener = listen(host, port)
     with tempfile.TemporaryDirectory(prefix="mtpctl-logprob-") as scratch:
-        served = jobs.served_model(chosen, run, Path(scratch))
+        served = jobs.find_served_model(loaded, run, Path(scratch))
         print(f"serving {served.name}, as {served.model_id}", flush=True)
-        jobs.serve(chosen, served, bound, key=key, report=lambda text: print(text, flush=True))
+        jobs.serve(loaded, served, listener, key=key, report=lambda text: print(text, flush=True))
 
 
 def _key(file: Path | None) -> str | None:
@@ -222,10 +222,10 @@ def sync_weights(
     from mtpctl.jobs.targets import has_checkpoint, load_target
     from mtpctl.recipe.checks import validate
 
-    named = recipe or source
-    if named is None:
+    name = recipe or source
+    if name is None:
         raise UserError("RECIPE: name a recipe or a run, or a run with --from")
-    target = load_target(named, overlay or [], sets or [])
+    target = load_target(name, overlay or [], sets or [])
     if recipe is None and target.run is None:
         raise UserError(f"--from: {source} contains no recipe; name a recipe before it")
     loaded = target.recipe

@@ -53,8 +53,8 @@ def _run_table(runs: list[RunOverview]) -> str:
 
     rows = [("run", "state", "step", "reward", "unfiltered", "held-out", "age")]
     for run in runs:
-        of = "" if run.steps is None else f"/{run.steps}"
-        step = f"{run.stage} {run.step}{of}" if run.stage else "–"
+        total = "" if run.steps is None else f"/{run.steps}"
+        step = f"{run.stage} {run.step}{total}" if run.stage else "–"
         accuracy = number(run.accuracy) + ("" if run.unseen_accuracy is None else f" (unseen {number(run.unseen_accuracy)})")
         values = (number(run.reward), number(run.unfiltered_reward), accuracy)
         rows.append((str(run.path), run.state, step, *values, format_duration(run.age_s)))
@@ -155,8 +155,8 @@ def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run direct
 def _status_lines(overview: RunOverview) -> str:
     from mtpctl.telemetry.names import format_duration
 
-    of = "" if overview.steps is None else f" of {overview.steps}"
-    step = f", {overview.stage} step {overview.step}{of}" if overview.stage else ""
+    total = "" if overview.steps is None else f" of {overview.steps}"
+    step = f", {overview.stage} step {overview.step}{total}" if overview.stage else ""
     reward = "" if overview.reward is None else f", reward {overview.reward:.3f}"
     reward += "" if overview.unfiltered_reward is None else f", unfiltered {overview.unfiltered_reward:.3f}"
     accuracy = "" if overview.accuracy is None else f", held-out accuracy {overview.accuracy:.3f}"

@@ -22,7 +22,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print placement, sizes, memory and buckets; start nothing.")
     ] = False,
-    over: Annotated[
+    restart: Annotated[
         bool, typer.Option("--start-over", help="Begin the run again at update 1; its directory is renamed, with all checkpoints.")
     ] = False,
     as_json: Json = False,
@@ -31,18 +31,18 @@ def train(
 ) -> None:
     """Train by a recipe. The same command on the same run directory resumes, and so does the directory itself as RECIPE."""
     from mtpctl.errors import UserError
-    from mtpctl.jobs.targets import START, convert_start, training_target
+    from mtpctl.jobs.targets import START_FOLDER, convert_start, training_target
     from mtpctl.recipe.checks import validate
 
     if as_json and not dry_run:
         raise UserError("--json: goes with --dry-run; a run writes metrics.jsonl in its directory")
-    if over and (start is not None or dry_run):
+    if restart and (start is not None or dry_run):
         raise UserError(f"--start-over: cannot be combined with {'--from; name a new run_dir' if start is not None else '--dry-run'}")
     sets = [*(sets or []), *(["telemetry.profile=true"] if profile else [])]
     target, weights = training_target(recipe, start, overlay or [], sets)
     loaded = target.loaded
     validate(loaded.recipe)
-    if target.run is not None and not over:
+    if target.run is not None and not restart:
         print_progress(target.summary)
     for note in loaded.notes:
         print_progress(note)
@@ -64,10 +64,10 @@ def train(
             loaded = training_target(recipe, start, overlay or [], sets, folder)[0].loaded
     from mtpctl.controller.launch import run
 
-    if over:
+    if restart:
         from mtpctl.controller.resume import start_over
 
-        if (previous := start_over(loaded.recipe, [START])) is not None:
+        if (previous := start_over(loaded.recipe, [START_FOLDER])) is not None:
             print_progress(f"{loaded.recipe.run_path} begins again; the run that was there is kept as {previous}")
     raise typer.Exit(run(loaded.recipe, plain=plain))
 

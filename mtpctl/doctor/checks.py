@@ -86,7 +86,7 @@ class Diagnosis:
         if not failed:
             return None
         first = failed[0][1]
-        return type(first)(f"{first} (also wrong: {', '.join(name for name, _ in failed[1:])})") if failed[1:] else first
+        return type(first)(f"{first} (also failed: {', '.join(name for name, _ in failed[1:])})") if failed[1:] else first
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready: the checks by name, the total duration, and the exit code."""
@@ -106,13 +106,13 @@ class Diagnosis:
 Report = Callable[[Check], None]
 
 
-def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagnosis:
+def examine(*, quick: bool = False, on_check: Report = lambda check: None) -> Diagnosis:
     """Run all checks, even if some fail. Raises EnvironmentMissing if the project is not installed.
 
-    quick: skip the self-check. done: called with each check when it ends.
+    `quick`: skip the self-check. `on_check`: called with each check when it ends.
     """
-    cards, no_cards = stack.gpus()
-    installed = stack.packages(stack.project_requirements(), "gpu" if cards else "cpu")
+    devices, no_gpu_reason = stack.gpus()
+    requirements = stack.packages(stack.project_requirements(), "gpu" if devices else "cpu")
     with tempfile.TemporaryDirectory(prefix="mtpctl-doctor-") as scratch:
         folder = Path(scratch)
         # Two lanes, because a part spends most of its time importing packages on one core.
@@ -120,35 +120,35 @@ def examine(*, quick: bool = False, done: Report = lambda check: None) -> Diagno
             {
                 "python": python,
                 "machine": machine,
-                "gpus": lambda: gpus(cards, no_cards),
-                "packages": lambda: packages(installed),
+                "gpus": lambda: gpus(devices, no_gpu_reason),
+                "packages": lambda: packages(requirements),
                 "kernels": lambda: kernels(folder),
                 "transports": lambda: transports(folder),
                 "ray": lambda: ray(folder),
                 "sandbox": sandbox,
-                "families": lambda: families(folder, on_cpu=not cards),
+                "families": lambda: families(folder, on_cpu=not devices),
             },
             {"self-check": lambda: self_check(folder, quick)},
         ]
 
         async def run_lanes() -> list[list[Check]]:
-            return await asyncio.gather(*(_run_lane(lane, done) for lane in lanes))
+            return await asyncio.gather(*(_run_lane(lane, on_check) for lane in lanes))
 
         began = time.perf_counter()
         checks = asyncio.run(run_lanes())
         return Diagnosis([check for lane in checks for check in lane], time.perf_counter() - began)
 
 
-async def _run_lane(lane: dict[str, Callable[[], Awaitable[Finding]]], done: Report) -> list[Check]:
+async def _run_lane(lane: dict[str, Callable[[], Awaitable[Finding]]], on_check: Report) -> list[Check]:
     checks = []
-    for name, find in lane.items():
+    for name, check in lane.items():
         began = time.perf_counter()
         try:
-            finding = await find()
+            finding = await check()
         except MtpctlError as error:
             finding = _failure(error)
         checks.append(Check(name, finding, time.perf_counter() - began))
-        done(checks[-1])
+        on_check(checks[-1])
     return checks
 
 
@@ -176,7 +176,7 @@ async def python() -> Finding:
 async def machine() -> Finding:
     """How many CPUs and how much memory does the machine have, and which files did killed runs leave? Never fails."""
     host, leftover_folders = stack.machine(), leftovers.find()
-    size = sum(each.nbytes for each in leftover_folders) / 2**30
+    size = sum(folder.nbytes for folder in leftover_folders) / 2**30
     summary = (
         f"{host['cpus']} CPUs, {host['memory_gib']:g} GiB memory, {host['memory_available_gib']:g} of it free, "
         f"{host['shared_memory_free_gib']:g} GiB free in /dev/shm; {host['system']}, {host['arch']}; limits: "
@@ -185,29 +185,31 @@ async def machine() -> Finding:
     )
     if leftover_folders:
         summary += f"; killed runs left {len(leftover_folders)} folder(s), {size:.3g} GiB: the next start removes them, or mtpctl clean"
-    return Finding("ok", summary, {**host, "leftovers": [{"path": str(each.path), "bytes": each.nbytes} for each in leftover_folders]})
+    return Finding(
+        "ok", summary, {**host, "leftovers": [{"path": str(folder.path), "bytes": folder.nbytes} for folder in leftover_folders]}
+    )
 
 
-async def gpus(cards: list[stack.Gpu], reason: str) -> Finding:
+async def gpus(devices: list[stack.Gpu], reason: str) -> Finding:
     """Which GPUs does the machine have? `reason`: why there are none."""
-    if not cards:
+    if not devices:
         return Finding("absent", f"none ({reason}): everything runs on the CPU", [])
-    models = [(gpu["name"], gpu["memory_gib"]) for gpu in cards]
+    models = [(gpu["name"], gpu["memory_gib"]) for gpu in devices]
     summary = "; ".join(f"{models.count(model)} x {model[0]}, {model[1]:g} GiB each" for model in dict.fromkeys(models))
-    return Finding("ok", f"{summary}; driver {cards[0]['driver']}", cards)
+    return Finding("ok", f"{summary}; driver {devices[0]['driver']}", devices)
 
 
-async def packages(installed: list[stack.Package]) -> Finding:
+async def packages(requirements: list[stack.Package]) -> Finding:
     """Are all required packages installed, in the required versions?"""
-    data = [asdict(package) | {"state": package.state} for package in installed]
-    wrong = [package for package in installed if package.needed and package.state != "ok"]
-    if wrong:
-        others = f" (also: {', '.join(package.name for package in wrong[1:])})" if wrong[1:] else ""
-        return Finding("failed", "; ".join(package.fix for package in wrong), data, EnvironmentMissing(wrong[0].fix + others))
-    pinned = [f"{package.name} {package.found}" for package in installed if package.pinned and package.state == "ok"]
-    optional = [package for package in installed if not package.needed]
+    data = [asdict(package) | {"state": package.state} for package in requirements]
+    unmet = [package for package in requirements if package.needed and package.state != "ok"]
+    if unmet:
+        others = f" (also: {', '.join(package.name for package in unmet[1:])})" if unmet[1:] else ""
+        return Finding("failed", "; ".join(package.fix for package in unmet), data, EnvironmentMissing(unmet[0].fix + others))
+    pinned = [f"{package.name} {package.found}" for package in requirements if package.pinned and package.state == "ok"]
+    optional = [package for package in requirements if not package.needed]
     missing = sum(package.state != "ok" for package in optional)
-    summary = [f"all {len(installed) - missing} in the required versions, pinned: {', '.join(pinned)}"]
+    summary = [f"all {len(requirements) - missing} in the required versions, pinned: {', '.join(pinned)}"]
     for package in optional:
         purpose = stack.OPTIONAL.get(package.name, "speed only")
         summary.append(f"optional: {package.name} {'installed' if package.state == 'ok' else 'not installed'} (for {purpose})")
@@ -217,7 +219,7 @@ async def packages(installed: list[stack.Package]) -> Finding:
 async def kernels(folder: Path) -> Finding:
     """Which implementations of `linear_logprob` agree with the reference here? Fails if the one that `auto` selects does not."""
     result = await run_part("kernels", folder, DEADLINE_S["kernels"])
-    text = f"{_live(result['implementations'])}; auto runs {result['auto']}"
+    text = f"{_summarize_trials(result['implementations'])}; auto runs {result['auto']}"
     if not any(row["live"] for row in result["implementations"] if row["name"] == result["auto"].split()[0]):
         error = ThresholdMissed(f"kernels: the implementation that auto runs here does not agree with the reference: {text}")
         return Finding("failed", text, result, error)
@@ -227,7 +229,7 @@ async def kernels(folder: Path) -> Finding:
 async def transports(folder: Path) -> Finding:
     """Which transports between trainer and engines work here?"""
     rows = (await run_part("transports", folder, DEADLINE_S["transports"]))["transports"]
-    text = _live(rows)
+    text = _summarize_trials(rows)
     if not any(row["live"] for row in rows):
         return Finding("failed", text, rows, EnvironmentMissing(f"transports: none works here: {text}"))
     return Finding("ok", text, rows)
@@ -287,7 +289,7 @@ async def self_check(folder: Path, quick: bool) -> Finding:
     return Finding("ok", summary, data)
 
 
-def _live(rows: list[Trial]) -> str:
+def _summarize_trials(rows: list[Trial]) -> str:
     live = [row["name"] for row in rows if row["live"]]
     return "; ".join([f"{', '.join(live) or 'none'} live", *(f"{row['name']} {row['reason']}" for row in rows if not row["live"])])
 
@@ -296,22 +298,22 @@ def examine_cluster(address: str) -> Diagnosis:
     """Measure the network between all pairs of hosts of the cluster at `address`. Raises EnvironmentMissing if there is no cluster."""
     began = time.perf_counter()
     with cluster(ClusterConfig(address=address), cpus=0, gpus=0, remove_leftovers=False):
-        measured = asyncio.run(measure_links())
+        all_links = asyncio.run(measure_links())
     seconds = time.perf_counter() - began
-    return Diagnosis([Check("links", links(measured), seconds)], seconds)
+    return Diagnosis([Check("links", links(all_links), seconds)], seconds)
 
 
-def links(measured: list[Link]) -> Finding:
+def links(all_links: list[Link]) -> Finding:
     """Which links between hosts are slow or dead?"""
-    data = [asdict(link) for link in measured]
-    if not measured:
+    data = [asdict(link) for link in all_links]
+    if not all_links:
         return Finding("absent", "the cluster has one host", data)
-    rates = sorted(link.rate for link in measured if not link.error)
-    usual = f"{len(measured)} pairs of hosts" + (f", {rates[len(rates) // 2] / 1e9:.2f} GB/s in the median" if rates else "")
-    slow_links = find_slow(measured)
+    rates = sorted(link.rate for link in all_links if not link.error)
+    overview = f"{len(all_links)} pairs of hosts" + (f", {rates[len(rates) // 2] / 1e9:.2f} GB/s in the median" if rates else "")
+    slow_links = find_slow(all_links)
     if not slow_links:
-        return Finding("ok", usual, data)
-    summary = f"{usual}; slow: {'; '.join(map(str, slow_links))}"
+        return Finding("ok", overview, data)
+    summary = f"{overview}; slow: {'; '.join(map(str, slow_links))}"
     kind = EnvironmentMissing if any(link.error for link in slow_links) else ThresholdMissed
     return Finding("failed", summary, data, kind(f"links: {summary}; check their cables and routes, or set cluster.interface"))
 
@@ -341,7 +343,7 @@ def _verify(path: Path) -> Check:
         listing = read_listing(path)
         assert listing is not None
     except Damaged as damage:
-        error = ThresholdMissed(f"{path}/{damage}; restore it, or resume: the run uses its newest whole checkpoint, and keeps this one")
+        error = ThresholdMissed(f"{path}/{damage}; restore it, or resume: the run uses its newest undamaged checkpoint, and keeps this one")
         finding = Finding("failed", str(damage), {"file": damage.file, "damage": damage.damage}, error)
     else:
         size = f"{listing.nbytes / (1 << 30):,.2f} GiB" if listing.nbytes >= 1 << 30 else f"{listing.nbytes / (1 << 20):,.1f} MiB"
@@ -350,7 +352,7 @@ def _verify(path: Path) -> Check:
     return Check(path.name, finding, time.perf_counter() - began)
 
 
-NOT_SYNCED = "does not draft: EAGLE-3 and DFlash drafters cannot be synced to it"
+NO_SGLANG_DRAFTER = "does not draft: EAGLE-3 and DFlash drafters cannot be synced to it"
 
 
 def examine_model(name: str) -> Diagnosis:
@@ -368,8 +370,8 @@ def _config(name: str) -> dict[str, object]:
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
         return read_config(path.parent, "--model", path.name)
-    known = {hub_id.rpartition("/")[2].lower(): hub_id for hub_id in HUB_CONFIGS}
-    config = hf_config(ModelConfig(path=name if path.is_dir() else known.get(name.lower(), name)), field="--model")
+    hub_ids = {hub_id.rpartition("/")[2].lower(): hub_id for hub_id in HUB_CONFIGS}
+    config = hf_config(ModelConfig(path=name if path.is_dir() else hub_ids.get(name.lower(), name)), field="--model")
     assert config is not None
     return config
 
@@ -383,7 +385,7 @@ def _findings(support: Support) -> dict[str, Finding]:
         "model": Finding("ok", model, {"family": shape.family, "architecture": shape.architecture, "parameters": counts}),
         "drafter": Finding(state, drafting.drafter, {"mtp_layers": shape.mtp_layers}),
         "vLLM": Finding(state, f"drafts with {drafting.vllm}"),
-        "SGLang": Finding(state, f"drafts with {drafting.sglang}") if drafting.sglang else Finding("absent", NOT_SYNCED),
+        "SGLang": Finding(state, f"drafts with {drafting.sglang}") if drafting.sglang else Finding("absent", NO_SGLANG_DRAFTER),
     }
     if support.cpu_limits:
         findings["vLLM on a CPU"] = Finding("absent", "; ".join(support.cpu_limits), list(support.cpu_limits))

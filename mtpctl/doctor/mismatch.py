@@ -65,8 +65,8 @@ class Mismatch:
     is_bitwise: bool = False
 
     @classmethod
-    def of(cls, document: dict[str, Any], seconds: float) -> Mismatch:
-        """From the result of `mismatch_parts.score`."""
+    def from_result(cls, document: dict[str, Any], seconds: float) -> Mismatch:
+        """The differences in a result of `mismatch_parts.score`."""
         modules = [ModuleDifference(**each) for each in document["modules"]]
         logprobs = [LogprobDifference(**each) for each in document["logprobs"]]
         return cls(modules, logprobs, document["limit"], document["precision"], document["moe_layers"], seconds, document["bitwise"])
@@ -98,7 +98,7 @@ class Mismatch:
         if (first := self.first) is not None:
             return (
                 f"{self.label(first.name)}: engine and trainer differ by {first.mean:.1e} ({first.worst:.1e} at the worst token) with the "
-                f"same inputs; {self._explained}. {_HINTS[self._kind(first.name)]}"
+                f"same inputs; {self._explanation}. {_HINTS[self._kind(first.name)]}"
             )
         if (line := next((line for line in self.logprobs if not line.mean <= self.bound), None)) is not None:
             return (
@@ -108,11 +108,11 @@ class Mismatch:
         largest = max(self.modules, key=lambda module: module.mean)
         return (
             f"engine, log-prob server and trainer agree: the largest difference is {largest.mean:.1e} ({self.label(largest.name)}), and "
-            f"{self._explained}"
+            f"{self._explanation}"
         )
 
     @property
-    def _explained(self) -> str:
+    def _explanation(self) -> str:
         if self.is_bitwise:
             return "numerics: bitwise allows no difference"
         return f"rounding in {self.precision} explains {self.limit:.1e}"
@@ -157,17 +157,17 @@ def examine_mismatch(target: str) -> Mismatch:
     validate(recipe)
     with tempfile.TemporaryDirectory(prefix="mtpctl-mismatch-") as scratch:
         folder = Path(scratch)
-        _request(recipe, folder).write(folder)
-        document = asyncio.run(_run(folder))
-    return Mismatch.of(document, time.perf_counter() - began)
+        _build_request(recipe, folder).write(folder)
+        document = asyncio.run(_run_parts(folder))
+    return Mismatch.from_result(document, time.perf_counter() - began)
 
 
-async def _run(folder: Path) -> dict[str, Any]:
+async def _run_parts(folder: Path) -> dict[str, Any]:
     await run_part("mismatch-engine", folder, DEADLINE_S["mismatch-engine"])
     return await run_part("mismatch-trainer", folder, DEADLINE_S["mismatch-trainer"])
 
 
-def _request(recipe: Recipe, scratch: Path) -> Request:
+def _build_request(recipe: Recipe, scratch: Path) -> Request:
     run = recipe.run_path.absolute()
     home = run if recipe.model.randomly_initialized and (run / "model").is_dir() else scratch
     model = open_model(recipe, home)

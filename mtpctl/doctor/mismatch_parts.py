@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from mtpctl.model.gpt import MtpModel
     from mtpctl.rollout.vllm.engine import VllmEngine
 
-FACTOR = 4.0
+LIMIT_FACTOR = 4.0
 """The limit of a module's mean difference, as a multiple of rounding error."""
 WORST_FACTOR = 8.0
 """The limit of a token's difference, as a multiple of that of the mean."""
-REQUEST = "mismatch.json"
+REQUEST_FILE = "mismatch.json"
 COMPILED = "with CUDA graphs"
 
 
@@ -46,10 +46,10 @@ class Request:
 
     @classmethod
     def read(cls, folder: Path) -> Request:
-        return cls(**json.loads((folder / REQUEST).read_text()))
+        return cls(**json.loads((folder / REQUEST_FILE).read_text()))
 
     def write(self, folder: Path) -> None:
-        (folder / REQUEST).write_text(json.dumps(asdict(self)))
+        (folder / REQUEST_FILE).write_text(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +174,20 @@ def score(folder: Path) -> dict[str, Any]:
     first = len(sample.prompt_ids) - 1
     reference, behaviour = trainer["logprobs"]["eager"], sample.behaviour_logprobs
     lines = [
-        _nats("engine, decode", behaviour, reference),
-        _nats("engine, prefill", prefill["logprob"][first:].tolist(), reference),
-        _nats("log-prob server", _server(request, recipe, sample), reference),
+        _logprob_difference("engine, decode", behaviour, reference),
+        _logprob_difference("engine, prefill", prefill["logprob"][first:].tolist(), reference),
+        _logprob_difference("log-prob server", _server(request, recipe, sample), reference),
     ]
     if COMPILED in samples:
-        lines.insert(1, _nats(f"engine, decode {COMPILED}", samples[COMPILED].behaviour_logprobs, trainer["logprobs"][COMPILED]))
+        lines.insert(
+            1, _logprob_difference(f"engine, decode {COMPILED}", samples[COMPILED].behaviour_logprobs, trainer["logprobs"][COMPILED])
+        )
     modules = [
         ModuleDifference(
             name,
-            *_relative(trainer["forced"][name], decode[name]),
-            total=_relative(trainer["free"][name], decode[name])[0],
-            prefill=_relative(prefill[name], decode[name])[0],
+            *_relative_difference(trainer["forced"][name], decode[name]),
+            total=_relative_difference(trainer["free"][name], decode[name])[0],
+            prefill=_relative_difference(prefill[name], decode[name])[0],
         )
         for name in trainer["forced"]
     ]
@@ -193,7 +195,7 @@ def score(folder: Path) -> dict[str, Any]:
     return {
         "modules": [asdict(each) for each in modules],
         "logprobs": [asdict(each) for each in lines],
-        "limit": 0.0 if recipe.numerics == "bitwise" else FACTOR * trainer["rounding"],
+        "limit": 0.0 if recipe.numerics == "bitwise" else LIMIT_FACTOR * trainer["rounding"],
         "bitwise": recipe.numerics == "bitwise",
         "precision": recipe.train.precision,
         "moe_layers": trainer["moe_layers"],
@@ -352,12 +354,12 @@ def _server(request: Request, recipe: Recipe, sample: Sample) -> Logprobs:
     return scores[0].logprobs
 
 
-def _nats(source: str, values: Logprobs | list[float], reference: Logprobs) -> LogprobDifference:
+def _logprob_difference(source: str, values: Logprobs | list[float], reference: Logprobs) -> LogprobDifference:
     errors = [abs(a - b) for a, b in zip(values, reference, strict=True)]
     return LogprobDifference(source, sum(errors) / len(errors), max(errors))
 
 
-def _relative(rows: Tensor, reference: Tensor) -> tuple[float, float]:
+def _relative_difference(rows: Tensor, reference: Tensor) -> tuple[float, float]:
     """Mean and maximum over tokens of |difference| / |reference|, where | | is the Euclidean norm of a token's row."""
     exact = reference.double()
     norms = exact.norm(dim=-1)

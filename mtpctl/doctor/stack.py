@@ -79,7 +79,7 @@ class Package:
         return f"{self.name}: {have}; run pip install '{self.name}{self.wanted}' in this environment"
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """The version of a package; None if it is not installed."""
     try:
         return version(name)
@@ -89,13 +89,13 @@ def installed(name: str) -> str | None:
 
 def project_requirements() -> list[str]:
     """The requirement lines of the installed project. Raises EnvironmentMissing if it is not installed."""
-    lines = requires("mtpctl") if installed("mtpctl") else None
+    lines = requires("mtpctl") if installed_version("mtpctl") else None
     if lines is None:
         raise EnvironmentMissing("mtpctl: is not installed in this environment; run pip install -e . in the checkout")
     return lines
 
 
-def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None] = installed) -> list[Package]:
+def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None] = installed_version) -> list[Package]:
     """The requirements of the project and of its `extra` (`cpu` or `gpu`), with the installed versions.
 
     Either build of vLLM satisfies the extra, because a user may choose the other one.

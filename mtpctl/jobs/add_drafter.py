@@ -54,7 +54,7 @@ def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: b
     The run directory is `target` with the suffix `.run`. The same call resumes an interrupted run. Raises UserError before anything starts
     if the model does not exist or has a drafter, or if the data, the target or an option is invalid.
     """
-    config = _checked(source, target)
+    config = _check_arguments(source, target)
     with_drafter(config, options.kind, options.layers)
     if not options.steps:
         from mtpctl.convert.drafter import add_drafter as create
@@ -74,7 +74,7 @@ def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: b
     recipe_file = target.with_name(target.name + ".yaml")
     try:
         recipe_file.parent.mkdir(parents=True, exist_ok=True)
-        recipe_file.write_text(yaml.safe_dump(_recipe(source, run, options, shape_of(config).max_positions), sort_keys=False))
+        recipe_file.write_text(yaml.safe_dump(_build_recipe(source, run, options, shape_of(config).max_positions), sort_keys=False))
     except OSError as error:
         raise UserError(f"{recipe_file}: cannot be written ({error.strerror}); free space, or name another DST") from error
     try:
@@ -96,7 +96,7 @@ def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: b
     return 0
 
 
-def _checked(source: Path, target: Path) -> dict[str, object]:
+def _check_arguments(source: Path, target: Path) -> dict[str, object]:
     if not source.is_dir():
         raise UserError(f"SRC: there is no folder {source}; name a Hugging Face folder")
     if target.exists():
@@ -109,7 +109,7 @@ def _checked(source: Path, target: Path) -> dict[str, object]:
     return config
 
 
-def _recipe(source: Path, run: Path, options: DrafterOptions, positions: int) -> dict[str, Any]:
+def _build_recipe(source: Path, run: Path, options: DrafterOptions, positions: int) -> dict[str, Any]:
     assert options.data is not None
     context = min(CONTEXT, positions)
     rollout: dict[str, Any] = {"engine": "vllm", "gpus": 0.5, "context": context, "max_tokens": context // 2, "max_in_flight": 256}
@@ -145,24 +145,24 @@ def _export(source: Path, run: Path, target: Path) -> None:
     """Create `target`: a copy of the model's files with the trained drafter."""
     checkpoint = choose_checkpoint(RunDirectory(run).checkpoints, contents=True).path
     assert checkpoint is not None, "a run that has ended has a checkpoint"
-    trained = run / "trained"
+    converted = run / "trained"
     # In a subprocess, because the conversion hides the GPUs from its process.
-    command = [sys.executable, "-m", "mtpctl", "convert-hf", str(checkpoint), str(trained), "--force"]
+    command = [sys.executable, "-m", "mtpctl", "convert-hf", str(checkpoint), str(converted), "--force"]
     if subprocess.run(command, stdout=sys.stderr).returncode:
         raise RuntimeFailure(f"{checkpoint}: the conversion of the trained drafter failed; convert this checkpoint with mtpctl convert-hf")
     from mtpctl.convert.drafter import copy_with_drafter
 
-    copy_with_drafter(source, trained, target)
-    shutil.rmtree(trained)
+    copy_with_drafter(source, converted, target)
+    shutil.rmtree(converted)
 
 
 def engine_commands(target: Path, drafts: int) -> list[str]:
     """The commands that serve `target` with its drafter: in vLLM and, except for DFlash, in SGLang."""
     drafter, method = target / DRAFTER, engine_method(target)
-    own = "" if method == "mtp" else f', "model": "{drafter}"'
+    model_option = "" if method == "mtp" else f', "model": "{drafter}"'
     vllm = (
         f"vllm serve {target} --speculative-config "
-        f'\'{{"method": "{method}"{own}, "num_speculative_tokens": {drafts}, "draft_sample_method": "probabilistic"}}\''
+        f'\'{{"method": "{method}"{model_option}, "num_speculative_tokens": {drafts}, "draft_sample_method": "probabilistic"}}\''
     )
     if method == "dflash":
         return [vllm]

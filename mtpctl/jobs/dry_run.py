@@ -115,7 +115,7 @@ class Plan:
 
     @cached_property
     def quantization(self) -> QuantizationPlan | None:
-        """What `rollout.quantization` quantizes."""
+        """The matrices that `rollout.quantization` quantizes, and their sizes."""
         return plan_quantization(self.recipe, self.shape)
 
     @cached_property
@@ -124,7 +124,7 @@ class Plan:
         return plan_delta(self.recipe, section_buckets(self.recipe, self.shape))
 
 
-class _Checks:
+class _ErrorCollector:
     """Runs checks and collects their errors, so that the plan is printed in any case."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ def dry_run(recipe: Recipe) -> Plan:
         raise UserError("model: its sizes are not known")
     shape = shape_of(config)
     recipe, source = _with_gpu_size(recipe)
-    run_check = _Checks()
+    run_check = _ErrorCollector()
     named_hosts = run_check(partial(_cluster_hosts, recipe)) if recipe.cluster.address is not None else None
     hosts = [host for _, host in named_hosts] if named_hosts else None
     placement = run_check(partial(place, recipe, hosts))
@@ -170,7 +170,7 @@ def dry_run(recipe: Recipe) -> Plan:
     ends, missing = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
     sharing = [] if placement is None else sharing_cautions(recipe, placement, hosts)
     end_cautions = [f"{missing}, so some end tokens may be unknown" if missing else "", ends.disagreement]
-    unfit = list(find_misfits(recipe, shape))
+    misfit_list = list(find_misfits(recipe, shape))
     return Plan(
         recipe,
         shape,
@@ -179,11 +179,11 @@ def dry_run(recipe: Recipe) -> Plan:
         placement,
         [name for name, _ in named_hosts or []],
         engines,
-        unfit,
+        misfit_list,
         data=list(map(str, reports or [])),
         ends=ends.tokens,
         cautions=[*cautions_of(recipe), *sharing, *(warnings or []), *filter(None, [leaks, *end_cautions])],
-        errors=[*(misfit.error for misfit in unfit), *run_check.errors],
+        errors=[*(misfit.error for misfit in misfit_list), *run_check.errors],
         resumes=resumes or [],
     )
 
@@ -294,7 +294,7 @@ def render(plan: Plan) -> str:
         f"           {_count(counts['mtp'])} in {shape.mtp_layers} MTP layer(s) ({recipe.mtp.mode}), "
         f"{_count(counts['embedding'])} in the embedding, {_count(counts['head'])} in the head",
         *([f"context    {note}"] if (note := context_note(recipe.model)) is not None else []),
-        f"drafter    {plan.drafting.drafter}; {recipe.rollout.traits.title} drafts with {_drafts(plan)}",
+        f"drafter    {plan.drafting.drafter}; {recipe.rollout.traits.title} drafts with {_draft_source(plan)}",
     ]
     if recipe.numerics == "bitwise":
         lines.append("numerics   bitwise: engine, log-prob server and trainer compute equal log-probs, at a cost in speed")
@@ -323,8 +323,8 @@ def render(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _drafts(plan: Plan) -> str:
-    """What the recipe's engine drafts with."""
+def _draft_source(plan: Plan) -> str:
+    """The drafter or method with which the recipe's engine drafts."""
     if plan.recipe.rollout.speculation.model_tokens:
         return getattr(plan.drafting, plan.recipe.rollout.engine) or "nothing"
     return "nothing: no draft tokens of the model are set"
@@ -354,23 +354,23 @@ def _misfit_lines(misfit: Misfit) -> Iterator[str]:
     """A rank that does not fit, and changes that would free memory, the largest gain first."""
     yield f"misfit     {misfit.rank.replace('_', ' ')}: {misfit.shortfall / GIB:.1f} GiB are missing; changes that free memory:"
     for remedy in misfit.remedies[:MAX_REMEDIES]:
-        ends = " and ".join((["fits"] if remedy.fits else []) + (["needs more GPUs"] if remedy.more_gpus else []))
-        yield f"           {remedy.gain / GIB:>7.1f} GiB  --set {' --set '.join(str(remedy).split())}{f'  ({ends})' if ends else ''}"
+        results = " and ".join((["fits"] if remedy.fits else []) + (["needs more GPUs"] if remedy.more_gpus else []))
+        yield f"           {remedy.gain / GIB:>7.1f} GiB  --set {' --set '.join(str(remedy).split())}{f'  ({results})' if results else ''}"
     if misfit.combination:
         yield f"           together they fit: {' '.join(f'--set {change}' for each in misfit.combination for change in str(each).split())}"
 
 
 def _sync_lines(plan: Plan) -> Iterator[str]:
     recipe, schedule = plan.recipe, plan.recipe.async_
-    anchor = {"behaviour": "the engine's own", "recompute": "recomputed by Megatron"}[recipe.old_logprobs]
-    yield f"sync       every {schedule.sync_every} update(s), staleness threshold {schedule.staleness:g}, old log-probs {anchor}"
-    for section, one in plan.buckets.items():
-        bucketed = f"{format_bytes(one['bytes'])}, largest {format_bytes(one['largest'])}"
-        yield f"           {section}: {one['tensors']} tensors in {one['buckets']} bucket(s), {bucketed}"
+    source = {"behaviour": "the engine's own", "recompute": "recomputed by Megatron"}[recipe.old_logprobs]
+    yield f"sync       every {schedule.sync_every} update(s), staleness threshold {schedule.staleness:g}, old log-probs {source}"
+    for section, sizes in plan.buckets.items():
+        amount = f"{format_bytes(sizes['bytes'])}, largest {format_bytes(sizes['largest'])}"
+        yield f"           {section}: {sizes['tensors']} tensors in {sizes['buckets']} bucket(s), {amount}"
     if (quantization := plan.quantization) is not None:
         yield from (f"           {line}" for line in quantization.lines(format_bytes))
-    if once := base_weight_bytes(recipe, plan.shape):
-        yield f"           at the first sync also {format_bytes(once)} of base weights"
+    if base_bytes := base_weight_bytes(recipe, plan.shape):
+        yield f"           at the first sync also {format_bytes(base_bytes)} of base weights"
     if (delta := plan.delta) is not None:
         yield f"           {delta.line(format_bytes)}"
     yield from (f"           {note}" for note in sync_notes(recipe.sync))
@@ -441,10 +441,10 @@ def check_rows(recipe: Recipe, shape: ModelShape) -> None:
 
 def _tokenizer(recipe: Recipe) -> Tokenizer | None:
     """The recipe's tokenizer; None if it is on the hub, which is not contacted."""
-    named = recipe.model.tokenizer
-    if named == "bytes":
+    name = recipe.model.tokenizer
+    if name == "bytes":
         with tempfile.TemporaryDirectory() as folder:
             make_byte_tokenizer(Path(folder))
             return load_plain_tokenizer(Path(folder), ignore_tools=recipe.data.ignore_tools)
-    path = Path(named or recipe.model.path or "")
+    path = Path(name or recipe.model.path or "")
     return load_plain_tokenizer(path, ignore_tools=recipe.data.ignore_tools) if path.is_dir() else None

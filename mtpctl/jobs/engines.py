@@ -33,7 +33,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """The weights to sample from: a model folder and, for a trained run, a checkpoint of it."""
 
     model: HfFolder
@@ -51,7 +51,7 @@ class Source:
         return f"checkpoint {self.checkpoint} (weight version {self.version})"
 
 
-def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) -> Source:
+def find_weights(recipe: Recipe, start: str | None, scratch: Path, report: Report) -> WeightSource:
     """Find the weights that `start` names: a run (its newest checkpoint), a checkpoint, or a model folder.
 
     By default they are those of the recipe's run directory or model. A model or tokenizer that has to be created is written to `scratch`.
@@ -74,7 +74,7 @@ def source_of(recipe: Recipe, start: str | None, scratch: Path, report: Report) 
     tokenizer = open_tokenizer(recipe, model_folder, run_dir)
     check_fits_model(tokenizer, model_folder.shape.vocab)
     ends = end_tokens_of(recipe, model_folder, tokenizer)
-    return Source(model_folder, tokenizer, ends, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
+    return WeightSource(model_folder, tokenizer, ends, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
 
 
 def without_training(recipe: Recipe) -> Recipe:
@@ -91,10 +91,10 @@ def with_merged_sync(recipe: Recipe) -> Recipe:
 
 
 @contextlib.contextmanager
-def engine_cluster(recipe: Recipe, source: Source, folder: Path) -> Iterator[VersionStore]:
+def engine_cluster(recipe: Recipe, source: WeightSource, folder: Path) -> Iterator[VersionStore]:
     """Start or join a cluster with capacity for the recipe's engines. Yields a version store in `folder` for them."""
     check_engine(recipe)
-    placement = _engines(recipe)
+    placement = _engine_placement(recipe)
     with contextlib.ExitStack() as stack:
         stack.enter_context(cluster(recipe.cluster, cpus=placement.cpus, gpus=placement.gpus))
         store = open_version_store(folder, recipe, source.model.shape)
@@ -104,20 +104,20 @@ def engine_cluster(recipe: Recipe, source: Source, folder: Path) -> Iterator[Ver
 
 
 @contextlib.asynccontextmanager
-async def serving(recipe: Recipe, source: Source, store: VersionStore, seed: int) -> AsyncIterator[ReplicaPool]:
+async def serving(recipe: Recipe, source: WeightSource, store: VersionStore, seed: int) -> AsyncIterator[ReplicaPool]:
     """Start the recipe's engines with the weights of `source`. They are closed at the end of the block."""
     async with contextlib.AsyncExitStack() as stack:
-        starting = start_pool(
+        pool_start = start_pool(
             recipe,
             model=str(source.model.path),
             context=source.context,
-            placement=_engines(recipe),
+            placement=_engine_placement(recipe),
             published=store,
             seed=seed,
             tokenizer=source.tokenizer.name,
             turns=turns_for(recipe.rollout, source.tokenizer),
         )
-        pool, manifest = await asyncio.gather(starting, _publish(recipe, source, store))
+        pool, manifest = await asyncio.gather(pool_start, _publish(recipe, source, store))
         stack.push_async_callback(pool.close)
         if manifest is not None:
             await within(
@@ -129,14 +129,14 @@ async def serving(recipe: Recipe, source: Source, store: VersionStore, seed: int
         yield pool
 
 
-def _engines(recipe: Recipe) -> Placement:
+def _engine_placement(recipe: Recipe) -> Placement:
     """The placement of the engines without a trainer, before the capacity of the cluster is known."""
     train = recipe.train.model_copy(update={"stages": ["rl"]})
     placement = place(recipe.model_copy(update={"train": train}), hosts=[Host(float("inf"), float("inf"))])
     return Placement(placement.device, placement.of("rollout"), 1)
 
 
-async def _publish(recipe: Recipe, source: Source, store: VersionStore) -> Manifest | None:
+async def _publish(recipe: Recipe, source: WeightSource, store: VersionStore) -> Manifest | None:
     """Publish the checkpoint's weights in `store`. None without a checkpoint: the engines load the folder's weights."""
     if source.checkpoint is None:
         return None
@@ -146,10 +146,10 @@ async def _publish(recipe: Recipe, source: Source, store: VersionStore) -> Manif
     environment = {"env_vars": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}
     actor: Any = ray.remote(CheckpointReader).options(num_cpus=0, runtime_env=environment).remote()
     try:
-        publishing = actor.publish.remote(
+        publication = actor.publish.remote(
             recipe.model_dump_json(by_alias=True), str(source.model.path), str(source.checkpoint), source.version, str(store.root)
         )
-        manifest: Manifest = await within(publishing, recipe.cluster.actor_deadline_s, f"checkpoint {source.checkpoint.name}")
+        manifest: Manifest = await within(publication, recipe.cluster.actor_deadline_s, f"checkpoint {source.checkpoint.name}")
         return manifest
     finally:
         ray.kill(actor)

@@ -18,13 +18,13 @@ from mtpctl.data.prompts import check_lengths
 from mtpctl.data.sets import load_held_out
 from mtpctl.environments.agents import open_generator
 from mtpctl.errors import UserError
-from mtpctl.jobs.engines import Report, Source, engine_cluster, serving, source_of, with_merged_sync, without_training
+from mtpctl.jobs.engines import Report, WeightSource, engine_cluster, find_weights, serving, with_merged_sync, without_training
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.data import GeneratedTask, is_dataset_id
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.store import VersionStore
 
-UNNAMED_SHOWN = "held-out"
+UNNAMED_LABEL = "held-out"
 """The printed name of the set of the section `data`."""
 
 
@@ -45,22 +45,22 @@ class Evaluation(TypedDict):
 def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: str | None = None) -> Evaluation:
     """Evaluate weights on the recipe's held-out sets, with `n` responses to each problem, or as many as each set configures.
 
-    `start`: as in `source_of`. Before anything starts, raises UserError if there is no held-out set, and for unsuitable problems, rewards
-    or weights. Errors of the cluster and the engines are raised unchanged.
+    `start`: as in `find_weights`. Before anything starts, raises UserError if there is no held-out set, and for unsuitable problems,
+    rewards or weights. Errors of the cluster and the engines are raised unchanged.
     """
     recipe = with_merged_sync(recipe)
-    validate(_checkable(recipe))
+    validate(_for_validation(recipe))
     problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation, recipe.rollout, stages=recipe.train.stages)
     if not problems.held_out:
         raise UserError("evaluation.sets: the recipe has no held-out problems; name a set, or data.eval_path")
     check_sandbox(recipe)
     with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
-        source = source_of(recipe, start, folder, report)
+        source = find_weights(recipe, start, folder, report)
         for held_out in problems.held_out.values():
             check_lengths(source.tokenizer, held_out, recipe.data, context=source.context)
         counts = {name: (n or recipe.evaluation.of(name).n) for name in problems.held_out}
-        total = sum(len(each) * counts[name] for name, each in problems.held_out.items())
+        total = sum(len(held_out) * counts[name] for name, held_out in problems.held_out.items())
         report(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
         if source.ends.disagreement:
             report(source.ends.disagreement)
@@ -76,12 +76,12 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
         "version": source.version,
         "seconds": seconds,
         "seen": None if problems.seen_prompts is None else problems.count_seen(),
-        "sets": {name or UNNAMED_SHOWN: {"n": counts[name], **_of_set(metrics, name)} for name in problems.held_out},
+        "sets": {name or UNNAMED_LABEL: {"n": counts[name], **_set_metrics(metrics, name)} for name in problems.held_out},
     }
 
 
 async def _evaluate(
-    recipe: Recipe, source: Source, store: VersionStore, prepared: Prepared, n: int | None, report: Report
+    recipe: Recipe, source: WeightSource, store: VersionStore, prepared: Prepared, n: int | None, report: Report
 ) -> dict[str, float]:
     async with contextlib.AsyncExitStack() as stack:
         rewards = await start_rewards(recipe, stack, report=report)
@@ -91,7 +91,7 @@ async def _evaluate(
         return await evaluate(recipe, prepared, await stack.enter_async_context(agents), rewards, version=source.version, n=n)
 
 
-def _checkable(recipe: Recipe) -> Recipe:
+def _for_validation(recipe: Recipe) -> Recipe:
     """The recipe without training, for validation. An evaluation needs no training rows, so a generated task stands in for missing ones."""
     recipe, data = without_training(recipe), recipe.data
     if data.path is not None or data.task is not None or recipe.rollout.verifiers is not None:
@@ -100,26 +100,26 @@ def _checkable(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": data.model_copy(update={"task": GeneratedTask(), "eval_path": held_out})})
 
 
-def _of_set(metrics: Mapping[str, float], name: str) -> dict[str, float]:
+def _set_metrics(metrics: Mapping[str, float], name: str) -> dict[str, float]:
     """The metrics of one set, without their prefix."""
     prefix = f"eval/{name}/" if name else "eval/"
-    of_set = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    return {key: value for key, value in of_set.items() if "/" not in key and (name or key not in ("version", "mixed_fraction"))}
+    set_values = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    return {key: value for key, value in set_values.items() if "/" not in key and (name or key not in ("version", "mixed_fraction"))}
 
 
 def render(evaluation: Evaluation) -> str:
     """A table of the sets."""
     rows = [["set", "problems", "n", "avg@n", *(["unseen"] if evaluation["seen"] else []), "pass@k", "length", "cut off", "acceptance"]]
-    for name, each in evaluation["sets"].items():
-        n = int(each["n"])
-        mean = each.get(f"avg@{n}", each.get("accuracy", 0.0))
-        passed = "  ".join(f"@{key[5:]} {value:.1%}" for key, value in each.items() if key.startswith("pass@"))
-        accepted = f"{each['spec_accept_rate']:.1%}" if "spec_accept_rate" in each else "–"
-        cells = [f"{each['problems']:.0f}", str(n), f"{mean:.3f}"]
+    for name, metrics in evaluation["sets"].items():
+        n = int(metrics["n"])
+        mean = metrics.get(f"avg@{n}", metrics.get("accuracy", 0.0))
+        pass_at_k = "  ".join(f"@{key[5:]} {value:.1%}" for key, value in metrics.items() if key.startswith("pass@"))
+        acceptance = f"{metrics['spec_accept_rate']:.1%}" if "spec_accept_rate" in metrics else "–"
+        cells = [f"{metrics['problems']:.0f}", str(n), f"{mean:.3f}"]
         if evaluation["seen"]:
-            cells.append(_unseen(each, mean))
-        cells += [passed or "–", f"{each['length_mean']:.1f}"]
-        rows.append([name, *cells, f"{each['truncated_fraction']:.1%}", accepted])
+            cells.append(_format_unseen(metrics, mean))
+        cells += [pass_at_k or "–", f"{metrics['length_mean']:.1f}"]
+        rows.append([name, *cells, f"{metrics['truncated_fraction']:.1%}", acceptance])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if evaluation["seen"]:
@@ -129,7 +129,7 @@ def render(evaluation: Evaluation) -> str:
     return "\n".join([*lines, f"{evaluation['model']}; {evaluation['seconds']:.1f} s including the start of the engines"])
 
 
-def _unseen(metrics: Mapping[str, float], mean: float) -> str:
+def _format_unseen(metrics: Mapping[str, float], mean: float) -> str:
     """`avg@n` of the unseen problems of a set and their number, such as `0.121 (362)`; `mean` is that of all problems."""
     if (count := metrics.get("unseen_problems", metrics["problems"])) == 0:
         return "– (0)"

@@ -32,10 +32,10 @@ LEARNING_RATES = ((2e6, 2e-4), (1.35e8, 3e-5), (7e9, 1e-6))
 The first two were the best of several in the runs of docs/benchmarks/first-run.md. The last is the usual rate for 7B without an adapter,
 also in recipes/mimo7b_mtp.yaml.
 """
-SMALL = 1_000_000_000
+SMALL_PARAMETERS = 1_000_000_000
 """Number of parameters below which a model is small: the host rather than the GPU limits its rollout, so the trainer mostly waits."""
 MINIBATCHES = 4
-OPTIMIZER_STEPS_OF_WARMUP = 20
+WARMUP_STEPS = 20
 RESPONSE_TOKENS = {"small": 128, "large": 512}
 """Tokens for reasoning before the answer. SmolLM2-135M writes 39 on average; models of 1B and more reason longer."""
 BYTES_PER_PARAMETER = (6, 12)
@@ -76,7 +76,7 @@ class Workload:
 
     @property
     def small(self) -> bool:
-        return self.parameters < SMALL
+        return self.parameters < SMALL_PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Setting:
 
     key: str
     value: object
-    why: str = ""
+    reason: str = ""
 
 
 def learning_rate(parameters: float) -> float:
@@ -97,7 +97,7 @@ def learning_rate(parameters: float) -> float:
     return float(f"{rate:.0e}")
 
 
-def signal(success: float, group: int) -> float:
+def signal_probability(success: float, group: int) -> float:
     """Probability that a group has signal: neither all of its responses succeed nor none."""
     return 1 - success**group - (1 - success) ** group
 
@@ -112,12 +112,16 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
     response = min(_round_up(response, 32), max(1, work.positions - work.prompt_tokens))
     context = min(_round_up(work.prompt_tokens + response, 64), work.positions)
     measured = "the best of the rates measured at 135M" if 1e8 <= work.active <= 2e8 else "smaller models need larger rates"
-    chance = f"at a success rate of 3%, {signal(0.03, group):.0%} of the groups of {group} have signal"
+    chance = f"at a success rate of 3%, {signal_probability(0.03, group):.0%} of the groups of {group} have signal"
     return [
         Setting("train.rl.optimizer.lr", rate, f"{size} parameters: interpolated between 2M: 2e-4, 135M: 3e-5 and 7B: 1e-6 ({measured})"),
-        Setting("train.rl.optimizer.warmup_steps", OPTIMIZER_STEPS_OF_WARMUP if gpu else 2),
+        Setting("train.rl.optimizer.warmup_steps", WARMUP_STEPS if gpu else 2),
         Setting("train.rl.minibatches", minibatches, "optimizer steps per update: they cost no time while the trainer waits for rollout"),
-        Setting("train.rl.group_size", group, f"{chance}, {signal(0.03, 2 * group):.0%} of those of {2 * group}; others are replaced"),
+        Setting(
+            "train.rl.group_size",
+            group,
+            f"{chance}, {signal_probability(0.03, 2 * group):.0%} of those of {2 * group}; others are replaced",
+        ),
         Setting(
             "train.rl.prompts_per_step",
             prompts,
@@ -127,8 +131,8 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
         Setting("rollout.max_tokens", response, f"room for reasoning, and 4 x the longest answer of {work.answer_tokens} tokens"),
         Setting("train.rl.overlong.buffer", max(1, response // 8), "only the last eighth of max_tokens is penalized"),
         Setting("rollout.context", context, f"the longest prompt has {work.prompt_tokens} tokens"),
-        *_placement(work, machine),
-        _ahead(work, machine),
+        *_placement_settings(work, machine),
+        _staleness_setting(work, machine),
     ]
 
 
@@ -138,14 +142,14 @@ def _duration(work: Workload, machine: Machine) -> str:
     return "about 15 minutes on one H100" if work.small else "watch the curve of held-out accuracy, and stop when it is flat"
 
 
-def _ahead(work: Workload, machine: Machine) -> Setting:
+def _staleness_setting(work: Workload, machine: Machine) -> Setting:
     key = "async.staleness_threshold"
     if machine.gpus and work.small:
         return Setting(key, 2.0, "responses of two batches are in flight during an update, as many as the engines have slots")
     return Setting(key, 1.0, "the next batch is generated during an update")
 
 
-def _placement(work: Workload, machine: Machine) -> list[Setting]:
+def _placement_settings(work: Workload, machine: Machine) -> list[Setting]:
     """Processes on GPUs, or the settings of a CPU."""
     if not machine.gpus:
         return [
@@ -221,7 +225,7 @@ SETTINGS: dict[str, dict[str, object]] = {"chain_sum": {"min_terms": 2, "max_ter
 """Settings that differ from reasoning-gym's defaults, by dataset. Some of these sums are easy enough for an untrained small model."""
 TRAINING_ROWS = {"chain_sum": 20_000}
 """Number of training rows by dataset; 5,000 for the others."""
-MEASURED_ROWS = 2_000
+TOKENIZED_ROWS = 2_000
 """Number of training rows whose tokens are counted."""
 
 Row = dict[str, Any]
@@ -258,7 +262,7 @@ def first_task(name: str, model: str, task: str, machine: Machine, templates: Pa
     rows, held_out = _rows(texts["make_rows.py"], task)
     tokenizer = load_plain_tokenizer(Path(model)) if Path(model).is_dir() else load_tokenizer(model)
     templated = _has_template(tokenizer)
-    work = workload(shape, tokenizer, [*rows[:MEASURED_ROWS], *held_out], len(rows), templated)
+    work = workload(shape, tokenizer, [*rows[:TOKENIZED_ROWS], *held_out], len(rows), templated)
     settings = choose(work, machine)
     texts |= {"rows.jsonl": _lines(rows), "held_out.jsonl": _lines(held_out)}
     if machine.gpus and shape.eagle3 is None and not shape.mtp_layers and _accepts_drafter(config):
@@ -308,14 +312,14 @@ def workload(shape: ModelShape, tokenizer: Tokenizer, rows: Sequence[Row], count
     """The sizes of the model and of its rows. Token counts are those of `rows`; `count` is the number of training rows."""
     counts = count_parameters(shape)
     moe = shape.moe
-    unused = 0 if moe is None else round(counts["experts"] * (1 - moe.experts_per_token / moe.experts))
+    inactive = 0 if moe is None else round(counts["experts"] * (1 - moe.experts_per_token / moe.experts))
     prompts = (
         tokenizer.chat([{"role": "user", "content": row["question"]}]) if templated else tokenizer.encode(row["question"], special=True)
         for row in rows
     )
     return Workload(
         parameters=counts["total"],
-        active=counts["total"] - unused,
+        active=counts["total"] - inactive,
         positions=shape.max_positions,
         prompt_tokens=max(map(len, prompts)),
         answer_tokens=max(len(tokenizer.encode(row["answer"])) for row in rows),
@@ -348,7 +352,7 @@ def _accepts_drafter(config: Mapping[str, object]) -> bool:
 
 def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequence[Setting], *, gpu: bool, templated: bool) -> str:
     """The recipe as YAML, with the reason of each setting as a comment above it."""
-    basics = [
+    base_settings = [
         Setting("name", name),
         Setting("model.path", model),
         Setting("data.path", "rows.jsonl"),
@@ -361,11 +365,11 @@ def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequ
         Setting("train.rl.preset", "dapo", "no KL to the start, a higher upper clip, and groups without signal are replaced"),
         Setting("rollout.engine", "vllm"),
     ]
-    everything = [*basics, *settings, *([] if gpu else [Setting("cluster.device", "cpu")])]
-    reasons = {setting.key: setting.why for setting in everything if setting.why}
+    all_settings = [*base_settings, *settings, *([] if gpu else [Setting("cluster.device", "cpu")])]
+    reasons = {setting.key: setting.reason for setting in all_settings if setting.reason}
     size = f"{work.parameters / 1e6:.0f}M"
     head = f"# {task} of reasoning-gym with {model} ({size} parameters). docs/your-first-run.md explains the choices.\n"
-    return head + "".join(f"{line}\n" for line in _yaml(tree(everything), reasons))
+    return head + "".join(f"{line}\n" for line in _yaml(tree(all_settings), reasons))
 
 
 def _yaml(values: Mapping[str, object], reasons: Mapping[str, str], path: str = "", indent: str = "") -> list[str]:
@@ -375,8 +379,8 @@ def _yaml(values: Mapping[str, object], reasons: Mapping[str, str], path: str = 
         name = f"{path}{key}"
         if reason := reasons.get(name):
             lines.append(f"{indent}# {reason}")
-        explained = any(each.startswith(f"{name}.") for each in reasons)
-        if isinstance(value, Mapping) and (explained or not all(isinstance(each, str) for each in value.values())):
+        has_reasons = any(key.startswith(f"{name}.") for key in reasons)
+        if isinstance(value, Mapping) and (has_reasons or not all(isinstance(item, str) for item in value.values())):
             lines += [f"{indent}{key}:", *_yaml(value, reasons, f"{name}.", f"{indent}  ")]
         else:
             lines.append(f"{indent}{key}: {_scalar(value)}")
@@ -385,7 +389,7 @@ def _yaml(values: Mapping[str, object], reasons: Mapping[str, str], path: str = 
 
 def _scalar(value: object) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_scalar(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_scalar(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_scalar, value)) + "]"
     if isinstance(value, float) and 0 < value < 1e-3:

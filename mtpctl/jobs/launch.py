@@ -72,7 +72,7 @@ class SlurmAllocation:
     limit_s: float
 
 
-def run_slurm(command: str, *arguments: str) -> str:
+def run_slurm_command(command: str, *arguments: str) -> str:
     """The output of a Slurm command. Raises EnvironmentMissing without Slurm, and UserError with Slurm's message if the command fails."""
     if shutil.which(command) is None:
         raise EnvironmentMissing(f"{command}: is not on PATH; run this command where Slurm jobs are submitted")
@@ -85,20 +85,20 @@ def run_slurm(command: str, *arguments: str) -> str:
 def node_groups() -> list[NodeGroup]:
     """The groups of equal nodes of all partitions of this Slurm cluster."""
     groups = []
-    for line in run_slurm("sinfo", "--exact", "--noheader", "--format=%P|%D|%c|%G|%l").splitlines():
+    for line in run_slurm_command("sinfo", "--exact", "--noheader", "--format=%P|%D|%c|%G|%l").splitlines():
         name, nodes, cpus, gres, limit = line.strip().split("|")
         gpus = sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres)))
-        seconds = float("inf") if limit in ("infinite", "UNLIMITED", "n/a") else seconds_of(limit)
+        seconds = float("inf") if limit in ("infinite", "UNLIMITED", "n/a") else parse_slurm_time(limit)
         groups.append(NodeGroup(name.rstrip("*"), name.endswith("*"), int(nodes), int(cpus.rstrip("+")), gpus, seconds))
     return groups
 
 
-def seconds_of(text: str) -> float:
+def parse_slurm_time(text: str) -> float:
     """A time as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]."""
-    matched = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if matched is None:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
         raise UserError(f"--time: {text} is not a time of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS")
-    days, *parts = matched.groups()
+    days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     if days is None and len(numbers) < 3:
         numbers = [0, *numbers]
@@ -115,15 +115,17 @@ def slurm_allocation(recipe: Recipe, request: SlurmRequest, groups: Sequence[Nod
     names = ", ".join(sorted({group.partition for group in groups}))
     if name is None:
         raise UserError(f"--partition: Slurm has no default partition; name one of {names}")
-    members = [group for group in groups if group.partition == name]
-    if not members:
+    partition_groups = [group for group in groups if group.partition == name]
+    if not partition_groups:
         raise UserError(f"--partition: Slurm has no partition {name}; name one of {names}")
-    limit_s = members[0].limit_s if request.time is None else seconds_of(request.time)
-    if limit_s > members[0].limit_s:
-        raise UserError(f"--time: {request.time} is more than the limit of partition {name}, {members[0].limit_s / 60:g} minutes; lower it")
+    limit_s = partition_groups[0].limit_s if request.time is None else parse_slurm_time(request.time)
+    if limit_s > partition_groups[0].limit_s:
+        raise UserError(
+            f"--time: {request.time} is more than the limit of partition {name}, {partition_groups[0].limit_s / 60:g} minutes; lower it"
+        )
     cuda = recipe.device == "cuda"
     cpus, gpus = request.cpus or 1, (request.gpus or 1) if cuda else 0
-    suitable = [group for group in members if group.cpus >= cpus and group.gpus >= gpus]
+    suitable = [group for group in partition_groups if group.cpus >= cpus and group.gpus >= gpus]
     if not suitable:
         raise ClusterResources(
             f"--partition: no node of {name} has {cpus} CPU(s) and {gpus} GPU(s); lower --cpus or --gpus, or name another partition"
@@ -198,7 +200,7 @@ def submit_slurm(recipe: Recipe, request: SlurmRequest, text: str) -> tuple[str,
         folder.logs.mkdir(exist_ok=True)
     path = folders[0].path / SLURM_SCRIPT
     path.write_text(text, encoding="utf-8")
-    job = run_slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    job = run_slurm_command("sbatch", "--parsable", str(path)).strip().partition(";")[0]
     for folder, seed in zip(folders, request.seeds or [None], strict=True):
         (folder.logs / SLURM_ID).write_text(f"{job}{'' if seed is None else f'_{seed}'}\n", encoding="utf-8")
     return job, path
@@ -211,13 +213,13 @@ def job_line(run: Path) -> str | None:
         return None
     job = file.read_text(encoding="utf-8").strip()
     try:
-        lines = run_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T|%M|%l|%R").splitlines()
+        lines = run_slurm_command("squeue", "--noheader", f"--jobs={job}", "--format=%T|%M|%l|%R").splitlines()
     except UserError:  # Slurm has forgotten the job
         lines = []
     if not lines:
         return f"Slurm job {job}: ended"
-    state, used, limit, nodes_or_reason = lines[0].split("|")
-    return f"Slurm job {job}: {state}, {used} of {limit}, {nodes_or_reason}"
+    state, elapsed, limit, nodes_or_reason = lines[0].split("|")
+    return f"Slurm job {job}: {state}, {elapsed} of {limit}, {nodes_or_reason}"
 
 
 RUNS_MOUNT, RECIPE_MOUNT = "/runs", "/recipe"
@@ -239,12 +241,12 @@ def kuberay_manifest(recipe: Recipe, *, image: str, claim: str, memory: str | No
     spec: dict[str, Any] = {
         "rayVersion": version("ray"),
         "authOptions": {"mode": "token"},
-        "headGroupSpec": {"rayStartParams": {}, "template": {"spec": _named(pod, "ray-head")}},
+        "headGroupSpec": {"rayStartParams": {}, "template": {"spec": _with_container_name(pod, "ray-head")}},
     }
     if placement.hosts > 1:
-        others = {"replicas": placement.hosts - 1, "minReplicas": placement.hosts - 1, "maxReplicas": placement.hosts - 1}
-        worker = {"template": {"spec": _named(pod, "ray-worker")}}
-        spec["workerGroupSpecs"] = [{"groupName": "workers", **others, "rayStartParams": {}, **worker}]
+        counts = {"replicas": placement.hosts - 1, "minReplicas": placement.hosts - 1, "maxReplicas": placement.hosts - 1}
+        worker = {"template": {"spec": _with_container_name(pod, "ray-worker")}}
+        spec["workerGroupSpecs"] = [{"groupName": "workers", **counts, "rayStartParams": {}, **worker}]
     job = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -290,5 +292,5 @@ def _pod(placement: Placement, recipe: str, image: str, claim: str, memory: str 
     }
 
 
-def _named(pod: dict[str, Any], name: str) -> dict[str, Any]:
+def _with_container_name(pod: dict[str, Any], name: str) -> dict[str, Any]:
     return pod | {"containers": [{"name": name} | container for container in pod["containers"]]}

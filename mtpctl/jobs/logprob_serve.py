@@ -19,7 +19,7 @@ from mtpctl.data.tokenizers import Tokenizer, load_tokenizer
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.jobs import print_progress
-from mtpctl.jobs.targets import load_whole
+from mtpctl.jobs.targets import load_recipe_or_run
 from mtpctl.logprob.http import make_app
 from mtpctl.logprob.server import LogprobServer, start_server
 from mtpctl.recipe.model import hf_config
@@ -30,12 +30,12 @@ from mtpctl.web.guard import HttpBounds
 from mtpctl.web.server import WebServer, address_of, raise_open_file_limit
 
 Report = Callable[[str], None]
-FALLBACK = "tiny_mtp"
+FALLBACK_RECIPE = "tiny_mtp"
 """The recipe to serve if none is named and there is no run."""
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The weights to serve: a model folder and, for a trained run, the run's checkpoint and its weight version.
 
     `name` describes their origin; `model_id` is the model's name for clients.
@@ -49,11 +49,11 @@ class Served:
     version: int = 0
 
 
-def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | None, report: Report) -> None:
+def serve(recipe: Recipe, served: ServedModel, listener: socket.socket, *, key: str | None, report: Report) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     raise_open_file_limit()
     ranks = recipe.logprob.parallel.world_size * recipe.logprob.replicas
-    with cluster(recipe.cluster, cpus=0, gpus=0), contextlib.closing(bound):
+    with cluster(recipe.cluster, cpus=0, gpus=0), contextlib.closing(listener):
         import ray
 
         available = ray.cluster_resources().get("GPU", 0)
@@ -62,17 +62,17 @@ def serve(recipe: Recipe, served: Served, bound: socket.socket, *, key: str | No
             raise ClusterResources(
                 f"logprob.parallel: {ranks} rank(s) with {recipe.logprob.gpus:g} GPU each exceed the {available:g} of the cluster"
             )
-        asyncio.run(_serve(recipe, served, bound, key, report, cuda=cuda))
+        asyncio.run(_serve(recipe, served, listener, key, report, cuda=cuda))
 
 
-async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str | None, report: Report, *, cuda: bool) -> None:
+async def _serve(recipe: Recipe, served: ServedModel, listener: socket.socket, key: str | None, report: Report, *, cuda: bool) -> None:
     options = recipe.logprob
     layout = ", ".join(f"{name} {getattr(options.parallel, name)}" for name in ("tp", "pp", "dp") if getattr(options.parallel, name) > 1)
     report(
         f"starting {options.replicas} replica(s) of {options.parallel.world_size} rank(s){f' ({layout})' if layout else ''} "
         f"on {'cuda' if cuda else 'cpu'}, {recipe.train.precision}"
     )
-    starting = start_server(
+    server_start = start_server(
         recipe,
         served.model,
         device="cuda" if cuda else "cpu",
@@ -81,16 +81,16 @@ async def _serve(recipe: Recipe, served: Served, bound: socket.socket, key: str 
         checkpoint=served.checkpoint,
         version=served.version,
     )
-    server = await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
+    server = await within(server_start, recipe.cluster.actor_deadline_s, "log-prob server, start")
     server_http = web(server, served.tokenizer, served.model_id, key=key, bounds=HttpBounds())
     freeze_heap()
-    watching = asyncio.create_task(server.watch())
+    watch_task = asyncio.create_task(server.watch())
     routes = "/v1/logprobs, /v1/completions, /v1/models, /health, /version, /metrics, /docs"
-    report(f"weights version {server.version}; {address_of(bound)}{routes}")
+    report(f"weights version {server.version}; {address_of(listener)}{routes}")
     try:
-        await server_http.serve(sockets=[bound])
+        await server_http.serve(sockets=[listener])
     finally:
-        watching.cancel()
+        watch_task.cancel()
         await server.close()
     report("stopped")
 
@@ -100,15 +100,15 @@ def web(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: s
     return WebServer(make_app(server, tokenizer, name, key=key, bounds=bounds))
 
 
-def recipe_to_serve(named: str | None, model: str | None, sets: Sequence[str], overlays: Sequence[str]) -> tuple[Recipe, Path | None]:
+def recipe_to_serve(name: str | None, model: str | None, sets: Sequence[str], overlays: Sequence[str]) -> tuple[Recipe, Path | None]:
     """The recipe to serve, and its run directory if it is the recipe of a run. `model` replaces the recipe's model.
 
-    If neither is named, uses the newest run below `runs`, else `FALLBACK`.
+    If neither is named, uses the newest run below `runs`, else `FALLBACK_RECIPE`.
     """
-    run = Path(named) if named is not None and _is_run(Path(named)) else None
-    if named is None and model is None:
+    run = Path(name) if name is not None and _is_run(Path(name)) else None
+    if name is None and model is None:
         run = _newest_run()
-    loaded = load_whole(run / RECIPE if run is not None else named or FALLBACK, overlays, sets).recipe
+    loaded = load_recipe_or_run(run / RECIPE if run is not None else name or FALLBACK_RECIPE, overlays, sets).recipe
     if model is not None:
         # The recipe only configures serving: the model has its own tokenizer and sizes.
         config = loaded.model.model_copy(update={"path": os.path.expanduser(model), "config": None, "tokenizer": None, "init": "weights"})
@@ -127,16 +127,16 @@ def _newest_run() -> Path | None:
     return max(runs, key=lambda path: (path / RECIPE).stat().st_mtime, default=None)
 
 
-def with_heads_for(recipe: Recipe, tp: int) -> Recipe:
+def with_divisible_heads(recipe: Recipe, tp: int) -> Recipe:
     """The fallback recipe with a number of attention heads that `tp` divides. Its weights are random, so the number may change."""
     config = dict(recipe.model.config or {})
     shape = shape_of(config)
     hidden, heads = shape.hidden, shape.heads
-    divisible = next((n for n in range(tp, hidden + 1, tp) if n >= heads and hidden % n == 0), heads)
-    if heads % tp == 0 or divisible == heads:
+    new_heads = next((n for n in range(tp, hidden + 1, tp) if n >= heads and hidden % n == 0), heads)
+    if heads % tp == 0 or new_heads == heads:
         return recipe
-    print(f"{recipe.name}: {divisible} attention heads instead of {heads}, because tp {tp} must divide them")
-    config |= {"num_attention_heads": divisible, "num_key_value_heads": divisible, "head_dim": hidden // divisible}
+    print(f"{recipe.name}: {new_heads} attention heads instead of {heads}, because tp {tp} must divide them")
+    config |= {"num_attention_heads": new_heads, "num_key_value_heads": new_heads, "head_dim": hidden // new_heads}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
@@ -146,12 +146,12 @@ def with_layout(recipe: Recipe, tp: int | None, pp: int | None, replicas: int | 
     parallel = recipe.logprob.parallel.model_copy(update=degrees)
     changes = {"parallel": parallel} | ({"replicas": replicas} if replicas is not None else {})
     config = hf_config(recipe.model)
-    if config is not None and (mistake := next(iter(check_parallel(parallel, shape_of(config), "logprob.parallel")), None)):
-        raise UserError(mistake)
+    if config is not None and (error := next(iter(check_parallel(parallel, shape_of(config), "logprob.parallel")), None)):
+        raise UserError(error)
     return recipe.model_copy(update={"logprob": recipe.logprob.model_copy(update=changes)})
 
 
-def served_model(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
+def find_served_model(recipe: Recipe, run: Path | None, scratch: Path) -> ServedModel:
     """The model to serve: the newest checkpoint of the run, else the recipe's model, which is created in `scratch` if necessary."""
     folder = open_model(recipe, run or scratch)
     if recipe.model.path is not None and recipe.model.tokenizer is None:
@@ -164,8 +164,8 @@ def served_model(recipe: Recipe, run: Path | None, scratch: Path) -> Served:
     if run is not None:
         checkpoint, version = newest_version(run.absolute() / "checkpoints", print_progress)
         if checkpoint is not None:
-            return Served(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
-        return Served(f"run {run}, its initial model", run.absolute().name, folder.path, tokenizer)
+            return ServedModel(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
+        return ServedModel(f"run {run}, its initial model", run.absolute().name, folder.path, tokenizer)
     if recipe.model.path is not None:
-        return Served(f"model {recipe.model.path}", Path(recipe.model.path).absolute().name, folder.path, tokenizer)
-    return Served(f"recipe {recipe.name}, its model with random weights", recipe.name, folder.path, tokenizer)
+        return ServedModel(f"model {recipe.model.path}", Path(recipe.model.path).absolute().name, folder.path, tokenizer)
+    return ServedModel(f"recipe {recipe.name}, its model with random weights", recipe.name, folder.path, tokenizer)

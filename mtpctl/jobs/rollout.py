@@ -20,7 +20,7 @@ from mtpctl.environments.agents import gateway_socket, open_generator
 from mtpctl.environments.environment import Failures, environment_of
 from mtpctl.environments.trial import try_environment
 from mtpctl.errors import UserError
-from mtpctl.jobs.engines import Report, Source, engine_cluster, serving, source_of, with_merged_sync, without_training
+from mtpctl.jobs.engines import Report, WeightSource, engine_cluster, find_weights, serving, with_merged_sync, without_training
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
@@ -59,7 +59,7 @@ class Prompt:
 def rollout(
     recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report, progress: Progress, start: str | None = None
 ) -> dict[str, Any]:
-    """Generate the responses that are missing in `out`, `n` to every prompt. Returns the summary. `start`: as in `source_of`.
+    """Generate the responses that are missing in `out`, `n` to every prompt. Returns the summary. `start`: as in `find_weights`.
 
     Before anything starts, raises UserError for unsuitable prompts, model or file, and EnvironmentMissing without vLLM. Errors of the
     cluster and the engines (ClusterResources, RuntimeFailure) are raised unchanged.
@@ -73,7 +73,7 @@ def rollout(
         raise UserError(f"--out: {out} holds the prompts; name another file")
     with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
-        source = source_of(recipe, start, folder, report)
+        source = find_weights(recipe, start, folder, report)
         report(f"model: {source.name}")
         if source.ends.disagreement:
             report(source.ends.disagreement)
@@ -83,7 +83,7 @@ def rollout(
             trial = try_environment(environment, problems, chat=chat, deadline_s=deadline_s)
             trial.check_text(source.tokenizer)
             tools = trial.tools
-        requested = []
+        prompt_rows = []
         for number, problem in enumerate(problems):
             ids = encode_prompt(source.tokenizer, problem, recipe.data, tools)
             if len(ids) >= source.context:
@@ -92,9 +92,11 @@ def rollout(
                     "or raise rollout.context"
                 )
             answer = None if problem.answer == NO_ANSWER else problem.answer
-            requested.append(Prompt(number, problem.prompt_id, problem.prompt, ids, answer, problem))
-        file = stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {prompt.prompt_id: prompt.text for prompt in requested}))
-        missing, samples, tokens = missing_responses(requested, n, file.keys), file.tally.samples, file.tally.tokens
+            prompt_rows.append(Prompt(number, problem.prompt_id, problem.prompt, ids, answer, problem))
+        file = stack.enter_context(
+            SampleFile.open(out, origin_of(recipe, source), {prompt.prompt_id: prompt.text for prompt in prompt_rows})
+        )
+        missing, samples, tokens = missing_responses(prompt_rows, n, file.keys), file.tally.samples, file.tally.tokens
         seconds = 0.0
         if missing:
             if samples:
@@ -107,7 +109,7 @@ def rollout(
         return counts | {"model": source.name, "out": str(out)}
 
 
-def origin_of(recipe: Recipe, source: Source) -> Origin:
+def origin_of(recipe: Recipe, source: WeightSource) -> Origin:
     """The origin of samples of this recipe and these weights."""
     rollout, data = recipe.rollout, recipe.data
     return Origin(
@@ -129,7 +131,7 @@ def origin_of(recipe: Recipe, source: Source) -> Origin:
     )
 
 
-def _extra_end_ids(source: Source) -> list[int]:
+def _extra_end_ids(source: WeightSource) -> list[int]:
     """The end tokens other than EOS. If EOS is not an end token: -1, followed by all end tokens."""
     eos, ids = source.tokenizer.eos_id, list(source.ends.ids)
     return [token for token in ids if token != eos] if eos in ids else [-1, *ids]
@@ -145,7 +147,7 @@ def _environment(rollout: RolloutBase) -> list[object]:
 
 def _generate(
     recipe: Recipe,
-    source: Source,
+    source: WeightSource,
     missing: list[tuple[Prompt, int]],
     file: SampleFile,
     folder: Path,
@@ -157,7 +159,7 @@ def _generate(
     # The engines must not repeat the random numbers of the samples in the file.
     seed = recipe.seed + 7919 * file.tally.samples
 
-    async def drive(store: VersionStore) -> float:
+    async def run_engines(store: VersionStore) -> float:
         async with (
             serving(recipe, source, store, seed) as pool,
             Rewarder(recipe.reward, report=report) as rewarder,
@@ -187,7 +189,7 @@ def _generate(
 
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(engine_cluster(recipe, source, folder))
-        return asyncio.run(drive(store))
+        return asyncio.run(run_engines(store))
 
 
 def missing_responses(prompts: Iterable[Prompt], n: int, done: set[tuple[str, int]]) -> list[tuple[Prompt, int]]:
@@ -231,16 +233,16 @@ async def generate_responses(
         out.append(sample, prompt.text, text)
         progress(len(out.keys), total, out.tally)
 
-    writing: list[asyncio.Task[None]] = []
+    write_tasks: list[asyncio.Task[None]] = []
     try:
         async with contextlib.aclosing(generator.generate(requests())) as samples:
             async for sample in samples:
                 if (failure := failures.first(sample)) is not None:
                     report(failure)
-                writing.append(asyncio.create_task(write(sample)))
+                write_tasks.append(asyncio.create_task(write(sample)))
     finally:
         # Finished samples get their rewards after an error or an interrupt as well.
-        await asyncio.gather(*writing)
+        await asyncio.gather(*write_tasks)
     return time.perf_counter() - began
 
 
@@ -267,42 +269,44 @@ def summary(tally: Tally, *, new_samples: int, new_tokens: int, seconds: float) 
 def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Report, start: str | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM. Appends the trajectories that agents finish to `out`. Returns their number.
 
-    `start`: as in `source_of`. Raises UserError if the address is in use, the file cannot be written, or the tokenizer has no chat
+    `start`: as in `find_weights`. Raises UserError if the address is in use, the file cannot be written, or the tokenizer has no chat
     template. Errors of the cluster and the engines are raised unchanged.
     """
-    served: dict[str, object] = {"agent": None, "agent_args": {}, "environment": "single", "gateway": True}
-    served |= {"gateway_host": host, "gateway_port": port}
-    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=served)})
+    gateway_keys: dict[str, object] = {"agent": None, "agent_args": {}, "environment": "single", "gateway": True}
+    gateway_keys |= {"gateway_host": host, "gateway_port": port}
+    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=gateway_keys)})
     validate(without_training(recipe))
-    recipe, bound = with_merged_sync(recipe), gateway_socket(recipe.rollout)
-    assert bound is not None, "the gateway is on"
-    with contextlib.closing(bound), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as scratch, contextlib.ExitStack() as stack:
-        source = source_of(recipe, start, Path(scratch), report)
+    recipe, listener = with_merged_sync(recipe), gateway_socket(recipe.rollout)
+    assert listener is not None, "the gateway is on"
+    with contextlib.closing(listener), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as scratch, contextlib.ExitStack() as stack:
+        source = find_weights(recipe, start, Path(scratch), report)
         report(f"model: {source.name}")
         file = None if out is None else stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {}))
         store = stack.enter_context(engine_cluster(recipe, source, Path(scratch)))
-        return asyncio.run(_serve(recipe, source, store, file, bound, report))
+        return asyncio.run(_serve(recipe, source, store, file, listener, report))
 
 
-async def _serve(recipe: Recipe, source: Source, store: VersionStore, file: SampleFile | None, bound: socket.socket, report: Report) -> int:
+async def _serve(
+    recipe: Recipe, source: WeightSource, store: VersionStore, file: SampleFile | None, listener: socket.socket, report: Report
+) -> int:
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
-    for each in stop_signals():
-        loop.add_signal_handler(each, stopping.set)
-    stopped = asyncio.create_task(stopping.wait())
+    for signal_number in stop_signals():
+        loop.add_signal_handler(signal_number, stopping.set)
+    stop_task = asyncio.create_task(stopping.wait())
     finished = 0
     async with contextlib.AsyncExitStack() as stack:
-        starting = asyncio.create_task(_started(recipe, source, store, stack, bound, report))
-        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+        start_task = asyncio.create_task(_start_generator(recipe, source, store, stack, listener, report))
+        await asyncio.wait({start_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not start_task.done():
+            start_task.cancel()
+            await asyncio.gather(start_task, return_exceptions=True)
             return 0
-        generator = starting.result()
+        generator = start_task.result()
         failures = Failures()
         samples = await stack.enter_async_context(contextlib.aclosing(generator.generate(_trajectories(recipe, source, file))))
         while True:
             next_sample = asyncio.ensure_future(anext(samples))
-            await asyncio.wait({next_sample, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({next_sample, stop_task}, return_when=asyncio.FIRST_COMPLETED)
             if not next_sample.done():
                 next_sample.cancel()
                 await asyncio.gather(next_sample, return_exceptions=True)
@@ -317,8 +321,8 @@ async def _serve(recipe: Recipe, source: Source, store: VersionStore, file: Samp
     return finished
 
 
-async def _started(
-    recipe: Recipe, source: Source, store: VersionStore, stack: contextlib.AsyncExitStack, bound: socket.socket, report: Report
+async def _start_generator(
+    recipe: Recipe, source: WeightSource, store: VersionStore, stack: contextlib.AsyncExitStack, listener: socket.socket, report: Report
 ) -> Generator:
     pool: ReplicaPool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
     return await stack.enter_async_context(
@@ -331,12 +335,12 @@ async def _started(
             report=report,
             trains=False,
             single_requests=lambda: _trajectory(recipe, source, "request"),
-            bound=bound,
+            bound=listener,
         )
     )
 
 
-async def _trajectories(recipe: Recipe, source: Source, file: SampleFile | None) -> AsyncIterator[GenerationRequest]:
+async def _trajectories(recipe: Recipe, source: WeightSource, file: SampleFile | None) -> AsyncIterator[GenerationRequest]:
     """An endless series of requests, one for each trajectory of an external agent. Their problems are not known here."""
     names = set() if file is None else {prompt_id for prompt_id, _ in file.keys}
     for number in itertools.count():
@@ -344,12 +348,12 @@ async def _trajectories(recipe: Recipe, source: Source, file: SampleFile | None)
             yield _trajectory(recipe, source, name)
 
 
-def _trajectory(recipe: Recipe, source: Source, name: str) -> GenerationRequest:
+def _trajectory(recipe: Recipe, source: WeightSource, name: str) -> GenerationRequest:
     problem = Problem(name, "", NO_ANSWER)
     return create_request(recipe.rollout, Sample(name, name, []), context=source.context, end_ids=source.ends.ids, problem=problem)
 
 
-def _write(file: SampleFile, sample: Sample, source: Source) -> None:
+def _write(file: SampleFile, sample: Sample, source: WeightSource) -> None:
     """Write a trajectory, if its agent sent at least one request."""
     if sample.response_ids:
         sample.reward = sample.environment_reward

@@ -62,7 +62,7 @@ def sync_manually(recipe: Recipe, weights: Weights | None, urls: list[str], *, v
     """
     if not urls:
         check_engine(recipe)
-    engines = asyncio.run(_serving(recipe, urls))
+    engines = asyncio.run(_find_engines(recipe, urls))
     placement = place(recipe)
     actors = placement.of("trainer") if engines else placement.actors
     cpus, gpus = sum(actor.cpus for actor in actors), sum(actor.gpus for actor in actors)
@@ -70,7 +70,7 @@ def sync_manually(recipe: Recipe, weights: Weights | None, urls: list[str], *, v
         return asyncio.run(_sync(recipe, placement, weights, engines, Path(scratch), verify=verify, repeat=repeat))
 
 
-async def _serving(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
+async def _find_engines(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
     kv = {"release_kv": recipe.sync.release_kv, "keep_kv": recipe.sync.kv == "keep"}
     return [await ServedEngine.connect(url, recipe.sync.sections, **kv) for url in urls]
 
@@ -90,32 +90,35 @@ async def _sync(
         if engines:
             counts = await trainer.build(model.path)
         else:
-            starting = (_pool(recipe, model, placement, store), _server(recipe, model, placement, store))
-            counts, pool, server = await asyncio.gather(trainer.build(model.path), *starting)
+            starts = (_start_pool(recipe, model, placement, store), _start_log_prob_server(recipe, model, placement, store))
+            counts, pool, server = await asyncio.gather(trainer.build(model.path), *starts)
         for actor in (pool, server):
             if actor is not None:
                 stack.push_async_callback(actor.close)
         if checkpoint is not None:
             await trainer.restore(checkpoint)
         print_progress(f"trainer ready: {counts['parameters']:,} parameters" + (f", of {checkpoint.name}" if checkpoint else ""))
-        served = ServedEngines(engines)
-        sync = WeightSync(recipe, trainer, served if pool is None else pool, server, store.root)
-        first = served.version + 1 if engines else 1
+        served_engines = ServedEngines(engines)
+        sync = WeightSync(recipe, trainer, served_engines if pool is None else pool, server, store.root)
+        first_version = served_engines.version + 1 if engines else 1
         targets = len(engines) or recipe.rollout.replica_range.min + (recipe.logprob.replicas if server is not None else 0)
-        return [await _measure_sync(sync, version, verify or version == first, targets) for version in range(first, first + repeat)]
+        return [
+            await _measure_sync(sync, version, verify or version == first_version, targets)
+            for version in range(first_version, first_version + repeat)
+        ]
 
 
-async def _pool(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> ReplicaPool:
+async def _start_pool(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> ReplicaPool:
     context = recipe.rollout.context or model.shape.max_positions
     return await start_pool(recipe, model=str(model.path), context=context, placement=placement, published=store)
 
 
-async def _server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
+async def _start_log_prob_server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
     if not recipe.logprob.standalone:
         return None
     first, published = placement.of("logprob")[0], store.for_logprob(recipe)
-    starting = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, published=published)
-    return await within(starting, recipe.cluster.actor_deadline_s, "log-prob server, start")
+    server_start = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, published=published)
+    return await within(server_start, recipe.cluster.actor_deadline_s, "log-prob server, start")
 
 
 async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:
@@ -126,7 +129,7 @@ async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: i
     update = sync.last
     assert update is not None
     manifest, sent = update.manifest, update.sent
-    link = None if update.pushed else copy_rate(max(bucket.nbytes for plan in manifest.sections.values() for bucket in plan.buckets))
+    link_rate = None if update.pushed else copy_rate(max(bucket.nbytes for plan in manifest.sections.values() for bucket in plan.buckets))
     return SyncResult(
         version,
         manifest.transport,
@@ -137,7 +140,7 @@ async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: i
         metrics["sync/stall_seconds"],
         sent.wire_seconds,
         manifest.nbytes / (sent.wire_seconds or metrics["sync/seconds"]) / 1e9,
-        link,
+        link_rate,
         sum(report.verified for report in update.reports),
     )
 

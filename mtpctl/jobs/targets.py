@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mtpctl.recipe.loading import LoadedRecipe
     from mtpctl.recipe.schema import Recipe
 
-CHECKPOINT, WEIGHTS = "run.json", "config.json"
-START = "start"
+CHECKPOINT_FILE, WEIGHTS_FILE = "run.json", "config.json"
+START_FOLDER = "start"
 """Folder in a run directory with the weights that the run began from, if they were converted from a checkpoint."""
 
 
@@ -52,11 +52,11 @@ class Target:
         return f"{self.recipe.run_path} begins with the recipe of {self.run}" + (f" and {', '.join(self.changed)}" if self.changed else "")
 
 
-def run_of(target: str | Path) -> Path | None:
+def find_run(target: str | Path) -> Path | None:
     """The directory of a run, or of the run of a checkpoint; None for anything else."""
     folder = Path(target).expanduser().absolute()
-    run = folder.parent.parent if (folder / CHECKPOINT).is_file() else folder
-    return run if _recipe_of(run).is_file() else None
+    run = folder.parent.parent if (folder / CHECKPOINT_FILE).is_file() else folder
+    return run if _recipe_file(run).is_file() else None
 
 
 def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
@@ -67,30 +67,30 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
     """
     from mtpctl.recipe.loading import flatten, load_recipe
 
-    folder, run = Path(target).expanduser(), run_of(target)
+    folder, run = Path(target).expanduser(), find_run(target)
     if run is None:
-        if (folder / WEIGHTS).is_file():
+        if (folder / WEIGHTS_FILE).is_file():
             raise UserError(f"{target} is a folder of weights, not a recipe; name a recipe, and this folder by --set model.path={target}")
         if folder.is_dir():
-            kinds = f"a run ({_recipe_of(folder).name}), nor a checkpoint ({CHECKPOINT}), nor a folder of weights ({WEIGHTS})"
+            kinds = f"a run ({_recipe_file(folder).name}), nor a checkpoint ({CHECKPOINT_FILE}), nor a folder of weights ({WEIGHTS_FILE})"
             raise UserError(f"{target} is neither {kinds}; name one of these, or a recipe file")
         return Target(load_recipe(target, overlays=overlays, sets=sets))
-    source = _recipe_of(run)
-    saved = load_recipe(source)
-    moved = _location_keys(saved.recipe, run)
-    if (start_folder := _moved_start(saved.recipe, run)) is not None:
-        moved["model.path"] = start_folder
-    moved_sets = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in moved.items()]
+    source = _recipe_file(run)
+    saved_recipe = load_recipe(source)
+    moved_keys = _location_keys(saved_recipe.recipe, run)
+    if (start_folder := _moved_start(saved_recipe.recipe, run)) is not None:
+        moved_keys["model.path"] = start_folder
+    moved_sets = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in moved_keys.items()]
     loaded = load_recipe(source, overlays=overlays, sets=[*moved_sets, *sets])
-    before, now = (flatten(each.recipe.model_dump(mode="json", by_alias=True)) for each in (saved, loaded))
+    before, after = (flatten(document.recipe.model_dump(mode="json", by_alias=True)) for document in (saved_recipe, loaded))
     # Moving the run is not a change by the user.
-    before |= {tuple(key.split(".")): value for key, value in moved.items()}
-    keys = [key for key in now if now[key] != before.get(key)]
-    changed = tuple(f"{'.'.join(key)}: {_shown(before.get(key))} → {_shown(now[key])}" for key in keys)
+    before |= {tuple(key.split(".")): value for key, value in moved_keys.items()}
+    keys = [key for key in after if after[key] != before.get(key)]
+    changed = tuple(f"{'.'.join(key)}: {_value_text(before.get(key))} → {_value_text(after[key])}" for key in keys)
     return Target(loaded, run, str(folder.absolute()) if run != folder.absolute() else None, changed)
 
 
-def load_whole(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
+def load_recipe_or_run(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
     """`load_target` for commands that work on whole runs. Also raises UserError for a checkpoint."""
     loaded = load_target(target, overlays, sets)
     if loaded.start is not None:
@@ -105,7 +105,7 @@ def target_with_weights(target: str, start: str | None, overlays: Sequence[str],
     `start`: the value of `--from`, which takes precedence over the target's weights.
     """
     folder = Path(target).absolute()
-    if (folder / WEIGHTS).is_file():
+    if (folder / WEIGHTS_FILE).is_file():
         from mtpctl.recipe import yaml12
         from mtpctl.recipe.loading import load_recipe
 
@@ -139,14 +139,14 @@ class StartWeights:
 def start_weights(text: str) -> StartWeights:
     """The weights that `train --from` names. Raises UserError for anything but a run with a checkpoint, a checkpoint, or a folder."""
     folder = Path(text).expanduser().absolute()
-    if (folder / WEIGHTS).is_file():
+    if (folder / WEIGHTS_FILE).is_file():
         return StartWeights(text, str(folder))
     from mtpctl.controller.state import resolve_checkpoint
     from mtpctl.jobs import print_progress
     from mtpctl.recipe.loading import load_recipe
 
-    run, checkpoint, _ = resolve_checkpoint(str(folder), f"a folder of weights ({WEIGHTS})", report=print_progress)
-    recipe = load_recipe(_recipe_of(run)).recipe
+    run, checkpoint, _ = resolve_checkpoint(str(folder), f"a folder of weights ({WEIGHTS_FILE})", report=print_progress)
+    recipe = load_recipe(_recipe_file(run)).recipe
     model, adapter = recipe.model, recipe.train.lora is not None
     base = model.folder_in(run) or model.path
     return StartWeights(f"{text}, {checkpoint.name}" if checkpoint != folder else text, str(base), checkpoint, adapter)
@@ -176,46 +176,52 @@ def _location_keys(recipe: Recipe, run: Path) -> dict[str, str]:
 
 
 def _moved_start(recipe: Recipe, run: Path) -> str | None:
-    """The path of the folder `START` if the run began from it and was moved; None if its recipe is still correct."""
-    recorded, current = recipe.model.path, run / START
-    if recorded is None or Path(recorded).name != START or Path(recorded).absolute() == current or not (current / WEIGHTS).is_file():
+    """The path of the folder `START_FOLDER` if the run began from it and was moved; None if its recipe is still correct."""
+    recorded, current = recipe.model.path, run / START_FOLDER
+    if (
+        recorded is None
+        or Path(recorded).name != START_FOLDER
+        or Path(recorded).absolute() == current
+        or not (current / WEIGHTS_FILE).is_file()
+    ):
         return None
     return str(current)
 
 
-def _recipe_of(run: Path) -> Path:
+def _recipe_file(run: Path) -> Path:
     from mtpctl.telemetry.run_directory import RECIPE
 
     return run / RECIPE
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 def training_target(
-    recipe: str | None, start: str | None, overlays: Sequence[str], sets: Sequence[str], converted: Path | None = None
+    recipe: str | None, start: str | None, overlays: Sequence[str], sets: Sequence[str], converted_folder: Path | None = None
 ) -> tuple[Target, StartWeights | None]:
-    """The target of `train` and the weights of `--from`, if any. `converted`: the folder with these weights."""
+    """The target of `train` and the weights of `--from`, if any. `converted_folder`: the folder with these weights."""
     if start is None:
         if recipe is None:
             raise UserError("RECIPE: name a recipe or a run, or a run with --from")
-        return load_whole(recipe, overlays, sets), None
+        return load_recipe_or_run(recipe, overlays, sets), None
     weights = start_weights(start)
-    if recipe is None and (run := run_of(start)) is None:
+    if recipe is None and (run := find_run(start)) is None:
         raise UserError(f"--from: {start} contains no recipe; name a recipe before it")
-    named = recipe or str(run)
-    target = load_whole(named, overlays, sets)
+    name = recipe or str(run)
+    target = load_recipe_or_run(name, overlays, sets)
     run_path = target.recipe.run_path
-    if run_of(run_path) is not None:
+    if find_run(run_path) is not None:
         by_name = "--set name=NAME or " if "{name}" in target.recipe.run_dir else ""
         raise UserError(f"--from: {run_path} is an existing run; name a new one with {by_name}--set run_dir=FOLDER")
-    return Target(load_whole(named, overlays, [*sets, *weights.sets(converted)]).loaded, target.run, changed=target.changed), weights
+    loaded = load_recipe_or_run(name, overlays, [*sets, *weights.sets(converted_folder)]).loaded
+    return Target(loaded, target.run, changed=target.changed), weights
 
 
 def convert_start(weights: StartWeights, run: Path) -> tuple[Path, int]:
     """Convert a checkpoint to a Hugging Face folder in the run directory, in another process. Returns the folder and the exit code."""
-    folder = run / START
+    folder = run / START_FOLDER
     run.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "mtpctl", "convert-hf", str(weights.checkpoint), str(folder), "--force"]
     if weights.adapter:

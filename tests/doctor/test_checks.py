@@ -57,7 +57,7 @@ def finding(diagnosis: Diagnosis, name: str) -> checks.Finding:
 
 def test_machine_without_failures_has_every_finding_and_exit_code_0(examined: Any) -> None:
     reported: list[str] = []
-    diagnosis = examined(done=lambda check: reported.append(check.name))
+    diagnosis = examined(on_check=lambda check: reported.append(check.name))
     names = [check.name for check in diagnosis.checks]
     assert names == ["python", "machine", "gpus", "packages", "kernels", "transports", "ray", "sandbox", "families", "self-check"]
     assert set(reported) == set(names)
@@ -86,7 +86,7 @@ def test_nan_log_probs_fail(examined: Any) -> None:
 def test_failed_checks_are_named_and_the_others_still_run(examined: Any) -> None:
     diagnosis = examined({"ray": EnvironmentMissing("Ray did not start"), "sample": RuntimeFailure("sample: crashed")})
     assert diagnosis.to_dict()["exit_code"] == 3
-    assert str(diagnosis.error) == "Ray did not start (also wrong: self-check)"
+    assert str(diagnosis.error) == "Ray did not start (also failed: self-check)"
     assert finding(diagnosis, "kernels").state == "ok"
 
 

@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("toy", ROUNDED)
 def test_engine_server_and_trainer_agree_without_a_fault(recorded: dict[str, Path], toy: str) -> None:
-    result = Mismatch.of(score(recorded[toy]), 0.0)
+    result = Mismatch.from_result(score(recorded[toy]), 0.0)
     layers = [f"{layer}.{module}" for layer in range(2) for module in ("norm1", "attention", "norm2", "mlp")]
     assert [module.name for module in result.modules] == ["embedding", *layers, "final_norm", "head"]
     assert result.error is None, result.verdict
@@ -97,7 +97,7 @@ def test_module_with_other_rounding_is_named(recorded: dict[str, Path], toy: str
         FAULTS[toy, module](engine.module)
 
     monkeypatch.setattr(MegatronEngine, "_build", faulty)
-    result = Mismatch.of(score(recorded[toy]), 0.0)
+    result = Mismatch.from_result(score(recorded[toy]), 0.0)
     assert result.first is not None and result.first.name == module
     # The relative error of bf16's rounding is at most 2^-9.
     assert 1e-4 < result.first.mean < 2**-8
@@ -110,7 +110,7 @@ def test_module_with_other_rounding_is_named(recorded: dict[str, Path], toy: str
 
 
 def test_bitwise_numerics_permit_no_difference(recorded: dict[str, Path]) -> None:
-    result = Mismatch.of(score(recorded["bitwise"]), 0.0)
+    result = Mismatch.from_result(score(recorded["bitwise"]), 0.0)
     assert result.error is None and result.verdict.endswith("numerics: bitwise allows no difference")
     assert {(each.mean, each.worst, each.total, each.prefill) for each in result.modules} == {(0.0, 0.0, 0.0, 0.0)}
     assert {(each.mean, each.largest) for each in result.logprobs} == {(0.0, 0.0)}
@@ -125,7 +125,7 @@ def test_layer_that_sums_in_the_usual_order_is_named(recorded: dict[str, Path], 
         down.forward = lambda x: (nn.functional.linear(x, down.weight), None)
 
     monkeypatch.setattr(MegatronEngine, "_build", faulty)
-    result = Mismatch.of(score(recorded["bitwise"]), 0.0)
+    result = Mismatch.from_result(score(recorded["bitwise"]), 0.0)
     assert [each.name for each in result.modules if each.exceeds(result.limit)] == ["1.mlp"]
     assert result.first is not None and 0 < result.first.mean < 1e-5, "rounding in fp32"
     assert str(result.error).startswith("layer 1, MLP: engine and trainer differ by")

@@ -18,7 +18,18 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.sets import load_problem_sets
 from mtpctl.data.tokenizers import make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.jobs.first_recipe import FirstTask, Machine, Setting, Workload, cautions, choose, first_task, learning_rate, signal, tree
+from mtpctl.jobs.first_recipe import (
+    FirstTask,
+    Machine,
+    Setting,
+    Workload,
+    cautions,
+    choose,
+    first_task,
+    learning_rate,
+    signal_probability,
+    tree,
+)
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import load_recipe
 from tests.environment import with_tree
@@ -75,7 +86,7 @@ def test_recipe_is_valid_and_has_reasons(model: Path, machine: Machine, tmp_path
     assert recipe.device == ("cuda" if machine.gpus else "cpu") and recipe.data.chat_template
     text = path.read_text()
     for setting in task.settings:
-        assert not setting.why or f"# {setting.why}\n" in text, setting.key
+        assert not setting.reason or f"# {setting.reason}\n" in text, setting.key
 
 
 def test_rows_have_distant_seeds_and_unseen_prompts(model: Path, tmp_path: Path) -> None:
@@ -180,8 +191,8 @@ def test_learning_rate_falls_with_size() -> None:
 def test_signal_is_the_probability_of_different_rewards() -> None:
     """Of all outcomes of a group of 3 at a success rate of 0.2, all but none and all."""
     outcomes = [math.comb(3, k) * 0.2**k * 0.8 ** (3 - k) for k in (1, 2)]
-    assert signal(0.2, 3) == pytest.approx(sum(outcomes))
-    assert signal(0.0, 8) == signal(1.0, 8) == 0
+    assert signal_probability(0.2, 3) == pytest.approx(sum(outcomes))
+    assert signal_probability(0.0, 8) == signal_probability(1.0, 8) == 0
 
 
 def test_small_model_on_one_gpu_has_the_measured_settings() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mtpctl.jobs.launch import NodeGroup, SlurmAllocation, SlurmRequest, seconds_of, slurm_allocation, slurm_script
+from mtpctl.jobs.launch import NodeGroup, SlurmAllocation, SlurmRequest, parse_slurm_time, slurm_allocation, slurm_script
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.commands import mtpctl as mtpctl
@@ -98,7 +98,7 @@ def test_cards_are_whole_nodes_with_gpus() -> None:
     ("text", "seconds"), [("90", 5400), ("1:30", 90), ("2:00:05", 7205), ("1-12", 129600), ("1-0:30", 88200), ("0-0:0:7", 7)]
 )
 def test_time_is_read_as_slurm_reads_it(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
+    assert parse_slurm_time(text) == seconds
 
 
 def test_script_has_the_options_and_the_arguments_of_train(slurm: Path, mtpctl: Any, tmp_path: Path) -> None:

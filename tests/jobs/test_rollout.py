@@ -164,7 +164,7 @@ def test_other_checkpoint_does_not_continue_the_file(run: Path, tmp_path: Path, 
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="})
     created = recipe(run)
     with SampleFile.open(
-        tmp_path / "o", rollout.origin_of(created, engines.source_of(created, None, tmp_path, silent)), {"p.jsonl:1": "1+1="}
+        tmp_path / "o", rollout.origin_of(created, engines.find_weights(created, None, tmp_path, silent)), {"p.jsonl:1": "1+1="}
     ) as file:
         file.append(Sample("p.jsonl:1", "g", [1], response_ids=[2], finish_reason="stop"), "1+1=", "x")
     answer(created, prompts, tmp_path / "o")
