@@ -12,7 +12,7 @@ __all__ = ["Run", "find_runs", "load_recipe", "train"]
 
 
 def __getattr__(name: str) -> object:
-    # LoadedRecipe on use: every process of a run imports this package, and none needs these names.
+    # Loaded on use: every process of a run imports this package, and none needs these names.
     if name not in __all__:
         raise AttributeError(f"module 'mtpctl' has no attribute {name!r}")
     # Imported by name, so that modules that import `mtpctl` do not depend on the dependencies of `mtpctl.api`.

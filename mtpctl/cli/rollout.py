@@ -122,12 +122,12 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure the newest weights of a run on its held-out sets: avg@n, pass@k, response length and draft acceptance."""
-    from mtpctl.jobs.evaluate import evaluate_weights, render
+    from mtpctl.jobs.engines import evaluate_weights, render_evaluation
     from mtpctl.jobs.targets import target_with_weights
 
     with target_with_weights(target, start, overlay or [], sets or []) as selected:
         evaluation = evaluate_weights(selected.recipe, n=n, report=print_progress, start=selected.start)
-    answer(json.dumps(evaluation, indent=2) if as_json else render(evaluation))
+    answer(json.dumps(evaluation, indent=2) if as_json else render_evaluation(evaluation))
 
 
 KEY_VARIABLE = "MTPCTL_API_KEY"

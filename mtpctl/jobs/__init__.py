@@ -1,4 +1,4 @@
-"""What the commands run: offline rollout, evaluation, the dry run, manual weight syncs and serving."""
+"""The jobs that commands run: offline rollout, evaluation, the dry run, manual weight syncs and serving."""
 
 from __future__ import annotations
 

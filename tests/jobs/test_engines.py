@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.jobs import evaluate as jobs_evaluate
-from mtpctl.jobs.evaluate import Evaluation, evaluate_weights, render
+from mtpctl.jobs import engines
+from mtpctl.jobs.engines import Evaluation, evaluate_weights, render_evaluation
 from mtpctl.jobs.targets import target_with_weights as asked
 from mtpctl.recipe.loading import dump_resolved
 from tests.fakes.commands import mtpctl as mtpctl
@@ -82,7 +82,7 @@ def test_unusable_sets_are_reported_before_anything_starts(
     def started(*_: Any) -> None:
         raise AssertionError("engines were started")
 
-    monkeypatch.setattr(jobs_evaluate, "engine_cluster", started)
+    monkeypatch.setattr(engines, "engine_cluster", started)
     (tmp_path / "rows.jsonl").write_text(ROW)
     with pytest.raises(UserError, match=message) as caught:
         evaluate_weights(recipe(run, *(each.replace("ROWS", str(tmp_path / "rows.jsonl")) for each in sets)), n=None, report=silent)
@@ -98,7 +98,7 @@ def test_held_out_rows_do_not_require_training_rows(run: Path, tmp_path: Path, m
     def started(*_: Any) -> None:
         raise Started
 
-    monkeypatch.setattr(jobs_evaluate, "engine_cluster", started)
+    monkeypatch.setattr(engines, "engine_cluster", started)
     (tmp_path / "rows.jsonl").write_text(ROW)
     rows = ["data.task=null", f"data.eval_path={tmp_path}/rows.jsonl", "data.columns={prompt: question}"]
     said: list[str] = []
@@ -115,7 +115,7 @@ def test_table_lists_every_set() -> None:
         "held-out": {"n": 1, "accuracy": 0.5, "problems": 8.0, **shared},
         "gsm8k": {"n": 2, "avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "problems": 4.0, "spec_accept_rate": 0.75, **shared},
     }
-    lines = render(Evaluation(model="checkpoint x", version=3, seconds=4.0, seen=None, sets=sets)).splitlines()
+    lines = render_evaluation(Evaluation(model="checkpoint x", version=3, seconds=4.0, seen=None, sets=sets)).splitlines()
     assert lines[0].split() == ["set", "problems", "n", "avg@n", "pass@k", "length", "cut", "off", "acceptance"]
     assert lines[1].split() == ["held-out", "8", "1", "0.500", "–", "12.0", "25.0%", "–"]
     assert lines[2].split() == ["gsm8k", "4", "2", "0.250", "@1", "25.0%", "@2", "50.0%", "12.0", "25.0%", "75.0%"]
@@ -129,13 +129,13 @@ def test_table_separates_unseen_prompts_only_if_others_are_trained_on() -> None:
         "none": {"n": 2, "avg@2": 0.25, "problems": 4.0, **shared},
         "all": {"n": 2, "avg@2": 0.75, "problems": 4.0, "unseen_problems": 0.0, **shared},
     }
-    lines = render(Evaluation(model="x", version=3, seconds=4.0, seen=8, sets=sets)).splitlines()
+    lines = render_evaluation(Evaluation(model="x", version=3, seconds=4.0, seen=8, sets=sets)).splitlines()
     assert lines[0].split()[:6] == ["set", "problems", "n", "avg@n", "unseen", "pass@k"]
     assert lines[1].split()[:6] == ["some", "8", "1", "0.500", "0.250", "(4)"]
     assert lines[2].split()[:6] == ["none", "4", "2", "0.250", "0.250", "(4)"]
     assert lines[3].split()[:6] == ["all", "4", "2", "0.750", "–", "(0)"]
     assert lines[4] == "unseen: avg@n of the problems whose prompt no training row has, and their number"
-    lines = render(Evaluation(model="x", version=3, seconds=4.0, seen=0, sets={"none": sets["none"]})).splitlines()
+    lines = render_evaluation(Evaluation(model="x", version=3, seconds=4.0, seen=0, sets={"none": sets["none"]})).splitlines()
     assert "unseen" not in lines[0] and lines[2] == "no training row has a held-out prompt"
 
 
