@@ -271,7 +271,7 @@ class Sample:
         copied.reward_parts = dict(self.reward_parts)
         copied.speculation = replace(self.speculation, accepted_by_position=self.speculation.accepted_by_position[:])
         copied.environment = None if self.environment is None else replace(self.environment)
-        copied.earlier = [each.copy() for each in self.earlier]
+        copied.earlier = [sample.copy() for sample in self.earlier]
         return copied
 
     def to_dict(self, *, packed: bool = False) -> dict[str, object]:
@@ -280,16 +280,16 @@ class Sample:
         if self.routes is not None:
             plain["routes"] = to_json(self.routes)
         if self.earlier:
-            plain["earlier"] = [each.to_dict(packed=packed) for each in self.earlier]
+            plain["earlier"] = [sample.to_dict(packed=packed) for sample in self.earlier]
         return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """Inverse of `to_dict`. Unknown fields are ignored, so that an added field does not need another format of checkpoints."""
-        values: dict[str, Any] = {each.name: _unpacked(data[each.name]) for each in fields(cls) if each.name in data}
+        values: dict[str, Any] = {column.name: _unpacked(data[column.name]) for column in fields(cls) if column.name in data}
         values["version_spans"] = [VersionSpan.from_dict(span) for span in data["version_spans"]]
         values["speculation"] = Speculation(**data["speculation"])
-        values["earlier"] = [cls.from_dict(each) for each in data.get("earlier", ())]
+        values["earlier"] = [cls.from_dict(sample) for sample in data.get("earlier", ())]
         if values.get("environment") is not None:
             values["environment"] = EnvironmentUse(**values["environment"])
         if values.get("routes") is not None:
@@ -307,7 +307,7 @@ def _plain(value: object, packed: bool) -> object:
         # In native byte order: all supported machines are little-endian.
         return {"array": value.typecode, "data": base64.b64encode(value).decode()} if packed else value.tolist()
     if isinstance(value, list):
-        return [each.to_dict() for each in value]
+        return [item.to_dict() for item in value]
     if isinstance(value, dict):
         return dict(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -414,7 +414,7 @@ class GenerationRequest:
     steering: Steering | None = None
 
     def attempt(self) -> GenerationRequest:
-        """The request to an engine for a copy of the sample, without what only a pool uses."""
+        """The request to an engine for a copy of the sample, without the fields that only a pool uses."""
         attempt = GenerationRequest(*_request_fields_of(self))
         attempt.sample, attempt.unwanted, attempt.problem = self.sample.copy(), None, None
         attempt.deadline_s = max(self.deadline_s - self.sample.spent_s, 0.0)

@@ -61,7 +61,7 @@ def missing_file(text: str) -> str:
 
 def nearest_file(path: Path, suffixes: Collection[str]) -> Path | None:
     """The file next to the missing `path` with one of these suffixes and the most similar stem; None if none is similar."""
-    by_stem = {each.stem: each for each in sorted(path.parent.glob("*"), reverse=True) if each.suffix in suffixes}
+    by_stem = {file.stem: file for file in sorted(path.parent.glob("*"), reverse=True) if file.suffix in suffixes}
     matches = difflib.get_close_matches(path.stem, by_stem, 1, _MIN_SIMILARITY)
     return path.with_name(by_stem[matches[0]].name) if matches else None
 
@@ -129,7 +129,7 @@ def _missing_name_hint(module: ModuleType, name: str) -> str:
     names = [name for name in vars(module) if not name.startswith("_")]
     if matches := difflib.get_close_matches(name, names, 1, _MIN_SIMILARITY):
         return f"did you mean {matches[0]}?"
-    defined = [each for each in names if getattr(vars(module)[each], "__module__", None) == module.__name__]
+    defined = [name for name in names if getattr(vars(module)[name], "__module__", None) == module.__name__]
     return f"it defines {', '.join(defined[:8])}{', …' if len(defined) > 8 else ''}" if defined else "it defines no function and no class"
 
 

@@ -190,9 +190,9 @@ def _become_group_leader() -> None:
 def _reap(command: int) -> int | None:
     """Wait for children that have ended. Returns the exit code of the command if it is among them."""
     code = None
-    while (ended := _reap_one()) is not None and ended[0]:
-        if ended[0] == command:
-            code = os.waitstatus_to_exitcode(ended[1])
+    while (child := _reap_one()) is not None and child[0]:
+        if child[0] == command:
+            code = os.waitstatus_to_exitcode(child[1])
     return code if code is None or code >= 0 else exit_code(-code)
 
 

@@ -51,7 +51,7 @@ def fused_kernels(
         shapes = [bench.Shape.parse(text) for text in shape or [default]]
     except ValueError as error:
         raise UserError(str(error)) from error
-    results = [result for each in shapes for result in bench.measure(each, with_peers=peers)]
+    results = [result for problem_shape in shapes for result in bench.measure(problem_shape, with_peers=peers)]
     answer(render(bench.as_json(results), bench.table(results), as_json=json))
     if not json:
         answer("\n".join(["", *bench.verdict(results)]))
@@ -146,18 +146,18 @@ def rollout(
     from mtpctl.bench.report import describe, machine, to_json
 
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    named = bench.parse_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
-    if named == "mimo7b" and device == "cpu":
+    shape_name = bench.parse_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
+    if shape_name == "mimo7b" and device == "cpu":
         raise UserError("--shape: mimo7b has 7.8 billion parameters, which need a GPU; use tiny")
 
     show = partial(print, flush=True)
     with tempfile.TemporaryDirectory(prefix="mtpctl-bench-") as scratch:
         options = bench.Options(
-            shape=named,
+            shape=shape_name,
             folder=Path(scratch) / "model" if model is None else create_folder(model, "--model"),
             batches=tuple(sorted(set(batch or (8, 64, 256)))),
             prompt=prompt,
-            tokens=tokens or (192 if named == "tiny" else 256),
+            tokens=tokens or (192 if shape_name == "tiny" else 256),
             drafts=drafts,
             acceptance=acceptance,
             rounds=rounds,

@@ -115,10 +115,10 @@ def _print_mismatch(result: Mismatch) -> None:
     modules = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("", "module", "same inputs", "worst token", "own inputs", "prefill"):
         modules.add_column(title, no_wrap=True, justify="left" if title in ("", "module") else "right")
-    for each in result.modules:
-        mark = MARKS["failed" if each.exceeds(result.limit) else "ok"]
-        figures = (each.mean, each.worst, each.total, each.prefill)
-        modules.add_row(mark, result.label(each.name), *(f"{figure:.1e}" for figure in figures))
+    for module in result.modules:
+        mark = MARKS["failed" if module.exceeds(result.limit) else "ok"]
+        figures = (module.mean, module.worst, module.total, module.prefill)
+        modules.add_row(mark, result.label(module.name), *(f"{figure:.1e}" for figure in figures))
     logprobs = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("", "log-probs against the trainer's", "mean, nats", "largest"):
         logprobs.add_column(title, no_wrap=True, justify="right" if title in ("mean, nats", "largest") else "left")

@@ -1,4 +1,4 @@
-"""Removes what killed runs leave on this machine: folders in shared memory, Ray's session folders, and Ray's daemons.
+"""Removes leftovers of killed runs on this machine: folders in shared memory, Ray's session folders, and Ray's daemons.
 
 Folders: the process that creates one writes a mark into it: its process id, its start time (because ids are reused), and the boot and
 process namespace in which the id is valid. A folder is removed if its process has ended. Folders without a mark, of another user, or from

@@ -53,8 +53,8 @@ def newest_line(folder: Path, actor: str, *, since: float) -> str:
     except OSError:
         return ""
     # Skip the marked line, which `redirect_output` wrote when the actor started.
-    _, mark, after = text.rpartition(_MARK)
-    lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", _WARNING.sub("", after))][bool(mark) :]
+    _, mark, newest_text = text.rpartition(_MARK)
+    lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", _WARNING.sub("", newest_text))][bool(mark) :]
     return next((line[:_MAX_CHARACTERS] for line in reversed(lines) if line), "")
 
 

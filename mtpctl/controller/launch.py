@@ -381,7 +381,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopHandler:
-    """Stops a run on a signal: the first requests a stop after the current update, the second cancels what is still running.
+    """Stops a run on a signal: the first requests a stop after the current update, the second cancels the remaining work.
 
     A run whose Ray cluster is lost stops as well. Its actors still answer for a while, so the trainer can write a checkpoint.
 
@@ -447,8 +447,8 @@ class StopHandler:
 
     def _cluster_error(self) -> RuntimeFailure | None:
         """The error if a daemon of the cluster has ended."""
-        ended = None if self.daemons is None else self.daemons.ended()
-        return None if ended is None else RuntimeFailure(f"Ray on this machine: {ended}; start the same command again to continue")
+        problem = None if self.daemons is None else self.daemons.ended()
+        return None if problem is None else RuntimeFailure(f"Ray on this machine: {problem}; start the same command again to continue")
 
 
 def _exit_after(seconds: float, code: int, line: str) -> None:

@@ -218,9 +218,9 @@ class RlStage:
                     return task.result()
         finally:
             task.cancel()
-        ready, wanted = self.buffer.ready, self.recipe.train.rl.prompts_per_step
+        ready, batch_size = self.buffer.ready, self.recipe.train.rl.prompts_per_step
         raise RuntimeFailure(
-            f"rollout, batch of step {self.state.step + 1}: no response for {deadline:g} s, with {ready} of {wanted} groups ready; "
+            f"rollout, batch of step {self.state.step + 1}: no response for {deadline:g} s, with {ready} of {batch_size} groups ready; "
             "see logs/, or raise cluster.step_deadline_s"
         )
 

@@ -147,7 +147,7 @@ class RunState:
         saved_at: when the newest checkpoint was written (`time.monotonic`).
         failure_times: when later attempts to write one failed (`time.monotonic`).
         stopping: set when a stop is requested. Stages return at their next step.
-        show_wait: shows what the run waits for.
+        show_wait: shows the reason of a wait.
         report: logs a line.
         copier: copies published checkpoints to object storage, if configured.
     """

@@ -67,8 +67,8 @@ class Mismatch:
     @classmethod
     def from_result(cls, document: dict[str, Any], seconds: float) -> Mismatch:
         """The differences in a result of `mismatch_parts.score`."""
-        modules = [ModuleDifference(**each) for each in document["modules"]]
-        logprobs = [LogprobDifference(**each) for each in document["logprobs"]]
+        modules = [ModuleDifference(**fields) for fields in document["modules"]]
+        logprobs = [LogprobDifference(**fields) for fields in document["logprobs"]]
         return cls(modules, logprobs, document["limit"], document["precision"], document["moe_layers"], seconds, document["bitwise"])
 
     @property
@@ -126,10 +126,10 @@ class Mismatch:
     def to_dict(self) -> dict[str, object]:
         """JSON-ready: all differences, the limits, the verdict and the exit code."""
         error = self.error
-        modules = [asdict(each) | {"name": self.label(each.name), "exceeds": each.exceeds(self.limit)} for each in self.modules]
+        modules = [asdict(module) | {"name": self.label(module.name), "exceeds": module.exceeds(self.limit)} for module in self.modules]
         return {
             "modules": modules,
-            "logprobs": [asdict(each) for each in self.logprobs],
+            "logprobs": [asdict(line) for line in self.logprobs],
             "limit": self.limit,
             "worst_limit": WORST_FACTOR * self.limit,
             "logprob_bound": self.bound,

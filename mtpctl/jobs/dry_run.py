@@ -58,7 +58,7 @@ class Plan:
     """The plan of a run. Sizes are in bytes.
 
     Attributes:
-        drafting: the model's drafter, and what each engine drafts with.
+        drafting: the model's drafter, and the drafter that each engine uses.
         source: where the size of the GPUs is from; empty if it is unknown.
         hosts: names of the hosts by index, if the cluster is already running.
         engines: number of rollout engines that there is room for.

@@ -56,7 +56,7 @@ class RetryingFile(io.BufferedIOBase):
                 raise
 
     def close(self) -> None:
-        """Try to write the buffer, and drop what does not fit."""
+        """Try to write the buffer. Data that does not fit on the disk is dropped."""
         if not self.closed:
             with contextlib.suppress(OSError):
                 self._flush_buffer()

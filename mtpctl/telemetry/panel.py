@@ -29,7 +29,7 @@ _HISTORY = 512
 _RATE_WINDOW = 20
 _REDRAW_S = 0.25
 _WAIT_REPORT_S = 15.0
-"""Seconds between lines about what the run waits for, without a panel."""
+"""Seconds between lines about waits, without a panel."""
 _ERASE_SCREEN = "\x1b[H\x1b[J"
 """Moves to the top of the terminal and erases everything below. Clearing the screen would add it to the scroll-back."""
 
@@ -130,7 +130,7 @@ class PlainLines:
         self._print(f"{kind}: {message}")
 
     def waiting(self, reasons: Sequence[str]) -> None:
-        """Print what the run waits for, at intervals."""
+        """Print the reasons of waits, at intervals."""
         if not reasons:
             self._last_report = self._clock()
         elif self._clock() - self._last_report >= _WAIT_REPORT_S:
@@ -214,7 +214,7 @@ class LivePanel:
         self._event = (kind, message)
 
     def waiting(self, reasons: Sequence[str]) -> None:
-        """Show what the run waits for."""
+        """Show the reasons of waits."""
         self._waiting = tuple(reasons)
 
     def close(self) -> None:

@@ -167,8 +167,8 @@ def _held_out(history: History) -> Chart | None:
     if len(points) < 2:
         return None
     best: Points = [points[0]]
-    for (x, y), (_, before) in zip(best_so_far(points)[1:], best_so_far(points), strict=False):
-        best += [(x, before), (x, y)]
+    for (x, y), (_, previous_best) in zip(best_so_far(points)[1:], best_so_far(points), strict=False):
+        best += [(x, previous_best), (x, y)]
     late = late_points(points)
     mean: Points = [(late[0][0], late_mean(points)), (late[-1][0], late_mean(points))]
     series = [

@@ -218,7 +218,7 @@ class LiveStatus:
 
     Attributes:
         metrics: the newest value of each metric of the current stage.
-        waiting: what the run waits for, one line each.
+        waiting: the reasons of waits, one line each.
         events: the newest events.
         errors: the newest events of `ERROR_KINDS`.
         restarts: one line for each restart of the trainer or of a replica.

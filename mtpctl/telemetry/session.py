@@ -143,7 +143,7 @@ class Telemetry:
             self.live.event(kind, message)
 
     def waiting(self, reasons: Sequence[str]) -> None:
-        """Show what the run waits for, one line each. It is not recorded."""
+        """Show the reasons of waits, one line each. They are not recorded."""
         with self._lock:
             self._display.waiting(reasons)
             self.live.waiting = list(reasons)
