@@ -34,7 +34,7 @@ from mtpctl.controller.state import RunState, check_stages, load_resume_state, l
 from mtpctl.controller.status import Waits, status_app, status_socket
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost, TrainerRecovery
 from mtpctl.controller.weights import WeightSync
-from mtpctl.environments.agents import gateway_socket, open_generator
+from mtpctl.environments.agents import bind_gateway, open_generator
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.server import LogprobServer, answer_deadline
 from mtpctl.plan.placement import Placement, place
@@ -169,7 +169,7 @@ class Run:
             stack.enter_context(self.stops.handle_signals())
             self.store.claim()
             stack.callback(self.store.close)
-            if self.trains_rl and (gateway := gateway_socket(self.recipe.rollout)) is not None:
+            if self.trains_rl and (gateway := bind_gateway(self.recipe.rollout)) is not None:
                 self.gateway = stack.enter_context(contextlib.closing(gateway))
             stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
             if self.status is not None:
@@ -354,7 +354,7 @@ class Run:
                     report=partial(event, "agent"),
                     log=self.directory.logs / "agent.log",
                     key_file=self.directory.path / "gateway.key",
-                    bound=self.gateway,
+                    listener=self.gateway,
                 )
             )
             teacher = await self.services.start_teacher(stack, server)

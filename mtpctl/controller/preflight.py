@@ -92,10 +92,10 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
     if recipe.rollout.environment == "single" or recipe.rollout.verifiers is not None:
         return None
     from mtpctl.data.prompts import uses_chat_template
-    from mtpctl.environments.environment import environment_of
+    from mtpctl.environments.environment import load_environment_class
     from mtpctl.environments.trial import try_environment
 
-    environment = environment_of(recipe.rollout)
+    environment = load_environment_class(recipe.rollout)
     assert environment is not None, "the recipe names one"
     chat = uses_chat_template(recipe.data, problems.train)
     trial = try_environment(environment, problems.train, chat=chat, deadline_s=recipe.rollout.deadline_s)
@@ -104,7 +104,7 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
             try_environment(environment, rows[:1], chat=chat, deadline_s=recipe.rollout.deadline_s)
         except UserError as error:
             raise UserError(f"{error} (with the held-out row {rows[0].prompt_id})") from error
-    if not trial.rewards:
+    if not trial.has_reward:
         for field, reward in recipe.rewards.items():
             if reward.function == FROM_ENVIRONMENT:
                 raise UserError(

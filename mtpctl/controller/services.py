@@ -21,7 +21,7 @@ from mtpctl.controller.scoring import HintRenderer, LocalSource, RemoteSource, T
 from mtpctl.controller.status import Waits
 from mtpctl.data.sets import UNNAMED
 from mtpctl.data.tokenizers import has_tokenizer, load_tokenizer
-from mtpctl.environments.turns import turns_for
+from mtpctl.environments.turns import load_turns
 from mtpctl.errors import ClusterResources
 from mtpctl.logprob.server import NAMES, LogprobServer, start_server
 from mtpctl.plan.placement import Actor, Placement, place
@@ -129,7 +129,7 @@ class Services:
                 bundles=self.bundles,
                 published=self.store,
                 tokenizer=self.prepared.tokenizer.name,
-                turns=turns_for(self.recipe.rollout, self.prepared.tokenizer),
+                turns=load_turns(self.recipe.rollout, self.prepared.tokenizer),
                 routes=routes.layers if routes is not None else (),
                 log=self._report_restart,
             )

@@ -21,7 +21,7 @@ from mtpctl.recipe.model import ModelConfig, cached_file, hf_config
 from mtpctl.recipe.rollout import RolloutBase
 
 TOKENIZER, TEMPLATE, END_IDS, STOP_IDS = "tokenizer", "chat template", "rollout.end_ids", "rollout.stop_ids"
-_MARK = "TheAssistantsWords"
+_ANSWER_MARKER = "TheAssistantsWords"
 
 
 class EndToken(NamedTuple):
@@ -40,10 +40,10 @@ class EndTokens:
     """The end tokens of a run. The first one ends plain text.
 
     Attributes:
-        closing: the token with which the chat template closes an assistant turn. None if it has none, for example because the header of the
-            next role ends the turn.
-        before_user: the end token that the template writes between an assistant turn and a user message, if `closing` is None.
-        before_tool: the same before a tool message.
+        closing: the token with which the chat template closes an assistant turn. None if the template has none, for example because the
+            header of the next role ends the turn.
+        before_user: if `closing` is None, the end token that the template writes between an assistant turn and a user message.
+        before_tool: if `closing` is None, the end token between an assistant turn and a tool message.
     """
 
     tokens: tuple[EndToken, ...]
@@ -59,13 +59,15 @@ class EndTokens:
         """Whether a token of a rendered assistant turn ends the turn."""
         return token == self.closing or token in self.ids
 
-    def appended(self, *, templated: bool, calls_tool: bool = False) -> int:
+    def token_to_append(self, *, templated: bool, calls_tool: bool = False) -> int:
         """The end token that the supervised stage appends to a text without one."""
         first = self.ids[0]
         if not templated:
             return first
-        following = self.before_tool if calls_tool else self.before_user
-        return next(token for token in (self.closing, following, self.before_user, first) if token is not None and token in self.ids)
+        next_message_token = self.before_tool if calls_tool else self.before_user
+        return next(
+            token for token in (self.closing, next_message_token, self.before_user, first) if token is not None and token in self.ids
+        )
 
     @property
     def disagreement(self) -> str:
@@ -79,7 +81,7 @@ class EndTokens:
             )
         if token.sources != (TEMPLATE,):
             return ""
-        others = ", ".join(str(each) for each in self.tokens if each is not token)
+        others = ", ".join(str(other) for other in self.tokens if other is not token)
         return (
             f"the chat template closes a turn with {token.id} {token.text!r}, which is not an end token of the model: responses end at it "
             f"and at {others}; rollout.end_ids replaces the set"
@@ -89,7 +91,7 @@ class EndTokens:
 def end_tokens(
     tokenizer: Tokenizer | None,
     rollout: RolloutBase | None = None,
-    named: Mapping[int, Sequence[str]] | None = None,
+    config_ids: Mapping[int, Sequence[str]] | None = None,
     *,
     vocab: int | None = None,
 ) -> EndTokens:
@@ -99,7 +101,7 @@ def end_tokens(
     model that is not downloaded yet, the set is incomplete.
     """
     sources: dict[int, list[str]] = {}
-    closing, user, tool = (None, None, None) if tokenizer is None else _turn_ends(tokenizer)
+    closing, before_user, before_tool = (None, None, None) if tokenizer is None else _find_turn_ends(tokenizer)
     if rollout is not None and rollout.end_ids is not None:
         sources = {token: [END_IDS] for token in rollout.end_ids}
     else:
@@ -107,7 +109,7 @@ def end_tokens(
             # For a tokenizer without an EOS token, `eos_id` is from the model's configs.
             has_eos = not isinstance(tokenizer, HfTokenizer) or tokenizer.inner.eos_token_id is not None
             sources[tokenizer.eos_id] = [TOKENIZER] if has_eos else []
-        for token, names in (named or {}).items():
+        for token, names in (config_ids or {}).items():
             if vocab is None or token < vocab:
                 sources.setdefault(token, []).extend(names)
         if closing is not None:
@@ -122,20 +124,24 @@ def end_tokens(
     else:
         texts = {}
     tokens = tuple(EndToken(token, texts.get(token, ""), tuple(names)) for token, names in sources.items())
-    user, tool = (token if token in sources else None for token in (user, tool))
-    return EndTokens(tokens, closing, user, tool)
+    before_user, before_tool = (token if token in sources else None for token in (before_user, before_tool))
+    return EndTokens(tokens, closing, before_user, before_tool)
 
 
 def config_end_ids(model: ModelConfig, config: Mapping[str, object]) -> dict[int, list[str]]:
-    """The end tokens that the model's `generation_config.json` and `config` (its config.json) name, each with the names of the sources.
+    """The end tokens in the model's `generation_config.json` and in `config` (its config.json), each with the names of its sources.
 
     Raises UserError for an `eos_token_id` that is not a token id or a list of them, and for a generation_config.json that is not JSON.
     """
     sources: dict[int, list[str]] = {}
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else {}
-    for source, fields in (("generation_config.json", _generation_config(model)), ("config.json", config), ("text_config", inner)):
-        for token in _ids(fields.get("eos_token_id"), source):
+    text_config = config.get("text_config")
+    text_fields = text_config if isinstance(text_config, Mapping) else {}
+    for source, fields in (
+        ("generation_config.json", _read_generation_config(model)),
+        ("config.json", config),
+        ("text_config", text_fields),
+    ):
+        for token in _parse_eos_ids(fields.get("eos_token_id"), source):
             names = sources.setdefault(token, [])
             if source not in names:
                 names.append(source)
@@ -147,34 +153,34 @@ def recipe_end_tokens(model: ModelConfig, rollout: RolloutBase, *, vocab: int | 
 
     Does not contact the hub and writes nothing. Raises UserError as `config_end_ids` and `load_tokenizer` do.
     """
-    tokenizer, config = _local_tokenizer(model), hf_config(model, fetch=False)
-    named = config_end_ids(model, config or {})
+    tokenizer, config = _load_local_tokenizer(model), hf_config(model, fetch=False)
+    config_ids = config_end_ids(model, config or {})
     name = model.tokenizer or model.path or "model.config"
-    missing = (
+    note = (
         ""
         if tokenizer is not None
         else f"{name} has no tokenizer"
         if Path(name).is_dir()
         else f"the tokenizer of {name} is not downloaded yet"
     )
-    return end_tokens(tokenizer, rollout, named, vocab=vocab), missing
+    return end_tokens(tokenizer, rollout, config_ids, vocab=vocab), note
 
 
-def _local_tokenizer(model: ModelConfig) -> Tokenizer | None:
-    named = model.tokenizer or model.path
-    if named == "bytes":
+def _load_local_tokenizer(model: ModelConfig) -> Tokenizer | None:
+    name = model.tokenizer or model.path
+    if name == "bytes":
         with tempfile.TemporaryDirectory(prefix="mtpctl-bytes-") as folder:
             make_byte_tokenizer(Path(folder))
             return load_plain_tokenizer(Path(folder))
-    if named is None:
+    if name is None:
         return None
-    if Path(named).is_dir():
-        return load_plain_tokenizer(Path(named)) if has_tokenizer(Path(named)) else None
-    file = cached_file(named, "tokenizer.json") or cached_file(named, "tokenizer_config.json")
+    if Path(name).is_dir():
+        return load_plain_tokenizer(Path(name)) if has_tokenizer(Path(name)) else None
+    file = cached_file(name, "tokenizer.json") or cached_file(name, "tokenizer_config.json")
     return None if file is None else load_plain_tokenizer(file.parent)
 
 
-def _generation_config(model: ModelConfig) -> Mapping[str, object]:
+def _read_generation_config(model: ModelConfig) -> Mapping[str, object]:
     file = None if model.path is None else cached_file(model.path, "generation_config.json")
     if file is None:
         return {}
@@ -187,44 +193,42 @@ def _generation_config(model: ModelConfig) -> Mapping[str, object]:
     return fields
 
 
-def _ids(value: object, source: str) -> list[int]:
+def _parse_eos_ids(value: object, source: str) -> list[int]:
     """The token ids of an `eos_token_id`. Negative values mean none."""
     ids: list[int] = []
-    for each in value if isinstance(value, list) else [] if value is None else [value]:
-        if isinstance(each, bool) or not isinstance(each, int):
+    for token in value if isinstance(value, list) else [] if value is None else [value]:
+        if isinstance(token, bool) or not isinstance(token, int):
             raise UserError(f"model: eos_token_id of {source} must be a token id or a list of them, got {value!r:.60}; fix the file")
-        if each >= 0:
-            ids.append(each)
+        if token >= 0:
+            ids.append(token)
     return ids
 
 
-def _turn_ends(tokenizer: Tokenizer) -> tuple[int | None, int | None, int | None]:
-    """The token that closes an assistant turn in the chat template, and the tokens that follow a turn if none closes it.
+def _find_turn_ends(tokenizer: Tokenizer) -> tuple[int | None, int | None, int | None]:
+    """The values of `closing`, `before_user` and `before_tool` in `EndTokens`, from rendered conversations."""
+    question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": _ANSWER_MARKER}
 
-    The latter are the first tokens of a user message and of a tool message. None if there is no such token.
-    """
-    question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}
-
-    def next_token(*following: dict[str, str]) -> int | None:
+    def first_token_after_answer(*next_messages: dict[str, str]) -> int | None:
         try:
-            _, _, suffix = tokenizer.chat_text([question, answer, *following], opened=False).partition(_MARK)
+            _, _, suffix = tokenizer.chat_text([question, answer, *next_messages], opened=False).partition(_ANSWER_MARKER)
         except UserError:  # no template, or one that rejects these roles
             return None
         ids = tokenizer.encode(suffix)
         token = next((token for token in ids if not is_blank(tokenizer, token)), None)
-        return token if token is not None and token in tokenizer.special_ids | _added(tokenizer) else None
+        return token if token is not None and token in tokenizer.special_ids | _added_token_ids(tokenizer) else None
 
-    closing = next_token()
+    closing = first_token_after_answer()
     if closing is not None:
         return closing, None, None
-    return None, next_token({"role": "user", "content": "2"}), next_token({"role": "tool", "content": "2"})
+    before_user, before_tool = (first_token_after_answer({"role": role, "content": "2"}) for role in ("user", "tool"))
+    return None, before_user, before_tool
 
 
-def _added(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of all added tokens, because some tokenizers do not mark the end of a turn as special."""
+def _added_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of all added tokens. Some tokenizers do not mark the token that ends a turn as special."""
     return frozenset(tokenizer.inner.added_tokens_decoder) if isinstance(tokenizer, HfTokenizer) else frozenset()
 
 
 def is_blank(tokenizer: Tokenizer, token: int) -> bool:
-    """Whether a token is white space, such as a template writes between turns."""
+    """Whether a token is white space, for example between two turns of a template."""
     return token not in tokenizer.special_ids and not tokenizer.decode([token], special=True).strip()

@@ -13,7 +13,7 @@ from mtpctl.recipe.data import DataConfig, EvaluationConfig
 if TYPE_CHECKING:
     from mtpctl.data.problems import Problem
 
-SECONDS = 3.0
+TIME_LIMIT = 3.0
 """Time limit for reading all sets, in seconds."""
 
 
@@ -22,27 +22,27 @@ class SetReport:
     """The result of reading one set.
 
     Attributes:
-        role: as in `rows_of`.
+        role: as in `row_sources`.
         rows: number of rows read.
-        whole: whether all rows were read.
-        unread: why no row was read; empty otherwise.
-        prompts: hashes of the prompts, to compare the rows of several sets.
+        is_complete: whether all rows were read.
+        unread_reason: why no row was read; empty otherwise.
+        prompt_hashes: to compare the rows of several sets.
     """
 
     role: str
     name: str
     rows: int
-    whole: bool
-    unread: str = ""
-    prompts: tuple[bytes, ...] = field(default=(), repr=False)
+    is_complete: bool
+    unread_reason: str = ""
+    prompt_hashes: tuple[bytes, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
-        if self.unread:
-            return f"{self.role}: {self.unread}"
-        return f"{self.role}: {self.name}, {self.rows:,} rows" + ("" if self.whole else " read, not all")
+        if self.unread_reason:
+            return f"{self.role}: {self.unread_reason}"
+        return f"{self.role}: {self.name}, {self.rows:,} rows" + ("" if self.is_complete else " read, not all")
 
 
-def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], *, seconds: float = SECONDS) -> list[SetReport]:
+def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequence[str], *, seconds: float = TIME_LIMIT) -> list[SetReport]:
     """Read each file and dataset of the recipe from its beginning, for an equal share of `seconds`. The hub is not contacted.
 
     Raises the UserError that a run would raise for these rows, and one for a set without rows.
@@ -50,31 +50,31 @@ def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequenc
     if not (data.path or data.eval_path or data.sft_path or evaluation.sets):
         return []
     # Imported only if there is something to read: it makes `recipe validate` a tenth slower.
-    from mtpctl.data.sets import rows_of
+    from mtpctl.data.sets import row_sources
 
-    sets = rows_of(data, evaluation, stages)
+    rows_by_role = row_sources(data, evaluation, stages)
     reports, end = [], time.monotonic() + seconds
-    for remaining_sets, (role, rows) in zip(range(len(sets), 0, -1), sets.items(), strict=True):
+    for remaining_sets, (role, rows) in zip(range(len(rows_by_role), 0, -1), rows_by_role.items(), strict=True):
         now = time.monotonic()
         try:
-            prompts, whole = _read(rows.problems(fetch=False), now + max(0.0, end - now) / remaining_sets)
+            prompts, is_complete = _hash_prompts(rows.problems(fetch=False), now + max(0.0, end - now) / remaining_sets)
         except EnvironmentMissing:
             reports.append(SetReport(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run downloads it from the hub"))
             continue
         if not prompts:
-            raise rows.empty()
-        reports.append(SetReport(role, rows.name, len(prompts), whole, prompts=tuple(prompts)))
+            raise rows.empty_error()
+        reports.append(SetReport(role, rows.name, len(prompts), is_complete, prompt_hashes=tuple(prompts)))
     return reports
 
 
-def _read(problems: Iterator[Problem], deadline: float) -> tuple[list[bytes], bool]:
+def _hash_prompts(problems: Iterator[Problem], deadline: float) -> tuple[list[bytes], bool]:
     """Hashes of the prompts read before the deadline, at least one, and whether these are all."""
-    prompts = []
+    hashes = []
     for problem in problems:
-        prompts.append(problem.prompt_hash)
+        hashes.append(problem.prompt_hash)
         if time.monotonic() > deadline:
-            return prompts, False
-    return prompts, True
+            return hashes, False
+    return hashes, True
 
 
 def leaks_in(reports: Sequence[SetReport], stages: Sequence[str]) -> str:
@@ -82,9 +82,9 @@ def leaks_in(reports: Sequence[SetReport], stages: Sequence[str]) -> str:
     has_sft_rows = "sft" in stages and any(report.role == "sft" for report in reports)
     roles = {"train"} if "rl" in stages or not has_sft_rows else set()
     roles |= {"sft"} if has_sft_rows else set()
-    trained = {prompt for report in reports if report.role in roles for prompt in report.prompts}
-    held_out = [prompt for report in reports if report.role not in ("train", "sft") for prompt in report.prompts]
-    return leak_warning(sum(prompt in trained for prompt in held_out), len(held_out))
+    trained_hashes = {prompt_hash for report in reports if report.role in roles for prompt_hash in report.prompt_hashes}
+    held_out_hashes = [prompt_hash for report in reports if report.role not in ("train", "sft") for prompt_hash in report.prompt_hashes]
+    return leak_warning(sum(prompt_hash in trained_hashes for prompt_hash in held_out_hashes), len(held_out_hashes))
 
 
 def leak_warning(leaked: int, count: int) -> str:

@@ -23,7 +23,7 @@ class Problem:
     """A prompt, the reference answer for the reward, and optionally a worked `solution` that ends with the answer.
 
     Attributes:
-        prompt_id: the same in every run: `task/split/number` for a generated problem, `file:line` for one from a file.
+        prompt_id: stable across runs: `task/split/number` for a generated problem, `file:line` for one from a file.
         messages: the prompt as a conversation, whose text is `prompt`; empty for plain text. In the supervised stage, possibly a whole
             conversation that ends with the assistant.
         fields: the row's other columns, as JSON.
@@ -82,7 +82,7 @@ def content_of(message: Message) -> str:
 
 
 MAX_INTERVAL = 16
-"""Maximum number of epochs from one draw of a problem without signal to the next."""
+"""Maximum number of epochs between two draws of a problem without signal."""
 
 
 class CursorState(TypedDict):
@@ -100,7 +100,7 @@ class CursorState(TypedDict):
 class PromptCursor:
     """Draws problems endlessly, epoch after epoch, shuffled by seed and epoch. A resumed run neither repeats nor skips a problem.
 
-    backoff: skip problems for some epochs after groups without signal, which `record_signal` reports.
+    backoff: if a problem's groups have no signal (`record_signal`), skip it for some epochs.
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, *, shuffle: bool = True, backoff: bool = False) -> None:
@@ -112,10 +112,10 @@ class PromptCursor:
         self._shuffle = shuffle
         self._drawn = 0
         self._backoff = backoff
-        self._draws: dict[str, list[int]] = {}  # by prompt id: groups without signal in a row, epoch of the last draw
-        self._begin(epoch=0, position=0)
+        self._draws: dict[str, list[int]] = {}  # by prompt id: consecutive groups without signal, epoch of the last draw
+        self._start_epoch(epoch=0, position=0)
 
-    def _begin(self, epoch: int, position: int) -> None:
+    def _start_epoch(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
         self._order = list(range(len(self._problems)))
         if self._shuffle:
@@ -136,30 +136,30 @@ class PromptCursor:
 
     def __next__(self) -> Problem:
         for _ in range(len(self._order)):
-            problem = self._advance()
-            if not self._skipped(problem):
+            problem = self._next_in_order()
+            if not self._should_skip(problem):
                 break
         else:
             # All problems would be skipped in this epoch.
-            problem = self._advance()
+            problem = self._next_in_order()
         self._drawn += 1
         if self._backoff:
             self._draws.setdefault(problem.prompt_id, [0, 0])[1] = self._epoch
         return problem
 
-    def _advance(self) -> Problem:
+    def _next_in_order(self) -> Problem:
         if self._position == len(self._order):
-            self._begin(self._epoch + 1, 0)
+            self._start_epoch(self._epoch + 1, 0)
         problem = self._problems[self._order[self._position]]
         self._position += 1
         return problem
 
-    def _skipped(self, problem: Problem) -> bool:
+    def _should_skip(self, problem: Problem) -> bool:
         without_signal, epoch = self._draws.get(problem.prompt_id, (0, 0))
         return without_signal > 0 and self._epoch < epoch + min(2**without_signal, MAX_INTERVAL)
 
     def record_signal(self, problem: Problem, *, signal: bool) -> None:
-        """Report whether a drawn problem's group had signal. After z groups without signal in a row, skip it for 2^z - 1 epochs.
+        """Record whether a drawn problem's group had signal. After z consecutive groups without signal, skip it for 2^z - 1 epochs.
 
         At most `MAX_INTERVAL` - 1 epochs are skipped. GRESO (arXiv 2506.02177) skips with a probability instead.
         """
@@ -172,7 +172,7 @@ class PromptCursor:
         return [next(self) for _ in range(count)]
 
     def state_dict(self) -> CursorState:
-        """The state for `load_state_dict`, JSON-serializable. Its entry `draws` is not a copy, so it includes later results."""
+        """The state for `load_state_dict`, JSON-serializable. `draws` is not a copy: serialize it before the next draw."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -196,7 +196,7 @@ class PromptCursor:
                     f"{recipe_key}: the run started with other training data ({key} {saved}, now {current}); "
                     "restore it or start a new run_dir"
                 )
-        self._begin(state["epoch"], state["position"])
+        self._start_epoch(state["epoch"], state["position"])
         self._drawn = state["drawn"]
         self._draws = dict(state["draws"]) if self._backoff else {}
 

@@ -1,12 +1,12 @@
 """Token ids of a problem: its prompt, and the target of the supervised stage.
 
-A conversation of the supervised stage is rendered once by the tokenizer's chat template, and this text is tokenized once. The messages up
-to each assistant turn are also rendered, with and without the turn. Both texts must be prefixes of the whole text; the turn is the
-difference. The tokens that start in it are trained, up to the token that ends the turn. The text that the template adds before a turn (its
-header) and after it (a line break) is not trained, because a model does not generate it.
+A conversation of the supervised stage is rendered once by the tokenizer's chat template, and this text is tokenized once. To locate an
+assistant turn, the messages before it are also rendered, with and without the turn. Both texts must be prefixes of the whole text; the turn
+is their difference. The tokens that start in the turn are trained, up to the token that ends it. The text that the template adds before a
+turn (its header) and after it (a line break) is not trained, because a model does not generate it.
 
-The token that ends a turn is one of the run's end tokens. Some templates do not close a turn: it ends with the header of the next role,
-whose first token is trained with the turn, and an end token is appended after the last turn.
+The token that ends a turn is one of the run's end tokens. In some templates, the header of the next role ends the turn. Then the first
+token of this header is trained with the turn, and an end token is appended after the last turn.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
 
-_JOINS = 8
-"""Tokens by which a template may grow around another prompt, because tokens do not span the same characters where they meet."""
-_ESCAPED = '"\n\\<' * 16
-"""A prompt of characters that JSON and HTML escape."""
+_BOUNDARY_TOKENS = 8
+"""Allowance for other token boundaries where a prompt meets its template, in tokens."""
+_ESCAPED_PROMPT = '"\n\\<' * 16
+"""A prompt of characters that JSON or HTML escapes, to measure a template that escapes its input."""
 
 
 class SftSample(NamedTuple):
@@ -48,7 +48,7 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem, config: DataConfig, to
         return tokenizer.encode(problem.prompt, special=True)
     messages = problem.messages or [{"role": "user", "content": problem.prompt}]
     try:
-        return tokenizer.chat([*_system(problem, config), *messages], [*(problem.tools or ()), *tools])
+        return tokenizer.chat([*_system_message(problem, config), *messages], [*(problem.tools or ()), *tools])
     except NotRendered as error:
         raise UserError(f"{problem.prompt_id}: {error}") from error
 
@@ -59,9 +59,9 @@ def uses_chat_template(config: DataConfig, problems: Iterable[Problem]) -> bool:
 
 
 def with_hint(problem: Problem, hint: str) -> Problem:
-    """The problem with `hint` (`train.rl.teacher.hint`) instead of its prompt, or of its last user message.
+    """Replace the prompt, or the last user message, by `hint` (`train.rl.teacher.hint`).
 
-    In the hint, `{prompt}`, `{answer}`, `{solution}` and the row's other columns in braces are replaced by their values. Raises UserError
+    In the hint, `{prompt}`, `{answer}`, `{solution}` and the row's other columns in braces are replaced by the values. Raises UserError
     for a missing column.
     """
     messages = [dict(message) for message in problem.messages]
@@ -88,7 +88,7 @@ def encode_target(tokenizer: Tokenizer, problem: Problem, ends: EndTokens | None
     ids = tokenizer.encode(problem.target)
     if ends is None:
         return [*ids, tokenizer.eos_id]
-    return ids if ids and ids[-1] in ends.ids and ids[-1] in tokenizer.special_ids else [*ids, ends.appended(templated=templated)]
+    return ids if ids and ids[-1] in ends.ids and ids[-1] in tokenizer.special_ids else [*ids, ends.token_to_append(templated=templated)]
 
 
 def encode_sft(
@@ -96,13 +96,13 @@ def encode_sft(
 ) -> SftSample:
     """The sample of the supervised stage: a conversation with its assistant turns as targets, or prompt and target."""
     if problem.is_conversation:
-        return encode_conversation(tokenizer, problem, _system(problem, config), ends)
+        return encode_conversation(tokenizer, problem, _system_message(problem, config), ends)
     target = encode_target(tokenizer, problem, ends, templated=bool(problem.messages) or config.chat_template)
     return SftSample(encode_prompt(tokenizer, problem, config, tools), target, [1] * len(target))
 
 
-def _system(problem: Problem, config: DataConfig) -> list[Message]:
-    """The recipe's system message, unless the conversation begins with its own."""
+def _system_message(problem: Problem, config: DataConfig) -> list[Message]:
+    """The recipe's system message; none if the conversation begins with a system message."""
     if config.system_prompt is None or (problem.messages and problem.messages[0]["role"] in ("system", "developer")):
         return []
     return [{"role": "system", "content": config.system_prompt}]
@@ -120,34 +120,36 @@ def check_lengths(
 ) -> None:
     """Raise UserError for the first prompt that leaves no room for a response in `context` tokens.
 
-    With `targets`, also for the first prompt and solution, or conversation, that exceeds `context`. Rows that fit at one token per
-    character are not encoded, which saves most of the time with many rows.
+    With `targets`, also raise it for the first prompt and solution, or conversation, that exceeds `context`. Rows that would fit with one
+    token per character are not encoded, which saves most of the time.
     """
-    template: float | None = None
+    template_length: float | None = None
     for problem in problems:
         target = problem.target if targets else ""
         if not problem.messages and not problem.tools and problem.prompt.isascii() and target.isascii():
-            if template is None:
-                template = len(encode_prompt(tokenizer, replace(problem, prompt="a"), config, tools)) + _JOINS
+            if template_length is None:
+                template_length = len(encode_prompt(tokenizer, replace(problem, prompt="a"), config, tools)) + _BOUNDARY_TOKENS
                 # A template may repeat the prompt or escape its characters.
-                if len(encode_prompt(tokenizer, replace(problem, prompt=_ESCAPED), config, tools)) > template + len(_ESCAPED):
-                    template = math.inf
+                if len(encode_prompt(tokenizer, replace(problem, prompt=_ESCAPED_PROMPT), config, tools)) > template_length + len(
+                    _ESCAPED_PROMPT
+                ):
+                    template_length = math.inf
             # A target has an end token, and may begin with an extra token.
-            if template + len(problem.prompt) + (len(target) + _JOINS if targets else 0) < context:
+            if template_length + len(problem.prompt) + (len(target) + _BOUNDARY_TOKENS if targets else 0) < context:
                 continue
         if targets and problem.is_conversation:
             length = sum(map(len, encode_sft(tokenizer, problem, config, tools, ends)[:2]))
             if length > context:
-                raise _too_long(problem, f"the conversation has {length} tokens", context)
+                raise _too_long_error(problem, f"the conversation has {length} tokens", context)
             continue
-        prompt = len(encode_prompt(tokenizer, problem, config, tools))
-        if prompt >= context:
-            raise _too_long(problem, f"the prompt has {prompt} tokens", context)
-        if targets and (length := prompt + len(encode_target(tokenizer, problem, ends))) > context:
-            raise _too_long(problem, f"prompt and solution have {length} tokens", context)
+        prompt_length = len(encode_prompt(tokenizer, problem, config, tools))
+        if prompt_length >= context:
+            raise _too_long_error(problem, f"the prompt has {prompt_length} tokens", context)
+        if targets and (length := prompt_length + len(encode_target(tokenizer, problem, ends))) > context:
+            raise _too_long_error(problem, f"prompt and solution have {length} tokens", context)
 
 
-def _too_long(problem: Problem, size: str, context: int) -> UserError:
+def _too_long_error(problem: Problem, size: str, context: int) -> UserError:
     return UserError(f"{problem.prompt_id}: {size}, but the context has {context}; shorten or remove the row, or raise rollout.context")
 
 
@@ -157,8 +159,8 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
     A turn with `weight: 0` is not trained. `ends`: the run's end tokens; default: the tokenizer's.
 
     Raises:
-        UserError: if the template renders a turn differently when others follow or drops a part of the conversation, or if the conversation
-            begins with the assistant or has no trained token.
+        UserError: if the template renders a turn differently when other turns follow, if it drops a part of the
+            conversation, or if the conversation begins with the assistant or has no trained token.
     """
     messages, tools = [*system, *problem.messages], problem.tools or ()
     ends = end_tokens(tokenizer) if ends is None else ends
@@ -169,41 +171,41 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
             tokenizer.check_rendered(messages, tools)
         text = tokenizer.chat_text(messages, tools, opened=False)
         turns = [
-            _turn_span(tokenizer, messages, number, text, problem)
-            for number, message in enumerate(messages)
+            _turn_span(tokenizer, messages, index, text, problem)
+            for index, message in enumerate(messages)
             if message["role"] == "assistant" and message.get("weight") != 0
         ]
     except NotRendered as error:
         raise UserError(f"{problem.prompt_id}: {error}") from error
     ids, starts = tokenizer.encode_with_offsets(text)
-    mask, ended = [0] * len(ids), True
+    mask, is_closed = [0] * len(ids), True
     for begin, end in turns:
         inside = [index for index, start in enumerate(starts) if begin <= start < end]
         after = next((index for index, start in enumerate(starts) if start >= end), len(ids))
-        trained, ended = _trained_positions(tokenizer, ids, inside, after, ends)
-        for index in trained:
+        positions, is_closed = _trained_positions(tokenizer, ids, inside, after, ends)
+        for index in positions:
             mask[index] = 1
-    if turns and turns[-1][1] == len(text) and not ended:
+    if turns and turns[-1][1] == len(text) and not is_closed:
         calls_tool = bool(messages[-1].get("tool_calls"))
-        ids, mask = [*ids, ends.appended(templated=True, calls_tool=calls_tool)], [*mask, 1]
+        ids, mask = [*ids, ends.token_to_append(templated=True, calls_tool=calls_tool)], [*mask, 1]
     if 1 not in mask:
         raise UserError(f"{problem.prompt_id}: no assistant turn is trained: all are empty or have a weight of 0; remove the row")
     first, last = mask.index(1), len(mask) - mask[::-1].index(1)
     return SftSample(ids[:first], ids[first:last], mask[first:last])
 
 
-def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], number: int, text: str, problem: Problem) -> tuple[int, int]:
-    """Begin and end of message `number` in the text of the whole conversation."""
+def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], index: int, text: str, problem: Problem) -> tuple[int, int]:
+    """Begin and end of message `index` in the text of the whole conversation."""
     tools = problem.tools or ()
-    before = tokenizer.chat_text(messages[:number], tools, opened=True)
-    through = tokenizer.chat_text(messages[: number + 1], tools, opened=False)
+    before = tokenizer.chat_text(messages[:index], tools, opened=True)
+    through = tokenizer.chat_text(messages[: index + 1], tools, opened=False)
     if not through.startswith(before) or not text.startswith(through):
-        at = next((i for i, (a, b) in enumerate(zip(through, text, strict=False)) if a != b), min(len(through), len(text)))
-        fault = "renders the generation prompt differently" if not through.startswith(before) else "changes turns when others follow"
+        mismatch = next((i for i, (a, b) in enumerate(zip(through, text, strict=False)) if a != b), min(len(through), len(text)))
+        reason = "renders the generation prompt differently" if not through.startswith(before) else "changes turns when others follow"
         raise UserError(
-            f"{problem.prompt_id}: the chat template of {tokenizer.name} {fault} (message {number + 1}, near "
-            f"{text[max(0, at - 20) : at + 20]!r}), so the assistant's tokens cannot be identified; cut the conversation to one assistant "
-            "turn, or give the tokenizer another chat_template"
+            f"{problem.prompt_id}: the chat template of {tokenizer.name} {reason} (message {index + 1}, near "
+            f"{text[max(0, mismatch - 20) : mismatch + 20]!r}), so the assistant's tokens cannot be identified; "
+            "cut the conversation to one assistant turn, or give the tokenizer another chat_template"
         )
     return len(before), len(through)
 
@@ -211,13 +213,13 @@ def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], number: int, t
 def _trained_positions(tokenizer: Tokenizer, ids: list[int], inside: list[int], after: int, ends: EndTokens) -> tuple[list[int], bool]:
     """The trained positions of a turn, and whether the last one ends the turn.
 
-    inside: positions of the turn's text. after: the first position after it. Blanks of a template after the end token are excluded. If
-    the turn has no end token, the header of the next role may begin with one.
+    inside: positions of the turn's text. after: the first position after it. White space after the end token is excluded. If the turn
+    has no end token but the header of the next role begins with one, that token is included.
     """
-    last = next((number for number in reversed(range(len(inside))) if not is_blank(tokenizer, ids[inside[number]])), -1)
-    for number in range(max(last, 0), len(inside)):  # an end token may be white space itself (rollout.stop_ids)
-        if ends.ends_turn(ids[inside[number]]):
-            return inside[: number + 1], True
+    last_text = next((index for index in reversed(range(len(inside))) if not is_blank(tokenizer, ids[inside[index]])), -1)
+    for index in range(max(last_text, 0), len(inside)):  # an end token may be white space itself (rollout.stop_ids)
+        if ends.ends_turn(ids[inside[index]]):
+            return inside[: index + 1], True
     header = after
     while header < len(ids) and is_blank(tokenizer, ids[header]):
         header += 1

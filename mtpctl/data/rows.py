@@ -1,4 +1,4 @@
-"""Rows of files (.jsonl, .json and Parquet), of folders, and of Hugging Face datasets, before their columns are interpreted.
+"""Read rows from files (.jsonl, .json and Parquet), folders and Hugging Face datasets.
 
 The library `datasets` reads a dataset if it is installed. Otherwise the dataset's own files are downloaded: the .parquet, .jsonl or .json
 files that its card, or the file names, assign to the subset and split. Downloaded files are read from the cache, also without a network.
@@ -37,16 +37,16 @@ class Row:
 
     Attributes:
         row_id: the same in every run (`file:line`).
-        where: the location of the row, for errors.
+        location: file and line, or the row id, for errors.
         columns: values by column.
     """
 
     row_id: str
-    where: str
+    location: str
     columns: dict[str, object]
 
 
-def file_rows(path: Path, field: str) -> Iterator[Row]:
+def read_file_rows(path: Path, field: str) -> Iterator[Row]:
     """The rows of a file, or of all files below a folder in order of their names. Lines and rows are counted from 1.
 
     `field` is the recipe key or option of the path. Raises UserError, with file and line, for missing, unsupported and unreadable files,
@@ -54,19 +54,19 @@ def file_rows(path: Path, field: str) -> Iterator[Row]:
     """
     for file, name in files_of(path, field):
         if file.suffix == ".parquet":
-            rows = _parquet_rows(file)
-        elif file.suffix == ".json" and _is_array(file):
-            rows = _array_rows(file)
+            rows = _read_parquet(file)
+        elif file.suffix == ".json" and _is_json_array(file):
+            rows = _read_json_array(file)
         else:
-            rows = _jsonl_rows(file)
+            rows = _read_jsonl(file)
         for number, columns in rows:
             yield Row(f"{name}:{number}", f"{file}:{number}", columns)
 
 
 def files_of(path: Path, field: str) -> list[tuple[Path, str]]:
-    """The files at `path`, each with the name for its row ids. Raises UserError if there is none."""
+    """The file at `path`, or the files below it, each with its name in row ids. Raises UserError if there is none."""
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in ROW_FILES and file.is_file() and not _hidden(file, path))
+        files = sorted(file for file in path.rglob("*") if file.suffix in ROW_FILES and file.is_file() and not _is_hidden(file, path))
         if not files:
             raise UserError(f"{field}: the folder {path} has no .jsonl, .json or .parquet file; name another")
         return [(file, str(file.relative_to(path))) for file in files]
@@ -77,60 +77,60 @@ def files_of(path: Path, field: str) -> list[tuple[Path, str]]:
     return [(path, path.name)]
 
 
-def _hidden(file: Path, folder: Path) -> bool:
+def _is_hidden(file: Path, folder: Path) -> bool:
     """Whether a file or one of its folders is hidden, such as the metadata of tools."""
     return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    with _opened(path) as file:
+def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    with _open(path) as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue
-            where = f"{path}:{number}"
-            yield number, _object(_parsed(raw.removeprefix(_BOM) if number == 1 else raw, where), where)
+            location = f"{path}:{number}"
+            yield number, _require_object(_parse_json(raw.removeprefix(_BOM) if number == 1 else raw, location), location)
 
 
-def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    with _opened(path) as file:
-        value = _parsed(file.read().removeprefix(_BOM), str(path))
+def _read_json_array(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    with _open(path) as file:
+        value = _parse_json(file.read().removeprefix(_BOM), str(path))
     assert isinstance(value, list), "its first character is ["
     for number, row in enumerate(value, start=1):
-        yield number, _object(row, f"{path}:{number}")
+        yield number, _require_object(row, f"{path}:{number}")
 
 
-def _is_array(path: Path) -> bool:
+def _is_json_array(path: Path) -> bool:
     """Whether a .json file is one list of rows; otherwise it has one object per line."""
-    with _opened(path) as file:
+    with _open(path) as file:
         return file.read(64).removeprefix(_BOM).lstrip()[:1] == b"["
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _parsed(raw: bytes, where: str) -> object:
+def _parse_json(raw: bytes, location: str) -> object:
     try:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 text; save the file as UTF-8") from error
+        raise UserError(f"{location}: not UTF-8 text; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         position = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UserError(f"{where}: not JSON ({error.msg} at {position}); fix or remove the line") from error
+        raise UserError(f"{location}: not JSON ({error.msg} at {position}); fix or remove the line") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON that can be read ({error}); fix or remove the line") from error
+        raise UserError(f"{location}: not JSON that can be read ({error}); fix or remove the line") from error
 
 
-def _object(row: object, where: str) -> dict[str, object]:
+def _require_object(row: object, location: str) -> dict[str, object]:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: a row must be an object with columns, such as `prompt` and `answer`; fix or remove it")
+        raise UserError(f"{location}: a row must be an object with columns, such as `prompt` and `answer`; fix or remove it")
     return row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -150,19 +150,19 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 def _needs_conversion(schema: pyarrow.Schema) -> bool:
     """Whether columns have types that JSON lacks, such as times and bytes."""
-    kinds = ("timestamp", "date", "time", "duration", "decimal", "binary", "map")
-    return any(kind in str(column.type) for column in schema for kind in kinds)
+    types = ("timestamp", "date", "time", "duration", "decimal", "binary", "map")
+    return any(type_name in str(column.type) for column in schema for type_name in types)
 
 
 def as_json(value: object) -> object:
-    """The value as JSON: times in ISO 8601, durations in seconds, decimals as text, bytes in base64, all others as text."""
+    """Convert a value to JSON types: times to ISO 8601, durations to seconds, bytes to base64, all other types to text."""
     match value:
         case None | str() | bool() | int() | float():
             return value
         case dict():
-            return {str(key): as_json(each) for key, each in value.items()}
+            return {str(key): as_json(item) for key, item in value.items()}
         case list() | tuple():
-            return [as_json(each) for each in value]
+            return [as_json(item) for item in value]
         case datetime.datetime() | datetime.date() | datetime.time():
             return value.isoformat()
         case datetime.timedelta():
@@ -177,7 +177,7 @@ def as_json(value: object) -> object:
 Layout = dict[str, dict[str, list[str]]]
 """The files of a dataset by subset and split."""
 
-_CONVERTED = "refs/convert/parquet"
+_PARQUET_BRANCH = "refs/convert/parquet"
 """Branch with the hub's Parquet copy of a dataset in another format, as `subset/split/0000.parquet`."""
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"} | dict.fromkeys(
     ("validation", "valid", "val", "dev"), "validation"
@@ -193,17 +193,17 @@ class _NotCached(Exception):
     """The hub does not respond, and the dataset is not in the cache."""
 
 
-def dataset_rows(name: str, subset: str | None, split: str, *, field: str, section: str, fetch: bool = True) -> Iterator[Row]:
+def read_dataset_rows(name: str, subset: str | None, split: str, *, field: str, section: str, fetch: bool = True) -> Iterator[Row]:
     """The rows of one split, with ids `owner/name/subset/split:number`. With `fetch=False`, only the cache is searched.
 
     `field` is the recipe key of the dataset, `section` the prefix of the keys `subset` and `split`. Raises UserError, with alternatives,
     if there is no such dataset, subset or split; EnvironmentMissing if neither the hub nor the cache has it.
     """
     if find_spec("datasets") is not None:
-        yield from _library_rows(name, subset, split, field, section, fetch)
+        yield from _read_with_datasets(name, subset, split, field, section, fetch)
         return
     try:
-        layout, source = _layout_and_source(name, field, fetch)
+        layout, source = _locate_files(name, field, fetch)
     except _NotCached as error:
         raise EnvironmentMissing(
             f"{field}: {name} could not be downloaded from the hub and is not in the cache; "
@@ -212,13 +212,13 @@ def dataset_rows(name: str, subset: str | None, split: str, *, field: str, secti
     subset = _select_subset(name, subset, split, layout, field, section)
     number = 0
     for file in layout[subset][split]:
-        for row in file_rows(_local(name, file, source, field), field):
+        for row in read_file_rows(_local_path(name, file, source, field), field):
             number += 1
             row_id = f"{name}/{subset}/{split}:{number}"
             yield Row(row_id, row_id, row.columns)
 
 
-def _library_rows(name: str, subset: str | None, split: str, field: str, section: str, fetch: bool) -> Iterator[Row]:
+def _read_with_datasets(name: str, subset: str | None, split: str, field: str, section: str, fetch: bool) -> Iterator[Row]:
     import datasets
 
     try:
@@ -236,23 +236,23 @@ def _library_rows(name: str, subset: str | None, split: str, field: str, section
         yield Row(row_id, row_id, cast("dict[str, object]", as_json(columns)))
 
 
-def _layout_and_source(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
+def _locate_files(name: str, field: str, fetch: bool) -> tuple[Layout, Path | str]:
     """The layout of a dataset, and the source of its files: a folder of the cache, or a revision on the hub. Raises _NotCached."""
     if not fetch:
-        return _cached(name)
+        return _cached_layout(name)
     try:
-        files, revision = _listed(name, "main", field)
-        card = _local(name, "README.md", revision, field).read_text(encoding="utf-8", errors="replace") if "README.md" in files else ""
+        files, revision = _list_hub_files(name, "main", field)
+        card = _local_path(name, "README.md", revision, field).read_text(encoding="utf-8", errors="replace") if "README.md" in files else ""
         layout = layout_of(files, card)
         if not layout:
-            files, revision = _listed(name, _CONVERTED, field)
+            files, revision = _list_hub_files(name, _PARQUET_BRANCH, field)
             layout = converted_layout(files)
         return layout, revision
     except _HubUnreachable:
-        return _cached(name)
+        return _cached_layout(name)
 
 
-def _listed(name: str, revision: str, field: str) -> tuple[list[str], str]:
+def _list_hub_files(name: str, revision: str, field: str) -> tuple[list[str], str]:
     """The files of a dataset on the hub, and their commit. Raises _HubUnreachable if the hub does not respond."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -265,14 +265,14 @@ def _listed(name: str, revision: str, field: str) -> tuple[list[str], str]:
         raise UserError(f"{field}: {name} is neither a local file or folder nor a dataset of the hub; check the spelling") from error
     except Exception as error:  # huggingface_hub changes its HTTP library between releases
         raise _HubUnreachable from error
-    return [each.rfilename for each in info.siblings or []], info.sha or revision
+    return [sibling.rfilename for sibling in info.siblings or []], info.sha or revision
 
 
-def _cached(name: str) -> tuple[Layout, Path]:
+def _cached_layout(name: str) -> tuple[Layout, Path]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    for revision in ("main", _CONVERTED):
+    for revision in ("main", _PARQUET_BRANCH):
         try:
             folder = Path(snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
@@ -284,7 +284,7 @@ def _cached(name: str) -> tuple[Layout, Path]:
     raise _NotCached
 
 
-def _local(name: str, file: str, source: Path | str, field: str) -> Path:
+def _local_path(name: str, file: str, source: Path | str, field: str) -> Path:
     """The file on this machine, downloaded if `source` is a revision."""
     if isinstance(source, Path):
         return source / file
@@ -319,11 +319,11 @@ def layout_of(files: list[str], card: str) -> Layout:
     """Subsets, splits and their files, from the card's `configs` or from the names of files and folders."""
     files = sorted(file for file in files if Path(file).suffix in ROW_FILES and Path(file).name not in _METADATA_FILES)
     layout: Layout = {}
-    for config in _configs(card):
+    for config in _card_configs(card):
         splits: dict[str, list[str]] = {}
-        for split, pattern in _patterns(config):
-            matched = [file for file in files if fnmatch.fnmatchcase(file, pattern)]
-            for file in matched:
+        for split, pattern in _file_patterns(config):
+            matches = [file for file in files if fnmatch.fnmatchcase(file, pattern)]
+            for file in matches:
                 splits.setdefault(split or _split_of(file), []).append(file)
         if splits:
             layout[str(config.get("config_name", "default"))] = splits
@@ -340,37 +340,37 @@ def converted_layout(files: list[str]) -> Layout:
     """The layout of the hub's Parquet copy."""
     layout: Layout = {}
     for file in sorted(files):
-        parts = Path(file).parts
-        if len(parts) == 3 and file.endswith(".parquet"):
-            layout.setdefault(parts[0], {}).setdefault(parts[1].removeprefix("partial-"), []).append(file)
+        path_parts = Path(file).parts
+        if len(path_parts) == 3 and file.endswith(".parquet"):
+            layout.setdefault(path_parts[0], {}).setdefault(path_parts[1].removeprefix("partial-"), []).append(file)
     return layout
 
 
-def _configs(card: str) -> list[Mapping[str, object]]:
+def _card_configs(card: str) -> list[Mapping[str, object]]:
     """The `configs` of a dataset's card; empty if there are none."""
-    front = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
+    front_matter = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
     try:
-        head = yaml.safe_load(front[1]) if front else None
+        metadata = yaml.safe_load(front_matter[1]) if front_matter else None
     except yaml.YAMLError:  # cards are written by hand; the file names are used instead
         return []
-    configs = head.get("configs") if isinstance(head, dict) else None
+    configs = metadata.get("configs") if isinstance(metadata, dict) else None
     return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
 
 
-def _patterns(config: Mapping[str, object]) -> Iterator[tuple[str | None, str]]:
-    """Split and glob of the files of one config; None for a split that follows from the file name."""
+def _file_patterns(config: Mapping[str, object]) -> Iterator[tuple[str | None, str]]:
+    """The split and the glob pattern of the files of one config. If the split is None, the file name determines it."""
     folder = str(config.get("data_dir", "")).strip("/")
     prefix = f"{folder}/" if folder else ""
     entries = config.get("data_files", "*")
-    for each in entries if isinstance(entries, list) else [entries]:
-        paths = each.get("path") if isinstance(each, dict) else each
-        split = str(each["split"]) if isinstance(each, dict) and "split" in each else None
+    for entry in entries if isinstance(entries, list) else [entries]:
+        paths = entry.get("path") if isinstance(entry, dict) else entry
+        split = str(entry["split"]) if isinstance(entry, dict) and "split" in entry else None
         for path in paths if isinstance(paths, list) else [paths]:
             yield split, prefix + str(path)
 
 
 def _split_of(file: str) -> str:
-    """The split in the name of a file or its folders; train if there is none."""
+    """The split that occurs in the name of a file or its folders; `train` if none does."""
     parts = Path(file).with_suffix("").parts
     for part in reversed(parts):
         for word in re.split(r"[^a-z]+", part.lower()):

@@ -1,6 +1,6 @@
 """The problems of a run, generated or read according to the recipe sections `data` and `evaluation`.
 
-`Reading` converts rows to problems: it selects the prompt and answer columns, and reports missing ones.
+`RowReader` converts rows to problems: it selects the prompt and answer columns, and reports missing ones.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
 
-from mtpctl.data.messages import LONE_SURROGATE, as_messages, conversation, visual_types, without_nulls
+from mtpctl.data.messages import LONE_SURROGATE, image_and_video_types, messages_from_columns, parse_conversation, without_nulls
 from mtpctl.data.problems import NO_ANSWER, Problem, text_of
-from mtpctl.data.rows import Row, dataset_rows, file_rows
+from mtpctl.data.rows import Row, read_dataset_rows, read_file_rows
 from mtpctl.data.tasks import generate
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig, EvaluationConfig, is_dataset_id
@@ -27,7 +27,7 @@ UNNAMED = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSource:
     """A file, folder or dataset of problems.
 
     Attributes:
@@ -36,7 +36,7 @@ class Rows:
     """
 
     path: str
-    reading: Reading
+    reader: RowReader
     key: str = "data.path"
     subset: str | None = None
     split: str = "train"
@@ -52,35 +52,35 @@ class Rows:
     def problems(self, *, fetch: bool = True) -> Iterator[Problem]:
         """The problems, read lazily. With `fetch=False`, a dataset is only read from the cache.
 
-        Raises UserError as `Reading.problems`, `file_rows` and `dataset_rows` do; EnvironmentMissing if the hub does not respond.
+        Raises the errors of `RowReader.problems`, `read_file_rows` and `read_dataset_rows`; EnvironmentMissing if the hub does not respond.
         """
         if is_dataset_id(self.path):
-            rows = dataset_rows(self.path, self.subset, self.split, field=self.key, section=self.section, fetch=fetch)
+            rows = read_dataset_rows(self.path, self.subset, self.split, field=self.key, section=self.section, fetch=fetch)
         else:
-            rows = file_rows(Path(self.path), self.key)
-        return self.reading.problems(rows, self.name)
+            rows = read_file_rows(Path(self.path), self.key)
+        return self.reader.problems(rows, self.name)
 
     def read(self) -> list[Problem]:
         """All problems. Raises UserError if there is none, and the errors of `problems`."""
         problems = list(self.problems())
         if not problems:
-            raise self.empty()
+            raise self.empty_error()
         return problems
 
-    def empty(self) -> UserError:
+    def empty_error(self) -> UserError:
         """The error for a path without problems."""
-        reading = self.reading
-        columns = f"`{reading.columns.prompt}`"
-        if reading.answers and not reading.supervised and reading.columns.answer is not None:
-            columns += f" and `{reading.columns.answer}`"
+        reader = self.reader
+        columns = f"`{reader.columns.prompt}`"
+        if reader.answers and not reader.supervised and reader.columns.answer is not None:
+            columns += f" and `{reader.columns.answer}`"
         return UserError(f"{self.key}: {self.path} has no problem; add lines with {columns}")
 
 
 def read_problems(
     path: str | Path, field: str = "data.path", *, answers: bool = True, columns: ColumnsConfig | None = None
 ) -> list[Problem]:
-    """All problems of a file or folder, in order. See `Rows.read` for errors. `field`: the recipe key or option of the path."""
-    return Rows(str(path), Reading(columns or ColumnsConfig(), answers=answers), field).read()
+    """All problems of a file or folder, in order. See `RowSource.read` for errors. `field`: the recipe key or option of the path."""
+    return RowSource(str(path), RowReader(columns or ColumnsConfig(), answers=answers), field).read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,52 +127,56 @@ def load_problem_sets(
     Raises:
         UserError: if there are no problems, if the section names both files and a task, and for invalid files or rows.
     """
-    rows = rows_of(config, evaluation, stages)
+    sources = row_sources(config, evaluation, stages)
     if config.task is not None:
         if config.path is not None or config.eval_path is not None:
             raise UserError("data.task: problems are generated or read, not both; remove data.task or data.path")
         train, held_out = generate(config.task, seed)
     elif _from_environment(config, rollout):
-        train, held_out = _environment_problems(config, rollout)
+        train, held_out = _load_environment_problems(config, rollout)
     elif config.path is None:
         raise UserError("data.path: name a file, a folder or a dataset id, or generate problems with data.task")
     else:
-        train = rows["train"].read()
-        held_out = rows["eval"].read() if "eval" in rows else []
+        train = sources["train"].read()
+        held_out = sources["eval"].read() if "eval" in sources else []
     supervised = train
     if config.sft_task is not None:
         excluded = {problem.prompt for problem in held_out}
         supervised = [problem for problem in generate(config.sft_task, seed)[0] if problem.prompt not in excluded]
         if not supervised:
             raise UserError("data.sft_task: all its problems are held out by data.task; raise its train_size or max_digits")
-    elif "sft" in rows:
-        supervised = rows["sft"].read()
-    named = dict(_named_sets(rows, evaluation))
+    elif "sft" in sources:
+        supervised = sources["sft"].read()
+    named = dict(_read_named_sets(sources, evaluation))
     trained = [problems for stage, problems in (("rl", train), ("sft", supervised)) if stage in stages]
-    shared = _seen(chain.from_iterable(trained), [held_out, *named.values()])
-    return ProblemSets(train, held_out, supervised, named, shared)
+    seen_prompts = _find_seen_prompts(chain.from_iterable(trained), [held_out, *named.values()])
+    return ProblemSets(train, held_out, supervised, named, seen_prompts)
 
 
-def _seen(trained: Iterable[Problem], held_out: Sequence[Sequence[Problem]]) -> frozenset[bytes]:
-    """The hashes of the held-out prompts that occur in `trained`. Keeps no other hash, because training sets may be large."""
-    prompts = {problem.prompt_hash for problems in held_out for problem in problems}
-    return frozenset(key for problem in trained if (key := problem.prompt_hash) in prompts) if prompts else frozenset()
+def _find_seen_prompts(trained: Iterable[Problem], held_out: Sequence[Sequence[Problem]]) -> frozenset[bytes]:
+    """The hashes of the held-out prompts that occur in `trained`. Training sets may be large, so other hashes are not kept."""
+    held_out_hashes = {problem.prompt_hash for problems in held_out for problem in problems}
+    return (
+        frozenset(prompt_hash for problem in trained if (prompt_hash := problem.prompt_hash) in held_out_hashes)
+        if held_out_hashes
+        else frozenset()
+    )
 
 
 def first_problems(
     config: DataConfig, seed: int, evaluation: EvaluationConfig, limit: int, rollout: RolloutBase | None = None
 ) -> dict[str, list[Problem]]:
-    """The first training problems, as `train`, and held-out problems, as `eval` and `eval/NAME`.
+    """Load the first `limit` training problems, as `train`, and held-out problems, as `eval` and `eval/NAME`.
 
-    Reads no further rows and does not contact the hub: a dataset that is not in the cache has none.
+    Does not contact the hub: a dataset that is not in the cache has no problems here.
     """
     problems = {"train": generate(config.task, seed)[0][:limit]} if config.task is not None else {}
     if _from_environment(config, rollout):
-        problems = dict(zip(("train", "eval"), _environment_problems(config, rollout, limit), strict=True))
-    for role, rows in rows_of(config, evaluation, ("rl",)).items():
+        problems = dict(zip(("train", "eval"), _load_environment_problems(config, rollout, limit), strict=True))
+    for role, source in row_sources(config, evaluation, ("rl",)).items():
         if role != "sft":
             try:
-                problems[role] = list(islice(rows.problems(fetch=False), limit))
+                problems[role] = list(islice(source.problems(fetch=False), limit))
             except EnvironmentMissing:
                 problems[role] = []
     return problems
@@ -186,74 +190,77 @@ def load_held_out(
     *,
     stages: Sequence[str] = ("sft", "rl"),
 ) -> ProblemSets:
-    """Only the held-out problems, if any. Raises like `load_problem_sets`.
+    """Load only the held-out problems. Raises the errors of `load_problem_sets`.
 
-    The training rows of `stages` are read to compare prompts. They are optional here: `seen_prompts` is None if there are none, or if a row
-    cannot be read.
+    The training rows of `stages` are read only to compare prompts: if there are none, or a row cannot be read, `seen_prompts` is None.
     """
-    rows = rows_of(config, evaluation, stages)
+    sources = row_sources(config, evaluation, stages)
     train: Iterable[Problem] | None = None
     if config.task is not None:
         train, held_out = generate(config.task, seed)
     elif _from_environment(config, rollout):
-        train, held_out = _environment_problems(config, rollout)
+        train, held_out = _load_environment_problems(config, rollout)
     else:
-        held_out = rows["eval"].read() if "eval" in rows else []
-        train = rows["train"].problems(fetch=False) if "train" in rows else None
-    named = dict(_named_sets(rows, evaluation))
+        held_out = sources["eval"].read() if "eval" in sources else []
+        train = sources["train"].problems(fetch=False) if "train" in sources else None
+    named = dict(_read_named_sets(sources, evaluation))
     if train is None:
         return ProblemSets([], held_out, [], named, None)
     # The supervised stage trains on RL's rows unless it has others. A separate generated set has no held-out problem.
-    separate = config.sft_task is not None or "sft" in rows
-    trained = train if "rl" in stages or not separate else ()
-    if "sft" in stages and "sft" in rows:
-        trained = chain(trained, rows["sft"].problems(fetch=False))
+    has_sft_data = config.sft_task is not None or "sft" in sources
+    trained = train if "rl" in stages or not has_sft_data else ()
+    if "sft" in stages and "sft" in sources:
+        trained = chain(trained, sources["sft"].problems(fetch=False))
     try:
-        shared: frozenset[bytes] | None = _seen(trained, [held_out, *named.values()])
+        seen_prompts: frozenset[bytes] | None = _find_seen_prompts(trained, [held_out, *named.values()])
     except (UserError, EnvironmentMissing):
-        shared = None
-    return ProblemSets([], held_out, [], named, shared)
+        seen_prompts = None
+    return ProblemSets([], held_out, [], named, seen_prompts)
 
 
 def _from_environment(config: DataConfig, rollout: RolloutBase | None) -> bool:
-    """Whether the problems are tasks of the environment."""
+    """Whether the problems of the section `data` are tasks of the environment."""
     return config.path is None and config.task is None and rollout is not None and rollout.verifiers is not None
 
 
-def _environment_problems(config: DataConfig, rollout: RolloutBase | None, limit: int | None = None) -> tuple[list[Problem], list[Problem]]:
-    from mtpctl.data.taskset import environment_problems
+def _load_environment_problems(
+    config: DataConfig, rollout: RolloutBase | None, limit: int | None = None
+) -> tuple[list[Problem], list[Problem]]:
+    from mtpctl.data.taskset import load_environment_problems
 
-    assert rollout is not None, "it names the environment"
-    return environment_problems(rollout, config.taskset, limit)
+    assert rollout is not None, "the recipe names the environment"
+    return load_environment_problems(rollout, config.taskset, limit)
 
 
-def rows_of(config: DataConfig, evaluation: EvaluationConfig | None, stages: Sequence[str]) -> dict[str, Rows]:
+def row_sources(config: DataConfig, evaluation: EvaluationConfig | None, stages: Sequence[str]) -> dict[str, RowSource]:
     """The files and datasets that a run with these stages reads: `train`, `eval`, `sft`, and `eval/NAME` for named sets.
 
-    Errors about columns name the key of the set itself, even if it uses `data.columns`, which may be correct for other sets.
+    Errors about columns name the key of the set itself, even if the set uses `data.columns`, because that may be correct for other sets.
     """
-    columns, rows = config.columns, {}
+    columns, sources = config.columns, {}
     if config.path is not None:
         # Only a run without RL may train on conversations, which are not prompts.
-        reading = Reading(columns, supervised=not {"rl", "draft"} & {*stages})
-        rows["train"] = Rows(config.path, reading, "data.path", config.subset, config.split)
+        reader = RowReader(columns, supervised=not {"rl", "draft"} & {*stages})
+        sources["train"] = RowSource(config.path, reader, "data.path", config.subset, config.split)
     if config.eval_path is not None:
-        rows["eval"] = Rows(config.eval_path, Reading(columns), "data.eval_path")
+        sources["eval"] = RowSource(config.eval_path, RowReader(columns), "data.eval_path")
     if config.sft_path is not None:
-        reading = Reading(config.sft_columns or columns, "data.sft_columns", supervised=True)
-        rows["sft"] = Rows(config.sft_path, reading, "data.sft_path", config.sft_subset, config.sft_split, "data.sft_")
-    for name, each in (evaluation.sets if evaluation else {}).items():
-        assert each.path is not None, "the recipe's checks reject a set without a path"
+        reader = RowReader(config.sft_columns or columns, "data.sft_columns", supervised=True)
+        sources["sft"] = RowSource(config.sft_path, reader, "data.sft_path", config.sft_subset, config.sft_split, "data.sft_")
+    for name, evaluation_set in (evaluation.sets if evaluation else {}).items():
+        assert evaluation_set.path is not None, "the recipe's checks reject a set without a path"
         key = f"evaluation.sets.{name}"
-        reading = Reading(each.columns or columns, f"{key}.columns")
-        rows[f"eval/{name}"] = Rows(each.path, reading, f"{key}.path", each.subset, each.split, f"{key}.")
-    return rows
+        reader = RowReader(evaluation_set.columns or columns, f"{key}.columns")
+        sources[f"eval/{name}"] = RowSource(
+            evaluation_set.path, reader, f"{key}.path", evaluation_set.subset, evaluation_set.split, f"{key}."
+        )
+    return sources
 
 
-def _named_sets(rows: Mapping[str, Rows], evaluation: EvaluationConfig | None) -> Iterator[tuple[str, list[Problem]]]:
-    for name, each in (evaluation.sets if evaluation else {}).items():
-        problems = rows[f"eval/{name}"].read()
-        yield name, problems if each.limit is None else evenly_spaced(problems, each.limit)
+def _read_named_sets(sources: Mapping[str, RowSource], evaluation: EvaluationConfig | None) -> Iterator[tuple[str, list[Problem]]]:
+    for name, evaluation_set in (evaluation.sets if evaluation else {}).items():
+        problems = sources[f"eval/{name}"].read()
+        yield name, problems if evaluation_set.limit is None else evenly_spaced(problems, evaluation_set.limit)
 
 
 def evenly_spaced(problems: Sequence[Problem], limit: int) -> list[Problem]:
@@ -264,17 +271,17 @@ def evenly_spaced(problems: Sequence[Problem], limit: int) -> list[Problem]:
 CONVERSATIONS = ("messages", "conversations")
 """Conversation columns that the supervised stage uses if the prompt column is missing, in order of preference."""
 
-_USUAL: Mapping[str, tuple[str, ...]] = {
+_USUAL_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "problem", "messages", "conversations", "instruction", "query", "input", "text"),
     "answer": ("gold", "reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "label", "target", "output"),
 }
 """Usual names of the columns in public datasets, most common first."""
-_ABSENT = object()
+_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How rows are converted to problems.
+class RowReader:
+    """Converts rows to problems.
 
     Attributes:
         field: the recipe key of `columns`.
@@ -292,96 +299,103 @@ class Reading:
 
         Raises UserError for columns that the first row lacks, and for missing, empty or invalid values in later rows.
         """
-        reading = None
+        reader = None
         for row in rows:
-            if reading is None:
-                reading = self._adapted(row)
-                reading._check_columns(row, source)
-            yield reading._problem(row)
+            if reader is None:
+                reader = self._adapt_to(row)
+                reader._check_columns(row, source)
+            yield reader._parse_row(row)
 
-    def _adapted(self, first: Row) -> Reading:
-        """The reading for rows like `first`.
+    def _adapt_to(self, first_row: Row) -> RowReader:
+        """The reader for rows like `first_row`.
 
-        In the supervised stage, a conversation column becomes the prompt if there is no column `prompt`.
+        In the supervised stage, a parse_conversation column becomes the prompt if there is no column `prompt_column`.
         """
-        prompt = self.columns.prompt
-        column = next((name for name in CONVERSATIONS if first.columns.get(name) is not None), None)
-        if self.supervised and column_value(first.columns, prompt) is _ABSENT and column is not None and prompt == "prompt":
-            return Reading(self.columns.model_copy(update={"prompt": column}), self.field, self.answers, True)
+        prompt_column = self.columns.prompt
+        conversation_column = next((name for name in CONVERSATIONS if first_row.columns.get(name) is not None), None)
+        if (
+            self.supervised
+            and column_value(first_row.columns, prompt_column) is _MISSING
+            and conversation_column is not None
+            and prompt_column == "prompt"
+        ):
+            return RowReader(self.columns.model_copy(update={"prompt": conversation_column}), self.field, self.answers, True)
         return self
 
     def _check_columns(self, row: Row, source: str) -> None:
-        prompt, answer = self.columns.prompt, self.columns.answer
-        missing = {"prompt": prompt} if column_value(row.columns, prompt) is _ABSENT else {}
-        if answer is not None and self.answers and not self.supervised and column_value(row.columns, answer) is _ABSENT:
-            missing["answer"] = answer
+        prompt_column, answer_column = self.columns.prompt, self.columns.answer
+        missing = {"prompt": prompt_column} if column_value(row.columns, prompt_column) is _MISSING else {}
+        if answer_column is not None and self.answers and not self.supervised and column_value(row.columns, answer_column) is _MISSING:
+            missing["answer"] = answer_column
         if not missing:
             return
-        names = _names(row.columns)
-        near = {role: _nearest(role, name, names, taken=(prompt, answer or "")) for role, name in missing.items()}
-        setting = ", ".join(f"{role}: {name or 'NAME'}" for role, name in near.items())
+        column_names = _column_names(row.columns)
+        closest = {
+            role: _closest_column(role, name, column_names, excluded=(prompt_column, answer_column or "")) for role, name in missing.items()
+        }
+        suggestion = ", ".join(f"{role}: {name or 'NAME'}" for role, name in closest.items())
         role = next(iter(missing))
-        absent = " and ".join(repr(name) for name in missing.values())
-        no_answer = ", or answer: null if the reward needs none" if "answer" in missing and near["answer"] is None else ""
+        missing_names = " and ".join(repr(name) for name in missing.values())
+        answer_hint = ", or answer: null if the reward needs none" if "answer" in missing and closest["answer"] is None else ""
         raise UserError(
-            f"{self.field}.{role}: {source} has no column {absent}; its columns are {', '.join(names) or 'none'}: "
-            f"set {self.field}: {{{setting}}}{no_answer}"
+            f"{self.field}.{role}: {source} has no column {missing_names}; its columns are {', '.join(column_names) or 'none'}: "
+            f"set {self.field}: {{{suggestion}}}{answer_hint}"
         )
 
-    def _problem(self, row: Row) -> Problem:
-        columns, where = self.columns, row.where
-        value = as_messages(column_value(row.columns, columns.prompt))
-        images, types = next((name for name in ("images", "image") if row.columns.get(name)), None), visual_types(value)
-        if images or types:
-            rows = f"rows whose messages contain images (parts of the type {', '.join(types)})"
-            removed, column = ("the column", images) if images else (rows, columns.prompt)
-            raise UserError(f"{where}: `{column}` contains images, but models are trained only on text; remove {removed}")
-        messages = conversation(value, columns.prompt, where) if isinstance(value, list) else ()
+    def _parse_row(self, row: Row) -> Problem:
+        columns, location = self.columns, row.location
+        value = messages_from_columns(column_value(row.columns, columns.prompt))
+        image_column, part_types = next((name for name in ("images", "image") if row.columns.get(name)), None), image_and_video_types(value)
+        if image_column or part_types:
+            rows = f"rows whose messages contain images (parts of the type {', '.join(part_types)})"
+            removed, removed_from = ("the column", image_column) if image_column else (rows, columns.prompt)
+            raise UserError(f"{location}: `{removed_from}` contains images, but models are trained only on text; remove {removed}")
+        messages = parse_conversation(value, columns.prompt, location) if isinstance(value, list) else ()
         prompt = text_of(messages) if messages else value
         if not isinstance(prompt, str) or not prompt.strip():
             raise UserError(
-                f"{where}: `{columns.prompt}` must be non-blank text, or chat messages, got {_describe(prompt)}; fix or remove the row"
+                f"{location}: `{columns.prompt}` must be non-blank text, or chat messages, got {_describe(prompt)}; fix or remove the row"
             )
         last_role = messages[-1]["role"] if messages else "user"
         if last_role == "assistant" and not self.supervised:
             raise UserError(
-                f"{where}: `{columns.prompt}` ends with an assistant message, but a prompt must end before it; remove that message, or use "
-                "the conversations in data.sft_path"
+                f"{location}: `{columns.prompt}` ends with an assistant message, but a prompt must end before it; remove that message, "
+                "or use the conversations in data.sft_path"
             )
-        solution = None if (text := column_value(row.columns, columns.solution)) is _ABSENT else text
+        solution = None if (text := column_value(row.columns, columns.solution)) is _MISSING else text
         if solution is not None and (not isinstance(solution, str) or not solution):
-            raise UserError(f"{where}: `{columns.solution}` must be non-empty text if it is present; fix or remove it")
-        optional = not self.answers or (self.supervised and (last_role == "assistant" or solution is not None))
-        answer = self._answer(row, optional)
+            raise UserError(f"{location}: `{columns.solution}` must be non-empty text if it is present; fix or remove it")
+        answer_is_optional = not self.answers or (self.supervised and (last_role == "assistant" or solution is not None))
+        answer = self._parse_answer(row, answer_is_optional)
         for name, text in ((columns.prompt, prompt), (columns.answer, answer), (columns.solution, solution or "")):
             if LONE_SURROGATE.search(text):
-                raise UserError(f"{where}: `{name}` contains a lone surrogate, which is not a character; fix or remove the line")
-        used = {columns.prompt, columns.answer, columns.solution}
-        fields = {name: value for name, value in row.columns.items() if name not in used}
+                raise UserError(f"{location}: `{name}` contains a lone surrogate, which is not a character; fix or remove the line")
+        used_columns = {columns.prompt, columns.answer, columns.solution}
+        fields = {name: value for name, value in row.columns.items() if name not in used_columns}
         if fields.get("tools") is not None:
-            fields["tools"] = _tools(fields["tools"], where)
+            fields["tools"] = _parse_tools(fields["tools"], location)
         return Problem(row.row_id, prompt, answer, solution, messages, fields)
 
-    def _answer(self, row: Row, optional: bool) -> str:
-        name = self.columns.answer
-        if name is None:
-            if self.supervised and not optional:
-                raise UserError(f"{row.where}: has neither a final assistant turn nor a `{self.columns.solution}` to train on")
+    def _parse_answer(self, row: Row, is_optional: bool) -> str:
+        column = self.columns.answer
+        if column is None:
+            if self.supervised and not is_optional:
+                raise UserError(f"{row.location}: has neither a final assistant turn nor a `{self.columns.solution}` to train on")
             return NO_ANSWER
-        answer = column_value(row.columns, name)
+        answer = column_value(row.columns, column)
         if isinstance(answer, int | float) and not isinstance(answer, bool):
-            return _number_text(answer, name, row.where)
-        if (answer is None or answer is _ABSENT) and optional:
+            return _number_text(answer, column, row.location)
+        if (answer is None or answer is _MISSING) and is_optional:
             return NO_ANSWER
         if isinstance(answer, list | dict | bool):
             kind = {list: "a list", dict: "an object", bool: "true or false"}[type(answer)]
             raise UserError(
-                f"{row.where}: `{name}` must be non-blank text or a number, not {kind}; for your own reward, set {self.field}.answer: null "
-                "and read it from problem.fields"
+                f"{row.location}: `{column}` must be non-blank text or a number, not {kind}; for your own reward, set "
+                f"{self.field}.answer: null and read it from problem.fields"
             )
         if not isinstance(answer, str) or not answer.strip():
             raise UserError(
-                f"{row.where}: `{name}` must be non-blank text or a number, got {_describe(answer)}; fix or remove the row, or set "
+                f"{row.location}: `{column}` must be non-blank text or a number, got {_describe(answer)}; fix or remove the row, or set "
                 f"{self.field}.answer: null if the reward needs none"
             )
         return answer
@@ -389,8 +403,8 @@ class Reading:
 
 def _describe(value: object) -> str:
     """Describe a value that is not valid text."""
-    if value is _ABSENT or value is None:
-        return "no such column in this row" if value is _ABSENT else "null"
+    if value is _MISSING or value is None:
+        return "no such column in this row" if value is _MISSING else "null"
     if isinstance(value, str):
         return "empty text" if not value else "only blanks"
     return {dict: "an object", list: "a list", bool: "true or false"}.get(type(value), f"{value!r:.40}")
@@ -403,48 +417,52 @@ def column_value(columns: Mapping[str, object], name: str) -> object:
     value: object = columns
     for step in name.split("."):
         if not isinstance(value, Mapping) or step not in value:
-            return _ABSENT
+            return _MISSING
         value = value[step]
     return value
 
 
-def _tools(value: object, where: str) -> list[object]:
+def _parse_tools(value: object, location: str) -> list[object]:
     """The column `tools` without null fields. The list or each tool may be JSON text, as in datasets without a common schema."""
     try:
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value or []
         tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools] if isinstance(tools, list) else tools
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: `tools` is text that is not JSON; write the list of tools") from error
+        raise UserError(f"{location}: `tools` is text that is not JSON; write the list of tools") from error
     if tools is None:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{where}: `tools` must be a list of objects, as chat templates take them; fix or remove it")
+        raise UserError(f"{location}: `tools` must be a list of objects, as chat templates take them; fix or remove it")
     if LONE_SURROGATE.search(json.dumps(tools, ensure_ascii=False, default=str)):
-        raise UserError(f"{where}: `tools` contains a lone surrogate, which is not a character; fix or remove it")
+        raise UserError(f"{location}: `tools` contains a lone surrogate, which is not a character; fix or remove it")
     return [without_nulls(tool) for tool in tools]
 
 
-def _number_text(answer: int | float, name: str, where: str) -> str:
+def _number_text(answer: int | float, name: str, location: str) -> str:
     """A number as text, in decimal digits. Drops the `.0` of tools that store all numbers as floats."""
     if isinstance(answer, int):
         return str(answer)
     if not math.isfinite(answer):
-        raise UserError(f"{where}: `{name}` must be a finite number, got {answer}; fix or remove the line")
+        raise UserError(f"{location}: `{name}` must be a finite number, got {answer}; fix or remove the line")
     # Adding 0.0 turns -0.0 into 0.0.
     return f"{Decimal(repr(answer + 0.0)):f}".removesuffix(".0")
 
 
-def _names(columns: Mapping[str, object], prefix: str = "") -> list[str]:
+def _column_names(columns: Mapping[str, object], prefix: str = "") -> list[str]:
     """The names of all columns, nested ones dotted."""
     names = []
     for name, value in columns.items():
-        names += _names(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else [f"{prefix}{name}"]
+        names += _column_names(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else [f"{prefix}{name}"]
     return names
 
 
-def _nearest(role: str, name: str, names: list[str], taken: tuple[str, ...]) -> str | None:
-    """The most likely column: one with a similar name, else one with a usual name; None if there is neither."""
-    unused = [each for each in names if each not in taken]
+def _closest_column(role: str, name: str, names: list[str], excluded: tuple[str, ...]) -> str | None:
+    """The column with the most similar name, else the first one with a usual name; None if there is neither."""
+    unused = [column for column in names if column not in excluded]
     similar = difflib.get_close_matches(name, unused, n=1, cutoff=0.7)
-    lowered = {each.lower(): each for each in reversed(unused)}
-    return similar[0] if similar else next((lowered[usual] for usual in _USUAL[role] if usual in lowered), None)
+    by_lower_case = {column.lower(): column for column in reversed(unused)}
+    return (
+        similar[0]
+        if similar
+        else next((by_lower_case[usual_name] for usual_name in _USUAL_COLUMNS[role] if usual_name in by_lower_case), None)
+    )

@@ -33,7 +33,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class _Example:
     prompt: str
     steps: list[str]
     answer: str
@@ -44,27 +44,27 @@ class _Task:
     """`size(n)` problems of length n; `make(n, i)` is the i-th of them."""
 
     size: Callable[[int], int]
-    make: Callable[[int, int], _Text]
+    make: Callable[[int, int], _Example]
 
 
-def _first(n: int) -> int:
+def _smallest_number(n: int) -> int:
     """Smallest number of n digits; a single digit may be zero."""
     return 0 if n == 1 else 10 ** (n - 1)
 
 
-def _count(n: int) -> int:
-    return 10**n - _first(n)
+def _count_numbers(n: int) -> int:
+    return 10**n - _smallest_number(n)
 
 
 def _operands(n: int, i: int) -> tuple[int, int]:
-    a, b = divmod(i, _count(n))
-    return _first(n) + a, _first(n) + b
+    a, b = divmod(i, _count_numbers(n))
+    return _smallest_number(n) + a, _smallest_number(n) + b
 
 
 def _ordered_operands(n: int, i: int) -> tuple[int, int]:
     """The i-th pair with a >= b, in the order (0,0), (1,0), (1,1), (2,0), …"""
     a = _triangle_root(i)
-    return _first(n) + a, _first(n) + i - a * (a + 1) // 2
+    return _smallest_number(n) + a, _smallest_number(n) + i - a * (a + 1) // 2
 
 
 def _triangle_root(i: int) -> int:
@@ -83,48 +83,48 @@ def _digits(value: int, n: int) -> list[int]:
     return [value // 10**k % 10 for k in range(n)]
 
 
-def _addition(n: int, i: int) -> _Text:
+def _addition(n: int, i: int) -> _Example:
     a, b = _operands(n, i)
     carry, steps = 0, []
     for x, y in zip(_digits(a, n), _digits(b, n), strict=True):
         steps.append(f"{x}+{y}+{carry}={x + y + carry:02d}")
         carry = (x + y + carry) // 10
-    return _Text(f"{a}+{b}=", steps, str(a + b))
+    return _Example(f"{a}+{b}=", steps, str(a + b))
 
 
-def _subtraction(n: int, i: int) -> _Text:
+def _subtraction(n: int, i: int) -> _Example:
     a, b = _ordered_operands(n, i)
     borrow, steps = 0, []
     for x, y in zip(_digits(a, n), _digits(b, n), strict=True):
-        out = int(x - y - borrow < 0)
-        steps.append(f"{x}-{y}-{borrow}={out}{x - y - borrow + 10 * out}")
-        borrow = out
-    return _Text(f"{a}-{b}=", steps, str(a - b))
+        next_borrow = int(x - y - borrow < 0)
+        steps.append(f"{x}-{y}-{borrow}={next_borrow}{x - y - borrow + 10 * next_borrow}")
+        borrow = next_borrow
+    return _Example(f"{a}-{b}=", steps, str(a - b))
 
 
-def _multiplication(n: int, i: int) -> _Text:
+def _multiplication(n: int, i: int) -> _Example:
     a, b = _operands(n, i)
-    return _Text(f"{a}*{b}=", [f"{y}*{a}={y * a}" for y in _digits(b, n)], str(a * b))
+    return _Example(f"{a}*{b}=", [f"{y}*{a}={y * a}" for y in _digits(b, n)], str(a * b))
 
 
-def _string(alphabet: str, n: int, i: int) -> str:
+def _nth_string(alphabet: str, n: int, i: int) -> str:
     return "".join(alphabet[i // len(alphabet) ** k % len(alphabet)] for k in range(n))
 
 
-def _reverse(n: int, i: int) -> _Text:
-    text = _string(_LETTERS, n, i)
-    return _Text(f"{text}=", list(text[::-1]), text[::-1])
+def _reverse(n: int, i: int) -> _Example:
+    text = _nth_string(_LETTERS, n, i)
+    return _Example(f"{text}=", list(text[::-1]), text[::-1])
 
 
-def _sort(n: int, i: int) -> _Text:
-    text = _string("0123456789", n, i)
-    return _Text(f"{text}=", sorted(text), "".join(sorted(text)))
+def _sort(n: int, i: int) -> _Example:
+    text = _nth_string("0123456789", n, i)
+    return _Example(f"{text}=", sorted(text), "".join(sorted(text)))
 
 
 _TASKS: dict[str, _Task] = {
-    "addition": _Task(lambda n: _count(n) ** 2, _addition),
-    "subtraction": _Task(lambda n: _count(n) * (_count(n) + 1) // 2, _subtraction),
-    "multiplication": _Task(lambda n: _count(n) ** 2, _multiplication),
+    "addition": _Task(lambda n: _count_numbers(n) ** 2, _addition),
+    "subtraction": _Task(lambda n: _count_numbers(n) * (_count_numbers(n) + 1) // 2, _subtraction),
+    "multiplication": _Task(lambda n: _count_numbers(n) ** 2, _multiplication),
     "reverse": _Task(lambda n: len(_LETTERS) ** n, _reverse),
     "sort": _Task(lambda n: 10**n, _sort),
 }
@@ -137,46 +137,48 @@ def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Proble
     """
     if task.min_digits > task.max_digits:
         raise UserError(f"data.task.min_digits: {task.min_digits} is above max_digits {task.max_digits}; lower it")
-    kind = _TASKS[task.name]
+    generator = _TASKS[task.name]
     lengths = range(task.min_digits, task.max_digits + 1)
     total = task.train_size + task.eval_size
-    quotas = _share(total, task.length_decay, [kind.size(n) for n in lengths])
+    quotas = _distribute(total, task.length_decay, [generator.size(n) for n in lengths])
     if sum(quotas) < total:
         raise UserError(
             f"data.task.train_size: {task.name} of {task.min_digits} to {task.max_digits} digits has {sum(quotas)} distinct problems, "
             f"but train_size + eval_size is {total}; lower them or raise max_digits"
         )
-    held_out = _share(task.eval_size, task.length_decay, [round(task.eval_size * quota / total) for quota in quotas], capacity=quotas)
+    eval_quotas = _distribute(
+        task.eval_size, task.length_decay, [round(task.eval_size * quota / total) for quota in quotas], capacity=quotas
+    )
     rng = random.Random(f"{task.name}/{seed}")
     train: list[Problem] = []
     evaluation: list[Problem] = []
-    for n, quota, eval_quota in zip(lengths, quotas, held_out, strict=True):
-        for position, index in enumerate(_distinct(rng, kind.size(n), quota)):
-            text = kind.make(n, index)
-            split, name = (evaluation, "eval") if position < eval_quota else (train, "train")
-            solution = " ".join([*text.steps, ANSWER_MARK + text.answer])
-            split.append(Problem(f"{task.name}/{name}/{len(split)}", text.prompt, text.answer, solution))
+    for n, quota, eval_quota in zip(lengths, quotas, eval_quotas, strict=True):
+        for position, index in enumerate(_sample_distinct(rng, generator.size(n), quota)):
+            example = generator.make(n, index)
+            split, split_name = (evaluation, "eval") if position < eval_quota else (train, "train")
+            solution = " ".join([*example.steps, ANSWER_MARK + example.answer])
+            split.append(Problem(f"{task.name}/{split_name}/{len(split)}", example.prompt, example.answer, solution))
     return train, evaluation
 
 
-def _share(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
+def _distribute(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
     """Split `total` over the lengths within the caps. Remainders go to the longest lengths.
 
     `capacity` replaces the caps if they are too low.
     """
     shares = [0] * len(caps)
-    for bounds in [caps] if capacity is None else [caps, capacity]:
-        while (left := total - sum(shares)) > 0 and (below_bound := [i for i, bound in enumerate(bounds) if shares[i] < bound]):
+    for limits in [caps] if capacity is None else [caps, capacity]:
+        while (remaining := total - sum(shares)) > 0 and (below_bound := [i for i, limit in enumerate(limits) if shares[i] < limit]):
             # Relative to the shortest of these lengths, so the weights are never all 0.
             weights = [decay ** (i - below_bound[0]) for i in below_bound]
-            parts = [math.floor(left * weight / sum(weights)) for weight in weights]
-            remainder = left - sum(parts)
+            additions = [math.floor(remaining * weight / sum(weights)) for weight in weights]
+            remainder = remaining - sum(additions)
             for rank, i in enumerate(reversed(below_bound)):
-                shares[i] = min(bounds[i], shares[i] + parts[-1 - rank] + int(rank < remainder))
+                shares[i] = min(limits[i], shares[i] + additions[-1 - rank] + int(rank < remainder))
     return shares
 
 
-def _distinct(rng: random.Random, size: int, count: int) -> list[int]:
+def _sample_distinct(rng: random.Random, size: int, count: int) -> list[int]:
     """`count` distinct numbers below `size`, in random order; `size` may exceed the limit of `random.sample`."""
     if count * 3 > size:
         return rng.sample(range(size), count)

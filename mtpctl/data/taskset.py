@@ -23,7 +23,7 @@ from mtpctl.recipe.rollout import RolloutBase
 
 FIELD, ARGS, EVAL_ARGS = "rollout.environment", "rollout.environment_args", "rollout.environment_eval_args"
 RELEASE = "0.4.0"
-"""The supported release of verifiers: this module uses parts of it that may change."""
+"""The supported release of verifiers. Others are rejected, because this module uses functions that are not a stable API."""
 TRAIN, HELD_OUT = "train", "eval"
 """The middle part of a problem's id, as in `NAME/train/17`."""
 
@@ -39,7 +39,7 @@ def require_verifiers() -> None:
         raise EnvironmentMissing(f"{FIELD}: verifiers {installed} is installed, but mtpctl supports {RELEASE}; {install}")
 
 
-def environment_config(name: str, args: Mapping[str, object], overrides: Mapping[str, object], field: str = ARGS) -> Any:
+def resolve_environment_config(name: str, args: Mapping[str, object], overrides: Mapping[str, object], field: str = ARGS) -> Any:
     """The configuration of the environment `name` from `args`, the block `env` of verifiers' own configurations.
 
     `overrides` are merged into `args`. `field` is the recipe key in errors. Raises EnvironmentMissing if the environment's package is not
@@ -51,48 +51,48 @@ def environment_config(name: str, args: Mapping[str, object], overrides: Mapping
 
     if os.getcwd() not in sys.path:  # as for user-defined code
         sys.path.append(os.getcwd())
-    tree = deep_merge(deep_merge(dict(args), dict(overrides)), {"taskset": {"id": name}})
+    settings = deep_merge(deep_merge(dict(args), dict(overrides)), {"taskset": {"id": name}})
     try:
-        return vf.resolve_env_config(tree)
+        return vf.resolve_env_config(settings)
     except ModuleNotFoundError as error:
         raise EnvironmentMissing(f"{FIELD}: verifiers:{name}: {' '.join(str(error).split())[:300]}") from error
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{'.'.join([field, *map(str, first['loc'])])}: {first['msg']}") from error
     except Exception as error:  # of the environment's package, at import
-        raise _user_error(name, error) from error
+        raise _environment_error(name, error) from error
 
 
 def check_runtimes(rollout: RolloutBase) -> None:
     """Raise EnvironmentMissing if an agent runs in Prime Intellect's sandboxes, verifiers' default, and no API key for them is set."""
     assert rollout.verifiers is not None, "the recipe names a verifiers environment"
-    config = environment_config(rollout.verifiers, rollout.environment_args, {})
+    config = resolve_environment_config(rollout.verifiers, rollout.environment_args, {})
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.prime import load_prime_config
 
     if os.environ.get("PRIME_API_KEY") or load_prime_config().get("api_key"):
         return
-    for agent, each in agent_config_fields(config).items():
-        if each.runtime.type == "prime":
+    for agent, agent_config in agent_config_fields(config).items():
+        if agent_config.runtime.type == "prime":
             raise EnvironmentMissing(
                 f"{ARGS}: {agent} runs in a sandbox of Prime Intellect, but PRIME_API_KEY is not set; set it, or choose another runtime: "
                 f"{{{agent}: {{runtime: {{type: docker}}}}}}, or subprocess, which is this machine without isolation"
             )
 
 
-def tasks(name: str, args: Mapping[str, object], overrides: Mapping[str, object]) -> tuple[Iterator[Any], bool]:
-    """An iterator over the tasks of the environment `name`, and whether it is finite. Raises like `environment_config`."""
-    config = environment_config(name, args, overrides, EVAL_ARGS if overrides else ARGS)
+def iterate_tasks(name: str, args: Mapping[str, object], overrides: Mapping[str, object]) -> tuple[Iterator[Any], bool]:
+    """Return an iterator over the environment's tasks, and whether it is finite. Raises the errors of `resolve_environment_config`."""
+    config = resolve_environment_config(name, args, overrides, EVAL_ARGS if overrides else ARGS)
     from verifiers.v1.utils.loaders import load_taskset
 
     try:
         taskset = load_taskset(config.taskset)
         return iter(taskset), bool(taskset.bounded)
     except Exception as error:  # of the environment's own code
-        raise _user_error(name, error) from error
+        raise _environment_error(name, error) from error
 
 
-def environment_problems(
+def load_environment_problems(
     rollout: RolloutBase, sizes: TasksetConfig | None, limit: int | None = None
 ) -> tuple[list[Problem], list[Problem]]:
     """The training problems and the held-out problems of the recipe's environment.
@@ -106,29 +106,29 @@ def environment_problems(
     """
     name, sizes = rollout.verifiers, sizes or TasksetConfig()
     assert name is not None, "the recipe names a verifiers environment"
-    separate, held_out = bool(rollout.environment_eval_args), sizes.eval_size or 0
-    first = 0 if separate else held_out
-    train = _problems(rollout, name, TRAIN, first + sizes.train_size if sizes.train_size else None, first + limit if limit else None)
-    if separate:
-        return train, _problems(rollout, name, HELD_OUT, sizes.eval_size, limit)
+    has_eval_args, held_out = bool(rollout.environment_eval_args), sizes.eval_size or 0
+    offset = 0 if has_eval_args else held_out
+    train = _load_problems(rollout, name, TRAIN, offset + sizes.train_size if sizes.train_size else None, offset + limit if limit else None)
+    if has_eval_args:
+        return train, _load_problems(rollout, name, HELD_OUT, sizes.eval_size, limit)
     if len(train) <= held_out:
         raise UserError(f"data.taskset.eval_size: {held_out} would hold out all {len(train)} tasks of verifiers:{name}; lower it")
     return train[held_out:], train[:held_out]
 
 
-def _problems(rollout: RolloutBase, name: str, role: str, size: int | None, limit: int | None) -> list[Problem]:
+def _load_problems(rollout: RolloutBase, name: str, split: str, size: int | None, limit: int | None) -> list[Problem]:
     """The tasks as problems, at most `size` and `limit`; None is no bound."""
-    iterator, finite = tasks(name, rollout.environment_args, rollout.environment_eval_args if role == HELD_OUT else {})
-    key = "train_size" if role == TRAIN else "eval_size"
+    iterator, finite = iterate_tasks(name, rollout.environment_args, rollout.environment_eval_args if split == HELD_OUT else {})
+    key = "train_size" if split == TRAIN else "eval_size"
     if not finite and size is None and limit is None:
         raise UserError(f"data.taskset.{key}: verifiers:{name} has infinitely many tasks; set a number")
     bounds = [bound for bound in (size, limit) if bound is not None]
     try:
-        problems = [as_problem(task, f"{name}/{role}/{number}") for number, task in enumerate(islice(iterator, min(bounds, default=None)))]
+        problems = [as_problem(task, f"{name}/{split}/{number}") for number, task in enumerate(islice(iterator, min(bounds, default=None)))]
     except MtpctlError:
         raise
     except Exception as error:  # of the environment's own code
-        raise _user_error(name, error) from error
+        raise _environment_error(name, error) from error
     if not problems:
         raise UserError(f"{FIELD}: verifiers:{name} has no task; check {ARGS}: {{taskset: …}}")
     return problems
@@ -159,5 +159,5 @@ def is_held_out(problem: Problem, name: str) -> bool:
     return problem.prompt_id.startswith(f"{name}/{HELD_OUT}/")
 
 
-def _user_error(name: str, error: BaseException) -> UserError:
+def _environment_error(name: str, error: BaseException) -> UserError:
     return UserError(f"{FIELD}: verifiers:{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")

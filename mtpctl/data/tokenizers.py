@@ -3,7 +3,7 @@
 The byte tokenizer is an ordinary Hugging Face folder, which transformers and the engines load. The id of a byte is its value (0 to 255);
 `<pad>` is 256, `<bos>` 257, `<eos>` 258. It adds no special tokens.
 
-A token may be a part of a character. Decoding it alone gives U+FFFD, whose bytes are different. So the bytes are read from the vocabulary:
+A token may contain only some bytes of a character. Decoding it alone gives U+FFFD, so the bytes are read from the vocabulary instead:
 byte-level BPE writes each byte as a printable character, and tokenizers with byte fallback have tokens such as `<0xE2>`.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mtpctl.compat.transformers import import_transformers
-from mtpctl.data.messages import NotRendered, RenderCheck, for_template, without_nulls
+from mtpctl.data.messages import NotRendered, RenderCheck, prepare_for_template, without_nulls
 from mtpctl.data.problems import Message
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.model import cached_file
@@ -27,8 +27,8 @@ from mtpctl.recipe.model import cached_file
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Variables = Mapping[str, object]
-NO_VARIABLES: Variables = {}
+TemplateVariables = Mapping[str, object]
+NO_TEMPLATE_VARIABLES: TemplateVariables = {}
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 _BYTE_TEMPLATE = """\
 {%- if tools %}{{ 'functions: ' + (tools | tojson) + '\n' }}{% endif %}
@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of the text; with `special`, after the special tokens that the tokenizer adds before a prompt (bos, for some)."""
+        """Ids of the text; with `special`, preceded by the special tokens that the tokenizer adds before a prompt (bos in some)."""
         ...
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -70,7 +70,9 @@ class Tokenizer(Protocol):
         """Ids of the text, and the offset of each in characters. Raises UserError for a tokenizer without offsets."""
         ...
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> list[int]:
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: TemplateVariables = NO_TEMPLATE_VARIABLES
+    ) -> list[int]:
         """Ids of a conversation in the chat template, with the generation prompt.
 
         tools: JSON schemas of the model's tools. variables: further variables of the template.
@@ -78,12 +80,19 @@ class Tokenizer(Protocol):
         ...
 
     def chat_text(
-        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES, *, opened: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[object] = (),
+        variables: TemplateVariables = NO_TEMPLATE_VARIABLES,
+        *,
+        opened: bool = True,
     ) -> str:
         """A conversation in the chat template as text; with `opened`, with the generation prompt."""
         ...
 
-    def check_rendered(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> None:
+    def check_rendered(
+        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: TemplateVariables = NO_TEMPLATE_VARIABLES
+    ) -> None:
         """Raise NotRendered if the chat template drops tools, tool calls or messages of a role. `chat` does this check itself."""
         ...
 
@@ -92,7 +101,7 @@ class HfTokenizer:
     """A transformers tokenizer behind the `Tokenizer` protocol."""
 
     def __init__(self, inner: PreTrainedTokenizerBase, name: str, *, ignore_tools: bool = False) -> None:
-        eos_id = _configured_eos(name) if inner.eos_token_id is None else inner.eos_token_id
+        eos_id = _read_configured_eos(name) if inner.eos_token_id is None else inner.eos_token_id
         if eos_id is None:
             raise UserError(f"model.tokenizer: {name} has no eos_token; add one to its tokenizer_config.json")
         self.inner = inner
@@ -100,7 +109,7 @@ class HfTokenizer:
         self.chat_template: str = inner.chat_template if isinstance(inner.chat_template, str) else ""
         self.eos_id: int = eos_id
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
-        self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *_added_specials(inner)])
+        self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *_added_special_ids(inner)])
         self._hidden: list[int] = []
         self._render_check = RenderCheck(name, ignore_tools=ignore_tools)
 
@@ -108,12 +117,23 @@ class HfTokenizer:
         ids: list[int] = self.inner.encode(text, add_special_tokens=False)
         if not special:
             return ids
-        whole: list[int] = self.inner.encode(text, add_special_tokens=True)
-        prefix = next((whole[:n] for n in range(len(whole) - len(ids) + 1) if whole[n : n + len(ids)] == ids), None) if ids else None
+        ids_with_special: list[int] = self.inner.encode(text, add_special_tokens=True)
+        prefix = (
+            next(
+                (
+                    ids_with_special[:length]
+                    for length in range(len(ids_with_special) - len(ids) + 1)
+                    if ids_with_special[length : length + len(ids)] == ids
+                ),
+                None,
+            )
+            if ids
+            else None
+        )
         if prefix is not None:
             # The prefix (bos) is not added twice. The suffix of some tokenizers (eos) is dropped, because a model stops there.
             return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
-        return whole[:-1] if whole[-1:] == [self.eos_id] != ids[-1:] else whole
+        return ids_with_special[:-1] if ids_with_special[-1:] == [self.eos_id] != ids[-1:] else ids_with_special
 
     def hide(self, ids: Iterable[int]) -> None:
         """Remove these end tokens from decoded text, even if the tokenizer does not mark them as special."""
@@ -122,20 +142,20 @@ class HfTokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         import numpy as np
 
-        # An array, because transformers checks every number of a list, which takes longer than the decoding.
-        tokens = np.asarray(ids, np.int64)
+        # transformers checks every number of a list, which takes longer than decoding; it does not check an array.
+        token_ids = np.asarray(ids, np.int64)
         if self._hidden and not special:
-            tokens = tokens[~np.isin(tokens, self._hidden)]
-        text = self.inner.decode(tokens[tokens < self.vocab_size], skip_special_tokens=not special)
+            token_ids = token_ids[~np.isin(token_ids, self._hidden)]
+        text = self.inner.decode(token_ids[token_ids < self.vocab_size], skip_special_tokens=not special)
         assert isinstance(text, str)
         return text
 
     def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
-        return [self._bytes_of(token_id) for token_id in ids]
+        return [self._read_bytes(token_id) for token_id in ids]
 
     @cached_property
-    def _bytes_of(self) -> Callable[[int], bytes]:
-        return token_reader(self.inner)
+    def _read_bytes(self) -> Callable[[int], bytes]:
+        return make_byte_reader(self.inner)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
         if not self.inner.is_fast:
@@ -143,23 +163,32 @@ class HfTokenizer:
         encoding = self.inner(text, add_special_tokens=False, return_offsets_mapping=True)
         return cast("list[int]", encoding["input_ids"]), [begin for begin, _ in cast("list[tuple[int, int]]", encoding["offset_mapping"])]
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> list[int]:
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: TemplateVariables = NO_TEMPLATE_VARIABLES
+    ) -> list[int]:
         self.check_rendered(messages, tools, variables)
-        return cast("list[int]", self._templated(messages, tools, variables, opened=True, tokenize=True))
+        return cast("list[int]", self._apply_template(messages, tools, variables, opened=True, tokenize=True))
 
     def chat_text(
-        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES, *, opened: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[object] = (),
+        variables: TemplateVariables = NO_TEMPLATE_VARIABLES,
+        *,
+        opened: bool = True,
     ) -> str:
-        return cast(str, self._templated(messages, tools, variables, opened=opened, tokenize=False))
+        return cast(str, self._apply_template(messages, tools, variables, opened=opened, tokenize=False))
 
-    def check_rendered(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> None:
+    def check_rendered(
+        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: TemplateVariables = NO_TEMPLATE_VARIABLES
+    ) -> None:
         def render(messages: Sequence[Message], tools: Sequence[object]) -> str:
             return self.chat_text(messages, tools, variables, opened=messages[-1]["role"] != "assistant")
 
         self._render_check.check(render, messages, tools)
 
-    def _templated(
-        self, messages: Sequence[Message], tools: Sequence[object], variables: Variables, *, opened: bool, tokenize: bool
+    def _apply_template(
+        self, messages: Sequence[Message], tools: Sequence[object], variables: TemplateVariables, *, opened: bool, tokenize: bool
     ) -> object:
         from jinja2 import TemplateError
 
@@ -168,7 +197,7 @@ class HfTokenizer:
                 f"data.chat_template: the tokenizer {self.name} has no chat template; set it to false and give prompts as plain text, "
                 "or name a tokenizer that has one in model.tokenizer"
             )
-        prepared, schemas = cast(Any, for_template(messages)), cast(Any, without_nulls(list(tools)) or None)
+        prepared, schemas = cast(Any, prepare_for_template(messages)), cast(Any, without_nulls(list(tools)) or None)
         try:
             return self.inner.apply_chat_template(
                 prepared, tools=schemas, add_generation_prompt=opened, tokenize=tokenize, return_dict=False, **cast(Any, variables)
@@ -177,7 +206,7 @@ class HfTokenizer:
             roles = list(dict.fromkeys(str(message["role"]) for message in messages))
             fix = "leave data.system_prompt out, or set chat_template: false" if "system" in roles else "change the messages"
             raise NotRendered(
-                f"data.chat_template: the template of {self.name} rejects a conversation of {' and '.join(roles)} ({_line_of(error)}); "
+                f"data.chat_template: the template of {self.name} rejects a conversation of {' and '.join(roles)} ({_first_line(error)}); "
                 f"{fix}, or give the tokenizer another chat_template"
             ) from error
 
@@ -196,14 +225,16 @@ def load_tokenizer(path: str | Path, *, ignore_tools: bool = False) -> Tokenizer
     except Exception as error:  # the tokenizers library raises plain Exception for unknown formats
         if local:
             raise UserError(
-                f"model.tokenizer: the tokenizer in {path} cannot be loaded ({_line_of(error)}); name another folder"
+                f"model.tokenizer: the tokenizer in {path} cannot be loaded ({_first_line(error)}); name another folder"
             ) from error
-        raise EnvironmentMissing(f"model.tokenizer: there is no folder {path}, and the hub download failed ({_line_of(error)})") from error
+        raise EnvironmentMissing(
+            f"model.tokenizer: there is no folder {path}, and the hub download failed ({_first_line(error)})"
+        ) from error
     return HfTokenizer(inner, str(path), ignore_tools=ignore_tools)
 
 
 def load_plain_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokenizer:
-    """`load_tokenizer` for a folder. A `tokenizer.json` is loaded with the plain class, which takes a tenth of the time."""
+    """Load the tokenizer of a folder. A `tokenizer.json` is loaded without AutoTokenizer, which takes ten times as long."""
     if not has_tokenizer(folder):
         raise UserError(f"model.tokenizer: {folder} has no tokenizer (tokenizer.json); name a folder or hub id that has one")
     if not (folder / "tokenizer.json").is_file():
@@ -214,7 +245,9 @@ def load_plain_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokeniz
     try:
         inner = PreTrainedTokenizerFast.from_pretrained(str(folder))
     except Exception as error:  # as in `load_tokenizer`
-        raise UserError(f"model.tokenizer: the tokenizer in {folder} cannot be loaded ({_line_of(error)}); name another folder") from error
+        raise UserError(
+            f"model.tokenizer: the tokenizer in {folder} cannot be loaded ({_first_line(error)}); name another folder"
+        ) from error
     return HfTokenizer(inner, str(folder), ignore_tools=ignore_tools)
 
 
@@ -255,7 +288,7 @@ def make_byte_tokenizer(dest: Path, *, chat: bool = True) -> None:
     (dest / "special_tokens_map.json").write_text(json.dumps(specials, indent=2) + "\n")
 
 
-def _configured_eos(path: str) -> int | None:
+def _read_configured_eos(path: str) -> int | None:
     """The first end token in the model's configs next to the tokenizer; None if there is none."""
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name)
@@ -270,49 +303,49 @@ def _configured_eos(path: str) -> int | None:
     return None
 
 
-def _added_specials(inner: PreTrainedTokenizerBase) -> list[int]:
+def _added_special_ids(inner: PreTrainedTokenizerBase) -> list[int]:
     """Added tokens that are marked as special, such as the end of a turn in many tokenizers."""
-    return [number for number, token in inner.added_tokens_decoder.items() if token.special]
+    return [token_id for token_id, token in inner.added_tokens_decoder.items() if token.special]
 
 
-def _line_of(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
 
-_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-_SPACE = "\u2581"
+_BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_SENTENCEPIECE_SPACE = "\u2581"
 """The character for a space in SentencePiece vocabularies."""
 
 
 def byte_characters() -> list[str]:
-    """The printable character for each byte in byte-level BPE: itself, or the next free one from U+0100."""
+    """The printable character of each byte in byte-level BPE: the byte's own character if printable, else the next one from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     stand_ins = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
 
 
-def token_reader(inner: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
-    """A function that returns the bytes of a token; empty for an unknown id.
+def make_byte_reader(inner: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
+    """Return a function from token id to the token's bytes, which are empty for an unknown id.
 
-    For tokenizers other than byte-level BPE and SentencePiece, these are the bytes of the token's text.
+    Tokenizers other than byte-level BPE and SentencePiece are decoded token by token.
     """
-    added = {number: token.content for number, token in inner.added_tokens_decoder.items()}
-    kinds = _decoders_of(inner)
-    values = {character: byte for byte, character in enumerate(byte_characters())}
+    added = {token_id: token.content for token_id, token in inner.added_tokens_decoder.items()}
+    decoder_types = _decoder_types(inner)
+    byte_of_character = {character: byte for byte, character in enumerate(byte_characters())}
 
     def read(token_id: int) -> bytes:
         if token_id in added:
             return added[token_id].encode()
-        name = cast("str | None", inner.convert_ids_to_tokens(token_id)) if 0 <= token_id < len(inner) else None
-        if name is None:
+        token = cast("str | None", inner.convert_ids_to_tokens(token_id)) if 0 <= token_id < len(inner) else None
+        if token is None:
             return b""
-        if "ByteLevel" in kinds and all(character in values for character in name):
-            return bytes(values[character] for character in name)
-        if "ByteFallback" in kinds and (match := _FALLBACK.fullmatch(name)) is not None:
+        if "ByteLevel" in decoder_types and all(character in byte_of_character for character in token):
+            return bytes(byte_of_character[character] for character in token)
+        if "ByteFallback" in decoder_types and (match := _BYTE_FALLBACK_TOKEN.fullmatch(token)) is not None:
             return bytes([int(match[1], 16)])
-        if kinds & {"ByteFallback", "Metaspace"}:
-            return name.replace(_SPACE, " ").encode()
+        if decoder_types & {"ByteFallback", "Metaspace"}:
+            return token.replace(_SENTENCEPIECE_SPACE, " ").encode()
         return str(inner.decode([token_id])).encode()
 
     return read
@@ -324,22 +357,22 @@ def text_offsets(pieces: Sequence[bytes], text: str) -> list[int]:
     `pieces`: the bytes of the tokens; empty for tokens that are not in the text, such as special tokens.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    starts, read = [], 0
+    starts, length = [], 0
     for piece in pieces:
-        starts.append(read)
-        read += len(decoder.decode(piece))
-    read += len(decoder.decode(b"", final=True))
+        starts.append(length)
+        length += len(decoder.decode(piece))
+    length += len(decoder.decode(b"", final=True))
     # SentencePiece adds a space before a text and removes it when decoding.
-    dropped = read - len(text) if b"".join(pieces).startswith(b" ") and not text.startswith(" ") else 0
-    return [min(max(start - dropped, 0), len(text)) for start in starts]
+    removed_spaces = length - len(text) if b"".join(pieces).startswith(b" ") and not text.startswith(" ") else 0
+    return [min(max(start - removed_spaces, 0), len(text)) for start in starts]
 
 
-def _decoders_of(inner: PreTrainedTokenizerBase) -> set[str]:
+def _decoder_types(inner: PreTrainedTokenizerBase) -> set[str]:
     """The decoders of a tokenizer."""
     backend = getattr(inner, "backend_tokenizer", None)
     if backend is None:
         return {"ByteFallback"} if hasattr(inner, "sp_model") else set()
-    settings: dict[str, Any] = json.loads(backend.to_str())
-    decoder = settings.get("decoder") or {}
-    kinds = {str(each["type"]) for each in decoder.get("decoders", [decoder]) if each}
-    return kinds | ({"ByteFallback"} if settings["model"].get("byte_fallback") else set())
+    serialized: dict[str, Any] = json.loads(backend.to_str())
+    decoder = serialized.get("decoder") or {}
+    types = {str(part["type"]) for part in decoder.get("decoders", [decoder]) if part}
+    return types | ({"ByteFallback"} if serialized["model"].get("byte_fallback") else set())

@@ -26,7 +26,7 @@ from mtpctl.families.drafters import Support, support_of
 from mtpctl.families.tensors import count_parameters
 from mtpctl.recipe.model import ModelConfig, hf_config, read_config
 from mtpctl.recipe.schema import ClusterConfig
-from mtpctl.sandbox.sandbox import Sandbox, layers
+from mtpctl.sandbox.sandbox import Sandbox, describe_layers
 from mtpctl.telemetry.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ async def sandbox() -> Finding:
     """Which layers isolate code written by the model, which some rewards and environments run?"""
     try:
         with Sandbox() as box:
-            available = await asyncio.to_thread(layers, box)
+            available = await asyncio.to_thread(describe_layers, box)
             mechanism = box.mechanism()
     except EnvironmentMissing as error:
         return Finding("absent", f"{error}; the reward code and the environment python refuse to start", [])

@@ -27,9 +27,9 @@ from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Genera
 from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
 from mtpctl.web.server import listen
 
-KEY = "MTPCTL_GATEWAY_KEY"
+KEY_VARIABLE = "MTPCTL_GATEWAY_KEY"
 """Environment variable with the key of external agents."""
-MAX_LOGGED = 50
+MAX_REPORTED_FIELDS = 50
 """Maximum number of ignored fields to report, because agents may send any names."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -40,7 +40,7 @@ class Player(Protocol):
     async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome: ...
 
 
-class StartedAgent:
+class LocalAgents:
     """An agent function (the user's `rollout.agent`, or one that plays an environment) in worker processes."""
 
     def __init__(self, pool: Pool) -> None:
@@ -69,67 +69,68 @@ class ExternalAgents:
         problem = cast(Problem, request.problem)
         body: dict[str, object] = {"prompt_id": problem.prompt_id, "prompt": problem.prompt, "answer": problem.answer}
         body |= {"messages": [dict(message) for message in problem.messages], "fields": dict(problem.fields)}
-        assignment, taken, clock = gateway.assign(secret, body), asyncio.Event(), asyncio.get_running_loop().time
-        self._waiting.put_nowait((assignment, taken))
+        assignment, accepted, clock = gateway.assign(secret, body), asyncio.Event(), asyncio.get_running_loop().time
+        self._waiting.put_nowait((assignment, accepted))
         try:
-            await taken.wait()  # without a deadline: no agent works on it yet
-            began = clock()
+            await accepted.wait()  # without a deadline: no agent works on it yet
+            started = clock()
             gateway.restart_clock(secret)
             while not assignment.finished.is_set():
-                remaining, idle_remaining = self._deadline_s - (clock() - began), self._idle_s - gateway.idle_s(secret)
+                remaining, remaining_idle = self._deadline_s - (clock() - started), self._idle_s - gateway.idle_s(secret)
                 if remaining <= 0:
                     reason = f"the agent did not finish within {self._deadline_s:g} s (rollout.deadline_s)"
-                    return Outcome(None, {}, reason, True, clock() - began)
-                if idle_remaining <= 0:
+                    return Outcome(None, {}, reason, True, clock() - started)
+                if remaining_idle <= 0:
                     reason = f"the agent sent no request for {self._idle_s:g} s (rollout.agent_idle_s)"
-                    return Outcome(None, {}, reason, True, clock() - began)
+                    return Outcome(None, {}, reason, True, clock() - started)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(assignment.finished.wait(), min(remaining, idle_remaining))
-            return Outcome(None, seconds=clock() - began)
+                    await asyncio.wait_for(assignment.finished.wait(), min(remaining, remaining_idle))
+            return Outcome(None, seconds=clock() - started)
         finally:
             assignment.finished.set()
 
 
 class AgentGenerator(Generator):
-    """Plays at most `limit` trajectories concurrently. `report` receives a line for each ignored field of requests."""
+    """Runs at most `limit` trajectories concurrently. Reports each field of requests that is ignored, once, through `report`."""
 
     def __init__(self, engines: ReplicaPool, gateway: Gateway, player: Player, limit: int, report: Callable[[str], None]) -> None:
         self._engines, self._gateway, self._player, self._limit, self._report = engines, gateway, player, limit, report
         self._reported: set[str] = set()
 
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
-        """See `Generator.generate`. If a trajectory has several samples, the last one has the others in `earlier`."""
-        free = asyncio.Semaphore(self._limit - 1)
+        """See `Generator.generate`. If a trajectory has several samples, the last one is returned, with the others in `earlier`."""
+        slots = asyncio.Semaphore(self._limit - 1)
 
         async def play(request: GenerationRequest) -> Sample:
             try:
                 return await self._run_trajectory(request)
             finally:
-                free.release()
+                slots.release()
 
-        async with contextlib.aclosing(as_completed(requests, play, lambda _: free.acquire())) as samples:
+        async with contextlib.aclosing(as_completed(requests, play, lambda _: slots.acquire())) as samples:
             async for sample in samples:
                 yield sample
 
     async def _run_trajectory(self, request: GenerationRequest) -> Sample:
         secret, trajectory = self._gateway.open(request)
-        playing = asyncio.ensure_future(self._player.play(request, secret, self._gateway))
+        agent_task = asyncio.ensure_future(self._player.play(request, secret, self._gateway))
         outcome: Outcome | None = None
         try:
             if request.unwanted is None:
-                outcome = await playing
-            elif await request.unwanted.finished_first(playing):
-                outcome = playing.result()
+                outcome = await agent_task
+            elif await request.unwanted.finished_first(agent_task):
+                outcome = agent_task.result()
         finally:
-            playing.cancel()
+            agent_task.cancel()
             samples = self._gateway.close(secret)
         if outcome is None:
             request.sample.finish_reason = ABORTED
             return request.sample
-        for name in [name for name in trajectory.ignored if name not in self._reported][: MAX_LOGGED - len(self._reported)]:
+        new_fields = [name for name in trajectory.ignored if name not in self._reported]
+        for name in new_fields[: MAX_REPORTED_FIELDS - len(self._reported)]:
             self._reported.add(name)
             self._report(f"an agent sent {name}, which is ignored (rollout.gateway_fields)")
-        return _sample_of(request, trajectory, samples, outcome)
+        return _finalize_sample(request, trajectory, samples, outcome)
 
     async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
         return await self._engines.speculate(drafts)
@@ -138,8 +139,8 @@ class AgentGenerator(Generator):
         return await self._engines.health()
 
 
-def _sample_of(request: GenerationRequest, trajectory: Trajectory, samples: list[Sample], outcome: Outcome) -> Sample:
-    """The trajectory's last sample, with the others in `earlier`; an empty one if the agent sent no request."""
+def _finalize_sample(request: GenerationRequest, trajectory: Trajectory, samples: list[Sample], outcome: Outcome) -> Sample:
+    """The trajectory's last sample, with the others in `earlier`. If the agent sent no request, the sample has no response."""
     last = samples[-1] if samples else request.sample.copy()
     last.earlier = samples[:-1]
     last.environment = EnvironmentUse(
@@ -159,15 +160,17 @@ def _sample_of(request: GenerationRequest, trajectory: Trajectory, samples: list
     return last
 
 
-def gateway_socket(rollout: RolloutBase) -> socket.socket | None:
+def bind_gateway(rollout: RolloutBase) -> socket.socket | None:
     """Bind the gateway's socket, before the slow part of the start; None for a recipe without agents.
 
     Raises UserError for an address in use, and for a public one without a key.
     """
     if not rollout.uses_agents:
         return None
-    if rollout.gateway_host not in LOOPBACK and not os.environ.get(KEY):
-        raise UserError(f"rollout.gateway_host: {rollout.gateway_host} is reachable from other hosts; set {KEY} to a key, or use 127.0.0.1")
+    if rollout.gateway_host not in LOOPBACK and not os.environ.get(KEY_VARIABLE):
+        raise UserError(
+            f"rollout.gateway_host: {rollout.gateway_host} is reachable from other hosts; set {KEY_VARIABLE} to a key, or use 127.0.0.1"
+        )
     return listen(rollout.gateway_host, rollout.gateway_port, fields=("rollout.gateway_host", "rollout.gateway_port"))
 
 
@@ -184,7 +187,7 @@ async def open_generator(
     key_file: Path | None = None,
     trains: bool = True,
     single_requests: SingleRequests | None = None,
-    bound: socket.socket | None = None,
+    listener: socket.socket | None = None,
 ) -> AsyncIterator[Generator]:
     """The recipe's generator: the engines, or agents that use them through the gateway.
 
@@ -193,29 +196,29 @@ async def open_generator(
         report: receives messages for the user.
         log: file for the output of agents.
         key_file: file for a generated key. If None, the key is passed to `report`.
-        trains: whether samples are trained on. If false, requests may set their own sampling settings.
+        trains: whether samples are trained on. If false, requests may contain sampling settings.
         single_requests: see `Gateway.single_requests`.
-        bound: the result of an earlier `gateway_socket`.
+        listener: the result of an earlier `bind_gateway`.
 
     Raises:
-        UserError: for an agent that cannot be loaded, a tokenizer without a chat template, and as `gateway_socket`.
+        UserError: for an agent that cannot be loaded, a tokenizer without a chat template, and the errors of `bind_gateway`.
     """
-    if (bound := bound or gateway_socket(rollout)) is None:
+    if (listener := listener or bind_gateway(rollout)) is None:
         yield engines
         return
-    chats = _require_chat_template(tokenizer)
-    model = Model(engines.sample, chats, AnswerReader(chats, _tool_parser(rollout, chats)), context)
+    chat_tokenizer = _require_chat_template(tokenizer)
+    model = Model(engines.sample, chat_tokenizer, AnswerReader(chat_tokenizer, _load_tool_parser(rollout, chat_tokenizer)), context)
     async with contextlib.AsyncExitStack() as stack:
-        key, rules = os.environ.get(KEY), FieldRules(serving=not trains, ignore=rollout.gateway_fields == "ignore")
-        gateway = Gateway(model, tokenizer, name, rollout.max_turns, bound, key=key, rules=rules, client_limit=rollout.client_limit)
+        key, rules = os.environ.get(KEY_VARIABLE), FieldRules(serving=not trains, ignore=rollout.gateway_fields == "ignore")
+        gateway = Gateway(model, tokenizer, name, rollout.max_turns, listener, key=key, rules=rules, client_limit=rollout.client_limit)
         await stack.enter_async_context(gateway)
         player: Player
-        if (started := rollout.started_agent) is not None:
-            (reference, args), role = started, AGENT if rollout.verifiers is None else EPISODE
+        if (agent := rollout.started_agent) is not None:
+            (reference, args), role = agent, AGENT if rollout.verifiers is None else EPISODE
             pool = Pool(reference, args, workers=rollout.agents, timeout_s=rollout.deadline_s, log=log, role=role)
             stack.push_async_callback(pool.close)
             await pool.start()
-            player = StartedAgent(pool)
+            player = LocalAgents(pool)
         else:
             player = external = ExternalAgents(rollout.deadline_s, rollout.agent_idle_s)
             gateway.next_problem, gateway.single_requests = external.next, single_requests
@@ -246,7 +249,7 @@ def _require_chat_template(tokenizer: Tokenizer) -> HfTokenizer:
     return tokenizer
 
 
-def _tool_parser(rollout: RolloutBase, tokenizer: HfTokenizer) -> Any:
+def _load_tool_parser(rollout: RolloutBase, tokenizer: HfTokenizer) -> Any:
     """The parser of tool calls; None if the chat template has no format for them."""
     from mtpctl.rollout.vllm.serving import load_parser, parser_for
 

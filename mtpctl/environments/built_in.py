@@ -1,4 +1,4 @@
-"""What two built-in names in a recipe stand for: the environment `calculator`, and the reward function `environment`."""
+"""Implements two built-in names of recipes: the environment `calculator` and the reward function `environment`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Calculator:
         before = turn.rpartition(self._closing)[0]
         expression = before.rpartition(self._opening)[2] if self._opening else before
         try:
-            return self._answer.format(_formatted(compute(expression)))
+            return self._answer.format(_format_number(compute(expression)))
         except (ValueError, ArithmeticError):
             return self._answer.format("error")
 
 
-MAX_LENGTH = 200
+MAX_EXPRESSION_LENGTH = 200
 """Maximum length of an expression in characters."""
 MAX_VALUE = 10**30
 """Larger numbers are errors, because their digits would fill the response."""
-_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+_BINARY_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -42,22 +42,22 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 def compute(expression: str) -> float:
     """Evaluate numbers, `+ - * / // %` and parentheses. Raises ValueError for anything else, and ArithmeticError as Python does."""
-    if len(expression) > MAX_LENGTH:
+    if len(expression) > MAX_EXPRESSION_LENGTH:
         raise ValueError("too long")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError("no expression") from error
-    return _value(tree.body)
+    return _evaluate(tree.body)
 
 
-def _value(node: ast.expr) -> float:
+def _evaluate(node: ast.expr) -> float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value: float = node.value  # type: ignore[assignment]
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = -_value(node.operand)
-    elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        value = _BINARY[type(node.op)](_value(node.left), _value(node.right))
+        value = -_evaluate(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY_OPERATORS:
+        value = _BINARY_OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     else:
         raise ValueError(f"{type(node).__name__} is not arithmetic")
     if abs(value) > MAX_VALUE:
@@ -65,7 +65,7 @@ def _value(node: ast.expr) -> float:
     return value
 
 
-def _formatted(value: float) -> str:
+def _format_number(value: float) -> str:
     """The number as text: `6.0` as 6."""
     return str(int(value)) if value == int(value) else f"{value:.10g}"
 
@@ -75,6 +75,6 @@ def environment_reward(response: str, problem: object, sample: Sample) -> float 
     if sample.environment_reward is not None:
         return {"reward": sample.environment_reward, **sample.reward_parts}
     use = sample.environment
-    if use is None or use.errors or use.timeouts:  # None: tried before the run, without a response
+    if use is None or use.errors or use.timeouts:  # no environment: a trial before the run, without a response
         return 0.0
     raise ValueError("the environment gives no reward; have its `reward()` return a number, or name another reward.function")

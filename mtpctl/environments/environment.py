@@ -2,7 +2,7 @@
 
 Each response has its own instance of a built-in or user-defined class. It is created with the problem and `rollout.environment_args`, and
 closed when the response ends. The user's methods are called without blocking the event loop: plain methods run in daemon threads,
-coroutines on an event loop in a separate thread. Anything that a method raises is an error of the call, and never ends the thread or loop.
+coroutines on an event loop in a separate thread. An exception of a method fails its call, and never ends the thread or loop.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mtpctl.samples import Sample
 from mtpctl.user_code import check_call, describe_error, from_environment, load
 
 FIELD = "rollout.environment"
-MAX_REPLY = 1_000_000
-"""Maximum length of a reply in characters, more than fits in any context."""
-MAX_ERROR = 500
+MAX_REPLY_LENGTH = 1_000_000
+"""Maximum length of a reply in characters. It exceeds every context."""
+MAX_ERROR_LENGTH = 500
 """Maximum length of a reported error of user code in characters."""
-CLOSE_S = 10.0
-"""Seconds for `close`, and for `reward` if the deadline of the response has passed."""
+CLOSE_TIMEOUT_S = 10.0
+"""Timeout of `close`, and of `reward` if the deadline of the response has passed."""
 
 Message = Mapping[str, object]
 """A chat message: `role` and `content`, both text, and other fields of the chat template."""
@@ -47,7 +47,7 @@ class Environment(Protocol):
     stop: Sequence[str]
 
     def reply(self, turn: str) -> Reply:
-        """The text to append after the model's turn `turn`, which ends with one of `stop`. None or an empty text ends the response."""
+        """The text to append to the model's turn `turn`, which ends with one of `stop`. None or an empty text ends the response."""
         ...
 
 
@@ -68,7 +68,7 @@ class EnvironmentClass:
         """Whether its methods run on an event loop instead of one thread per response."""
         return inspect.iscoroutinefunction(getattr(self.make, "reply", None))
 
-    def where(self, method: str) -> str:
+    def location_of(self, method: str) -> str:
         """Location of a method or of `stop` for messages: `tool.py:12: Echo.reply`."""
         attribute = getattr(self.make, method, None)
         code = getattr(
@@ -78,7 +78,7 @@ class EnvironmentClass:
         return f"{location}{self.make.__name__}.{method}"
 
 
-def environment_of(rollout: RolloutBase) -> EnvironmentClass | None:
+def load_environment_class(rollout: RolloutBase) -> EnvironmentClass | None:
     """The recipe's environment; None if a response is a single turn or an agent's.
 
     Raises UserError for a missing file, module or name, and for a class that cannot be instantiated or has no `reply`.
@@ -88,21 +88,21 @@ def environment_of(rollout: RolloutBase) -> EnvironmentClass | None:
     reference = ENVIRONMENTS.get(rollout.environment, rollout.environment)
     environment = load(reference, FIELD)
     if not isinstance(environment, type):
-        raise UserError(f"{FIELD}: {reference} is no class; name one with `stop` and `reply(self, turn)`")
+        raise UserError(f"{FIELD}: {reference} is not a class; name one with `stop` and `reply(self, turn)`")
     check_call(environment, ("problem",), rollout.environment_args, FIELD)
     reply = getattr(environment, "reply", None)
     if not callable(reply):
         raise UserError(f"{FIELD}: {environment.__name__} has no method `reply(self, turn)`; add one")
-    static = isinstance(inspect.getattr_static(environment, "reply"), staticmethod | classmethod)
-    check_call(reply, ("turn",) if static else ("self", "turn"), {}, FIELD)
+    is_static = isinstance(inspect.getattr_static(environment, "reply"), staticmethod | classmethod)
+    check_call(reply, ("turn",) if is_static else ("self", "turn"), {}, FIELD)
     return EnvironmentClass(reference, environment, from_environment(rollout.environment_args, "rollout.environment_args"))
 
 
 class Instance:
     """The environment of one response. Every method may be cancelled, and raises EnvironmentFailure if the user's code fails."""
 
-    def __init__(self, of: EnvironmentClass, problem: object, loops: UserLoops) -> None:
-        self._of, self._problem, self._loops = of, problem, loops
+    def __init__(self, environment_class: EnvironmentClass, problem: object, loops: UserLoops) -> None:
+        self._class, self._problem, self._loops = environment_class, problem, loops
         self._executor: UserThread | UserLoop | None = None
         self._object: object = None
         self.stop: list[str] = []
@@ -111,57 +111,61 @@ class Instance:
         """Create the object, and read its `stop`."""
 
         def create() -> object:
-            # Stored by the thread that creates it, so that it is closed even if the caller was cancelled.
-            self._object = self._of.make(self._problem, **self._of.args)
+            # The thread itself stores the object, so that it is closed even if the caller was cancelled.
+            self._object = self._class.make(self._problem, **self._class.args)
             return getattr(self._object, "stop", None)
 
-        self._executor = self._loops.current() if self._of.is_async else UserThread()
+        self._executor = self._loops.current() if self._class.is_async else UserThread()
         stop = await self._call(create)
         if stop is None:
-            raise EnvironmentFailure(f"{self._of.where('stop')} is missing; name the texts that end a turn, or none: stop = []")
-        if isinstance(stop, str) or not isinstance(stop, Sequence) or not all(isinstance(each, str) and each for each in stop):
-            raise EnvironmentFailure(f"{self._of.where('stop')} must be a list of texts, got {_shown(stop)}")
+            raise EnvironmentFailure(f"{self._class.location_of('stop')} is missing; name the texts that end a turn, or none: stop = []")
+        if isinstance(stop, str) or not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
+            raise EnvironmentFailure(f"{self._class.location_of('stop')} must be a list of texts, got {_short_repr(stop)}")
         self.stop = list(stop)
 
     async def reply(self, turn: str) -> Reply:
-        """The environment's reply, checked to be text or chat messages."""
+        """Call `reply(turn)`, and check that the result is text or chat messages."""
         reply = await self._call(lambda: self._method("reply")(turn))
-        where = self._of.where("reply")
+        location = self._class.location_of("reply")
         if reply is None:
             return None
         if isinstance(reply, str):
-            _check_text(reply, where)
+            _check_text(reply, location)
             return reply
         if not isinstance(reply, list | tuple):
-            raise EnvironmentFailure(f"{where} returned {type(reply).__name__}: {_shown(reply)}; return text, chat messages or None")
+            raise EnvironmentFailure(
+                f"{location} returned {type(reply).__name__}: {_short_repr(reply)}; return text, chat messages or None"
+            )
         for message in reply:
             if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                raise EnvironmentFailure(f"{where} returned a list of {_shown(message)}; a message has `role` and `content`, both text")
-            _check_text(str(message["content"]), where)
+                raise EnvironmentFailure(
+                    f"{location} returned a list of {_short_repr(message)}; a message has `role` and `content`, both text"
+                )
+            _check_text(str(message["content"]), location)
         return list(reply)
 
     async def reward(self) -> float | None:
-        """The result of `reward()`; None if it is not defined, or returns None."""
+        """Call `reward()`. Returns None if it is not defined or returns None."""
         if not self.has("reward"):
             return None
         value = await self._call(lambda: self._method("reward")())
         if value is None:
             return None
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise EnvironmentFailure(f"{self._of.where('reward')} returned {_shown(value)}; return a finite number, or None")
+            raise EnvironmentFailure(f"{self._class.location_of('reward')} returned {_short_repr(value)}; return a finite number, or None")
         return float(value)
 
     async def tools(self) -> list[object]:
-        """The result of `tools()`; empty if it is not defined."""
+        """Call `tools()`. Returns an empty list if it is not defined."""
         if not self.has("tools"):
             return []
         tools = await self._call(lambda: self._method("tools")())
-        if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) for each in tools):
-            raise EnvironmentFailure(f"{self._of.where('tools')} returned {_shown(tools)}; return a list of JSON schemas")
+        if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise EnvironmentFailure(f"{self._class.location_of('tools')} returned {_short_repr(tools)}; return a list of JSON schemas")
         return list(tools)
 
     async def close(self) -> None:
-        """Call `close()` if it is defined, even while another method is running, and end the thread."""
+        """Call `close()` if it is defined, even while another method is running. Then end the thread."""
         executor = self._executor
         if executor is None:
             return
@@ -191,9 +195,9 @@ class Instance:
             value = await self._executor.call(method)
             if inspect.isawaitable(value):  # a coroutine among plain methods
                 value = await self._loops.current().call(lambda: value)
-        except MethodRaised as raised:
-            line = " ".join(describe_error(raised.cause, self._of.reference).split())
-            raise EnvironmentFailure(line[:MAX_ERROR]) from raised.cause
+        except UserCodeError as error:
+            line = " ".join(describe_error(error.cause, self._class.reference).split())
+            raise EnvironmentFailure(line[:MAX_ERROR_LENGTH]) from error.cause
         return value
 
 
@@ -213,27 +217,27 @@ class Failures:
         return f"{FIELD}: {failure}; the response ended there (environment/errors counts them)"
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     return " ".join(repr(value).split())[:60]
 
 
-def _check_text(text: str, where: str) -> None:
-    if len(text) > MAX_REPLY:
-        raise EnvironmentFailure(f"{where} returned {len(text):,} characters; return at most {MAX_REPLY:,}")
+def _check_text(text: str, location: str) -> None:
+    if len(text) > MAX_REPLY_LENGTH:
+        raise EnvironmentFailure(f"{location} returned {len(text):,} characters; return at most {MAX_REPLY_LENGTH:,}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise EnvironmentFailure(f"{where} returned text that is not UTF-8 ({error.reason}); replace what cannot be encoded") from error
+        raise EnvironmentFailure(f"{location} returned text that is not UTF-8 ({error.reason}); replace what cannot be encoded") from error
 
 
-BEAT_S = 0.25
-BLOCKED_S = 5.0
+HEARTBEAT_S = 0.25
+MAX_HEARTBEAT_AGE_S = 5.0
 """Seconds without a heartbeat after which an event loop counts as blocked by a coroutine."""
 
 Job = Callable[[], object]
 
 
-class MethodRaised(Exception):
+class UserCodeError(Exception):
     """The method raised `cause`, which may be a BaseException such as SystemExit."""
 
     def __init__(self, cause: BaseException) -> None:
@@ -242,7 +246,7 @@ class MethodRaised(Exception):
 
 
 class UserThread:
-    """Makes plain calls one after another in the same thread. `busy`: a call has not returned yet."""
+    """Runs plain method calls sequentially in one thread. `busy`: a call has not returned yet."""
 
     def __init__(self) -> None:
         self.busy = False
@@ -257,27 +261,27 @@ class UserThread:
             self.busy = False
 
     async def call(self, method: Job) -> object:
-        """Call a method. Raises MethodRaised. If the caller is cancelled, the method continues."""
+        """Call a method. Raises UserCodeError. If the caller is cancelled, the method continues."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
+        outcome_future: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
 
         def set_result(value: object, error: BaseException | None) -> None:
-            if not done.done():
-                done.set_result((value, error))
+            if not outcome_future.done():
+                outcome_future.set_result((value, error))
 
         def job() -> None:
-            value, error = _outcome(method)
+            value, error = _call_safely(method)
             with suppress(RuntimeError):  # the caller's loop is closed
                 loop.call_soon_threadsafe(set_result, value, error)
 
         self._jobs.put(job)
-        value, error = await done
+        value, error = await outcome_future
         if error is not None:
-            raise MethodRaised(error)
+            raise UserCodeError(error)
         return value
 
     def end(self) -> None:
-        """End the thread after the calls made so far."""
+        """End the thread after the queued calls."""
         self._jobs.put(None)
 
 
@@ -286,23 +290,23 @@ class UserLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._beat = time.monotonic()
-        self._loop.call_soon(self._tick)
+        self._last_heartbeat = time.monotonic()
+        self._loop.call_soon(self._heartbeat)
         Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
 
-    def _tick(self) -> None:
-        self._beat = time.monotonic()
-        self._loop.call_later(BEAT_S, self._tick)
+    def _heartbeat(self) -> None:
+        self._last_heartbeat = time.monotonic()
+        self._loop.call_later(HEARTBEAT_S, self._heartbeat)
 
     @property
     def blocked(self) -> bool:
-        return time.monotonic() - self._beat > BLOCKED_S
+        return time.monotonic() - self._last_heartbeat > MAX_HEARTBEAT_AGE_S
 
     async def call(self, method: Job) -> object:
-        """Call a method, and await its coroutine. Raises MethodRaised. Cancelling the caller cancels the coroutine."""
+        """Call a method, and await its coroutine. Raises UserCodeError. Cancelling the caller cancels the coroutine."""
 
         async def run() -> tuple[object, BaseException | None]:
-            value, error = _outcome(method)
+            value, error = _call_safely(method)
             if error is None and inspect.isawaitable(value):
                 try:
                     value = await value
@@ -319,13 +323,13 @@ class UserLoop:
             if caller is None or caller.cancelling():
                 raise
             # The coroutine cancelled itself; the caller was not cancelled.
-            raise MethodRaised(cancelled) from cancelled
+            raise UserCodeError(cancelled) from cancelled
         if error is not None:
-            raise MethodRaised(error)
+            raise UserCodeError(error)
         return value
 
     def end(self) -> None:
-        """Stop the loop when no coroutine blocks it."""
+        """Stop the loop as soon as no coroutine blocks it."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
@@ -346,7 +350,7 @@ class UserLoops:
         self._loops.clear()
 
 
-def _outcome(method: Job) -> tuple[object, BaseException | None]:
+def _call_safely(method: Job) -> tuple[object, BaseException | None]:
     try:
         return method(), None
     except BaseException as error:  # also SystemExit, which would end the thread

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from mtpctl.data.problems import Problem
 from mtpctl.data.taskset import check_runtimes
 from mtpctl.data.tokenizers import Tokenizer, load_plain_tokenizer, make_byte_tokenizer
-from mtpctl.environments.environment import CLOSE_S, FIELD, EnvironmentClass, EnvironmentFailure, Instance, Message, UserLoops
+from mtpctl.environments.environment import CLOSE_TIMEOUT_S, FIELD, EnvironmentClass, EnvironmentFailure, Instance, Message, UserLoops
 from mtpctl.environments.turns import ChatReplies, ChatText, Text
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
@@ -23,34 +23,36 @@ from mtpctl.samples import GenerationRequest, Sample
 if TYPE_CHECKING:
     from mtpctl.rollout.pool import ReplicaPool
 
-NUM_TRIED = 3
+NUM_TRIAL_PROBLEMS = 3
 """Number of problems to try."""
-TRIAL_S = 60.0
+TRIAL_TIMEOUT_S = 60.0
 """Maximum seconds per problem."""
 
 
 class ChatTokenizer(Text, ChatText, Protocol):
-    """A tokenizer that encodes, decodes and knows the chat template."""
+    """A tokenizer that encodes, decodes and renders the chat template."""
 
 
 @dataclass(frozen=True)
 class EnvironmentTrial:
-    """Results of a trial. `tools`: the result of `tools()` for the first problem, which the run uses.
+    """Results of a trial.
 
-    `rewards`: whether the environment has `reward()`; True if there were no problems to try.
+    `tools`: the result of `tools()` for the first problem; the run uses it. `has_reward`: whether the environment has `reward()`; True if
+    there were no problems to try.
     """
 
     tools: list[object] = field(default_factory=list)
     stops: frozenset[str] = frozenset()
     replies: tuple[list[Message], ...] = ()
-    rewards: bool = True
+    has_reward: bool = True
 
     def check_text(self, tokenizer: ChatTokenizer) -> None:
         """Raise UserError for a stop string that decoded text cannot contain, and for chat messages that the template rejects."""
         for stop in sorted(self.stops):
             if not tokenizer.decode(tokenizer.encode(stop)).strip():
                 raise UserError(
-                    f"{FIELD}: stop: {stop!r} is a special token, which decoded text never has; with stop = [] the end token ends turns"
+                    f"{FIELD}: stop: {stop!r} is a special token, which decoded text never contains; set stop = [] to end turns "
+                    "at the end token"
                 )
         try:
             for messages in self.replies:
@@ -60,38 +62,41 @@ class EnvironmentTrial:
 
 
 def try_environment(
-    environment: EnvironmentClass, problems: Sequence[object], *, chat: bool, deadline_s: float = TRIAL_S
+    environment: EnvironmentClass, problems: Sequence[object], *, chat: bool, deadline_s: float = TRIAL_TIMEOUT_S
 ) -> EnvironmentTrial:
-    """Create the environment for the first problems, call `reply` with its stop string only, then `reward` and `close`.
+    """Create the environment for each of the first problems. Call `reply` with its stop string, then `reward` and `close`.
 
-    `chat`: whether the chat template is used. `deadline_s`: the deadline of a response in the run. The trial of a problem has the
-    smaller of this and `TRIAL_S`. Raises UserError for the first failure.
+    `chat`: whether the chat template is used. `deadline_s`: the deadline of a response in the run; a trial takes at most this
+    and at most `TRIAL_TIMEOUT_S`. Raises UserError for the first failure.
     """
-    seconds = min(deadline_s, TRIAL_S)
+    timeout_s = min(deadline_s, TRIAL_TIMEOUT_S)
 
-    async def drive() -> list[EnvironmentTrial]:
+    async def try_all() -> list[EnvironmentTrial]:
         loops = UserLoops()
         try:
-            return [await _try_one(environment, Instance(environment, each, loops), chat, seconds) for each in problems[:NUM_TRIED]]
+            return [
+                await _try_problem(environment, Instance(environment, problem, loops), chat, timeout_s)
+                for problem in problems[:NUM_TRIAL_PROBLEMS]
+            ]
         finally:
             loops.end()
 
     try:
-        trials = asyncio.run(drive())
+        trials = asyncio.run(try_all())
     except EnvironmentFailure as failure:
         raise UserError(f"{FIELD}: {failure}") from failure
     tools = trials[0].tools if trials else []
     if tools and not chat:
-        raise UserError(f"{FIELD}: {environment.where('tools')} is for the chat template; set data.chat_template: true, or remove it")
+        raise UserError(f"{FIELD}: {environment.location_of('tools')} is for the chat template; set data.chat_template: true, or remove it")
     return EnvironmentTrial(
         tools,
-        frozenset().union(*(each.stops for each in trials)),
-        tuple(reply for each in trials for reply in each.replies),
-        all(each.rewards for each in trials),
+        frozenset().union(*(trial.stops for trial in trials)),
+        tuple(reply for trial in trials for reply in trial.replies),
+        all(trial.has_reward for trial in trials),
     )
 
 
-async def _try_one(environment: EnvironmentClass, instance: Instance, chat: bool, seconds: float) -> EnvironmentTrial:
+async def _try_problem(environment: EnvironmentClass, instance: Instance, chat: bool, timeout_s: float) -> EnvironmentTrial:
     method = "__init__"
 
     async def play() -> EnvironmentTrial:
@@ -109,29 +114,29 @@ async def _try_one(environment: EnvironmentClass, instance: Instance, chat: bool
         return EnvironmentTrial(tools, frozenset(instance.stop), replies, instance.has("reward"))
 
     try:
-        trial = await asyncio.wait_for(play(), seconds)
+        trial = await asyncio.wait_for(play(), timeout_s)
         method = "close"
-        await asyncio.wait_for(instance.close(), CLOSE_S)
+        await asyncio.wait_for(instance.close(), CLOSE_TIMEOUT_S)
     except TimeoutError as error:
-        limit = CLOSE_S if method == "close" else seconds
-        raise UserError(f"{FIELD}: {environment.where(method)} took longer than {limit:g} s; make it return") from error
+        limit = CLOSE_TIMEOUT_S if method == "close" else timeout_s
+        raise UserError(f"{FIELD}: {environment.location_of(method)} took longer than {limit:g} s; make it return") from error
     finally:
         if method != "close":
             with contextlib.suppress(TimeoutError, EnvironmentFailure):  # the first failure is reported
-                await asyncio.wait_for(instance.close(), CLOSE_S)
+                await asyncio.wait_for(instance.close(), CLOSE_TIMEOUT_S)
     return trial
 
 
-CONTEXT = 1 << 20
-"""Context of the stand-in model in tokens, above any prompt."""
-EPISODE_S = 180.0
+TRIAL_CONTEXT = 1 << 20
+"""Context of `AnswerEngine` in tokens, longer than any prompt."""
+MIN_EPISODE_TIMEOUT_S = 180.0
 """Minimum deadline of an episode in seconds, since its harness may have to be installed first."""
 DEFAULT_ANSWER = "I do not know."
-"""The stand-in's response to a problem without an answer."""
+"""The response to a problem without an answer."""
 
 
-class StandIn:
-    """Replaces the engines: answers every request with the problem's answer, or `DEFAULT_ANSWER`."""
+class AnswerEngine:
+    """A fake engine that responds with the problem's answer, or `DEFAULT_ANSWER`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -145,33 +150,38 @@ class StandIn:
 
 
 def try_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> None:
-    """Play an episode of a verifiers environment for each of the first problems, with a stand-in for the model.
+    """Play an episode of a verifiers environment for each of the first problems, with `AnswerEngine` as the model.
 
     Raises UserError with the first error if all episodes failed, and EnvironmentMissing if a sandbox of the environment is unavailable.
     """
     check_runtimes(rollout)
-    failures = asyncio.run(_episode_failures(rollout, problems[:NUM_TRIED]))
+    failures = asyncio.run(_play_episodes(rollout, problems[:NUM_TRIAL_PROBLEMS]))
     if failures and all(failures):
         raise UserError(f"{FIELD}: {rollout.environment}: {failures[0]} (with {problems[0].prompt_id})")
 
 
-async def _episode_failures(rollout: RolloutBase, problems: Sequence[Problem]) -> list[str]:
+async def _play_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> list[str]:
     from mtpctl.environments.agents import open_generator
 
     with tempfile.TemporaryDirectory(prefix="mtpctl-trial-") as folder:
         make_byte_tokenizer(Path(folder))
         tokenizer = load_plain_tokenizer(Path(folder))
-    size = {"max_tokens": CONTEXT // 2, "context": None, "deadline_s": max(rollout.deadline_s, EPISODE_S), "tool_parser": None}
-    rollout = rollout.model_copy(update=size)
+    overrides = {
+        "max_tokens": TRIAL_CONTEXT // 2,
+        "context": None,
+        "deadline_s": max(rollout.deadline_s, MIN_EPISODE_TIMEOUT_S),
+        "tool_parser": None,
+    }
+    rollout = rollout.model_copy(update=overrides)
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for problem in problems:
-            first = Sample(problem.prompt_id, problem.prompt_id, tokenizer.encode(problem.prompt))
-            yield create_request(rollout, first, context=CONTEXT, end_ids=[tokenizer.eos_id], problem=problem)
+            sample = Sample(problem.prompt_id, problem.prompt_id, tokenizer.encode(problem.prompt))
+            yield create_request(rollout, sample, context=TRIAL_CONTEXT, end_ids=[tokenizer.eos_id], problem=problem)
 
-    engines = cast("ReplicaPool", StandIn(tokenizer))
+    engines = cast("ReplicaPool", AnswerEngine(tokenizer))
     failures = {}
-    async with open_generator(rollout, engines, tokenizer, context=CONTEXT, name="stand-in", report=lambda line: None) as agents:
+    async with open_generator(rollout, engines, tokenizer, context=TRIAL_CONTEXT, name="stand-in", report=lambda line: None) as agents:
         async for sample in agents.generate(requests()):
             failures[sample.prompt_id] = "" if sample.environment is None else sample.environment.failure
     return [failures[problem.prompt_id] for problem in problems]

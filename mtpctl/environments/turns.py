@@ -11,16 +11,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from mtpctl.data.tokenizers import NO_VARIABLES, Variables
+from mtpctl.data.tokenizers import NO_TEMPLATE_VARIABLES, TemplateVariables
 from mtpctl.environments.environment import (
-    CLOSE_S,
+    CLOSE_TIMEOUT_S,
     EnvironmentClass,
     EnvironmentFailure,
     Instance,
     Message,
     Reply,
     UserLoops,
-    environment_of,
+    load_environment_class,
 )
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
@@ -37,23 +37,23 @@ class Text(Protocol):
 
 
 class Turns:
-    """Plays the environment in responses of at most `limit` turns of the model. `chat` renders replies that are chat messages."""
+    """Creates the environments of responses with at most `limit` turns of the model. `chat` renders replies that are chat messages."""
 
     def __init__(self, environment: EnvironmentClass, text: Text, limit: int, chat: ChatReplies) -> None:
         self.environment, self.text, self.limit, self.chat = environment, text, limit, chat
         self.loops = UserLoops()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def play(self, request: GenerationRequest) -> Play:
+    def play(self, request: GenerationRequest) -> TurnSession:
         """The environment of the response to `request`. Open it first, and close it at the end."""
-        return Play(self, request)
+        return TurnSession(self, request)
 
     def close_later(self, instance: Instance) -> None:
 
         async def close() -> None:
             # A failure after the response does not affect the run.
             try:
-                await asyncio.wait_for(instance.close(), CLOSE_S)
+                await asyncio.wait_for(instance.close(), CLOSE_TIMEOUT_S)
             except (TimeoutError, EnvironmentFailure):
                 return
 
@@ -68,8 +68,8 @@ class Turns:
         self.loops.end()
 
 
-class Play:
-    """An `EnvironmentSession`."""
+class TurnSession:
+    """The environment in one response; implements `EnvironmentSession`."""
 
     def __init__(self, turns: Turns, request: GenerationRequest) -> None:
         self._turns, self._request = turns, request
@@ -81,7 +81,7 @@ class Play:
 
     async def open(self, sample: Sample) -> bool:
         sample.environment = EnvironmentUse()
-        return await self._timed(sample, self._instance.create(), lambda _: True)
+        return await self._call_with_deadline(sample, self._instance.create(), lambda _: True)
 
     async def go_on(self, sample: Sample) -> bool:
         start = last_turn_start(sample)
@@ -91,12 +91,14 @@ class Play:
         # Tokens after the stop string come from drafts that were accepted in the same step.
         sample.truncate(start + length)
         turn = self._turns.text.decode(sample.response_ids[start:])
-        return await self._timed(sample, self._instance.reply(turn), lambda reply: self._append(sample, reply))
+        return await self._call_with_deadline(sample, self._instance.reply(turn), lambda reply: self._append(sample, reply))
 
     async def settle(self, sample: Sample) -> None:
         if self._instance.has("reward") and sample.finish_reason != ENVIRONMENT_ERROR:
             reason = sample.finish_reason
-            await self._timed(sample, self._instance.reward(), lambda value: self._reward(sample, value), at_least=CLOSE_S)
+            await self._call_with_deadline(
+                sample, self._instance.reward(), lambda value: self._set_reward(sample, value), minimum_s=CLOSE_TIMEOUT_S
+            )
             # A failed reward is counted, but does not change why the response ended.
             sample.finish_reason = reason
 
@@ -127,24 +129,26 @@ class Play:
         sample.append(tokens, [0.0] * len(tokens), sample.version_spans[-1].version, trained=False)
         assert sample.environment is not None
         sample.environment.turns += 1
-        full = len(sample.response_ids) >= self._request.max_tokens
-        if full:
+        is_full = len(sample.response_ids) >= self._request.max_tokens
+        if is_full:
             sample.truncate(self._request.max_tokens)
-        sample.finish_reason = "length" if full else None
-        return not full
+        sample.finish_reason = "length" if is_full else None
+        return not is_full
 
-    def _reward(self, sample: Sample, value: float | None) -> bool:
+    def _set_reward(self, sample: Sample, value: float | None) -> bool:
         sample.environment_reward = value
         return True
 
-    async def _timed[T](self, sample: Sample, call: Awaitable[T], then: Callable[[T], bool], *, at_least: float = 0.0) -> bool:
-        """Pass the result of a call to `then`. Returns False, with the reason in the sample, if the call fails or exceeds the deadline."""
+    async def _call_with_deadline[T](
+        self, sample: Sample, call: Awaitable[T], handle_result: Callable[[T], bool], *, minimum_s: float = 0.0
+    ) -> bool:
+        """Await `call`, and return `handle_result(result)`. On a failure or timeout, record it in the sample and return False."""
         use, clock = sample.environment, asyncio.get_running_loop().time
         assert use is not None, "opened first"
-        began = clock()
+        started = clock()
         try:
-            answer = await asyncio.wait_for(call, max(self._request.deadline_s - sample.spent_s, at_least))
-            return then(answer)
+            result = await asyncio.wait_for(call, max(self._request.deadline_s - sample.spent_s, minimum_s))
+            return handle_result(result)
         except TimeoutError:
             use.timeouts += 1
             sample.finish_reason = DEADLINE
@@ -153,18 +157,18 @@ class Play:
             use.failure = str(error)
             sample.finish_reason = ENVIRONMENT_ERROR
         finally:
-            use.seconds += clock() - began
-            sample.spent_s += clock() - began
+            use.seconds += clock() - started
+            sample.spent_s += clock() - started
         return False
 
 
 def turns(sample: Sample) -> int:
-    """Turns of the model in the response."""
+    """Number of the model's turns in the response."""
     return sum(map(bool, sample.loss_mask.tobytes().split(b"\0")))
 
 
-MARK = "TheModelsOwnTurn"
-CHECKED = 1000
+TURN_MARKER = "TheModelsOwnTurn"
+MAX_CACHED_CHECKS = 1000
 """Maximum number of cached checks of replies."""
 
 
@@ -173,7 +177,7 @@ class ChatText(Protocol):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
-    def chat_text(self, messages: Sequence[Message], *, variables: Variables = NO_VARIABLES) -> str:
+    def chat_text(self, messages: Sequence[Message], *, variables: TemplateVariables = NO_TEMPLATE_VARIABLES) -> str:
         """A conversation in the chat template, with the start of the assistant's turn. Raises UserError if the template rejects it."""
         ...
 
@@ -182,8 +186,8 @@ class ChatReplies:
     """Renders chat messages as the tokens that follow a turn of the model.
 
     A chat template renders whole conversations. Rendering one again would change sampled tokens: the same text may be tokenized
-    differently, and some templates remove thinking from earlier turns. So the template renders a conversation with a mark in place of the
-    model's turn, and the text after the mark is appended to the existing tokens. This is correct if that text depends only on the new
+    differently, and some templates remove thinking from earlier turns. So the template renders a conversation with a marker in place of the
+    model's turn, and the text after the marker is appended to the existing tokens. This is correct if that text depends only on the new
     messages, which is checked.
     """
 
@@ -191,51 +195,51 @@ class ChatReplies:
         self._text = text
         self._checked: set[tuple[str, ...]] = set()
 
-    def tokens(self, messages: Sequence[Message], end_token: int | None, variables: Variables = NO_VARIABLES) -> list[int]:
+    def tokens(self, messages: Sequence[Message], end_token: int | None, variables: TemplateVariables = NO_TEMPLATE_VARIABLES) -> list[int]:
         """The tokens from the end of the model's turn to the beginning of its next one.
 
         Args:
             end_token: the token that ended the model's turn, which is not repeated; None if a stop string ended it.
-            variables: of the template.
+            variables: further variables of the template.
 
         Raises:
-            EnvironmentFailure: if the template rejects the messages, or renders more than them.
+            EnvironmentFailure: if the template rejects the messages, or renders them differently in another conversation.
         """
-        question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": MARK}
+        question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": TURN_MARKER}
         suffix = self._suffix([question, answer, *messages], variables)
         roles = (repr(sorted(variables.items())), *(str(message["role"]) for message in messages))
         if roles not in self._checked:
-            earlier = [question, {"role": "assistant", "content": "2"}]
-            if suffix != self._suffix([*earlier, question, answer, *messages], variables):
+            earlier_turn = [question, {"role": "assistant", "content": "2"}]
+            if suffix != self._suffix([*earlier_turn, question, answer, *messages], variables):
                 raise EnvironmentFailure(
                     "the chat template renders the same messages differently after another conversation, "
                     "so they cannot be appended to the model's tokens; reply with text instead"
                 )
-            for number, message in enumerate(messages):
-                if message.get("content") and suffix == self._suffix_without(messages, number, variables):
+            for index, message in enumerate(messages):
+                if message.get("content") and suffix == self._suffix_without(messages, index, variables):
                     raise EnvironmentFailure(
                         f"the chat template leaves out messages of the role {message['role']!r}; reply in another role, or with text"
                     )
-            if len(self._checked) >= CHECKED:  # Clients may send any roles and variables.
+            if len(self._checked) >= MAX_CACHED_CHECKS:  # Clients may send any roles and variables.
                 self._checked.clear()
             self._checked.add(roles)
         ids = self._text.encode(suffix)
         return ids[1:] if end_token is not None and ids[:1] == [end_token] else ids
 
-    def _suffix_without(self, messages: Sequence[Message], number: int, variables: Variables) -> str | None:
-        """The rendered text without one of the messages; None if the template rejects that."""
-        question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": MARK}
+    def _suffix_without(self, messages: Sequence[Message], index: int, variables: TemplateVariables) -> str | None:
+        """The suffix without message `index`; None if the template rejects the remaining messages."""
+        question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": TURN_MARKER}
         try:
-            return self._suffix([question, answer, *messages[:number], *messages[number + 1 :]], variables)
+            return self._suffix([question, answer, *messages[:index], *messages[index + 1 :]], variables)
         except EnvironmentFailure:
             return None
 
-    def _suffix(self, conversation: Sequence[Message], variables: Variables) -> str:
+    def _suffix(self, conversation: Sequence[Message], variables: TemplateVariables) -> str:
         try:
-            _, mark, suffix = self._text.chat_text(conversation, variables=variables).partition(MARK)
+            _, marker, suffix = self._text.chat_text(conversation, variables=variables).partition(TURN_MARKER)
         except UserError as error:
             raise EnvironmentFailure(str(error)) from error
-        if not mark:
+        if not marker:
             raise EnvironmentFailure("the chat template leaves an earlier turn of the model out or changes it; reply with text instead")
         return suffix
 
@@ -244,7 +248,7 @@ class TurnText(Text, ChatText, Protocol):
     """A tokenizer that reads turns and renders the environment's chat messages."""
 
 
-def turns_for(rollout: RolloutBase, tokenizer: TurnText) -> Turns | None:
-    """The recipe's environment; None if a response is a single turn or an agent's. See `environment_of` for errors."""
-    environment = environment_of(rollout)
+def load_turns(rollout: RolloutBase, tokenizer: TurnText) -> Turns | None:
+    """The recipe's environment; None if a response is a single turn or an agent's. See `load_environment_class` for errors."""
+    environment = load_environment_class(rollout)
     return None if environment is None else Turns(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))

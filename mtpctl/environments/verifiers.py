@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtpctl.data.problems import Problem
-from mtpctl.data.taskset import environment_config, is_held_out, task_data
+from mtpctl.data.taskset import is_held_out, resolve_environment_config, task_data
 from mtpctl.environments.gateway.requests import OVER_BUDGET, OVER_CONTEXT
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.rl.rewards.function import RESERVED_PARTS
 
-MODEL, NO_KEY = "policy", "MTPCTL_NO_KEY"
-"""The model's name in requests, and the environment variable with the key for verifiers. It is unset: the base URL contains the secret."""
+MODEL, UNSET_KEY_VARIABLE = "policy", "MTPCTL_NO_KEY"
+"""The model's name in requests, and the variable of verifiers' API key. It stays unset, because the base URL contains the secret."""
 
 _environments: dict[bool, asyncio.Future[Any]] = {}
-"""The environments of this process; the one under True has `eval_args`, for held-out problems."""
-_serving: set[asyncio.Task[None]] = set()
-"""The asyncio tasks that serve them, referenced so that they are not garbage-collected."""
+"""The environments of this process, by whether they have `eval_args` (for held-out problems)."""
+_serving_tasks: set[asyncio.Task[None]] = set()
+"""The asyncio tasks that serve the environments; the reference prevents their garbage collection."""
 
 
 async def play(
@@ -36,63 +36,65 @@ async def play(
     import verifiers.v1 as vf
 
     held_out = is_held_out(problem, name)
-    environment = await _served(name, args, eval_args if held_out else {}, max_turns, held_out)
+    environment = await _get_environment(name, args, eval_args if held_out else {}, max_turns, held_out)
     task_type, config = type(environment.taskset).task_type(), environment.config.taskset.task
     task = task_type(task_type.data_type().model_validate(task_data(problem)), config)
-    client = vf.EvalClientConfig(base_url=base_url, api_key_var=NO_KEY)
-    return outcome_of(await environment.run_episode(task, vf.ModelContext(model=MODEL, client=client)), base_url)
+    client = vf.EvalClientConfig(base_url=base_url, api_key_var=UNSET_KEY_VARIABLE)
+    return episode_rewards(await environment.run_episode(task, vf.ModelContext(model=MODEL, client=client)), base_url)
 
 
-async def _served(name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, held_out: bool) -> Any:
-    """The environment, served from its first episode until this process ends, with the tools that its episodes share."""
+async def _get_environment(name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, held_out: bool) -> Any:
+    """The environment, which is loaded at its first episode and served until this process ends."""
     held_out = held_out and bool(overrides)
-    if (serving := _environments.get(held_out)) is None:
-        serving = _environments[held_out] = asyncio.get_running_loop().create_future()
-        _serving.add(asyncio.create_task(_serve(name, args, overrides, max_turns, serving)))
-    return await asyncio.shield(serving)
+    if (future := _environments.get(held_out)) is None:
+        future = _environments[held_out] = asyncio.get_running_loop().create_future()
+        _serving_tasks.add(asyncio.create_task(_serve(name, args, overrides, max_turns, future)))
+    return await asyncio.shield(future)
 
 
 async def _serve(
-    name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, serving: asyncio.Future[Any]
+    name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, ready: asyncio.Future[Any]
 ) -> None:
     import verifiers.v1 as vf
 
     try:
-        environment: Any = vf.load_environment(_bounded(environment_config(name, args, overrides), max_turns))
+        environment: Any = vf.load_environment(_limit_turns(resolve_environment_config(name, args, overrides), max_turns))
         async with environment.serving():
-            # A shared proxy would keep a client per base URL, and every trajectory has its own. Without it, each episode starts its own.
+            # A shared proxy would keep a client for each trajectory's base URL. Without it, each episode starts a proxy.
             environment._interception = None
-            serving.set_result(environment)
+            ready.set_result(environment)
             await asyncio.Event().wait()
     except Exception as error:
-        if serving.done():
+        if ready.done():
             raise
-        serving.set_exception(error)
+        ready.set_exception(error)
 
 
-def _bounded(config: Any, max_turns: int) -> Any:
-    """The configuration with `max_turns` for agents that set none. An agent that reaches it ends, and is rewarded."""
+def _limit_turns(config: Any, max_turns: int) -> Any:
+    """The configuration with `max_turns` for agents without a limit. An agent that reaches the limit ends, and is rewarded."""
     from verifiers.v1.configs.agent import agent_config_fields
 
-    agents = {name: each for name, each in agent_config_fields(config).items() if each.max_turns is None}
-    return config.model_copy(update={name: each.model_copy(update={"max_turns": max_turns}) for name, each in agents.items()})
+    unlimited = {name: agent_config for name, agent_config in agent_config_fields(config).items() if agent_config.max_turns is None}
+    return config.model_copy(
+        update={name: agent_config.model_copy(update={"max_turns": max_turns}) for name, agent_config in unlimited.items()}
+    )
 
 
-def outcome_of(episode: Any, base_url: str) -> dict[str, float]:
+def episode_rewards(episode: Any, base_url: str) -> dict[str, float]:
     """The `reward` of an episode, and its parts by name. See `play` for errors."""
     policy_traces = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
     for trace in policy_traces:
         if not trace.agent.trainable:
             agent = trace.agent.name
             raise UserError(
-                f"rollout.environment_args: {agent} is not to be trained, and asks the policy; give it another model: "
+                f"rollout.environment_args: {agent} is not trainable but uses the policy; give it another model: "
                 f"{{{agent}: {{model: …, client: {{base_url: …}}}}}}"
             )
     errors = [*episode.errors, *(trace.last_error for trace in episode.traces if not trace.ok and trace.last_error)]
     if len(policy_traces) != 1 and not errors:
         raise UserError(
             f"rollout.environment: the policy plays {len(policy_traces)} times in one episode, each with its own reward; "
-            "take an environment in which it plays once, and train.rl.group_size for several tries"
+            "use an environment in which it plays once; train.rl.group_size sets the number of episodes"
         )
     if errors:
         if any(code in error.message for error in errors for code in (OVER_BUDGET, OVER_CONTEXT)):

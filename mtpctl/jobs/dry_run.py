@@ -20,7 +20,7 @@ from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.data.end_tokens import EndToken, EndTokens, recipe_end_tokens
 from mtpctl.data.inspection import inspect_sets, leaks_in
 from mtpctl.data.prompts import check_lengths
-from mtpctl.data.sets import first_problems, rows_of
+from mtpctl.data.sets import first_problems, row_sources
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, UserError
 from mtpctl.families.drafters import Drafting, drafting_of
@@ -425,7 +425,7 @@ def check_rows(recipe: Recipe, shape: ModelShape) -> None:
     context = max_sample_tokens(recipe, shape)
     sets = first_problems(recipe.data, recipe.seed, recipe.evaluation, 1, recipe.rollout)
     stages = recipe.train.stages
-    rows = rows_of(recipe.data, recipe.evaluation, stages).get("sft")
+    rows = row_sources(recipe.data, recipe.evaluation, stages).get("sft")
     supervised = sets.get("train", [])
     if rows is not None:
         try:

@@ -24,7 +24,7 @@ from mtpctl.data.prompts import check_lengths
 from mtpctl.data.sets import load_held_out
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model
 from mtpctl.environments.agents import open_generator
-from mtpctl.environments.turns import turns_for
+from mtpctl.environments.turns import load_turns
 from mtpctl.errors import UserError
 from mtpctl.plan.placement import Host, Placement, place
 from mtpctl.recipe.checks import validate
@@ -125,7 +125,7 @@ async def serving(recipe: Recipe, source: WeightSource, store: VersionStore, see
             published=store,
             seed=seed,
             tokenizer=source.tokenizer.name,
-            turns=turns_for(recipe.rollout, source.tokenizer),
+            turns=load_turns(recipe.rollout, source.tokenizer),
         )
         pool, manifest = await asyncio.gather(pool_start, _publish(recipe, source, store))
         stack.push_async_callback(pool.close)

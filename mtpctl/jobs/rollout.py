@@ -16,8 +16,8 @@ from typing import Any
 from mtpctl.data.problems import NO_ANSWER, Problem
 from mtpctl.data.prompts import encode_prompt, uses_chat_template
 from mtpctl.data.sets import read_problems
-from mtpctl.environments.agents import gateway_socket, open_generator
-from mtpctl.environments.environment import Failures, environment_of
+from mtpctl.environments.agents import bind_gateway, open_generator
+from mtpctl.environments.environment import Failures, load_environment_class
 from mtpctl.environments.trial import try_environment
 from mtpctl.errors import UserError
 from mtpctl.jobs.engines import Report, WeightSource, engine_cluster, find_weights, serving, with_merged_sync, without_training
@@ -77,7 +77,11 @@ def rollout(
         report(f"model: {source.name}")
         if source.ends.disagreement:
             report(source.ends.disagreement)
-        environment, chat, deadline_s = environment_of(recipe.rollout), uses_chat_template(recipe.data, problems), recipe.rollout.deadline_s
+        environment, chat, deadline_s = (
+            load_environment_class(recipe.rollout),
+            uses_chat_template(recipe.data, problems),
+            recipe.rollout.deadline_s,
+        )
         tools: Sequence[object] = ()
         if environment is not None:
             trial = try_environment(environment, problems, chat=chat, deadline_s=deadline_s)
@@ -276,7 +280,7 @@ def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Rep
     gateway_keys |= {"gateway_host": host, "gateway_port": port}
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=gateway_keys)})
     validate(without_training(recipe))
-    recipe, listener = with_merged_sync(recipe), gateway_socket(recipe.rollout)
+    recipe, listener = with_merged_sync(recipe), bind_gateway(recipe.rollout)
     assert listener is not None, "the gateway is on"
     with contextlib.closing(listener), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as scratch, contextlib.ExitStack() as stack:
         source = find_weights(recipe, start, Path(scratch), report)
@@ -335,7 +339,7 @@ async def _start_generator(
             report=report,
             trains=False,
             single_requests=lambda: _trajectory(recipe, source, "request"),
-            bound=listener,
+            listener=listener,
         )
     )
 

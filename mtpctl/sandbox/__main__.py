@@ -6,9 +6,9 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from mtpctl.sandbox.sandbox import Sandbox, layers
+from mtpctl.sandbox.sandbox import Sandbox, describe_layers
 
-RUNS = 400
+NUM_RUNS = 400
 
 
 def main() -> None:
@@ -16,22 +16,22 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     with Sandbox("none") as sandbox:
         print(f"isolation: {sandbox.mechanism()}")
-        for layer in layers(sandbox):
+        for layer in describe_layers(sandbox):
             print(f"{layer.name}: {layer.by or 'NOT RESTRICTED'}")
         for mechanism, reason in sandbox.refused.items():
             print(f"without {mechanism}: {reason}")
         session = sandbox.session()
         tests = [f"assert f({n}) == {n + 1}" for n in range(3)]
-        for name, concurrent, run in (
+        for name, workers, run in (
             ("runs", cores, lambda: sandbox.run("print(sum(range(10)))")),
             ("answers with three tests", cores, lambda: sandbox.judge("def f(x): return x + 1", tests)),
             ("cells of one session", 1, lambda: session.run("1 + 1")),
         ):
-            with ThreadPoolExecutor(concurrent) as pool:
+            with ThreadPoolExecutor(workers) as pool:
                 start = time.perf_counter()
-                for future in [pool.submit(run) for _ in range(RUNS)]:
+                for future in [pool.submit(run) for _ in range(NUM_RUNS)]:
                     future.result()
-                print(f"{name}: {RUNS / (time.perf_counter() - start):.0f} a second, {concurrent} at once on {cores} cores")
+                print(f"{name}: {NUM_RUNS / (time.perf_counter() - start):.0f} a second, {workers} concurrently on {cores} cores")
         session.close()
 
 

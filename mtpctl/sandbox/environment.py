@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mtpctl.sandbox.fences import unfenced
+from mtpctl.sandbox.fences import strip_fence
 from mtpctl.sandbox.sandbox import Isolation, shared
 from mtpctl.sandbox.session import Limits, Output
 
-_CELLS = ThreadPoolExecutor(max_workers=64, thread_name_prefix="python-cell")
-"""Threads that wait for cells, which run in processes of the sandbox."""
+_CELL_THREADS = ThreadPoolExecutor(max_workers=64, thread_name_prefix="python-cell")
+"""Threads that wait for cells. The cells themselves run in processes of the sandbox."""
 
 
 class Python:
-    """The session of one response. Turns share state, and the last expression of a turn is printed, as in interactive Python.
+    """The Python session of one response. Turns share state, and the last expression of a turn is printed, as in interactive Python.
 
     Args:
         opening, closing: tags around code; a turn ends with `closing`.
@@ -47,15 +47,15 @@ class Python:
         """Run the code of this turn, and return its output."""
         before = turn.rpartition(self._closing)[0]
         code = before.rpartition(self._opening)[2]
-        output = await asyncio.get_running_loop().run_in_executor(_CELLS, self._session.run, unfenced(code))
-        return self._answer.replace("{}", self._formatted(output))
+        output = await asyncio.get_running_loop().run_in_executor(_CELL_THREADS, self._session.run, strip_fence(code))
+        return self._answer.replace("{}", self._format_output(output))
 
     def close(self) -> None:
         """End the session, even while a cell runs."""
         self._session.close()
 
-    def _formatted(self, output: Output) -> str:
-        text = shortened(output.text, self._max_chars)
+    def _format_output(self, output: Output) -> str:
+        text = shorten_middle(output.text, self._max_chars)
         notes = {
             "timed out": output.timed_out,
             "too much output": output.too_much_output,
@@ -65,8 +65,8 @@ class Python:
         return "\n".join(part.rstrip("\n") for part in (text, f"[{note}]" if note else "") if part) + ("\n" if text or note else "")
 
 
-def shortened(text: str, max_chars: int) -> str:
-    """The text, or its beginning and end with the number of characters omitted between them."""
+def shorten_middle(text: str, max_chars: int) -> str:
+    """Shorten a text of more than `max_chars` characters to its beginning and end, with the number of omitted characters between them."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

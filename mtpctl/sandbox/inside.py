@@ -22,24 +22,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypedDict
 
-from mtpctl.sandbox.judging import compiled, one_line, run_calls, run_tests
+from mtpctl.sandbox.judging import compile_with_source, describe_error, run_calls, run_tests
 from mtpctl.sandbox.messages import VerdictWriter, read_frame, write_frame
 from mtpctl.sandbox.questions import AnswerPeer, TestsPeer
 
-JOB, CHANNEL, LINK = 3, 4, 5
-NOT_CONFINED = 96
+JOB_FD, CHANNEL_FD, LINK_FD = 3, 4, 5
+EXIT_NOT_ISOLATED = 96
 """Exit code of a process that could not be isolated and therefore ran nothing."""
-_FILE = "answer.py"
+_ANSWER_FILE = "answer.py"
 _RECURSION_LIMIT = 50_000
-"""Recursion limit of LiveCodeBench."""
-_PRELUDE = (
+"""Recursion limit that LiveCodeBench sets."""
+_PRELUDE_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools"),
     *("operator", "io", "sys", "json", "typing"),
 )
 
 
 class Job(TypedDict, total=False):
-    """A job: `kind` is program, session, answer, tests or calls."""
+    """The input of a run. `kind` is program, session, answer, tests or calls; it determines the other keys."""
 
     kind: str
     code: str
@@ -51,32 +51,38 @@ class Job(TypedDict, total=False):
     key: str
 
 
-def play() -> None:
+def run_job() -> None:
     """Run the job, and end the process."""
-    with open(JOB, "rb") as file:
+    with open(JOB_FD, "rb") as file:
         job: Job = json.loads(file.read())
-    kinds: dict[str, Callable[[Job], int]] = {"program": _program, "session": _session, "answer": _answer, "tests": _tests, "calls": _calls}
-    code = 1
+    handlers: dict[str, Callable[[Job], int]] = {
+        "program": _run_program,
+        "session": _run_session,
+        "answer": _serve_answer,
+        "tests": _run_tests,
+        "calls": _run_calls,
+    }
+    exit_code = 1
     try:
-        code = kinds[job["kind"]](job)
+        exit_code = handlers[job["kind"]](job)
     except BaseException:
         with suppress(BaseException):
             traceback.print_exc()
-    _end(code)
+    _exit_process(exit_code)
 
 
-def _end(code: int) -> None:
+def _exit_process(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(BaseException):
             stream.flush()
     os._exit(code)
 
 
-def _program(job: Job) -> int:
+def _run_program(job: Job) -> int:
     """Run the code as a program. Returns its exit code."""
     module = _main_module()
     try:
-        exec(compiled(job["code"], _FILE), vars(module))
+        exec(compile_with_source(job["code"], _ANSWER_FILE), vars(module))
         code = 0
     except SystemExit as error:
         code = _exit_code(error)
@@ -84,24 +90,24 @@ def _program(job: Job) -> int:
         _print_error(error)
         code = 1
     with suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]  # wait for its threads, as a program does
+        threading._shutdown()  # type: ignore[attr-defined]  # wait for threads, as at the end of a program
     with suppress(BaseException):
         atexit._run_exitfuncs()
     return code
 
 
-def _session(job: Job) -> int:
+def _run_session(job: Job) -> int:
     """Run cells from the channel in one namespace. The last expression of a cell is printed, as in interactive Python."""
     module = _main_module()
     number = 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt must only affect cells
-    while (cell := read_frame(CHANNEL)) is not None:
+    while (cell := read_frame(CHANNEL_FD)) is not None:
         number += 1
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            _cell(json.loads(cell)["code"], f"cell {number}", module)
+            _run_cell(json.loads(cell)["code"], f"cell {number}", module)
         except SystemExit as error:
-            _end(_exit_code(error))
+            _exit_process(_exit_code(error))
         except BaseException as error:
             _print_error(error)
         with suppress(BaseException):
@@ -109,11 +115,11 @@ def _session(job: Job) -> int:
         for stream in (sys.stdout, sys.stderr):
             with suppress(BaseException):
                 stream.flush()
-        write_frame(CHANNEL, b"{}")
+        write_frame(CHANNEL_FD, b"{}")
     return 0
 
 
-def _cell(code: str, file: str, module: types.ModuleType) -> None:
+def _run_cell(code: str, file: str, module: types.ModuleType) -> None:
     tree = ast.parse(code, file)
     linecache.cache[file] = (len(code), None, code.splitlines(True), file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -124,32 +130,32 @@ def _cell(code: str, file: str, module: types.ModuleType) -> None:
             print(repr(value))
 
 
-def _answer(job: Job) -> int:
+def _serve_answer(job: Job) -> int:
     """Execute the answer's code, then serve the requests of the tests."""
     module = _main_module("answer")
-    end = AnswerPeer(LINK)
+    peer = AnswerPeer(LINK_FD)
     if function := job.get("function"):
-        vars(module).update(_prelude(function))
+        vars(module).update(_prelude_names(function))
         sys.setrecursionlimit(_RECURSION_LIMIT)
     try:
-        exec(compiled(job["code"], _FILE), vars(module))
+        exec(compile_with_source(job["code"], _ANSWER_FILE), vars(module))
         error = ""
-    except BaseException as raised:
-        _print_error(raised)
-        error = one_line(raised)
-    end.answer(vars(module), error)
+    except BaseException as exception:
+        _print_error(exception)
+        error = describe_error(exception)
+    peer.answer(vars(module), error)
     return 0
 
 
-def _tests(job: Job) -> int:
+def _run_tests(job: Job) -> int:
     """Run the tests, and write verdicts to the channel."""
-    run_tests(job["tests"], job["names"], job["builtins"], TestsPeer(LINK), VerdictWriter(CHANNEL, job["key"]))
+    run_tests(job["tests"], job["names"], job["builtins"], TestsPeer(LINK_FD), VerdictWriter(CHANNEL_FD, job["key"]))
     return 0
 
 
-def _calls(job: Job) -> int:
+def _run_calls(job: Job) -> int:
     """Compare the results of calls with the expected ones, and write verdicts to the channel."""
-    run_calls(job["function"], job["cases"], TestsPeer(LINK), VerdictWriter(CHANNEL, job["key"]))
+    run_calls(job["function"], job["cases"], TestsPeer(LINK_FD), VerdictWriter(CHANNEL_FD, job["key"]))
     return 0
 
 
@@ -177,12 +183,12 @@ def _print_error(error: BaseException) -> None:
         traceback.print_exception(type(error), error, trace)
 
 
-def _prelude(function: str) -> dict[str, object]:
+def _prelude_names(function: str) -> dict[str, object]:
     """Names that answers to functional cases may use without an import, as in LiveCodeBench, except the name of the answer's function."""
-    modules = {name: importlib.import_module(name) for name in _PRELUDE}
-    space: dict[str, object] = {}
+    modules = {name: importlib.import_module(name) for name in _PRELUDE_MODULES}
+    namespace: dict[str, object] = {}
     for module in modules.values():
         names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
-        space |= {name: getattr(module, name) for name in names if not hasattr(builtins, name)}
-    space |= modules
-    return {name: each for name, each in space.items() if name not in (function, "Solution")}
+        namespace |= {name: getattr(module, name) for name in names if not hasattr(builtins, name)}
+    namespace |= modules
+    return {name: value for name, value in namespace.items() if name not in (function, "Solution")}

@@ -1,7 +1,7 @@
-"""Isolation of runs: namespaces with a root that contains only the interpreter, or Landlock; and a system call filter.
+"""Isolation of runs: a system call filter, and either namespaces with a root that contains only the interpreter, or Landlock.
 
-Landlock restricts a process to reading some directories. It needs no privileges, and kernel 5.13 or newer. It does not hide the existence,
-size and owner of other files.
+Landlock restricts a process to reading some directories. It needs no privileges, and kernel 5.13 or newer. The existence, size and owner
+of other files remain visible.
 
 The filter is an allow-list of the calls that Python needs. It excludes, for example, sockets, exec, fork, kill of another process,
 ptrace, mount, bpf, keyrings, io_uring, user namespaces, memfd, System V shared memory, and changes of owners and permissions. A refused
@@ -25,28 +25,28 @@ from errno import EACCES, ENOSYS, EPERM
 from typing import Literal
 
 Mechanism = Literal["namespaces", "user namespaces", "bubblewrap", "landlock", "closed", "none"]
-ORDER: tuple[Mechanism, ...] = ("namespaces", "user namespaces", "bubblewrap", "landlock", "closed")
-"""Isolation mechanisms, best first. `closed`: the system call filter allows no file to be opened."""
+MECHANISMS_BY_STRENGTH: tuple[Mechanism, ...] = ("namespaces", "user namespaces", "bubblewrap", "landlock", "closed")
+"""Isolation mechanisms, strongest first. `closed`: the system call filter forbids opening files."""
 
 _NEW_ROOT = "/tmp"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", *_DEVICES)
+_SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", *_DEVICES)
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _RIGHTS_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""All file access rights of each Landlock version. A ruleset revokes them, except those that its rules grant."""
+"""All file access rights of each Landlock version. A ruleset revokes all of them, except where its rules grant them."""
 _READ_FILE, _READ_DIRECTORY, _EXECUTE = 1 << 2, 1 << 3, 1 << 0
-_TCP = 3
+_TCP_RIGHTS = 3
 _SCOPES = 3
 """Scopes that block abstract unix sockets and signals of processes outside the sandbox."""
 
 
-def readable() -> list[str]:
+def readable_paths() -> list[str]:
     """Paths that a run may read: standard library, packages, shared libraries, time zones and three devices. No path contains another."""
     python = sysconfig.get_paths()
-    paths = {python[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | {f"{sys.base_prefix}/lib", *_SYSTEM}
-    # If /lib is a link to /usr/lib, the new root gets the same link (`links`).
-    existing = sorted(os.path.normpath(path) for path in paths if os.path.exists(path) and path not in links())
+    paths = {python[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | {f"{sys.base_prefix}/lib", *_SYSTEM_PATHS}
+    # If /lib is a link to /usr/lib, the new root gets the same link (`library_links`).
+    existing = sorted(os.path.normpath(path) for path in paths if os.path.exists(path) and path not in library_links())
     outermost: list[str] = []
     for path in existing:
         if not outermost or os.path.commonpath([outermost[-1], path]) != outermost[-1]:
@@ -54,63 +54,63 @@ def readable() -> list[str]:
     return outermost
 
 
-def links() -> dict[str, str]:
-    """Library directories at the root that are links, with their targets."""
+def library_links() -> dict[str, str]:
+    """The targets of /lib and /lib64, if they are symbolic links."""
     return {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
 
 
-def enter(mechanism: Mechanism) -> int:
+def isolate_process(mechanism: Mechanism) -> int:
     """Isolate this process. Returns the descriptor of Landlock's rules, or -1 with other mechanisms.
 
     With namespaces this process becomes process 1 of its namespace, and its parent waits for it. Raises OSError if the kernel or
     container does not allow it.
     """
     if mechanism in ("namespaces", "user namespaces"):
-        _unshare(own_user=mechanism == "user namespaces")
+        _unshare(new_user=mechanism == "user namespaces")
         _build_root()
-    return landlock_rules(readable()) if mechanism == "landlock" else -1
+    return create_landlock_rules(readable_paths()) if mechanism == "landlock" else -1
 
 
-def scratch() -> str:
+def scratch_path() -> str:
     """The private directory of a run: /tmp, or /scratch if the interpreter itself is below /tmp."""
-    return "/scratch" if any(path.startswith("/tmp/") for path in readable()) else "/tmp"
+    return "/scratch" if any(path.startswith("/tmp/") for path in readable_paths()) else "/tmp"
 
 
 def mount_scratch(megabytes: int) -> None:
-    """Mount an empty directory of this size at `scratch`. Only this process sees it, and it disappears when the process ends."""
+    """Mount an empty directory of this size at `scratch_path`. Only this process sees it, and it disappears when the process ends."""
     os.unshare(os.CLONE_NEWNS)
     options = f"size={megabytes}m,nr_inodes={64 * megabytes},mode=0777"
-    mount("tmpfs", scratch(), "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    mount("tmpfs", scratch_path(), "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
 
 
-def landlock_rules(paths: list[str]) -> int:
+def create_landlock_rules(paths: list[str]) -> int:
     """Create Landlock rules that only allow reading below `paths`, and return their descriptor. Raises OSError without Landlock."""
     try:
         version = system_call(_CREATE_RULESET, 0, 0, 1)
     except OSError:
         version = 0
     rights = _RIGHTS_BY_VERSION[min(max(version, 1), 5)]
-    attributes = struct.pack("<QQQ", rights, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
+    attributes = struct.pack("<QQQ", rights, _TCP_RIGHTS if version >= 4 else 0, _SCOPES if version >= 6 else 0)
     attributes = attributes[: 24 if version >= 6 else 16 if version >= 4 else 8]
     rules = system_call(_CREATE_RULESET, ctypes.c_char_p(attributes), len(attributes), 0)
     for path in paths:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        allowed = _READ_FILE | _EXECUTE | (_READ_DIRECTORY if os.path.isdir(path) else 0)
-        system_call(_ADD_RULE, rules, 1, ctypes.c_char_p(struct.pack("<Qi", allowed, descriptor)), 0)
+        path_rights = _READ_FILE | _EXECUTE | (_READ_DIRECTORY if os.path.isdir(path) else 0)
+        system_call(_ADD_RULE, rules, 1, ctypes.c_char_p(struct.pack("<Qi", path_rights, descriptor)), 0)
         os.close(descriptor)
     return rules
 
 
-def restrict(rules: int) -> None:
+def apply_landlock_rules(rules: int) -> None:
     """Apply Landlock's rules to this process. Requires `no_new_privileges`. Raises OSError on failure."""
     system_call(_RESTRICT_SELF, rules, 0)
 
 
-def _unshare(*, own_user: bool) -> None:
+def _unshare(*, new_user: bool) -> None:
     uid, gid = os.geteuid(), os.getegid()
     flags = os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWPID
-    os.unshare(flags | (os.CLONE_NEWUSER if own_user else 0))
-    if own_user:
+    os.unshare(flags | (os.CLONE_NEWUSER if new_user else 0))
+    if new_user:
         for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
@@ -123,9 +123,9 @@ def _unshare(*, own_user: bool) -> None:
 
 
 def _build_root() -> None:
-    """Replace the root by a tmpfs into which the `readable` paths are bound. It has no /proc and no /sys."""
-    sources = [(path, os.open(path, os.O_PATH)) for path in readable()]  # the new root may be mounted over some of them
-    linked, private = links(), scratch()
+    """Replace the root by a tmpfs with bind mounts of the `readable_paths`. It has no /proc and no /sys."""
+    sources = [(path, os.open(path, os.O_PATH)) for path in readable_paths()]  # the new root may be mounted over some of them
+    symlinks, scratch = library_links(), scratch_path()
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", _NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
     for path, source in sources:
@@ -144,9 +144,9 @@ def _build_root() -> None:
         readonly = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID
         mount("none", target, "", readonly | device | locked | relatime)
         os.close(source)
-    for path, link_target in linked.items():
+    for path, link_target in symlinks.items():
         os.symlink(link_target, _NEW_ROOT + path)
-    os.makedirs(_NEW_ROOT + private, exist_ok=True)
+    os.makedirs(_NEW_ROOT + scratch, exist_ok=True)
     os.chdir(_NEW_ROOT)
     pivot_root(".", ".")
     unmount(".")
@@ -154,8 +154,8 @@ def _build_root() -> None:
     mount("none", "/", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
-MACHINE = {"x86_64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}.get(platform.machine(), "")
-"""The processor architecture; empty if its system call numbers are not listed here, and the sandbox does not support it."""
+ARCHITECTURE = {"x86_64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}.get(platform.machine(), "")
+"""The processor architecture; empty if the sandbox does not support it."""
 
 PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
@@ -179,37 +179,39 @@ class FilterProgram(ctypes.Structure):
 
 def system_call(number: int, *arguments: object) -> int:
     ctypes.set_errno(0)
-    result: int = LIBC.syscall(ctypes.c_long(number), *(ctypes.c_long(each) if isinstance(each, int) else each for each in arguments))
-    return _checked(result, f"system call {number}")
+    result: int = LIBC.syscall(
+        ctypes.c_long(number), *(ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments)
+    )
+    return _check_result(result, f"system call {number}")
 
 
 def prctl(option: int, *arguments: object) -> int:
     """`prctl(2)` with up to four arguments."""
-    filled = [ctypes.c_ulong(each) if isinstance(each, int) else each for each in (*arguments, 0, 0, 0, 0)[:4]]
+    padded = [ctypes.c_ulong(argument) if isinstance(argument, int) else argument for argument in (*arguments, 0, 0, 0, 0)[:4]]
     ctypes.set_errno(0)
-    return _checked(int(LIBC.prctl(option, *filled)), f"prctl {option}")
+    return _check_result(int(LIBC.prctl(option, *padded)), f"prctl {option}")
 
 
-def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+def mount(source: str, target: str, filesystem: str, flags: int, options: str = "") -> None:
     ctypes.set_errno(0)
-    result: int = LIBC.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
-    _checked(result, f"mount {target}")
+    result: int = LIBC.mount(source.encode(), target.encode(), filesystem.encode(), ctypes.c_ulong(flags), options.encode())
+    _check_result(result, f"mount {target}")
 
 
 def unmount(target: str) -> None:
     """`umount2(2)` with MNT_DETACH: detach a mount immediately."""
     ctypes.set_errno(0)
-    _checked(int(LIBC.umount2(target.encode(), MNT_DETACH)), f"umount {target}")
+    _check_result(int(LIBC.umount2(target.encode(), MNT_DETACH)), f"umount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
-    system_call(PIVOT_ROOT[MACHINE], new.encode(), old.encode())
+    system_call(PIVOT_ROOT[ARCHITECTURE], new.encode(), old.encode())
 
 
 def drop_capabilities() -> None:
     """Drop all capabilities permanently, including those of programs started later."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
-    system_call(CAPSET[MACHINE], ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
+    system_call(CAPSET[ARCHITECTURE], ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
 
 
 def no_new_privileges() -> None:
@@ -222,23 +224,23 @@ def install_filter(program: bytes) -> None:
     prctl(PR_SET_SECCOMP, 2, ctypes.byref(FilterProgram(len(program) // 8, program)))
 
 
-def _checked(result: int, name: str) -> int:
+def _check_result(result: int, name: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
 
 
-assert sys.byteorder == "little" or not MACHINE, "filters read the low half of an argument first"
+assert sys.byteorder == "little" or not ARCHITECTURE, "filters read the low half of an argument first"
 
 
-Files = Literal["mounts", "landlock", "closed"]
-"""File access of a run: a private tree, paths allowed by Landlock, or none."""
+FileAccess = Literal["mounts", "landlock", "closed"]
+"""File access of a run: a private file system, the paths that Landlock allows, or none."""
 
-_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_AUDIT_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_FIRST_NEW = 424
-"""From this number on, system calls have the same number on all architectures. Those that are not listed fail with ENOSYS."""
+_FIRST_UNIFIED_NUMBER = 424
+"""First system call number that is equal on all architectures. From here, calls that are not listed fail with ENOSYS."""
 
 # fmt: off
 _X86_64 = {
@@ -282,22 +284,22 @@ _AARCH64 = {
     "sendto": 206,
 }
 # fmt: on
-_WRITING = {"mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "rename", "renameat", "renameat2", "truncate", "fallocate"}
+_WRITING_CALLS = {"mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "rename", "renameat", "renameat2", "truncate", "fallocate"}
 
-_THREAD = 0x00010000 | 0x00000100
+_THREAD_FLAGS = 0x00010000 | 0x00000100
 """CLONE_THREAD and CLONE_VM: a thread instead of a process."""
-_LOCKS_AND_FLAGS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
+_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
 """Allowed commands of fcntl. F_SETOWN and F_SETSIG are excluded, because they make the kernel signal another process."""
-_TERMINAL_AND_SIZES = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+_IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Allowed requests of ioctl: terminal check and size, bytes available, blocking mode, inheritance."""
-_THREAD_NAME = (15, 16)
-_UNIX = 1
+_PRCTL_THREAD_NAME = (15, 16)
+_AF_UNIX = 1
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A call is allowed if its argument is one of `values`, has all or none of the bits of `values[0]`, or is NULL."""
+    """Condition for a system call: its argument is one of `values`, has all or none of the bits of `values[0]`, or is NULL."""
 
     argument: int
     kind: Literal["one of", "all of", "none of", "null"]
@@ -305,57 +307,57 @@ class _Rule:
     error: int = EPERM
 
 
-def filter_program(pid: int, files: Files) -> bytes:
+def build_filter(pid: int, files: FileAccess) -> bytes:
     """The filter as classic BPF instructions of 8 bytes. `pid`: the filtered process, which may signal only itself."""
-    numbers = _X86_64 if MACHINE == "x86_64" else _AARCH64
+    numbers = _X86_64 if ARCHITECTURE == "x86_64" else _AARCH64
     rules = {
         "kill": _Rule(0, "one of", (pid,)),
         "tgkill": _Rule(0, "one of", (pid,)),
-        "clone": _Rule(0, "all of", (_THREAD,)),
+        "clone": _Rule(0, "all of", (_THREAD_FLAGS,)),
         "prlimit64": _Rule(0, "one of", (0,)),
-        "fcntl": _Rule(1, "one of", _LOCKS_AND_FLAGS),
-        "ioctl": _Rule(1, "one of", _TERMINAL_AND_SIZES),
-        "prctl": _Rule(0, "one of", _THREAD_NAME),
-        "socketpair": _Rule(0, "one of", (_UNIX,)),
+        "fcntl": _Rule(1, "one of", _FCNTL_COMMANDS),
+        "ioctl": _Rule(1, "one of", _IOCTL_REQUESTS),
+        "prctl": _Rule(0, "one of", _PRCTL_THREAD_NAME),
+        "socketpair": _Rule(0, "one of", (_AF_UNIX,)),
         "sendto": _Rule(4, "null"),
     }
     if files == "landlock":
         rules |= {"open": _Rule(1, "none of", (_WRITE_FLAGS,), EACCES), "openat": _Rule(2, "none of", (_WRITE_FLAGS,), EACCES)}
     elif files == "closed":
         rules |= {name: _Rule(0, "one of", (), EACCES) for name in ("open", "openat")}
-    refused = frozenset() if files == "mounts" else frozenset(_WRITING)
-    code = [_load(4), _jump(0x15, _ARCHITECTURE[MACHINE], 1, 0), _return(_KILL), _load(0)]
-    if MACHINE == "x86_64":
-        code += [_jump(0x35, 0x40000000, 0, 1), _return(_KILL)]  # calls of the x32 ABI
+    refused_calls = frozenset() if files == "mounts" else frozenset(_WRITING_CALLS)
+    instructions = [_load(4), _jump(0x15, _AUDIT_ARCHITECTURE[ARCHITECTURE], 1, 0), _return(_KILL), _load(0)]
+    if ARCHITECTURE == "x86_64":
+        instructions += [_jump(0x35, 0x40000000, 0, 1), _return(_KILL)]  # calls of the x32 ABI
     for name, number in numbers.items():
-        if name in refused:
+        if name in refused_calls:
             continue
         rule = rules.get(name)
-        body = [_return(_ALLOW)] if rule is None else _check_argument(rule)
-        code += [_jump(0x15, number, 0, len(body)), *body]
-    code += [_jump(0x35, _FIRST_NEW, 0, 1), _return(_ERRNO | ENOSYS), _return(_ERRNO | EPERM)]
-    return b"".join(code)
+        check = [_return(_ALLOW)] if rule is None else _check_argument(rule)
+        instructions += [_jump(0x15, number, 0, len(check)), *check]
+    instructions += [_jump(0x35, _FIRST_UNIFIED_NUMBER, 0, 1), _return(_ERRNO | ENOSYS), _return(_ERRNO | EPERM)]
+    return b"".join(instructions)
 
 
 def _check_argument(rule: _Rule) -> list[bytes]:
-    low = 16 + 8 * rule.argument
+    offset = 16 + 8 * rule.argument
     refuse, allow = _return(_ERRNO | rule.error), _return(_ALLOW)
     if rule.kind == "null":
-        return [_load(low), _jump(0x15, 0, 0, 2), _load(low + 4), _jump(0x15, 0, 1, 0), refuse, allow]
+        return [_load(offset), _jump(0x15, 0, 0, 2), _load(offset + 4), _jump(0x15, 0, 1, 0), refuse, allow]
     if rule.kind == "one of":
         last = len(rule.values) - 1
-        tests = [_jump(0x15, value, last - index + 1, 0) for index, value in enumerate(rule.values)]
-        return [_load(low), *tests, refuse, allow]
+        comparisons = [_jump(0x15, value, last - index + 1, 0) for index, value in enumerate(rule.values)]
+        return [_load(offset), *comparisons, refuse, allow]
     expected = rule.values[0] if rule.kind == "all of" else 0
-    return [_load(low), struct.pack("<HBBI", 0x54, 0, 0, rule.values[0]), _jump(0x15, expected, 1, 0), refuse, allow]
+    return [_load(offset), struct.pack("<HBBI", 0x54, 0, 0, rule.values[0]), _jump(0x15, expected, 1, 0), refuse, allow]
 
 
 def _load(offset: int) -> bytes:
     return struct.pack("<HBBI", 0x20, 0, 0, offset)
 
 
-def _jump(kind: int, value: int, then: int, otherwise: int) -> bytes:
-    return struct.pack("<HBBI", kind, then, otherwise, value & 0xFFFFFFFF)
+def _jump(opcode: int, value: int, if_true: int, if_false: int) -> bytes:
+    return struct.pack("<HBBI", opcode, if_true, if_false, value & 0xFFFFFFFF)
 
 
 def _return(value: int) -> bytes:

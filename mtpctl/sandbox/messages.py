@@ -1,6 +1,6 @@
 """Messages on a stream, each prefixed by its length in four bytes, and authenticated verdicts from the tests' process to the caller.
 
-There is one verdict for each test, in order, each with a MAC. The caller generates a random key for each judgement and passes it to the
+There is one verdict for each test, in order. Each has a MAC. The caller generates a random key for each judgement and passes it to the
 tests' process only. A verdict that has a wrong MAC, is out of order, or repeats an earlier one invalidates all verdicts.
 """
 
@@ -13,37 +13,37 @@ import os
 import secrets
 
 _MAC_BYTES = 32
-_MAX_VERDICT = 1 << 13
-_MAX_ERROR = 500
+_MAX_VERDICT_BYTES = 1 << 13
+_MAX_ERROR_LENGTH = 500
 
 
 def read_frame(descriptor: int, max_bytes: int = 1 << 32) -> bytes | None:
     """The next message; None if the stream has ended. Raises ValueError for a message of more than `max_bytes` bytes."""
-    head = _read(descriptor, 4)
-    if head is None:
+    header = _read_exactly(descriptor, 4)
+    if header is None:
         return None
-    length = int.from_bytes(head, "big")
+    length = int.from_bytes(header, "big")
     if length > max_bytes:
         raise ValueError(f"a message of {length} bytes")
-    return _read(descriptor, length)
+    return _read_exactly(descriptor, length)
 
 
 def write_frame(descriptor: int, message: bytes) -> None:
     """Write a message. Raises OSError if the other end is closed."""
-    left = memoryview(len(message).to_bytes(4, "big") + message)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    remaining = memoryview(len(message).to_bytes(4, "big") + message)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
-def _read(descriptor: int, length: int) -> bytes | None:
-    parts = []
+def _read_exactly(descriptor: int, length: int) -> bytes | None:
+    chunks = []
     while length:
-        part = os.read(descriptor, min(length, 1 << 20))
-        if not part:
+        chunk = os.read(descriptor, min(length, 1 << 20))
+        if not chunk:
             return None
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+        length -= len(chunk)
+    return b"".join(chunks)
 
 
 def new_key() -> str:
@@ -59,13 +59,13 @@ class VerdictWriter:
 
     def write(self, error: str) -> None:
         """Report the result of the next test: `error` is empty if it passed."""
-        verdict = json.dumps(error[:_MAX_ERROR]).encode()
+        verdict = json.dumps(error[:_MAX_ERROR_LENGTH]).encode()
         write_frame(self._descriptor, _mac(self._key, self._count, verdict) + verdict)
         self._count += 1
 
 
 class VerdictReader:
-    """The caller's end. `failures`: why each test so far failed, None if it passed. `forged`: whether a verdict was not authentic."""
+    """Reads the verdicts, in the caller. `failures`: why each test failed, None if it passed. `forged`: whether a MAC was wrong."""
 
     def __init__(self, key: str, count: int) -> None:
         self.failures: list[str | None] = []
@@ -73,27 +73,27 @@ class VerdictReader:
         self._key, self._count = bytes.fromhex(key), count
         self._stream = bytearray()
 
-    def feed(self, piece: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         """Process received bytes."""
-        self._stream.extend(piece)
+        self._stream.extend(data)
         while not self.forged and len(self._stream) >= 4:
             end = 4 + int.from_bytes(self._stream[:4], "big")
-            if end > _MAX_VERDICT:
+            if end > _MAX_VERDICT_BYTES:
                 self.forged = True
             elif len(self._stream) >= end:
-                self._accept(bytes(self._stream[4:end]))
+                self._verify(bytes(self._stream[4:end]))
                 del self._stream[:end]
             else:
                 break
 
-    def _accept(self, frame: bytes) -> None:
+    def _verify(self, frame: bytes) -> None:
         mac, verdict = frame[:_MAC_BYTES], frame[_MAC_BYTES:]
-        number = len(self.failures)
-        if number >= self._count or not hmac.compare_digest(mac, _mac(self._key, number, verdict)):
+        index = len(self.failures)
+        if index >= self._count or not hmac.compare_digest(mac, _mac(self._key, index, verdict)):
             self.forged = True
             return
         self.failures.append(json.loads(verdict) or None)
 
 
-def _mac(key: bytes, number: int, verdict: bytes) -> bytes:
-    return hashlib.blake2b(number.to_bytes(8, "big") + verdict, key=key, digest_size=_MAC_BYTES).digest()
+def _mac(key: bytes, index: int, verdict: bytes) -> bytes:
+    return hashlib.blake2b(index.to_bytes(8, "big") + verdict, key=key, digest_size=_MAC_BYTES).digest()

@@ -1,11 +1,12 @@
-"""Messages between tests and an answer that runs in another process, so that no code of the answer runs where it is judged.
+"""Messages between tests and an answer that runs in another process, so that the tests' process runs no code of the answer.
 
 `TestsPeer` is trusted. `AnswerPeer` shares its process with the answer, which may replace it. Tests receive plain data or
 proxies (`values`), never functions or classes. Names that the answer chose are looked up only in the allow-lists of exception classes
 (`_EXCEPTIONS`) and of built-in types. Exception classes of the answer are replaced by stand-ins. A call that raises StopIteration raises
 RuntimeError in the tests, as in a generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
 
-The answer can call functions that tests pass to it. A list, dict or set that it changes is changed for the tests when the call returns.
+The answer can call functions that tests pass to it. If it changes a list, dict, set or bytearray of the tests, the
+change is copied to the tests when the call returns.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from mtpctl.sandbox import values
 from mtpctl.sandbox.messages import read_frame, write_frame
 from mtpctl.sandbox.values import Remote
 
-MAX_FRAME = 1 << 26
+MAX_FRAME_BYTES = 1 << 26
 """Maximum size of a message to the tests, in bytes."""
-_STOPS = (StopIteration, StopAsyncIteration)
+_STOP_ITERATIONS = (StopIteration, StopAsyncIteration)
 _EXCEPTIONS: dict[str, type[Exception]] = {
-    kind.__name__: RuntimeError if issubclass(kind, _STOPS) else kind
+    kind.__name__: RuntimeError if issubclass(kind, _STOP_ITERATIONS) else kind
     for kind in vars(builtins).values()
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, BaseExceptionGroup)
 }
@@ -42,8 +43,8 @@ class PeerGone(BaseException):
     """The other process has ended, or sent an invalid message. Not an Exception, so that no test catches it."""
 
 
-class _End:
-    """One end of the stream."""
+class _Peer:
+    """One of the two processes that exchange messages."""
 
     def __init__(self, descriptor: int, max_frame: int) -> None:
         self._descriptor, self._max_frame = descriptor, max_frame
@@ -51,22 +52,22 @@ class _End:
         self._lock = threading.RLock()
 
     def _encode(self, value: object) -> object:
-        return values.encode(value, lambda each: ["o", values.number_of(each)] if isinstance(each, Remote) else self._reference(each))
+        return values.encode(value, lambda item: ["o", values.remote_id(item)] if isinstance(item, Remote) else self._reference(item))
 
     def _decode(self, coded: Any) -> Any:
         return values.decode(coded, self._resolve)
 
     def _reference(self, value: object) -> list[object]:
-        """Encode an object of this end that is not plain data."""
+        """Encode an object of this process that is not plain data."""
         raise NotImplementedError
 
-    def _resolve(self, kind: str, rest: list[Any]) -> object:
+    def _resolve(self, kind: str, fields: list[Any]) -> object:
         """Decode a reference."""
         raise NotImplementedError
 
-    def _refer(self, mark: str, value: object, *rest: object) -> list[object]:
+    def _make_reference(self, tag: str, value: object, *details: object) -> list[object]:
         self._referenced[id(value)] = value
-        return [mark, id(value), *rest]
+        return [tag, id(value), *details]
 
     def _send(self, message: object) -> None:
         try:
@@ -84,60 +85,60 @@ class _End:
         return json.loads(frame)
 
 
-class TestsPeer(_End):
-    """The tests' end. `gone`: why the answer is no longer available. `received`: whether this process has data of the answer."""
+class TestsPeer(_Peer):
+    """The tests' process. `gone`: why the answer is no longer available. `received`: whether this process has data of the answer."""
 
     __test__ = False
 
     def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, MAX_FRAME)
+        super().__init__(descriptor, MAX_FRAME_BYTES)
         self.gone = ""
         self.received = False
-        self._silent = False
+        self._silenced = False
         self._remotes: dict[int, Remote] = {}
-        self._classes: dict[object, type[Exception]] = {}
-        self._numbers: dict[type, int | str] = {}
+        self._stand_ins: dict[object, type[Exception]] = {}
+        self._class_ids: dict[type, int | str] = {}
 
     def begin(self) -> str:
         """Wait until the answer's code has run. Returns its error, or an empty string. Raises PeerGone."""
-        with self._strict():
+        with self._fail_on_invalid_message():
             return str(self._receive()["error"])[:500]
 
     def fetch(self, names: list[str]) -> dict[str, object]:
         """The answer's objects with these names. Names that the answer does not define are omitted. Raises PeerGone."""
-        with self._lock, self._strict():
+        with self._lock, self._fail_on_invalid_message():
             self._send(["names", names])
-            objects = self._reply()["objects"]
+            objects = self._receive_reply()["objects"]
             return {name: self._decode(objects[name]) for name in names if name in objects}
 
-    def ask(self, operation: str, *arguments: object, **named: object) -> Any:
+    def ask(self, operation: str, *arguments: object, **keywords: object) -> Any:
         """Execute an operation on the answer's objects and return its result. Raises the exception of the operation, or PeerGone."""
-        if self.gone or self._silent:
+        if self.gone or self._silenced:
             raise PeerGone(self.gone or "the test has ended")
         with self._lock:
-            sent = [self._encode(each) for each in arguments]
-            named = {name: self._encode(each) for name, each in named.items()}
-            with self._strict():
-                self._send([operation, sent, named])
-                reply = self._reply()
-                for index, changed in reply.get("changed", ()):
-                    _assign(arguments[index], self._decode(changed))
+            encoded = [self._encode(item) for item in arguments]
+            keywords = {name: self._encode(item) for name, item in keywords.items()}
+            with self._fail_on_invalid_message():
+                self._send([operation, encoded, keywords])
+                reply = self._receive_reply()
+                for index, content in reply.get("changed", ()):
+                    _copy_content(arguments[index], self._decode(content))
                 if "raised" not in reply:
                     return self._decode(reply["value"])
-                error = self._exception(operation, reply["raised"])
+                error = self._decode_exception(operation, reply["raised"])
             raise error
 
     @contextmanager
     def silence(self) -> Iterator[None]:
         """Send no requests to the answer while the block runs."""
-        self._silent = True
+        self._silenced = True
         try:
             yield
         finally:
-            self._silent = False
+            self._silenced = False
 
     @contextmanager
-    def _strict(self) -> Iterator[None]:
+    def _fail_on_invalid_message(self) -> Iterator[None]:
         """End the conversation if the block receives a message that `AnswerPeer` would not send."""
         try:
             yield
@@ -150,81 +151,81 @@ class TestsPeer(_End):
             self.gone = "the answer's process sent an invalid reply"
             raise PeerGone(self.gone) from error
 
-    def _reply(self) -> dict[str, Any]:
-        """Wait for the next reply. Meanwhile the answer may call functions that tests passed to it."""
+    def _receive_reply(self) -> dict[str, Any]:
+        """Wait for the next reply, and meanwhile serve the answer's calls of functions of the tests."""
         while "call" in (message := self._receive()):
-            self._call_back(message["call"])
+            self._serve_callback(message["call"])
         if not isinstance(message, dict):
             raise TypeError("a reply must be a mapping")
         return message
 
-    def _call_back(self, sent: list[Any]) -> None:
-        function, *arguments = (self._decode(each) for each in sent)
+    def _serve_callback(self, encoded: list[Any]) -> None:
+        function, *arguments = (self._decode(item) for item in encoded)
         self.received = True
-        if sent[0][0] != "o" or isinstance(function, Remote):
+        if encoded[0][0] != "o" or isinstance(function, Remote):
             reply: dict[str, object] = {"raised": ["TypeError", "functions of the tests support calls only"]}
         else:
             try:
                 reply = {"value": self._encode(function(*arguments))}
-            except Exception as raised:
-                reply = {"raised": [type(raised).__name__, *(each for each in raised.args if type(each) in values.PLAIN)]}
+            except Exception as error:
+                reply = {"raised": [type(error).__name__, *(item for item in error.args if type(item) in values.PLAIN)]}
         self._send(reply)
 
     def _reference(self, value: object) -> list[object]:
-        if isinstance(value, type) and value in self._numbers:
-            return ["o", self._numbers[value]]
+        if isinstance(value, type) and value in self._class_ids:
+            return ["o", self._class_ids[value]]
         if not callable(value):
             raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the answer")
-        return ["I", *name] if (name := _importable(value)) else self._refer("r", value)
+        return ["I", *name] if (name := _importable_name(value)) else self._make_reference("r", value)
 
     def _decode(self, coded: Any) -> Any:
         value = super()._decode(coded)
         self.received |= not (value is None or isinstance(value, bool | Remote))
         return value
 
-    def _resolve(self, kind: str, rest: list[Any]) -> object:
+    def _resolve(self, kind: str, fields: list[Any]) -> object:
         """The proxy of an object of the answer, the stand-in for its exception class, or a function of the tests."""
-        number = rest[0]
+        object_id = fields[0]
         if kind == "o":
-            return self._referenced[number]
+            return self._referenced[object_id]
         if kind == "E":
-            chain, base = rest
-            stand_in = self._stand_in(chain or [[base, base]], base)
-            self._numbers[stand_in] = chain[0][0] if chain else base
+            class_chain, base = fields
+            stand_in = self._stand_in_class(class_chain or [[base, base]], base)
+            self._class_ids[stand_in] = class_chain[0][0] if class_chain else base
             return stand_in
-        features, plain = rest[1:]
-        if kind != "r" or type(number) is not int or type(features) is not int:
+        features, builtin_name = fields[1:]
+        if kind != "r" or type(object_id) is not int or type(features) is not int:
             raise TypeError("no reference")
-        if number not in self._remotes:
-            self._remotes[number] = values.remote(self, number, features, values.PLAIN_CLASSES.get(plain))
-        return self._remotes[number]
+        if object_id not in self._remotes:
+            self._remotes[object_id] = values.make_remote(self, object_id, features, values.PLAIN_CLASSES.get(builtin_name))
+        return self._remotes[object_id]
 
-    def _stand_in(self, chain: list[list[Any]], base: str) -> type[Exception]:
+    def _stand_in_class(self, chain: list[list[Any]], base: str) -> type[Exception]:
         """The stand-in for an exception class of the answer. `chain`: number and name of each class above the built-in `base`.
 
         It is never a built-in class, which would catch failed assertions of the tests.
         """
-        kind = _EXCEPTIONS.get(base, Exception)
-        for number, name in reversed(chain):
-            if number not in self._classes:
-                self._classes[number] = type(str(name), (kind,), {"__init__": _init, "__str__": _str})
-            kind = self._classes[number]
-        return kind
+        stand_in = _EXCEPTIONS.get(base, Exception)
+        for class_id, name in reversed(chain):
+            if class_id not in self._stand_ins:
+                self._stand_ins[class_id] = type(str(name), (stand_in,), {"__init__": _init_stand_in, "__str__": _str_stand_in})
+            stand_in = self._stand_ins[class_id]
+        return stand_in
 
-    def _exception(self, operation: str, raised: list[Any]) -> Exception:
-        chain, base, arguments, text, attributes = raised
+    def _decode_exception(self, operation: str, encoded: list[Any]) -> Exception:
+        chain, base, arguments, text, attributes = encoded
         self.received = True
-        passed = [self._decode(each) for each in arguments]
+        decoded_arguments = [self._decode(item) for item in arguments]
         if base == "StopIteration" and not chain:
             if operation == "next":
-                return StopIteration(*passed)
-            passed = passed or ["the answer raised StopIteration"]
-        known = self._classes.get(base) or _EXCEPTIONS.get(base)
-        kind = known if known and not chain else self._stand_in(chain or [[base, base]], base)
+                return StopIteration(*decoded_arguments)
+            decoded_arguments = decoded_arguments or ["the answer raised StopIteration"]
+        known_class = self._stand_ins.get(base) or _EXCEPTIONS.get(base)
+        error_class = known_class if known_class and not chain else self._stand_in_class(chain or [[base, base]], base)
         try:
-            error = kind(*passed)
+            error = error_class(*decoded_arguments)
         except TypeError:  # some built-in exceptions require special arguments
-            error = self._stand_in([[f"any {base}", base]], base)(*passed)
+            error = self._stand_in_class([[f"any {base}", base]], base)(*decoded_arguments)
         if hasattr(error, "_text"):
             error._text = str(text)
         for name, value in attributes.items():
@@ -233,8 +234,8 @@ class TestsPeer(_End):
         return error
 
 
-class AnswerPeer(_End):
-    """The answer's end: executes the requests of the tests."""
+class AnswerPeer(_Peer):
+    """The answer's process: executes the requests of the tests."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, sys.maxsize)
@@ -246,22 +247,22 @@ class AnswerPeer(_End):
             while True:
                 self._serve(self._receive(), space)
 
-    def ask(self, operation: str, *arguments: object, **named: object) -> Any:
+    def ask(self, operation: str, *arguments: object, **keywords: object) -> Any:
         """Call a function of the tests."""
-        function, *passed = arguments
-        if operation in _LOCAL:
-            return _LOCAL[operation](*map(_number, arguments))
+        function, *call_arguments = arguments
+        if operation in _LOCAL_OPERATIONS:
+            return _LOCAL_OPERATIONS[operation](*map(_number_or_value, arguments))
         if operation == "getattr":
             raise AttributeError("a function of the tests has no attributes")
-        if operation != "call" or named:
+        if operation != "call" or keywords:
             raise TypeError("a function of the tests supports positional arguments only")
         with self._lock:
-            self._send({"call": [self._encode(function), *(self._encode(each) for each in passed)]})
+            self._send({"call": [self._encode(function), *(self._encode(item) for item in call_arguments)]})
             while type(message := self._receive()) is list:
                 self._serve(message, {})
         if "raised" in message:
-            name, *rest = message["raised"]
-            raise _EXCEPTIONS.get(name, Exception)(*rest)
+            name, *error_arguments = message["raised"]
+            raise _EXCEPTIONS.get(name, Exception)(*error_arguments)
         return self._decode(message["value"])
 
     def _serve(self, message: list[Any], space: dict[str, object]) -> None:
@@ -272,54 +273,54 @@ class AnswerPeer(_End):
                     objects[name] = self._encode(space[name])
             self._send({"objects": objects})
             return
-        operation, sent, named = message
+        operation, encoded, keywords = message
         reply: dict[str, object] = {}
         try:
-            arguments = [self._decode(each) for each in sent]
-            value = _OPERATIONS[operation](*arguments, **{name: self._decode(each) for name, each in named.items()})
+            arguments = [self._decode(item) for item in encoded]
+            value = _OPERATIONS[operation](*arguments, **{name: self._decode(item) for name, item in keywords.items()})
             reply["value"] = self._encode(value)
-            after = [(index, self._encode(each)) for index, each in enumerate(arguments) if type(each) in _MUTABLE]
-            reply["changed"] = [(index, each) for index, each in after if each != sent[index]]
+            encoded_after = [(index, self._encode(item)) for index, item in enumerate(arguments) if type(item) in _MUTABLE]
+            reply["changed"] = [(index, item) for index, item in encoded_after if item != encoded[index]]
         except PeerGone:
             raise
-        except BaseException as raised:
-            reply = {"raised": self._described(raised)}
+        except BaseException as error:
+            reply = {"raised": self._encode_exception(error)}
         self._send(reply)
 
     def _reference(self, value: object) -> list[object]:
         if isinstance(value, type) and issubclass(value, Exception):
-            return ["E", *self._chain(value)]
-        plain = value.__name__ if isinstance(value, type) and values.PLAIN_CLASSES.get(value.__name__) is value else None
-        return self._refer("r", value, values.features_of(type(value)), plain)
+            return ["E", *self._class_chain(value)]
+        builtin_name = value.__name__ if isinstance(value, type) and values.PLAIN_CLASSES.get(value.__name__) is value else None
+        return self._make_reference("r", value, values.special_method_bits(type(value)), builtin_name)
 
-    def _resolve(self, kind: str, rest: list[Any]) -> object:
+    def _resolve(self, kind: str, fields: list[Any]) -> object:
         if kind == "o":
-            return self._referenced[rest[0]] if type(rest[0]) is int else getattr(builtins, rest[0])
+            return self._referenced[fields[0]] if type(fields[0]) is int else getattr(builtins, fields[0])
         if kind == "I":
-            module, name = rest
+            module, name = fields
             return reduce(getattr, name.split("."), importlib.import_module(module))
-        return values.remote(self, rest[0], values.features_of(type(_number)))
+        return values.make_remote(self, fields[0], values.special_method_bits(type(_number_or_value)))
 
-    def _chain(self, kind: type[BaseException]) -> tuple[list[list[object]], str]:
-        own = [each for each in kind.__mro__ if getattr(builtins, each.__name__, None) is not each]
-        base = next(each.__name__ for each in kind.__mro__ if each not in own)
-        return [[self._refer("", each)[1], each.__name__] for each in own], base
+    def _class_chain(self, error_class: type[BaseException]) -> tuple[list[list[object]], str]:
+        user_classes = [cls for cls in error_class.__mro__ if getattr(builtins, cls.__name__, None) is not cls]
+        base = next(cls.__name__ for cls in error_class.__mro__ if cls not in user_classes)
+        return [[self._make_reference("", cls)[1], cls.__name__] for cls in user_classes], base
 
-    def _described(self, raised: BaseException) -> list[object]:
-        chain, base = self._chain(type(raised))
+    def _encode_exception(self, error: BaseException) -> list[object]:
+        chain, base = self._class_chain(type(error))
         text, arguments, attributes = "", [], {}
         with suppress(Exception):
-            arguments = [self._encode(each) for each in raised.args]
-            text = str(raised)
-            attributes = {name: self._encode(each) for name, each in vars(raised).items()}
+            arguments = [self._encode(item) for item in error.args]
+            text = str(error)
+            attributes = {name: self._encode(item) for name, item in vars(error).items()}
         return [chain, base, arguments, text, attributes]
 
 
-def _number(value: object) -> object:
-    return values.number_of(value) if isinstance(value, Remote) else value
+def _number_or_value(value: object) -> object:
+    return values.remote_id(value) if isinstance(value, Remote) else value
 
 
-def _importable(value: Any) -> tuple[str, str] | None:
+def _importable_name(value: Any) -> tuple[str, str] | None:
     """Module and name of a function or class that the answer can import itself; None if the tests define it."""
     module = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", None)
     name = getattr(value, "__qualname__", None)
@@ -331,36 +332,36 @@ def _importable(value: Any) -> tuple[str, str] | None:
         return None
 
 
-def _init(self: Exception, *arguments: object) -> None:
+def _init_stand_in(self: Exception, *arguments: object) -> None:
     Exception.__init__(self, *arguments)
     self._text = None  # type: ignore[attr-defined]
 
 
-def _str(self: Exception) -> str:
+def _str_stand_in(self: Exception) -> str:
     return Exception.__str__(self) if self._text is None else self._text  # type: ignore[attr-defined,no-any-return]
 
 
-def _assign(own: Any, changed: Any) -> None:
-    """Copy the content that the answer left in a container to `own`, the container of the tests."""
-    if type(own) is not type(changed):
+def _copy_content(target: Any, content: Any) -> None:
+    """Copy `content`, the container as the answer left it, to `target`, the container of the tests."""
+    if type(target) is not type(content):
         return
-    if isinstance(own, list | bytearray):
-        own[:] = changed
-    elif isinstance(own, dict | set):
-        own.clear()
-        own.update(changed)
+    if isinstance(target, list | bytearray):
+        target[:] = content
+    elif isinstance(target, dict | set):
+        target.clear()
+        target.update(content)
 
 
-def _exit(manager: Any, error: str = "") -> object:
-    kind = getattr(builtins, error) if error else None
-    return type(manager).__exit__(manager, kind, kind() if kind else None, None)
+def _exit(context_manager: Any, error_name: str = "") -> object:
+    error_class = getattr(builtins, error_name) if error_name else None
+    return type(context_manager).__exit__(context_manager, error_class, error_class() if error_class else None, None)
 
 
-async def _awaited(awaitable: Any) -> object:
+async def _await_object(awaitable: Any) -> object:
     return await awaitable
 
 
-_LOCAL: dict[str, Callable[..., object]] = {
+_LOCAL_OPERATIONS: dict[str, Callable[..., object]] = {
     "hash": hash,
     "eq": operator.eq,
     "ne": operator.ne,
@@ -380,7 +381,7 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
     "subclass": lambda kind, other: issubclass(other, kind),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "await": lambda awaitable: asyncio.run(_awaited(awaitable)),
+    "await": lambda awaitable: asyncio.run(_await_object(awaitable)),
     "throw": lambda coroutine, *error: coroutine.close(),
     "close": lambda coroutine: coroutine.close(),
     "enter": lambda manager: type(manager).__enter__(manager),

@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.sandbox.isolation import ORDER, Mechanism, links, readable
+from mtpctl.sandbox.isolation import MECHANISMS_BY_STRENGTH, Mechanism, library_links, readable_paths
 from mtpctl.sandbox.messages import VerdictReader, new_key
-from mtpctl.sandbox.session import Judgement, Limits, Process, Result, Session, wait
+from mtpctl.sandbox.session import Judgement, Limits, Process, Result, Session, wait_for_runs
 from mtpctl.sandbox.values import encode, no_references
 from mtpctl.sandbox.zygote import Request
 
 Isolation = Literal["required", "none"]
-START_S = 30.0
+START_TIMEOUT_S = 30.0
 """Startup timeout of the zygote in seconds. On a busy machine its imports take long."""
 
-_PROGRAM = "import sys; sys.path.insert(0, {source!r}); from mtpctl.sandbox.zygote import main; main({fd}, {mechanism!r}, {source!r})"
+_ZYGOTE_PROGRAM = (
+    "import sys; sys.path.insert(0, {source!r}); from mtpctl.sandbox.zygote import main; main({fd}, {mechanism!r}, {source!r})"
+)
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """All environment variables of a run. Without the last two, libraries start a thread for each core."""
 _LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
@@ -39,19 +41,19 @@ _LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
 
 
 class Sandbox:
-    """Starts runs, from any thread. One zygote serves all of them. It starts with the first run, and is restarted if it was killed.
+    """Starts runs, from any thread. One zygote serves all runs. It is started by the first run, and restarted if it was killed.
 
     `isolation="none"` allows runs without isolation if no mechanism works. `only` tries a single mechanism.
     """
 
     def __init__(self, isolation: Isolation = "required", only: Mechanism | None = None) -> None:
-        self._mechanisms: tuple[Mechanism, ...] = (only,) if only else ORDER + (("none",) if isolation == "none" else ())
+        self._mechanisms: tuple[Mechanism, ...] = (only,) if only else MECHANISMS_BY_STRENGTH + (("none",) if isolation == "none" else ())
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._mechanism: Mechanism | None = None
         self.refused: dict[str, str] = {}
-        """Why better mechanisms do not work on this machine."""
+        """Why stronger mechanisms do not work on this machine."""
 
     def mechanism(self) -> Mechanism:
         """The isolation mechanism of runs. Raises EnvironmentMissing if none works."""
@@ -82,7 +84,7 @@ class Sandbox:
         nodes = (node for test in tests for node in ast.walk(ast.parse(test)))
         names = sorted({node.id for node in nodes if isinstance(node, ast.Name)}.union(entry_points))
         job = {"kind": "tests", "tests": tests, "names": names, "builtins": entry_points}
-        return self._judged({"kind": "answer", "code": code}, job, len(tests), limits or Limits())
+        return self._run_judgement({"kind": "answer", "code": code}, job, len(tests), limits or Limits())
 
     def judge_calls(
         self, code: str, function: str, cases: Sequence[tuple[list[Any], list[Any]]], *, limits: Limits | None = None
@@ -94,22 +96,22 @@ class Sandbox:
         """
         encoded = [encode(list(case), no_references) for case in cases]  # mappings may have numeric keys, unlike in JSON
         job = {"kind": "calls", "function": function, "cases": encoded}
-        return self._judged({"kind": "answer", "code": code, "function": function}, job, len(cases), limits or Limits())
+        return self._run_judgement({"kind": "answer", "code": code, "function": function}, job, len(cases), limits or Limits())
 
-    def _judged(self, answer_job: Mapping[str, object], job: Mapping[str, object], count: int, limits: Limits) -> Judgement:
+    def _run_judgement(self, answer_job: Mapping[str, object], job: Mapping[str, object], count: int, limits: Limits) -> Judgement:
         """Run an answer and its tests in separate processes (`questions`)."""
-        ours, theirs = socket.socketpair()
+        judge_end, answer_end = socket.socketpair()
         key = new_key()
         with ExitStack() as stack:
-            for end in (ours, theirs):
+            for end in (judge_end, answer_end):
                 stack.callback(end.close)
-            answer = self.start(answer_job, limits, link=theirs)
+            answer = self.start(answer_job, limits, link=answer_end)
             stack.callback(answer.close)
-            judge = self.start({**job, "key": key}, limits, channel=True, link=ours)
+            judge = self.start({**job, "key": key}, limits, channel=True, link=judge_end)
             stack.callback(judge.close)
-            for end in (ours, theirs):
+            for end in (judge_end, answer_end):
                 end.close()
-            return _judgement(answer, judge, VerdictReader(key, count), count)
+            return _collect_judgement(answer, judge, VerdictReader(key, count), count)
 
     def close(self) -> None:
         """Kill all runs. May be called again, and the sandbox may be used afterwards."""
@@ -132,22 +134,22 @@ class Sandbox:
                 stack.callback(os.close, descriptor)
                 return descriptor
 
-            descriptors = {"stdin": close_later(_file("stdin", stdin.encode(errors="surrogateescape")))}
+            descriptors = {"stdin": close_later(_memory_file("stdin", stdin.encode(errors="surrogateescape")))}
             stdout, descriptors["stdout"] = _pipe(close_later)
             stderr = None
             if job["kind"] == "session":
                 descriptors["stderr"] = close_later(os.dup(descriptors["stdout"]))
             else:
                 stderr, descriptors["stderr"] = _pipe(close_later)
-            descriptors["job"] = close_later(_file("job", json.dumps(job).encode()))
-            ours = None
+            descriptors["job"] = close_later(_memory_file("job", json.dumps(job).encode()))
+            channel_end = None
             if channel:
-                ours, theirs = socket.socketpair()
-                descriptors["channel"] = close_later(theirs.detach())
+                channel_end, zygote_channel = socket.socketpair()
+                descriptors["channel"] = close_later(zygote_channel.detach())
             if link is not None:
                 descriptors["link"] = link.fileno()
-            status, for_zygote = socket.socketpair()
-            process = Process(status, stdout, stderr, ours, limits)
+            status, zygote_status = socket.socketpair()
+            process = Process(status, stdout, stderr, channel_end, limits)
             request: Request = {
                 "names": list(descriptors),
                 "cpu_s": limits.cpu_s,
@@ -156,13 +158,13 @@ class Sandbox:
                 "threads": limits.threads,
             }
             try:
-                self._request(json.dumps(request).encode(), [close_later(for_zygote.detach()), *descriptors.values()])
+                self._send_request(json.dumps(request).encode(), [close_later(zygote_status.detach()), *descriptors.values()])
             except BaseException:
                 process.close()
                 raise
             return process
 
-    def _request(self, request: bytes, descriptors: list[int]) -> None:
+    def _send_request(self, request: bytes, descriptors: list[int]) -> None:
         with self._lock:
             control = self._connect()
             try:
@@ -182,15 +184,15 @@ class Sandbox:
                     break
                 self.refused[mechanism] = failure
         if self._control is None:
-            reasons = "; ".join(f"{mechanism}: {why}" for mechanism, why in self.refused.items())
-            raise EnvironmentMissing(f"sandbox: code of the model cannot be kept from network and files here ({reasons})")
+            reasons = "; ".join(f"{mechanism}: {reason}" for mechanism, reason in self.refused.items())
+            raise EnvironmentMissing(f"sandbox: the model's code cannot be isolated from network and files here ({reasons})")
         return self._control
 
     def _start_zygote(self, mechanism: Mechanism) -> str:
         """Start a zygote with this isolation. Returns why it failed, or an empty string."""
         source = str(Path(__file__).parents[2])
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        control, zygote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with zygote_end:
             command = [
                 sys.executable,
                 "-I",
@@ -198,39 +200,39 @@ class Sandbox:
                 "-X",
                 "utf8",
                 "-c",
-                _PROGRAM.format(source=source, fd=theirs.fileno(), mechanism=mechanism),
+                _ZYGOTE_PROGRAM.format(source=source, fd=zygote_end.fileno(), mechanism=mechanism),
             ]
             if mechanism == "bubblewrap":
-                wrapped = _in_bubblewrap(command, source)
-                if wrapped is None:
-                    ours.close()
+                bubblewrap_command = _bubblewrap_command(command, source)
+                if bubblewrap_command is None:
+                    control.close()
                     return "bwrap is not installed"
-                command = wrapped
+                command = bubblewrap_command
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(zygote_end.fileno(),),
                 env=_ENVIRONMENT | {name: os.environ[name] for name in _LOADER_VARIABLES if name in os.environ},
                 cwd="/",
                 start_new_session=True,  # the caller handles Ctrl-C
             )
-        ours.settimeout(START_S)
+        control.settimeout(START_TIMEOUT_S)
         try:
-            message = ours.recv(1 << 12)
+            message = control.recv(1 << 12)
         except TimeoutError:
             message = b""
         assert process.stderr is not None
         reply = json.loads(message) if message else {"error": ""}
         if "error" in reply:
-            ours.close()
+            control.close()
             process.kill()
             output = process.communicate()[1].decode(errors="replace").strip()
             return reply["error"] or (output.splitlines() or ["no answer"])[-1]
         process.stderr.close()
-        ours.settimeout(None)
-        self._control, self._process, self._mechanism = ours, process, mechanism
+        control.settimeout(None)
+        self._control, self._process, self._mechanism = control, process, mechanism
         return ""
 
     def _stop(self) -> None:
@@ -246,7 +248,7 @@ class Sandbox:
             self._process = None
 
 
-def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: int) -> Judgement:
+def _collect_judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: int) -> Judgement:
     channel = judge.channel
     assert channel is not None, "it was requested"
 
@@ -257,24 +259,24 @@ def _judgement(answer: Process, judge: Process, verdicts: VerdictReader, count: 
         verdicts.feed(data)
 
     with selectors.DefaultSelector() as selector:
-        for each in (answer, judge):
-            each.register(selector)
+        for run in (answer, judge):
+            run.register(selector)
         selector.register(channel, selectors.EVENT_READ, read)
         # The judge's channel closes when its process ends, and all verdicts have been read by then.
         deadline = time.monotonic() + answer.limits.deadline_s
-        wait([answer, judge], selector, deadline, lambda: judge.ended and channel not in selector.get_map())
-        answer.kill()  # it may still sleep or have threads
-        wait([answer, judge], selector, math.inf, lambda: answer.ended)
-    ended = answer.result()
-    late = ended.timed_out or judge.result().timed_out
+        wait_for_runs([answer, judge], selector, deadline, lambda: judge.ended and channel not in selector.get_map())
+        answer.kill()  # the answer may still sleep or have threads
+        wait_for_runs([answer, judge], selector, math.inf, lambda: answer.ended)
+    answer_result = answer.result()
+    timed_out = answer_result.timed_out or judge.result().timed_out
     if verdicts.forged:
-        return Judgement(["a verdict was not authentic"] * count, late)
-    missing = "not ended in time" if late else "too much output" if ended.too_much_output else "the process ended"
-    decided = len(verdicts.failures)
-    return Judgement([*verdicts.failures, *[missing] * (count - decided)], late, decided)
+        return Judgement(["a verdict was not authentic"] * count, timed_out)
+    missing_verdict = "not ended in time" if timed_out else "too much output" if answer_result.too_much_output else "the process ended"
+    num_decided = len(verdicts.failures)
+    return Judgement([*verdicts.failures, *[missing_verdict] * (count - num_decided)], timed_out, num_decided)
 
 
-def _file(name: str, content: bytes) -> int:
+def _memory_file(name: str, content: bytes) -> int:
     """A sealed memory file with this content."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
@@ -289,34 +291,34 @@ def _pipe(close_later: Callable[[int], int]) -> tuple[int, int]:
     return read, close_later(write)
 
 
-def _in_bubblewrap(command: list[str], source: str) -> list[str] | None:
-    """The command in bubblewrap, for systems that allow namespaces to `bwrap` only; None if it is not installed.
+def _bubblewrap_command(command: list[str], source: str) -> list[str] | None:
+    """The command in bubblewrap, for systems that allow namespaces only to `bwrap`; None if that is not installed.
 
-    It has no network, and can read the paths of `isolation.readable`, the interpreter and `source`. Nothing is writable, because all runs
-    of a zygote share its mounts.
+    The command has no network, and can read the paths of `isolation.readable_paths`, the interpreter and `source`. Nothing is writable,
+    because all runs of a zygote share its mounts.
     """
     program = shutil.which("bwrap")
     if program is None:
         return None
     # sys.executable of a virtual environment is a link: both the link and its target are needed.
     interpreter = {sys.executable, os.path.realpath(sys.executable), f"{sys.prefix}/pyvenv.cfg", f"{source}/mtpctl"}
-    paths = [*readable(), *sorted(path for path in interpreter if os.path.exists(path))]
-    binds = [each for path in paths for each in (("--dev-bind" if path.startswith("/dev/") else "--ro-bind"), path, path)]
-    symlinks = [each for path, target in links().items() for each in ("--symlink", target, path)]
-    private = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    return [program, *private, *symlinks, *binds, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/", "--", *command]
+    paths = [*readable_paths(), *sorted(path for path in interpreter if os.path.exists(path))]
+    binds = [argument for path in paths for argument in (("--dev-bind" if path.startswith("/dev/") else "--ro-bind"), path, path)]
+    symlinks = [argument for path, target in library_links().items() for argument in ("--symlink", target, path)]
+    isolation_options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    return [program, *isolation_options, *symlinks, *binds, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/", "--", *command]
 
 
 _LOCK = threading.Lock()
 _SANDBOXES: dict[tuple[int, Isolation], Sandbox] = {}
 
-_FILTER = "no socket call passes the filter of system calls"
-_NO_NETWORK = f"{_FILTER}, and there is no device in the network namespace"
+_NETWORK_FILTER = "no socket call passes the filter of system calls"
+_NO_NETWORK = f"{_NETWORK_FILTER}, and there is no device in the network namespace"
 _PRIVATE_ROOT = "a private root with interpreter and libraries, read-only"
 _NO_PROCESSES = "no fork, no exec, no signal to another process"
 _LIMITS = "CPU, wall, memory, output and open files for each run"
-_THREADS_BY_MEMORY = f"{_LIMITS}; threads limited by memory"
-_LAYERS: dict[Mechanism, tuple[str, str, str, str]] = {
+_LIMITS_WITHOUT_THREADS = f"{_LIMITS}; threads limited by memory"
+_ENFORCEMENT: dict[Mechanism, tuple[str, str, str, str]] = {
     "namespaces": (
         _NO_NETWORK,
         f"{_PRIVATE_ROOT}; a private /tmp of bounded size; no /proc",
@@ -333,19 +335,19 @@ _LAYERS: dict[Mechanism, tuple[str, str, str, str]] = {
         _NO_NETWORK,
         f"{_PRIVATE_ROOT}; no /proc, nothing writable",
         f"{_NO_PROCESSES}; processes outside are in another namespace",
-        _THREADS_BY_MEMORY,
+        _LIMITS_WITHOUT_THREADS,
     ),
     "landlock": (
-        _FILTER,
+        _NETWORK_FILTER,
         "Landlock allows reading of interpreter and libraries, and no writing; names and sizes of files are visible",
         f"{_NO_PROCESSES}, by the filter alone",
-        _THREADS_BY_MEMORY,
+        _LIMITS_WITHOUT_THREADS,
     ),
     "closed": (
-        _FILTER,
+        _NETWORK_FILTER,
         "no file can be opened: only preloaded modules can be imported; names and sizes of files are visible",
         f"{_NO_PROCESSES}, by the filter alone",
-        _THREADS_BY_MEMORY,
+        _LIMITS_WITHOUT_THREADS,
     ),
 }
 
@@ -372,13 +374,13 @@ def require(field: str, isolation: object = "required") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One restriction of runs. `by`: how it is enforced on this machine; None if it is not."""
+    """One restriction of runs. `by`: how it is enforced on this machine; None if it is not enforced."""
 
     name: str
     by: str | None
 
 
-def layers(sandbox: Sandbox) -> list[Layer]:
-    """How network, files, processes and limits are restricted. Raises EnvironmentMissing if the sandbox does not start."""
-    enforced_by = _LAYERS.get(sandbox.mechanism(), (None, None, None, _LIMITS))
+def describe_layers(sandbox: Sandbox) -> list[Layer]:
+    """Describe how network, files, processes and resources are restricted. Raises EnvironmentMissing if the sandbox does not start."""
+    enforced_by = _ENFORCEMENT.get(sandbox.mechanism(), (None, None, None, _LIMITS))
     return [Layer(name, by) for name, by in zip(("network", "files", "processes", "limits"), enforced_by, strict=True)]

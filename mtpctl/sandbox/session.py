@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from mtpctl.errors import RuntimeFailure
-from mtpctl.sandbox.inside import NOT_CONFINED
+from mtpctl.sandbox.inside import EXIT_NOT_ISOLATED
 from mtpctl.sandbox.messages import write_frame
 
 _READ_BYTES = 1 << 16
 _GRACE_S = 1.0
-"""Seconds between the interrupt of a cell and the kill of its session, if the cell continues."""
-_CELL_DONE = 6
+"""Seconds between the interrupt of a cell and the kill of its session, if the interrupt does not end the cell."""
+_CELL_DONE_BYTES = 6
 """Length of the message that reports the end of a cell, in bytes."""
 
 
@@ -45,7 +45,7 @@ class Process:
         self.too_much_output = self.timed_out = False
         self._status = status
         self._output = {stdout: bytearray()} | ({} if stderr is None else {stderr: bytearray()})
-        self._open = set(self._output)
+        self._open_pipes = set(self._output)
         self._report: Report | None = None
 
     def kill(self) -> None:
@@ -58,11 +58,11 @@ class Process:
     @property
     def ended(self) -> bool:
         """Whether the run has ended and all of its output has been read."""
-        return self._report is not None and not self._open
+        return self._report is not None and not self._open_pipes
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Register the run's descriptors, with `read` as data."""
-        for pipe in self._open:
+        """Register the run's descriptors, with the method `read` as their data."""
+        for pipe in self._open_pipes:
             selector.register(pipe, selectors.EVENT_READ, self.read)
         selector.register(self._status, selectors.EVENT_READ, self.read)
 
@@ -73,12 +73,12 @@ class Process:
             self._report = self._read_report()
         else:
             self._read_output(ready.fd)
-            if ready.fd not in self._open:
+            if ready.fd not in self._open_pipes:
                 selector.unregister(ready.fd)
 
     def take_output(self) -> str:
         """Return and clear the output so far, stdout first."""
-        for pipe in list(self._open):
+        for pipe in list(self._open_pipes):
             os.set_blocking(pipe, False)
             while self._read_output(pipe):
                 pass
@@ -91,14 +91,14 @@ class Process:
         """Wait until the run has ended, or kill it when it exceeds its time or output limit. Raises RuntimeFailure."""
         with selectors.DefaultSelector() as selector:
             self.register(selector)
-            wait([self], selector, time.monotonic() + self.limits.deadline_s, lambda: self.ended)
+            wait_for_runs([self], selector, time.monotonic() + self.limits.deadline_s, lambda: self.ended)
         return self.result()
 
     def result(self) -> Result:
         """The result of a run that has ended. Raises RuntimeFailure if the sandbox itself failed."""
         report = self._report or {}
         stdout, stderr = [*(content.decode(errors="replace") for content in self._output.values()), ""][:2]
-        if "exit" not in report or report["exit"] == NOT_CONFINED:
+        if "exit" not in report or report["exit"] == EXIT_NOT_ISOLATED:
             raise RuntimeFailure(f"sandbox: a run could not begin: {report.get('error') or stderr.strip() or 'its process was killed'}")
         code = report["exit"]
         return Result(
@@ -126,33 +126,33 @@ class Process:
         except BlockingIOError:
             return False
         if not data:
-            self._open.discard(pipe)
+            self._open_pipes.discard(pipe)
             return False
-        room = self.limits.output_bytes - sum(map(len, self._output.values()))
-        self._output[pipe] += data[: max(room, 0)]
-        self.too_much_output |= len(data) > room
-        return len(data) <= room
+        remaining_bytes = self.limits.output_bytes - sum(map(len, self._output.values()))
+        self._output[pipe] += data[: max(remaining_bytes, 0)]
+        self.too_much_output |= len(data) > remaining_bytes
+        return len(data) <= remaining_bytes
 
     def _read_report(self) -> Report:
-        parts = []
+        chunks = []
         with suppress(OSError):  # the zygote has ended
-            while part := self._status.recv(4096):
-                parts.append(part)
-        report: Report = json.loads(b"".join(parts) or b"{}")
+            while chunk := self._status.recv(4096):
+                chunks.append(chunk)
+        report: Report = json.loads(b"".join(chunks) or b"{}")
         return report
 
 
-def wait(runs: list[Process], selector: selectors.BaseSelector, deadline: float, done: Callable[[], bool]) -> None:
-    """Read from the runs until `done`. Kill all of them at the deadline, or if one writes too much."""
+def wait_for_runs(runs: list[Process], selector: selectors.BaseSelector, deadline: float, is_done: Callable[[], bool]) -> None:
+    """Read from the runs until `is_done()` is true. Kill all runs at the deadline, or if one exceeds its output limit."""
     killed = False
-    while not done():
-        left = deadline - time.monotonic()
-        if not killed and (left <= 0 or any(run.too_much_output for run in runs)):
+    while not is_done():
+        remaining = deadline - time.monotonic()
+        if not killed and (remaining <= 0 or any(run.too_much_output for run in runs)):
             killed = True
             for run in runs:
-                run.timed_out |= left <= 0
+                run.timed_out |= remaining <= 0
                 run.kill()
-        for key, _ in selector.select(None if killed or left == math.inf else max(left, 0.0)):
+        for key, _ in selector.select(None if killed or remaining == math.inf else max(remaining, 0.0)):
             key.data(selector, key)
 
 
@@ -167,7 +167,7 @@ class Output:
 
 
 class Session:
-    """Runs cells in one process, one at a time. The process starts with the first cell, and again after a cell that ended it."""
+    """Runs cells in one process, one at a time. The first cell starts the process, and the next cell restarts it if it has ended."""
 
     def __init__(self, start: Callable[[], Process]) -> None:
         self._start = start
@@ -176,7 +176,7 @@ class Session:
         self._closed = False
 
     def run(self, code: str) -> Output:
-        """Run a cell. If it exceeds the time or output limit, it is interrupted; the state is kept unless the cell continues."""
+        """Run a cell. If it exceeds the time or output limit, it is interrupted; the state is lost only if the cell then continues."""
         with self._lock:
             if self._closed:
                 return Output("", ended=True)
@@ -199,7 +199,7 @@ class Session:
             finally:
                 self._lock.release()
         elif process is not None:
-            process.kill()  # the thread that runs the cell releases the rest
+            process.kill()  # the thread that runs the cell releases the process
 
     def _release(self) -> None:
         if self._process is not None:
@@ -208,32 +208,32 @@ class Session:
 
     def _wait(self, process: Process, channel: socket.socket) -> Output:
         deadline = time.monotonic() + process.limits.deadline_s
-        late, process.too_much_output, interrupted, done = False, False, False, b""
+        timed_out, process.too_much_output, interrupted, message = False, False, False, b""
         with selectors.DefaultSelector() as selector:
             process.register(selector)
             selector.register(channel, selectors.EVENT_READ)
-            while len(done) < _CELL_DONE and not process.ended:
-                left = deadline - time.monotonic()
-                if left <= 0 or (process.too_much_output and not interrupted):
+            while len(message) < _CELL_DONE_BYTES and not process.ended:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or (process.too_much_output and not interrupted):
                     if interrupted:
                         process.kill()
                         deadline = math.inf
                     else:
-                        late, interrupted, deadline = left <= 0, True, time.monotonic() + _GRACE_S
+                        timed_out, interrupted, deadline = remaining <= 0, True, time.monotonic() + _GRACE_S
                         process.interrupt()
                     continue
-                for key, _ in selector.select(None if left == math.inf else left):
+                for key, _ in selector.select(None if remaining == math.inf else remaining):
                     if key.fileobj is not channel:
                         process.read(selector, key)
                         continue
                     data = b""
                     with suppress(ConnectionResetError):  # the run was killed before it read the cell
-                        data = channel.recv(_CELL_DONE - len(done))
-                    done += data
+                        data = channel.recv(_CELL_DONE_BYTES - len(message))
+                    message += data
                     if not data:
                         selector.unregister(channel)
         text = process.take_output()
-        return Output(text, late, process.too_much_output, process.ended)
+        return Output(text, timed_out, process.too_much_output, process.ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,4 +301,4 @@ class Judgement:
     @property
     def passed(self) -> float:
         """Share of the tests that passed."""
-        return sum(each is None for each in self.failures) / len(self.failures)
+        return sum(failure is None for failure in self.failures) / len(self.failures)

@@ -1,14 +1,14 @@
-"""How values pass between the process of an answer and that of its tests: plain data as JSON, other objects as proxies.
+"""Encodes values for transfer between an answer's process and that of its tests: plain data as JSON, other objects as proxies.
 
 `encode` and `decode` support an allow-list of types. For an object of another type, `encode` calls `refer`, which returns a numbered
 reference, and `decode` passes it to `resolve`. Decoding calls nothing that the sender names: every constructor is in `_DECODERS`.
 
 Tests use other objects of the answer by proxies (`Remote`). A proxy has the special methods of its object's class, so that `callable`,
-`iter` and `bool` treat it like the object. Attributes with two underscores are not forwarded, except those in `_FORWARDED`, because some
-give access to memory: numpy would read the address in `__array_interface__`.
+`iter` and `bool` treat it like the object. Attributes with two underscores are not forwarded, except those in `_FORWARDED_ATTRIBUTES`,
+because some give access to memory: numpy would read the address in `__array_interface__`.
 
 An operator is forwarded between two proxies only. Forwarding data of the tests could reveal the expected value. Therefore
-`proxy == data` is False, except for a built-in class that the proxy stands for, and other operators raise TypeError.
+`proxy == data` is False, unless the proxy represents the built-in class `data`. Other operators between a proxy and data raise TypeError.
 """
 
 from __future__ import annotations
@@ -32,62 +32,62 @@ PLAIN_CLASSES: dict[str, type] = {
 """Classes that a test may compare with a class that the answer returns."""
 
 _NUMPY_KINDS = ("b", "i", "u", "f", "c")
-_ARRAY = re.compile("[<>|=][biufc][0-9]{1,2}", re.ASCII)
+_ARRAY_TYPE = re.compile("[<>|=][biufc][0-9]{1,2}", re.ASCII)
 
 Refer = Callable[[object], list[object]]
 Resolve = Callable[[str, list[Any]], object]
 
 
 def encode(value: object, refer: Refer) -> object:
-    """The value as JSON; an instance of a subclass is encoded as its base class."""
-    kind = type(value)
-    if kind in PLAIN:
+    """Encode a value as JSON. An instance of a subclass is encoded as an instance of its base class."""
+    cls = type(value)
+    if cls in PLAIN:
         return value
-    encoder = _ENCODERS.get(kind)
+    encoder = _ENCODERS.get(cls)
     if encoder is not None:
         return encoder(value, refer)
     if isinstance(value, type):
         return refer(value)
-    for base, encoder in _BASES:
+    for base, encoder in _BASE_ENCODERS:
         if isinstance(value, base):
             return encoder(value, refer)
-    if kind.__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in _NUMPY_KINDS:
+    if cls.__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "") in _NUMPY_KINDS:
         items = value.tolist()  # type: ignore[attr-defined]
         return ["n", value.dtype.str, items] if value.shape else encode(items, refer)  # type: ignore[attr-defined]
     return refer(value)
 
 
-def decode(coded: Any, resolve: Resolve) -> Any:
+def decode(encoded: Any, resolve: Resolve) -> Any:
     """Inverse of `encode`. Raises ValueError, TypeError, IndexError or OverflowError if the input was not written by `encode`."""
-    if type(coded) in PLAIN:
-        return coded
-    kind, *rest = coded
-    decoder = _DECODERS.get(kind) if type(kind) is str else None
-    return resolve(kind, rest) if decoder is None else decoder(rest, resolve)
+    if type(encoded) in PLAIN:
+        return encoded
+    tag, *fields = encoded
+    decoder = _DECODERS.get(tag) if type(tag) is str else None
+    return resolve(tag, fields) if decoder is None else decoder(fields, resolve)
 
 
 def no_references(*value: object) -> NoReturn:
-    """`refer` and `resolve` for data without references. Raises ValueError."""
+    """The arguments `refer` and `resolve` for data without references. Raises ValueError."""
     raise ValueError(f"not plain data: {value}")
 
 
-def _encode_items(mark: str) -> Callable[[Any, Refer], object]:
+def _encode_items(tag: str) -> Callable[[Any, Refer], object]:
     def encode_items(values: Iterable[object], refer: Refer) -> object:
-        return [mark, [each if type(each) in PLAIN else encode(each, refer) for each in values]]
+        return [tag, [item if type(item) in PLAIN else encode(item, refer) for item in values]]
 
     return encode_items
 
 
-def _encode_pairs(mark: str) -> Callable[[Any, Refer], object]:
-    return lambda value, refer: [mark, [[encode(key, refer), encode(each, refer)] for key, each in value.items()]]
+def _encode_pairs(tag: str) -> Callable[[Any, Refer], object]:
+    return lambda value, refer: [tag, [[encode(key, refer), encode(item, refer)] for key, item in value.items()]]
 
 
 def _encode_tuple(value: tuple[object, ...], refer: Refer) -> object:
     """A tuple, or a named tuple with its field names."""
     names = getattr(value, "_fields", None)
     if type(value) is not tuple and isinstance(names, tuple) and len(names) == len(value):
-        return ["N", type(value).__name__, list(names), [encode(each, refer) for each in value]]
-    return ["t", [encode(each, refer) for each in value]]
+        return ["N", type(value).__name__, list(names), [encode(item, refer) for item in value]]
+    return ["t", [encode(item, refer) for item in value]]
 
 
 _encode_dict = _encode_pairs("d")
@@ -113,7 +113,7 @@ _ENCODERS: dict[type, Callable[[Any, Refer], object]] = {
     time: lambda value, refer: ["i", value.isoformat()],
     timedelta: lambda value, refer: ["e", value.days, value.seconds, value.microseconds],
 }
-_BASES: tuple[tuple[type, Callable[[Any, Refer], object]], ...] = (
+_BASE_ENCODERS: tuple[tuple[type, Callable[[Any, Refer], object]], ...] = (
     *_ENCODERS.items(),
     (int, lambda value, refer: int(value)),
     (str, lambda value, refer: str.__str__(value)),
@@ -121,88 +121,90 @@ _BASES: tuple[tuple[type, Callable[[Any, Refer], object]], ...] = (
 )
 
 
-def _items(rest: list[Any], resolve: Resolve) -> list[Any]:
-    if type(rest[0]) is not list:
+def _decode_items(fields: list[Any], resolve: Resolve) -> list[Any]:
+    if type(fields[0]) is not list:
         raise TypeError("items must be a list")
-    return [each if type(each) in PLAIN else decode(each, resolve) for each in rest[0]]
+    return [item if type(item) in PLAIN else decode(item, resolve) for item in fields[0]]
 
 
-def _pairs(rest: list[Any], resolve: Resolve) -> list[tuple[Any, Any]]:
-    return [(decode(key, resolve), decode(value, resolve)) for key, value in rest[0]]
+def _decode_pairs(fields: list[Any], resolve: Resolve) -> list[tuple[Any, Any]]:
+    return [(decode(key, resolve), decode(value, resolve)) for key, value in fields[0]]
 
 
-def _integers(*values: Any) -> tuple[int, ...]:
+def _require_integers(*values: Any) -> tuple[int, ...]:
     """Return the values. Raises TypeError unless all are integers."""
-    if any(type(each) is not int for each in values):
+    if any(type(value) is not int for value in values):
         raise TypeError("not an integer")
     return values
 
 
-def _text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if type(value) is not str:
         raise TypeError("not a text")
     return value
 
 
-def _complex(rest: list[Any], resolve: Resolve) -> object:
-    real, imaginary = rest
+def _decode_complex(fields: list[Any], resolve: Resolve) -> object:
+    real, imaginary = fields
     if type(real) is not float or type(imaginary) is not float:
         raise TypeError("not a number")
     return complex(real, imaginary)
 
 
-def _named_tuple(rest: list[Any], resolve: Resolve) -> object:
-    """A tuple with attributes. `collections.namedtuple` would compile source code with the names in it."""
-    name, fields, coded = rest
-    values = _items([coded], resolve)
+def _decode_named_tuple(parts: list[Any], resolve: Resolve) -> object:
+    """Decode to a tuple with attributes. `collections.namedtuple` is avoided: it compiles source code that contains the names."""
+    name, fields, encoded_items = parts
+    values = _decode_items([encoded_items], resolve)
     if len(fields) != len(values):
         raise ValueError("each field must have one name")
-    names = [_text(field) for field in fields]
+    names = [_require_text(field) for field in fields]
     attributes: dict[str, object] = {
         field: property(itemgetter(index)) for index, field in enumerate(names) if field.isidentifier() and not field.startswith("_")
     }
     attributes |= {"__slots__": (), "_fields": tuple(names), "_asdict": lambda self: dict(zip(names, self, strict=True))}
-    return type(_text(name), (tuple,), attributes)(values)
+    return type(_require_text(name), (tuple,), attributes)(values)
 
 
-def _array(rest: list[Any], resolve: Resolve) -> object:
-    kind, values = _text(rest[0]), rest[1]
-    if not _ARRAY.fullmatch(kind):
+def _decode_array(fields: list[Any], resolve: Resolve) -> object:
+    dtype, values = _require_text(fields[0]), fields[1]
+    if not _ARRAY_TYPE.fullmatch(dtype):
         raise TypeError("unsupported array type")
     import numpy
 
-    return numpy.array(values, dtype=kind)
+    return numpy.array(values, dtype=dtype)
 
 
 _DECODERS: dict[str, Callable[[list[Any], Resolve], object]] = {
-    "l": _items,
-    "t": lambda rest, resolve: tuple(_items(rest, resolve)),
-    "s": lambda rest, resolve: set(_items(rest, resolve)),
-    "f": lambda rest, resolve: frozenset(_items(rest, resolve)),
-    "q": lambda rest, resolve: deque(_items(rest, resolve), None if rest[1] is None else _integers(rest[1])[0]),
-    "d": lambda rest, resolve: dict(_pairs(rest, resolve)),
-    "C": lambda rest, resolve: Counter(dict(_pairs(rest, resolve))),
-    "O": lambda rest, resolve: OrderedDict(_pairs(rest, resolve)),
-    "D": lambda rest, resolve: defaultdict(None, _pairs(rest, resolve)),
-    "g": lambda rest, resolve: range(*_integers(*rest)),
-    "b": lambda rest, resolve: bytes.fromhex(_text(rest[0])),
-    "a": lambda rest, resolve: bytearray.fromhex(_text(rest[0])),
-    "c": _complex,
-    "F": lambda rest, resolve: Fraction(*_integers(*rest)),
-    "M": lambda rest, resolve: Decimal(_text(rest[0])),
-    "w": lambda rest, resolve: datetime.fromisoformat(_text(rest[0])),
-    "y": lambda rest, resolve: date.fromisoformat(_text(rest[0])),
-    "i": lambda rest, resolve: time.fromisoformat(_text(rest[0])),
-    "e": lambda rest, resolve: timedelta(*_integers(*rest)),
-    "N": _named_tuple,
-    "n": _array,
+    "l": _decode_items,
+    "t": lambda fields, resolve: tuple(_decode_items(fields, resolve)),
+    "s": lambda fields, resolve: set(_decode_items(fields, resolve)),
+    "f": lambda fields, resolve: frozenset(_decode_items(fields, resolve)),
+    "q": lambda fields, resolve: deque(_decode_items(fields, resolve), None if fields[1] is None else _require_integers(fields[1])[0]),
+    "d": lambda fields, resolve: dict(_decode_pairs(fields, resolve)),
+    "C": lambda fields, resolve: Counter(dict(_decode_pairs(fields, resolve))),
+    "O": lambda fields, resolve: OrderedDict(_decode_pairs(fields, resolve)),
+    "D": lambda fields, resolve: defaultdict(None, _decode_pairs(fields, resolve)),
+    "g": lambda fields, resolve: range(*_require_integers(*fields)),
+    "b": lambda fields, resolve: bytes.fromhex(_require_text(fields[0])),
+    "a": lambda fields, resolve: bytearray.fromhex(_require_text(fields[0])),
+    "c": _decode_complex,
+    "F": lambda fields, resolve: Fraction(*_require_integers(*fields)),
+    "M": lambda fields, resolve: Decimal(_require_text(fields[0])),
+    "w": lambda fields, resolve: datetime.fromisoformat(_require_text(fields[0])),
+    "y": lambda fields, resolve: date.fromisoformat(_require_text(fields[0])),
+    "i": lambda fields, resolve: time.fromisoformat(_require_text(fields[0])),
+    "e": lambda fields, resolve: timedelta(*_require_integers(*fields)),
+    "N": _decode_named_tuple,
+    "n": _decode_array,
 }
 
 
 UNARY = ("neg", "pos", "abs", "invert")
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-_FORWARDED = frozenset(("__name__", "__qualname__", "__module__", "__doc__", "__dict__", "__wrapped__", "__annotations__", "__slots__"))
+_FORWARDED_ATTRIBUTES = frozenset(
+    ("__name__", "__qualname__", "__module__", "__doc__", "__dict__", "__wrapped__", "__annotations__", "__slots__")
+)
 
 
 class Conversation(Protocol):
@@ -220,7 +222,7 @@ class Remote:
     _plain: type | None
 
     def __getattr__(self, name: str) -> Any:
-        if name[:2] == "__" == name[-2:] and name not in _FORWARDED:
+        if name[:2] == "__" == name[-2:] and name not in _FORWARDED_ATTRIBUTES:
             raise AttributeError(f"{name} of an object of the answer is not available to tests")
         return _ask(self, "getattr", name)
 
@@ -231,19 +233,19 @@ class Remote:
         _ask(self, "delattr", name)
 
     def __dir__(self) -> list[str]:
-        return [str(each) for each in _ask(self, "dir")]
+        return [str(name) for name in _ask(self, "dir")]
 
     def __hash__(self) -> int:
-        return hash(plain) if (plain := plain_of(self)) else _typed(self, "hash", int)
+        return hash(builtin_class) if (builtin_class := builtin_class_of(self)) else _ask_typed(self, "hash", int)
 
     def __str__(self) -> str:
-        return _typed(self, "str", str)
+        return _ask_typed(self, "str", str)
 
     def __repr__(self) -> str:
-        return _typed(self, "repr", str)
+        return _ask_typed(self, "repr", str)
 
     def __format__(self, spec: str) -> str:
-        return _typed(self, "format", str, spec)
+        return _ask_typed(self, "format", str, spec)
 
     def __copy__(self) -> Any:
         return _ask(self, "copy")
@@ -258,8 +260,8 @@ class Remote:
         raise TypeError("tests cannot derive from a class of the answer")
 
     def __instancecheck__(self, value: object) -> bool:
-        if plain := plain_of(self):
-            return isinstance(value, plain)
+        if builtin_class := builtin_class_of(self):
+            return isinstance(value, builtin_class)
         return isinstance(value, Remote) and _ask(self, "instance", value) is True
 
     def __subclasscheck__(self, value: object) -> bool:
@@ -271,59 +273,61 @@ for _name in Remote.__slots__:
     delattr(Remote, _name)  # the object may have attributes with these names
 
 
-def number_of(remote: Remote) -> int:
+def remote_id(proxy: Remote) -> int:
     """The number that identifies the object in the other process."""
-    number: int = _NUMBER.__get__(remote)
-    return number
+    object_id: int = _NUMBER.__get__(proxy)
+    return object_id
 
 
-def plain_of(remote: Remote) -> type | None:
-    """The built-in class that the proxy stands for (`PLAIN_CLASSES`); None for other objects."""
-    plain: type | None = _PLAIN.__get__(remote)
-    return plain
+def builtin_class_of(proxy: Remote) -> type | None:
+    """The built-in class that the proxy represents (`PLAIN_CLASSES`); None for other objects."""
+    builtin_class: type | None = _PLAIN.__get__(proxy)
+    return builtin_class
 
 
-def remote(conversation: Conversation, number: int, features: int, plain: type | None = None) -> Remote:
-    """A proxy with the special methods that `features` names (`features_of`)."""
-    new = object.__new__(_class(features & _ALL_FEATURES))
-    _CONVERSATION.__set__(new, conversation)
-    _NUMBER.__set__(new, number)
-    _PLAIN.__set__(new, plain)
-    return new
+def make_remote(conversation: Conversation, object_id: int, special_methods: int, builtin_class: type | None = None) -> Remote:
+    """A proxy with the special methods that `special_methods` names (`special_method_bits`)."""
+    proxy = object.__new__(_proxy_class(special_methods & _ALL_FEATURES))
+    _CONVERSATION.__set__(proxy, conversation)
+    _NUMBER.__set__(proxy, object_id)
+    _PLAIN.__set__(proxy, builtin_class)
+    return proxy
 
 
-def features_of(kind: type[Any]) -> int:
+def special_method_bits(cls: type[Any]) -> int:
     """The special methods of a class, a bit for each of `_FEATURES`."""
-    if kind not in _KNOWN:
-        defined = {name for base in reversed(kind.__mro__) for name, method in vars(base).items() if method is not None}
-        _KNOWN[kind] = sum(1 << bit for bit, (needed, _) in enumerate(_FEATURES) if not defined.isdisjoint(needed))
-    return _KNOWN[kind]
+    if cls not in _SPECIAL_METHOD_CACHE:
+        defined = {name for base in reversed(cls.__mro__) for name, method in vars(base).items() if method is not None}
+        _SPECIAL_METHOD_CACHE[cls] = sum(
+            1 << bit for bit, (method_names, _) in enumerate(_FEATURES) if not defined.isdisjoint(method_names)
+        )
+    return _SPECIAL_METHOD_CACHE[cls]
 
 
 @cache
-def _class(features: int) -> type[Remote]:
+def _proxy_class(special_methods: int) -> type[Remote]:
     methods: dict[str, object] = {"__slots__": ()}
-    for bit, (_, added) in enumerate(_FEATURES):
-        if features >> bit & 1:
-            methods |= added
+    for bit, (_, methods_to_add) in enumerate(_FEATURES):
+        if special_methods >> bit & 1:
+            methods |= methods_to_add
     return type("Remote", (Remote,), methods)
 
 
-def _ask(self: Remote, operation: str, *arguments: object, **named: object) -> Any:
+def _ask(self: Remote, operation: str, *arguments: object, **keywords: object) -> Any:
     conversation: Conversation = _CONVERSATION.__get__(self)
-    return conversation.ask(operation, self, *arguments, **named)
+    return conversation.ask(operation, self, *arguments, **keywords)
 
 
-def _typed(self: Remote, operation: str, kind: type, *arguments: object) -> Any:
-    """The result of an operation. Raises TypeError unless its class is `kind`."""
+def _ask_typed(self: Remote, operation: str, expected_type: type, *arguments: object) -> Any:
+    """The result of an operation. Raises TypeError unless its class is `expected_type`."""
     value = _ask(self, operation, *arguments)
-    if type(value) is not kind:
-        raise TypeError(f"{operation} returned no {kind.__name__}")
+    if type(value) is not expected_type:
+        raise TypeError(f"{operation} returned no {expected_type.__name__}")
     return value
 
 
-def _call(self: Remote, *arguments: object, **named: object) -> Any:
-    return _ask(self, "call", *arguments, **named)
+def _call(self: Remote, *arguments: object, **keywords: object) -> Any:
+    return _ask(self, "call", *arguments, **keywords)
 
 
 def _iter(self: Remote) -> Iterator[Any]:
@@ -337,7 +341,7 @@ def _iter(self: Remote) -> Iterator[Any]:
 
 
 def _send(self: Remote, value: object) -> NoReturn:
-    """Run the whole coroutine in its process. As with a new coroutine, only None starts it: otherwise `map(x.send, …)` would end early."""
+    """Run the coroutine to its end in its process. As in Python, only None starts a coroutine; else `map(x.send, …)` would end early."""
     if value is not None:
         raise TypeError("can't send non-None value to a just-started coroutine")
     raise StopIteration(_ask(self, "await"))
@@ -348,53 +352,57 @@ def _await(self: Remote) -> Generator[None, None, Any]:
     yield
 
 
-def _exit(self: Remote, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-    """Leave the context. An exception of the test always propagates: the answer could suppress a failed assertion."""
+def _exit(self: Remote, error_class: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+    """Leave the context. Exceptions of the test always propagate, so that the answer cannot suppress a failed assertion."""
     try:
-        _ask(self, "exit", *([] if kind is None else [next(each.__name__ for each in kind.__mro__ if each.__module__ == "builtins")]))
+        _ask(
+            self,
+            "exit",
+            *([] if error_class is None else [next(cls.__name__ for cls in error_class.__mro__ if cls.__module__ == "builtins")]),
+        )
     except Exception:
-        if kind is None:
+        if error_class is None:
             raise
     return False
 
 
-def _forwarded(name: str, kind: type | None = None) -> Callable[..., Any]:
-    if kind is not None:
-        return lambda self: _typed(self, name, kind)
+def _forward(name: str, result_type: type | None = None) -> Callable[..., Any]:
+    if result_type is not None:
+        return lambda self: _ask_typed(self, name, result_type)
     return lambda self, *arguments: _ask(self, name, *arguments)
 
 
-def _between_two(name: str) -> Callable[..., Any]:
+def _forward_between_proxies(name: str) -> Callable[..., Any]:
     def ask(self: Remote, other: object) -> Any:
         if isinstance(other, Remote):
             return _ask(self, name, other)
         if name in ("eq", "ne"):
-            return (plain_of(self) is other and plain_of(self) is not None) == (name == "eq")
+            return (builtin_class_of(self) is other and builtin_class_of(self) is not None) == (name == "eq")
         return NotImplemented
 
     return ask
 
 
 for _name in UNARY:
-    setattr(Remote, f"__{_name}__", _forwarded(_name))
+    setattr(Remote, f"__{_name}__", _forward(_name))
 for _name in (*BINARY, *COMPARISONS):
-    setattr(Remote, f"__{_name}__", _between_two(_name))
+    setattr(Remote, f"__{_name}__", _forward_between_proxies(_name))
 
 _FEATURES: tuple[tuple[tuple[str, ...], dict[str, object]], ...] = (
     (("__call__",), {"__call__": _call}),
     (("__iter__", "__getitem__"), {"__iter__": _iter}),
-    (("__next__",), {"__next__": _forwarded("next")}),
-    (("__len__",), {"__len__": _forwarded("len", int)}),
-    (("__bool__", "__len__"), {"__bool__": _forwarded("bool", bool)}),
-    (("__getitem__",), {"__getitem__": _forwarded("getitem")}),
-    (("__setitem__",), {"__setitem__": _forwarded("setitem")}),
-    (("__delitem__",), {"__delitem__": _forwarded("delitem")}),
-    (("__int__",), {"__int__": _forwarded("int", int)}),
-    (("__float__",), {"__float__": _forwarded("float", float)}),
-    (("__index__",), {"__index__": _forwarded("index", int)}),
+    (("__next__",), {"__next__": _forward("next")}),
+    (("__len__",), {"__len__": _forward("len", int)}),
+    (("__bool__", "__len__"), {"__bool__": _forward("bool", bool)}),
+    (("__getitem__",), {"__getitem__": _forward("getitem")}),
+    (("__setitem__",), {"__setitem__": _forward("setitem")}),
+    (("__delitem__",), {"__delitem__": _forward("delitem")}),
+    (("__int__",), {"__int__": _forward("int", int)}),
+    (("__float__",), {"__float__": _forward("float", float)}),
+    (("__index__",), {"__index__": _forward("index", int)}),
     (("__await__",), {"__await__": _await}),
-    (("cr_await",), {"send": _send, "throw": _forwarded("throw"), "close": _forwarded("close")}),
-    (("__enter__",), {"__enter__": _forwarded("enter"), "__exit__": _exit}),
+    (("cr_await",), {"send": _send, "throw": _forward("throw"), "close": _forward("close")}),
+    (("__enter__",), {"__enter__": _forward("enter"), "__exit__": _exit}),
 )
-_KNOWN: dict[type[Any], int] = {}
+_SPECIAL_METHOD_CACHE: dict[type[Any], int] = {}
 _ALL_FEATURES = (1 << len(_FEATURES)) - 1

@@ -1,11 +1,11 @@
-"""The process that forks a process for each run. It has imported the modules that answers use, so a run starts in milliseconds.
+"""The zygote: a process that forks a process for each run. It has imported the modules that answers use, so a run starts in milliseconds.
 
 A fork has a copy of its parent's memory, which must not contain data of other runs. Therefore the zygote never reads code, tests or input:
 it receives them as open files.
 
-A request is a JSON datagram with file descriptors: `status` and the ones in `NAMES`. When the run has ended, the zygote reports on
-`status`. Closing the other end of `status` kills the run; a byte on it interrupts the run. When the request socket is closed, all
-runs are killed.
+A request is a JSON datagram with file descriptors: `status` and the ones in `DESCRIPTOR_NAMES`. When the run has ended, the zygote reports
+on `status`. Closing the other end of `status` kills the run; a byte on it interrupts the run. When the request socket is closed, all runs
+are killed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import TypedDict
 
 from mtpctl.sandbox import inside, isolation
 
-NAMES = ("stdin", "stdout", "stderr", "job", "channel", "link")
-"""File descriptors of a run, in the order of their numbers."""
-MAX_REQUEST = 1 << 12
-_FIRST_USER = 1_900_000_000
-_USERS = 1_000_000
-_NOBODY = 65534
-_INTERPRETER = 128 << 20
+DESCRIPTOR_NAMES = ("stdin", "stdout", "stderr", "job", "channel", "link")
+"""File descriptors of a run; the position is the number."""
+MAX_REQUEST_BYTES = 1 << 12
+_FIRST_UID = 1_900_000_000
+_NUM_UIDS = 1_000_000
+_NOBODY_UID = 65534
+_INTERPRETER_BYTES = 128 << 20
 """Address space of the interpreter with preloaded modules, in bytes, if /proc is not available."""
-_SHARED_THREADS = 2048
-"""Maximum number of threads if they are counted over all runs of a zygote."""
+_MAX_SHARED_THREADS = 2048
+"""Maximum number of threads of all runs of a zygote, if the kernel counts them together."""
 # fmt: off
 _PRELOADED = (
     "abc", "array", "ast", "asyncio", "atexit", "base64", "binascii", "bisect", "bz2", "calendar", "cmath", "cmd", "code", "codecs",
@@ -50,7 +50,7 @@ _PRELOADED = (
     "urllib.parse", "uuid", "warnings", "weakref", "xml.etree.ElementTree", "zlib", "zoneinfo", "_strptime", "_pydecimal",
 )
 # fmt: on
-"""Modules of the standard library that answers use. Once imported they need no file."""
+"""Modules of the standard library that answers use. Preloading them makes them available in runs that cannot open files."""
 
 
 class Request(TypedDict):
@@ -74,14 +74,14 @@ class Zygote:
 
     def __init__(self, control: socket.socket, mechanism: isolation.Mechanism) -> None:
         self._control, self._mechanism = control, mechanism
-        self._base = _address_space()
-        self._rules = isolation.enter(mechanism)
+        self._base_address_space = _address_space_bytes()
+        self._landlock_fd = isolation.isolate_process(mechanism)
         self._runs: dict[int, _Run] = {}
-        self._started = 0
+        self._num_runs = 0
         self._selector = selectors.DefaultSelector()
 
-    def try_out(self) -> None:
-        """Confine a fork as if it were a run. Raises OSError if this fails."""
+    def test_isolation(self) -> None:
+        """Isolate a fork like a run. Raises OSError if this fails."""
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -100,8 +100,8 @@ class Zygote:
     def serve(self) -> None:
         """Serve requests until the socket is closed."""
         wakeup, wakeup_write = os.pipe()
-        for end in (wakeup, wakeup_write):
-            os.set_blocking(end, False)
+        for descriptor in (wakeup, wakeup_write):
+            os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only wakes the loop
         self._selector.register(self._control, selectors.EVENT_READ)
@@ -114,7 +114,7 @@ class Zygote:
                 elif key.fd == wakeup:
                     os.read(wakeup, 512)
                 elif isinstance(key.data, _Run):
-                    self._command(key.data)
+                    self._handle_command(key.data)
             self._reap()
 
     def close(self) -> None:
@@ -124,11 +124,11 @@ class Zygote:
 
     def _accept(self) -> bool:
         """Fork for one request. Returns False if the socket is closed."""
-        text, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST, len(NAMES) + 1)
+        text, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, len(DESCRIPTOR_NAMES) + 1)
         if not text:
             return False
         request: Request = json.loads(text)
-        self._started += 1
+        self._num_runs += 1
         status, *run_descriptors = descriptors
         try:
             pid = os.fork()
@@ -145,7 +145,7 @@ class Zygote:
             self._selector.register(run.status, selectors.EVENT_READ, run)
         return True
 
-    def _command(self, run: _Run) -> None:
+    def _handle_command(self, run: _Run) -> None:
         try:
             command = run.status.recv(1)
         except OSError:
@@ -156,13 +156,13 @@ class Zygote:
 
     def _reap(self) -> None:
         while self._runs:
-            pid, status, used = os.wait4(-1, os.WNOHANG)
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 return
             run = self._runs.pop(pid)
             if run.status in self._selector.get_map():
                 self._selector.unregister(run.status)
-            report = {"exit": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
+            report = {"exit": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime}
             with suppress(OSError):  # the caller has ended
                 run.status.sendall(json.dumps(report).encode())
             run.status.close()
@@ -170,87 +170,87 @@ class Zygote:
     def _start_run(self, request: Request, descriptors: list[int]) -> None:
         """In the fork: renumber the descriptors, isolate the process, and run the job. Never returns."""
         try:
-            self._rules = _renumber(dict(zip(request["names"], descriptors, strict=True)), self._rules)
+            self._landlock_fd = _renumber(dict(zip(request["names"], descriptors, strict=True)), self._landlock_fd)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._confine(request)
         except BaseException as error:
             os.write(2, f"the run could not be isolated: {error}\n".encode())
-            os._exit(inside.NOT_CONFINED)
-        inside.play()
+            os._exit(inside.EXIT_NOT_ISOLATED)
+        inside.run_job()
 
     def _confine(self, request: Request) -> None:
         namespaces = self._mechanism in ("namespaces", "user namespaces")
         if namespaces and request["tmp_mb"]:
             isolation.mount_scratch(request["tmp_mb"])
-        os.chdir(isolation.scratch() if namespaces else "/")
+        os.chdir(isolation.scratch_path() if namespaces else "/")
         os.environ["TMPDIR"] = os.getcwd()
-        own_user = self._change_user() if self._mechanism == "namespaces" else False
-        self._limit(request, own_user, namespaces)
+        has_own_user = self._change_user() if self._mechanism == "namespaces" else False
+        self._set_limits(request, has_own_user, namespaces)
         if self._mechanism == "none":
             return
         isolation.no_new_privileges()
         isolation.drop_capabilities()
         isolation.prctl(isolation.PR_SET_DUMPABLE, 0)
-        if self._rules >= 0:
-            isolation.restrict(self._rules)
-            os.close(self._rules)
-        files: dict[str, isolation.Files] = {"landlock": "landlock", "closed": "closed", "bubblewrap": "landlock"}
-        isolation.install_filter(isolation.filter_program(os.getpid(), files.get(self._mechanism, "mounts")))
+        if self._landlock_fd >= 0:
+            isolation.apply_landlock_rules(self._landlock_fd)
+            os.close(self._landlock_fd)
+        file_access: dict[str, isolation.FileAccess] = {"landlock": "landlock", "closed": "closed", "bubblewrap": "landlock"}
+        isolation.install_filter(isolation.build_filter(os.getpid(), file_access.get(self._mechanism, "mounts")))
 
     def _change_user(self) -> bool:
-        """Switch to a user that owns no files. Returns whether it is a separate user, whose threads are counted for this run only."""
+        """Switch to a user that owns no files. Returns whether no other run has this user, so that its threads are counted separately."""
         os.setgroups([])
-        for user in (_FIRST_USER + self._started % _USERS, _NOBODY):
+        for user in (_FIRST_UID + self._num_runs % _NUM_UIDS, _NOBODY_UID):
             try:
                 os.setresgid(user, user, user)
                 os.setresuid(user, user, user)
             except OSError:  # a container may map only some users
                 continue
-            return user != _NOBODY
+            return user != _NOBODY_UID
         raise PermissionError("this container has no user other than root")
 
-    def _limit(self, request: Request, own_user: bool, namespaces: bool) -> None:
+    def _set_limits(self, request: Request, has_own_user: bool, namespaces: bool) -> None:
         seconds = math.ceil(request["cpu_s"])
-        space = self._base + (request["memory_mb"] << 20)
-        file = max(request["tmp_mb"], 0) << 20
-        for kind, soft, hard in (
+        address_space = self._base_address_space + (request["memory_mb"] << 20)
+        file_size = max(request["tmp_mb"], 0) << 20
+        for limit, soft, hard in (
             (resource.RLIMIT_CPU, seconds, seconds + 1),
-            (resource.RLIMIT_AS, space, space),
-            (resource.RLIMIT_FSIZE, file, file),
+            (resource.RLIMIT_AS, address_space, address_space),
+            (resource.RLIMIT_FSIZE, file_size, file_size),
             (resource.RLIMIT_NOFILE, 64, 64),
             (resource.RLIMIT_CORE, 0, 0),
             (resource.RLIMIT_MEMLOCK, 0, 0),
         ):
-            resource.setrlimit(kind, (soft, hard))
+            resource.setrlimit(limit, (soft, hard))
         if namespaces:
-            threads = request["threads"] if own_user else _SHARED_THREADS
+            threads = request["threads"] if has_own_user else _MAX_SHARED_THREADS
             resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
 
 
-def _renumber(descriptors: dict[str, int], rules: int) -> int:
-    """Renumber the descriptors in the order of `NAMES`, close all others, and return the new number of `rules`."""
-    numbered = {NAMES.index(name): each for name, each in descriptors.items()}
-    if rules >= 0:
-        numbered[len(NAMES)] = rules
-    copies = {number: fcntl.fcntl(each, fcntl.F_DUPFD, 2 * len(NAMES)) for number, each in numbered.items()}
-    for number in range(2 * len(NAMES)):
+def _renumber(descriptors: dict[str, int], landlock_fd: int) -> int:
+    """Renumber the descriptors in the order of `DESCRIPTOR_NAMES`, close all others, and return the new number of `landlock_fd`."""
+    by_number = {DESCRIPTOR_NAMES.index(name): descriptor for name, descriptor in descriptors.items()}
+    if landlock_fd >= 0:
+        by_number[len(DESCRIPTOR_NAMES)] = landlock_fd
+    copies = {number: fcntl.fcntl(descriptor, fcntl.F_DUPFD, 2 * len(DESCRIPTOR_NAMES)) for number, descriptor in by_number.items()}
+    for number in range(2 * len(DESCRIPTOR_NAMES)):
         if number in copies:
             os.dup2(copies[number], number)
         else:
             os.closerange(number, number + 1)  # ignores descriptors that are not open
-    os.closerange(2 * len(NAMES), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    return len(NAMES) if rules >= 0 else -1
+    os.closerange(2 * len(DESCRIPTOR_NAMES), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return len(DESCRIPTOR_NAMES) if landlock_fd >= 0 else -1
 
 
-def _address_space() -> int:
+def _address_space_bytes() -> int:
     """Bytes of address space of this process, which every run inherits."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
     except OSError:  # bubblewrap has no /proc
-        return _INTERPRETER
+        return _INTERPRETER_BYTES
 
 
 def main(descriptor: int, mechanism: isolation.Mechanism, source: str) -> None:
@@ -267,7 +267,7 @@ def main(descriptor: int, mechanism: isolation.Mechanism, source: str) -> None:
                 importlib.import_module(name)
         sys.path.remove(source)
         zygote = Zygote(control, mechanism)
-        zygote.try_out()
+        zygote.test_isolation()
     except OSError as error:
         control.send(json.dumps({"error": str(error)}).encode())
         return

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mtpctl.controller.rl import RlStage
-from mtpctl.environments.environment import environment_of
+from mtpctl.environments.environment import load_environment_class
 from mtpctl.environments.turns import Turns
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import VllmConfig
@@ -58,7 +58,7 @@ async def running(folder: Path, *, reward_s: float, turn_s: float) -> AsyncItera
     own = f"{folder / 'own.py'}"
     rollout = VllmConfig(environment=f"{own}:Tool", environment_args={"seconds": turn_s}, max_turns=3, engine="vllm")
     reward = RewardConfig(function=f"{own}:score", args={"seconds": reward_s}, timeout_s=2000)
-    environment, engine = environment_of(rollout), Steady(TURN_S)
+    environment, engine = load_environment_class(rollout), Steady(TURN_S)
     assert environment is not None
 
     async def start(index: int) -> Any:

@@ -15,7 +15,7 @@ import pytest
 
 from mtpctl.data.inspection import inspect_sets
 from mtpctl.data.rows import Layout, converted_layout, layout_of
-from mtpctl.data.sets import Reading, Rows
+from mtpctl.data.sets import RowReader, RowSource
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig, EvaluationConfig, is_dataset_id
 
@@ -72,7 +72,7 @@ def cached(cache: Path, revision: str = "main", files: Mapping[str, Any] = FILES
 
 
 def read(subset: str | None = "main", split: str = "train", *, fetch: bool = True) -> Iterator[Any]:
-    rows = Rows("openai/gsm8k", Reading(ColumnsConfig(prompt="question")), "data.path", subset, split)
+    rows = RowSource("openai/gsm8k", RowReader(ColumnsConfig(prompt="question")), "data.path", subset, split)
     return rows.problems(fetch=fetch)
 
 

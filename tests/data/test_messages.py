@@ -1,4 +1,4 @@
-"""Rows of OpenAI's and ShareGPT's forms, from JSON and Parquet, as chat templates see them."""
+"""RowSource of OpenAI's and ShareGPT's forms, from JSON and Parquet, as chat templates see them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, encode_sft
-from mtpctl.data.sets import Reading, Rows
+from mtpctl.data.sets import RowReader, RowSource
 from mtpctl.data.tokenizers import HfTokenizer, load_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig
@@ -45,7 +45,7 @@ def chatml(template: str = SERIALIZES, **options: Any) -> HfTokenizer:
 
 def read(path: Path, *rows: dict[str, Any], supervised: bool = True, **columns: str | None) -> list[Problem]:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Rows(str(path), Reading(ColumnsConfig.model_validate(columns), supervised=supervised)).read()
+    return RowSource(str(path), RowReader(ColumnsConfig.model_validate(columns), supervised=supervised)).read()
 
 
 def text_of(tokenizer: HfTokenizer, problem: Problem) -> str:
@@ -128,7 +128,7 @@ def test_nulls_from_parquet_are_absent_fields_except_in_arguments(tmp_path: Path
         "messages": [ASK, {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "1", "name": "x"}, SAY]
     }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "tools": [TOOL, other]}]), tmp_path / "r.parquet")
-    (problem,) = Rows(str(tmp_path / "r.parquet"), Reading(ColumnsConfig(), supervised=True)).read()
+    (problem,) = RowSource(str(tmp_path / "r.parquet"), RowReader(ColumnsConfig(), supervised=True)).read()
     assert problem.tools == [TOOL, other]
     said = problem.messages[1]["tool_calls"]
     assert isinstance(said, list) and [call["function"]["arguments"] for call in said] == [

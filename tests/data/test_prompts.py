@@ -76,11 +76,11 @@ def test_only_prompts_that_may_be_too_long_are_encoded(folder: Path, monkeypatch
     config, tokenizer = DataConfig(chat_template=True), load_tokenizer(folder)
     texts = ["1" * 30] * 20 + ["é" * 5, "2" * 46]
     check_lengths(tokenizer, [Problem(f"p{i}", text, "3") for i, text in enumerate(texts)], config, context=64)
-    assert encoded == ["a", prompts._ESCAPED, "é" * 5, "2" * 46]
+    assert encoded == ["a", prompts._ESCAPED_PROMPT, "é" * 5, "2" * 46]
     encoded.clear()
     problems = [Problem(f"p{i}", "1" * 10, answer) for i, answer in enumerate(["2" * 10, "2" * 36, "é"])]
     check_lengths(tokenizer, problems, config, context=64, targets=True)
-    assert encoded == ["a", prompts._ESCAPED, *["1" * 10] * 2], "prompts whose target fits for certain are not encoded"
+    assert encoded == ["a", prompts._ESCAPED_PROMPT, *["1" * 10] * 2], "prompts whose target fits for certain are not encoded"
     with pytest.raises(UserError, match=r"p1: the prompt has 64 tokens, but the context has 64"):
         check_lengths(tokenizer, [Problem("p0", "1", "3"), Problem("p1", "é" * 23 + "1", "3")], config, context=64)
 

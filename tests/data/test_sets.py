@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from mtpctl.data.problems import NO_ANSWER, Problem
-from mtpctl.data.sets import Reading, Rows, load_held_out, load_problem_sets, read_problems
+from mtpctl.data.sets import RowReader, RowSource, load_held_out, load_problem_sets, read_problems
 from mtpctl.errors import UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig, EvaluationConfig, GeneratedTask
 
@@ -250,7 +250,7 @@ def rows(path: Path, *values: Mapping[str, Any]) -> Path:
 
 
 def read(path: Path, *, supervised: bool = False, **columns: str | None) -> list[Problem]:
-    return Rows(str(path), Reading(ColumnsConfig.model_validate(columns), supervised=supervised)).read()
+    return RowSource(str(path), RowReader(ColumnsConfig.model_validate(columns), supervised=supervised)).read()
 
 
 def test_gsm8k_rows_are_taken_by_their_own_columns(tmp_path: Path) -> None:

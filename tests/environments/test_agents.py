@@ -145,7 +145,7 @@ def test_an_unwanted_trajectory_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(agents.KEY, "s3cret")
+    monkeypatch.setenv(agents.KEY_VARIABLE, "s3cret")
     told: list[str] = []
 
     async def agent() -> None:
@@ -179,7 +179,7 @@ def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatc
 
 def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first problem is taken and left alone; the second one is worked on by the same client, whose only place it frees."""
-    monkeypatch.delenv(agents.KEY, raising=False)
+    monkeypatch.delenv(agents.KEY_VARIABLE, raising=False)
     told: list[str] = []
     key_file = tmp_path / "gateway.key"
 

@@ -13,7 +13,7 @@ import pytest
 
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.environments import environment
-from mtpctl.environments.environment import EnvironmentClass, Failures, environment_of
+from mtpctl.environments.environment import EnvironmentClass, Failures, load_environment_class
 from mtpctl.environments.trial import try_environment
 from mtpctl.environments.turns import ChatReplies, Turns
 from mtpctl.errors import UserError
@@ -30,7 +30,7 @@ CALL = "go </call>"
 
 
 def found(name: str, **args: object) -> EnvironmentClass:
-    created = environment_of(VllmConfig(environment=f"tests.fakes.user_environments:{name}", environment_args=args))
+    created = load_environment_class(VllmConfig(environment=f"tests.fakes.user_environments:{name}", environment_args=args))
     assert created is not None
     return created
 
@@ -150,7 +150,7 @@ def test_a_coroutine_that_blocks_stops_neither_the_pool_nor_the_environments_aft
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever shares its event loop waits for it; as soon as that shows, others get a loop of their own."""
-    monkeypatch.setattr(environment, "BLOCKED_S", 0.5)
+    monkeypatch.setattr(environment, "MAX_HEARTBEAT_AGE_S", 0.5)
     longest = 0.0
 
     async def drive() -> list[Sample]:
@@ -241,7 +241,7 @@ def test_arguments_without_an_environment_are_refused() -> None:
         ("nowhere.py:Echo", {}, r"there is no file nowhere\.py"),
         (f"{FILE}:Ecco", {}, r".* defines no Ecco; did you mean Echo\?"),
         ("no_such_module_here:Echo", {}, r"there is no module no_such_module_here"),
-        (f"{FILE}:function", {}, r".*:function is no class; name one with `stop` and `reply\(self, turn\)`"),
+        (f"{FILE}:function", {}, r".*:function is not a class; name one with `stop` and `reply\(self, turn\)`"),
         (f"{FILE}:NoReply", {}, r"NoReply has no method `reply\(self, turn\)`; add one"),
         (f"{FILE}:ReplyOfTwo", {}, r"reply\(.*\).* cannot be called as reply\(self, turn\): .*history.*"),
         (f"{FILE}:Echo", {"tims": 3}, r"Echo\(.*\).* cannot be called as Echo\(problem, tims=3\): .*tims.*"),
@@ -249,7 +249,7 @@ def test_arguments_without_an_environment_are_refused() -> None:
 )
 def test_invalid_environment_class_gives_a_one_line_error(reference: str, args: dict[str, object], told: str) -> None:
     with pytest.raises(UserError, match=rf"^rollout\.environment: {told}") as caught:
-        environment_of(VllmConfig(environment=reference, environment_args=args))
+        load_environment_class(VllmConfig(environment=reference, environment_args=args))
     assert "\n" not in str(caught.value)
 
 
@@ -263,7 +263,7 @@ def test_invalid_environment_class_gives_a_one_line_error(reference: str, args: 
         ("NaN", r"user_environments\.py:\d+: NaN\.reward returned nan.*"),
         ("Messages", r"it replies with chat messages; set data\.chat_template: true, or return text"),
         ("WithTools", r".*WithTools\.tools is for the chat template; set data\.chat_template: true, or remove it"),
-        ("SpecialStop", r"stop: '<eos>' is a special token, .* with stop = \[\] the end token ends turns"),
+        ("SpecialStop", r"stop: '<eos>' is a special token, .* set stop = \[\] to end turns at the end token"),
     ],
 )
 def test_failing_environment_is_rejected_in_the_trial_with_its_line(tokenizer: Tokenizer, name: str, told: str) -> None:
@@ -278,7 +278,7 @@ def test_three_rows_are_tried_and_closed() -> None:
 
 
 def test_hanging_environment_is_reported_by_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.environments.trial.TRIAL_S", 0.2)
+    monkeypatch.setattr("mtpctl.environments.trial.TRIAL_TIMEOUT_S", 0.2)
     with pytest.raises(UserError, match=r"Hangs\.reply took longer than 0\.2 s; make it return"):
         try_environment(found("Hangs"), ["a"], chat=False)
 

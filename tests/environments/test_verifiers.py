@@ -227,7 +227,7 @@ def test_errors_are_one_line_with_the_recipe_key(name: str, fields: dict[str, An
 def test_untrained_agent_needs_its_own_model() -> None:
     seats = {"assistant": HERE["agent"], "user": {**HERE["agent"], "harness": {"id": "last_letter"}}}
     rollout = rollout_of("last_letter", environment_args={"id": "user-sim", **seats})
-    with pytest.raises(UserError, match="user is not to be trained, and asks the policy"):
+    with pytest.raises(UserError, match="user is not trainable but uses the policy"):
         episodes(rollout, problem_sets(rollout).train[0], lambda before, call: "d")
 
 
@@ -268,12 +268,12 @@ def test_missing_package_error_has_the_install_command(result: str | None, monke
 def test_outcome_renames_metrics_with_reserved_names() -> None:
     from types import SimpleNamespace as Made
 
-    from mtpctl.environments.verifiers import outcome_of
+    from mtpctl.environments.verifiers import episode_rewards
 
     agent = Made(name="agent", trainable=True, config=Made(client=Made(base_url="here")))
     rewards = {"mean": Made(score=0.5), "unscored": None}
     trace = Made(agent=agent, ok=True, last_error=None, reward=0.5, rewards=rewards, metrics={"reward": 2.0})
-    result = outcome_of(Made(traces=[trace], errors=[]), "here")
+    result = episode_rewards(Made(traces=[trace], errors=[]), "here")
     assert result == {"reward": 0.5, "mean_": 0.5, "reward_": 2.0}
     from mtpctl.rl.rewards.function import parse
 

@@ -186,5 +186,5 @@ def test_large_file_is_inspected_within_the_time_limit(tmp_path: Path) -> None:
     row = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
     (tmp_path / "rows.jsonl").write_text(row * 200_000)
     (result,) = inspect_sets(DataConfig(path=str(tmp_path / "rows.jsonl")), EvaluationConfig(), ["rl"], seconds=0.05)
-    assert not result.whole and 0 < result.rows < 200_000
+    assert not result.is_complete and 0 < result.rows < 200_000
     assert str(result).endswith("rows read, not all")

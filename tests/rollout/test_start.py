@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.environments.turns import turns_for
+from mtpctl.environments.turns import load_turns
 from mtpctl.errors import RuntimeFailure
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.memory import engine_memory
@@ -42,7 +42,7 @@ def test_engines_have_a_tokenizer_if_stop_strings_are_possible(
 
     monkeypatch.setattr(start, "start_replica", refuse)
     with pytest.raises(RuntimeFailure, match="seen"):
-        turns = turns_for(recipe.rollout, byte_tokenizer())
+        turns = load_turns(recipe.rollout, byte_tokenizer())
         asyncio.run(
             start.start_pool(recipe, model="folder", context=256, placement=place(recipe), tokenizer=byte_tokenizer().name, turns=turns)
         )

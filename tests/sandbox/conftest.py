@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from mtpctl.errors import EnvironmentMissing
-from mtpctl.sandbox.isolation import ORDER, Mechanism
+from mtpctl.sandbox.isolation import MECHANISMS_BY_STRENGTH, Mechanism
 from mtpctl.sandbox.sandbox import Sandbox
 
 
-@pytest.fixture(scope="module", params=ORDER)
+@pytest.fixture(scope="module", params=MECHANISMS_BY_STRENGTH)
 def mechanism(request: pytest.FixtureRequest) -> Mechanism:
     parameter: Mechanism = request.param
     return parameter

@@ -13,7 +13,7 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.samples import Sample
-from mtpctl.sandbox.reward import Calls, _calls, same_decimals, same_floats, score
+from mtpctl.sandbox.reward import Calls, _run_calls, same_decimals, same_floats, score
 from mtpctl.sandbox.sandbox import Sandbox
 from mtpctl.sandbox.session import Judgement, Limits
 
@@ -129,7 +129,7 @@ class Budgeted:
 )
 def test_each_case_may_use_the_whole_limit(seconds: list[float], partial: bool, passed: float, timed_out: bool) -> None:
     calls = Calls("f", [([each], [0]) for each in seconds])
-    assert _calls(cast("Sandbox", Budgeted()), "", calls, Limits(), partial) == (passed, timed_out)
+    assert _run_calls(cast("Sandbox", Budgeted()), "", calls, Limits(), partial) == (passed, timed_out)
 
 
 def test_only_the_hung_case_fails() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtpctl.sandbox.isolation import Mechanism, scratch
+from mtpctl.sandbox.isolation import Mechanism, scratch_path
 from mtpctl.sandbox.sandbox import Sandbox
 from mtpctl.sandbox.session import Limits, Result
 
@@ -90,7 +90,7 @@ def test_private_directory_is_empty_at_first_and_limited(sandbox: Sandbox, mecha
     if mechanism not in ("namespaces", "user namespaces"):
         attempt(sandbox, "open('/tmp/x', 'w')")
         return
-    directory = scratch()
+    directory = scratch_path()
     fill = f"""
 import os
 print(os.listdir({directory!r}))
@@ -363,7 +363,7 @@ def test_runs_end_with_the_caller(best: Sandbox) -> None:
     with Sandbox(only=best.mechanism()) as doomed:
         process = doomed.start({"kind": "program", "code": "import time\ntime.sleep(600)"}, Limits(wall_s=600))
         all_of_them = [zygote(doomed), *zygote(doomed).children(recursive=True)]
-        while len(all_of_them) < 2 or not process._open:
+        while len(all_of_them) < 2 or not process._open_pipes:
             all_of_them = [zygote(doomed), *zygote(doomed).children(recursive=True)]
         assert doomed._control is not None
         doomed._control.close()

@@ -7,7 +7,7 @@ from types import FrameType
 
 import pytest
 
-from mtpctl.sandbox.fences import blocks, code_of, unfenced
+from mtpctl.sandbox.fences import extract_code, parse_blocks, strip_fence
 
 F = "```"
 DOCUMENTED = f"def f():\n    '''\n    {F}\n    f()\n    {F}\n    '''\n"
@@ -50,7 +50,7 @@ METHOD = "class Solution:\n    def g(self): 1\n"
     ],
 )
 def test_code_is_the_content_of_its_fence(response: str, code: str) -> None:
-    assert code_of(response) == code
+    assert extract_code(response) == code
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,19 @@ def test_code_is_the_content_of_its_fence(response: str, code: str) -> None:
     ],
 )
 def test_code_of_several_blocks_is_the_answer(response: str, names: tuple[str, ...], code: str) -> None:
-    assert code_of(response, names) == code
+    assert extract_code(response, names) == code
 
 
 def test_blocks_name_their_languages() -> None:
     text = f"{F}\n{F}\n~~~ C++ x=1\n~~~\n{F}Python\n{F}\n{F}pycon\n{F}"
-    assert [block.language for block in blocks(text)] == ["", "c++", "python", "pycon"]
+    assert [block.language for block in parse_blocks(text)] == ["", "c++", "python", "pycon"]
 
 
 def test_text_that_is_one_fenced_block_loses_its_fence() -> None:
-    assert unfenced(f"\n{F}python\nx\ny\n{F}\n") == "x\ny"
-    assert unfenced(f"{F}\nx{F}") == "x"
+    assert strip_fence(f"\n{F}python\nx\ny\n{F}\n") == "x\ny"
+    assert strip_fence(f"{F}\nx{F}") == "x"
     for text in ("x", f"{F}python", f"{F}python\nx", f"a\n{F}\nx\n{F}"):
-        assert unfenced(text) == text
+        assert strip_fence(text) == text
 
 
 HOSTILE = [
@@ -91,7 +91,7 @@ HOSTILE = [
 
 
 def executed_lines(text: str) -> int:
-    """Number of lines of Python that `code_of` and `unfenced` execute for a text."""
+    """Number of lines of Python that `extract_code` and `strip_fence` execute for a text."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> object:
@@ -101,8 +101,8 @@ def executed_lines(text: str) -> int:
 
     sys.settrace(trace)
     try:
-        code_of(text)
-        unfenced(text)
+        extract_code(text)
+        strip_fence(text)
     finally:
         sys.settrace(None)
     return count
@@ -118,5 +118,5 @@ def test_work_grows_linearly_with_the_text(part: str) -> None:
 def test_megabyte_of_fences_is_parsed(part: str) -> None:
     """A regular expression with quadratic work would exceed the time limit of the test."""
     text = part * ((1 << 20) // len(part))
-    code_of(text)
-    unfenced(f"{F}{text}")
+    extract_code(text)
+    strip_fence(f"{F}{text}")

@@ -13,9 +13,9 @@ import pytest
 from mtpctl.data.problems import Problem
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.samples import Sample
-from mtpctl.sandbox.environment import Python, shortened
+from mtpctl.sandbox.environment import Python, shorten_middle
 from mtpctl.sandbox.reward import same_output, score
-from mtpctl.sandbox.sandbox import Sandbox, layers, require
+from mtpctl.sandbox.sandbox import Sandbox, describe_layers, require
 from mtpctl.sandbox.session import Limits
 
 SAMPLE = Sample("p", "g", [1])
@@ -179,12 +179,12 @@ def test_environment_keeps_a_session_for_each_response() -> None:
 
 
 def test_long_output_loses_its_middle() -> None:
-    assert shortened("a" * 10, 10) == "a" * 10
-    assert shortened("a" * 9 + "b" * 9, 8) == "aaaa\n[10 characters left out]\nbbbb"
+    assert shorten_middle("a" * 10, 10) == "a" * 10
+    assert shorten_middle("a" * 9 + "b" * 9, 8) == "aaaa\n[10 characters left out]\nbbbb"
 
 
 def test_layers_are_described_in_one_line_each(sandbox: Sandbox) -> None:
-    restrictions = layers(sandbox)
+    restrictions = describe_layers(sandbox)
     assert [layer.name for layer in restrictions] == ["network", "files", "processes", "limits"]
     assert all(layer.by and "\n" not in layer.by for layer in restrictions)
 
@@ -209,5 +209,5 @@ def test_code_runs_without_isolation_only_if_the_recipe_allows_it(monkeypatch: p
 def test_isolation_none_runs_code_with_the_callers_rights(tmp_path: object) -> None:
     with Sandbox(only="none") as bare:
         assert bare.run(f"import os; print(os.path.isdir({str(tmp_path)!r}))").stdout == "True\n"
-        assert [layer.by is None for layer in layers(bare)] == [True, True, True, False]
+        assert [layer.by is None for layer in describe_layers(bare)] == [True, True, True, False]
         assert bare.run("while True: pass", limits=Limits(cpu_s=9, wall_s=0.5)).timed_out

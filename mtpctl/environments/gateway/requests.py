@@ -1,10 +1,10 @@
 """Chat requests in OpenAI's format: messages, sampling settings, and which fields are honored, accepted without effect, or rejected.
 
-No field that would change an answer is dropped silently. A field that is not honored, known or unknown, is an error that names it, unless
-its value is the default behavior. With `rollout.gateway_fields: ignore` it is listed in a response header instead.
+A request with a field that is not honored is rejected, unless the field's value is the default behavior. With
+`rollout.gateway_fields: ignore`, such fields are listed in a response header instead.
 
-During training the recipe's sampling settings apply, because the objective is computed for that distribution. Without training, clients
-set them, as far as the engine supports it.
+During training the recipe's sampling settings apply, because the objective is computed for that distribution. Without training,
+clients set them, as far as the engine supports them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RequestInvalid(MtpctlError):
         self.code, self.status = code, status
 
 
-WITHOUT_EFFECT = frozenset(
+BOOKKEEPING_FIELDS = frozenset(
     {
         "user",
         "safety_identifier",
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = frozenset(
         "session_id",
     }
 )
-"""Bookkeeping fields of a provider, which do not change an answer."""
+"""Fields for a provider's bookkeeping. They do not change an answer."""
 ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     # OpenAI's
     "audio": (),
@@ -97,7 +97,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-"""Fields that are not honored, each with the values that request the default behavior. These and null are accepted."""
+"""Fields that are not honored. For each, the values that request the default behavior; these values and null are accepted."""
 
 
 @dataclass(frozen=True)
@@ -108,26 +108,26 @@ class FieldRules:
     ignore: bool = False
 
 
-def not_honored(others: Mapping[str, object], honored: Collection[str]) -> dict[str, str]:
-    """The rejected fields of a request, each with the reason. `others`: its fields that are not in `honored`."""
+def find_unsupported_fields(fields: Mapping[str, object], honored: Collection[str]) -> dict[str, str]:
+    """The unsupported ones among `fields`, each with the reason. `honored`: the supported fields, for suggestions."""
     reasons: dict[str, str] = {}
-    for name, value in others.items():
-        if name in WITHOUT_EFFECT or (name in ACCEPTED_VALUES and (value is None or value in ACCEPTED_VALUES[name])):
+    for name, value in fields.items():
+        if name in BOOKKEEPING_FIELDS or (name in ACCEPTED_VALUES and (value is None or value in ACCEPTED_VALUES[name])):
             continue
         if name in ACCEPTED_VALUES:
             reasons[name] = "is not supported; leave it out"
             continue
-        near = difflib.get_close_matches(name[:40], [*honored, *ACCEPTED_VALUES], 1)
-        reasons[quote_value(name)[1:-1]] = f"is not a field of a chat request{f'; did you mean {near[0]}?' if near else ''}"
+        matches = difflib.get_close_matches(name[:40], [*honored, *ACCEPTED_VALUES], 1)
+        reasons[quote_value(name)[1:-1]] = f"is not a field of a chat request{f'; did you mean {matches[0]}?' if matches else ''}"
     return reasons
 
 
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-Whole = Annotated[int, Strict()]
+Integer = Annotated[int, Strict()]
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
-IDS, WORDS = 1024, 64
+MAX_IDS, MAX_WORDS = 1024, 64
 """Maximum number of token ids and of words in a field."""
-GRAMMAR_CHARACTERS = 1 << 16
+MAX_GRAMMAR_LENGTH = 1 << 16
 """Maximum length of a grammar in characters; a schema counts as its JSON."""
 
 
@@ -149,8 +149,8 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
 
-class Structured(BaseModel):
-    """vLLM's `structured_outputs`: one of these."""
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: exactly one of these fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -162,26 +162,26 @@ class Structured(BaseModel):
 
 
 class Sampling(BaseModel):
-    """The fields that change the sampling distribution. During training the recipe sets them."""
+    """The fields that change the sampling distribution. During training, the recipe sets them instead."""
 
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    seed: Annotated[Integer, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(None, max_length=IDS)
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_IDS)
     response_format: ResponseFormat | None = None
-    structured_outputs: Structured | None = None
-    min_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=IDS)
-    bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(None, max_length=WORDS)
+    structured_outputs: StructuredOutputs | None = None
+    min_tokens: Annotated[Integer, Field(ge=0, lt=1 << 31)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_IDS)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(None, max_length=MAX_WORDS)
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=1 << 17)
 
 
-def apply(sampling: Sampling, request: GenerationRequest) -> GenerationRequest:
+def apply_sampling(sampling: Sampling, request: GenerationRequest) -> GenerationRequest:
     """The request with the client's sampling settings. Raises RequestInvalid for unsupported values."""
     changes: dict[str, Any] = {name: value for name in ("temperature", "top_p", "seed") if (value := getattr(sampling, name)) is not None}
     if 0 < changes.get("temperature", 1) < LOWEST_TEMPERATURE:
@@ -190,18 +190,18 @@ def apply(sampling: Sampling, request: GenerationRequest) -> GenerationRequest:
         changes["top_k"] = max(sampling.top_k, 0)
     if sampling.stop_token_ids:
         changes["stop_token_ids"] = [*request.stop_token_ids, *sampling.stop_token_ids]
-    plain = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words", "allowed_token_ids")
-    settings: dict[str, Any] = {name: value for name in plain if (value := getattr(sampling, name)) is not None}
+    direct_fields = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words", "allowed_token_ids")
+    settings: dict[str, Any] = {name: value for name in direct_fields if (value := getattr(sampling, name)) is not None}
     if sampling.logit_bias:
-        settings["logit_bias"] = _biases(sampling.logit_bias)
-    if grammar := _grammar(sampling):
+        settings["logit_bias"] = _parse_biases(sampling.logit_bias)
+    if grammar := _parse_grammar(sampling):
         settings["grammar"] = grammar
     if settings:
         changes["steering"] = Steering(**settings)
     return replace(request, **changes)
 
 
-def changes_of(sampling: Sampling, request: GenerationRequest) -> Iterator[str]:
+def changed_fields(sampling: Sampling, request: GenerationRequest) -> Iterator[str]:
     """The fields whose values differ from the settings of `request`, in the order of the schema."""
     default = {"temperature": request.temperature, "top_p": request.top_p, "min_p": 0, "repetition_penalty": 1}
     for name in Sampling.model_fields:
@@ -222,41 +222,45 @@ def changes_of(sampling: Sampling, request: GenerationRequest) -> Iterator[str]:
             yield name
 
 
-def _biases(biases: dict[str, float]) -> dict[int, float]:
+def _parse_biases(biases: dict[str, float]) -> dict[int, float]:
     try:
-        return {int(token): bias for token, bias in biases.items() if _is_id(token)}
+        return {int(token): bias for token, bias in biases.items() if _check_token_id(token)}
     except ValueError as error:
         raise RequestInvalid(f"logit_bias: {error}") from error
 
 
-def _is_id(token: str) -> bool:
+def _check_token_id(token: str) -> bool:
     if not token.isascii() or not token.isdigit() or len(token) > 10:
         raise ValueError(f"{quote_value(token)} is not a token id")
     return True
 
 
-def _grammar(sampling: Sampling) -> dict[str, object]:
+def _parse_grammar(sampling: Sampling) -> dict[str, object]:
     """The constraint on the text, as arguments of vLLM's `StructuredOutputsParams`; empty for none."""
-    form, structured = sampling.response_format, sampling.structured_outputs
+    response_format, structured = sampling.response_format, sampling.structured_outputs
     grammar: dict[str, object] = {}
     if structured is not None:
         grammar = structured.model_dump(by_alias=True, exclude_none=True)
         if len(grammar) != 1:
             raise RequestInvalid(f"structured_outputs: must have one constraint, got {len(grammar)}")
-    if form is not None and form.type != "text":
+    if response_format is not None and response_format.type != "text":
         if grammar:
             raise RequestInvalid("structured_outputs: response_format constrains the text already; send one of the two")
-        if form.type == "json_schema" and form.json_schema is None:
+        if response_format.type == "json_schema" and response_format.json_schema is None:
             raise RequestInvalid("response_format.json_schema: missing; send the schema")
-        grammar = {"json_object": True} if form.json_schema is None or form.type == "json_object" else {"json": form.json_schema.schema_}
-    if sum(map(len, (json.dumps(each) for each in grammar.values()))) > GRAMMAR_CHARACTERS:
-        raise RequestInvalid(f"response_format: the grammar has more than {GRAMMAR_CHARACTERS} characters; send a smaller one")
+        grammar = (
+            {"json_object": True}
+            if response_format.json_schema is None or response_format.type == "json_object"
+            else {"json": response_format.json_schema.schema_}
+        )
+    if sum(map(len, (json.dumps(constraint) for constraint in grammar.values()))) > MAX_GRAMMAR_LENGTH:
+        raise RequestInvalid(f"response_format: the grammar has more than {MAX_GRAMMAR_LENGTH} characters; send a smaller one")
     return grammar
 
 
-CHOICES = 64
+MAX_CHOICES = 64
 """Maximum number of choices per request."""
-_SET_BY_GATEWAY = frozenset(
+_RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {
         *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
         *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -317,7 +321,7 @@ _TOOLS = TypeAdapter(list[Tool])
 
 
 class ChatRequest(Sampling):
-    """The body of `POST /v1/chat/completions`. Fields that are not named here, or in `Sampling`, are not honored (`not_honored`)."""
+    """The body of `POST /v1/chat/completions`. For other fields, see `find_unsupported_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -326,7 +330,7 @@ class ChatRequest(Sampling):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    n: int | None = Field(None, ge=1, le=CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -361,7 +365,7 @@ class ChatRequest(Sampling):
 
     @property
     def ignored(self) -> list[str]:
-        """The fields that `check` did not honor."""
+        """The fields that `check` ignored."""
         return self._ignored
 
     def check(self, request: GenerationRequest, template: str, rules: FieldRules) -> None:
@@ -373,22 +377,22 @@ class ChatRequest(Sampling):
         self._check_tools()
         for message in self.messages:
             if isinstance(message.content, list) and any(part.get("type") != "text" for part in message.content):
-                raise RequestInvalid("messages: only text is understood; send parts of the type text")
-        reasons = self._reasons(template)
+                raise RequestInvalid("messages: only text is supported; send parts of the type text")
+        reasons = self._unsupported_fields(template)
         if not rules.serving:
-            recipe = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
-            for name in changes_of(self, request):
-                used = f"rollout.{name}: {recipe[name]:g}" if name in recipe else "the recipe's settings"
-                reasons[name] = f"tokens are sampled with {used}, because they are trained on; leave it out"
+            recipe_settings = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+            for name in changed_fields(self, request):
+                setting = f"rollout.{name}: {recipe_settings[name]:g}" if name in recipe_settings else "the recipe's settings"
+                reasons[name] = f"tokens are sampled with {setting}, because they are trained on; leave it out"
         if reasons and not rules.ignore:
             name, reason = next(iter(reasons.items()))
             hint = "" if rules.serving else ", or set rollout.gateway_fields: ignore"
             raise RequestInvalid(f"{name}: {reason}{hint}")
         self._ignored = list(reasons)
 
-    def _reasons(self, template: str) -> dict[str, str]:
-        """The fields that are never honored, each with the reason."""
-        reasons = not_honored(self.model_extra or {}, type(self).model_fields)
+    def _unsupported_fields(self, template: str) -> dict[str, str]:
+        """The fields of this request that are never honored, each with the reason."""
+        reasons = find_unsupported_fields(self.model_extra or {}, type(self).model_fields)
         if self.top_logprobs:
             reasons["top_logprobs"] = "only the log-prob of the sampled token is available; leave it out"
         if self.tool_choice not in (None, "auto", "none"):
@@ -396,7 +400,7 @@ class ChatRequest(Sampling):
         if any(tool["function"].get("strict") for tool in self.tools or ()):
             reasons["tools.function.strict"] = "calls are not constrained to the schema; leave it out"
         for name in self.variables:
-            if name in _SET_BY_GATEWAY:
+            if name in _RESERVED_TEMPLATE_ARGUMENTS:
                 raise RequestInvalid(f"chat_template_kwargs.{name}: is set by the gateway; leave it out")
             if not re.search(rf"\b{re.escape(name)}\b", template):
                 reasons[f"chat_template_kwargs.{quote_value(name)[1:-1]}"] = "the chat template has no such variable; leave it out"
@@ -410,16 +414,16 @@ class ChatRequest(Sampling):
             raise RequestInvalid(f"{'.'.join(map(str, ('tools', *first['loc'])))}: {first['msg']}") from error
 
 
-def as_template(message: ChatMessage) -> dict[str, object]:
+def to_template_message(message: ChatMessage) -> dict[str, object]:
     """A message for the chat template: content as one text, arguments of tool calls parsed if they are JSON."""
-    plain = {key: value for key, value in message.model_dump(exclude_none=True).items() if key not in ("content", "tool_calls")}
-    converted: dict[str, object] = {"content": text_of(message.content), **plain}
+    other_fields = {key: value for key, value in message.model_dump(exclude_none=True).items() if key not in ("content", "tool_calls")}
+    template_message: dict[str, object] = {"content": text_of(message.content), **other_fields}
     if message.tool_calls:
-        converted["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _arguments(call.function)}}
+        template_message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _parse_arguments(call.function)}}
             for call in message.tool_calls
         ]
-    return converted
+    return template_message
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
@@ -430,14 +434,14 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 def message_key(message: ChatMessage) -> str:
     """A key that is equal for equivalent messages: role, text, and the names and arguments of tool calls.
 
-    Clients return an answer with different whitespace in a call's arguments, without ids, or with additional fields.
+    Clients may send back an answer with different whitespace in the arguments of a call, without ids, or with additional fields.
     """
-    calls = [[call.function.name, _arguments(call.function)] for call in message.tool_calls or ()]
-    named = (message.model_extra or {}).get("tool_call_id") if message.role == "tool" else None
-    return json.dumps([message.role, text_of(message.content), calls, named], sort_keys=True)
+    calls = [[call.function.name, _parse_arguments(call.function)] for call in message.tool_calls or ()]
+    tool_call_id = (message.model_extra or {}).get("tool_call_id") if message.role == "tool" else None
+    return json.dumps([message.role, text_of(message.content), calls, tool_call_id], sort_keys=True)
 
 
-def _arguments(function: Function) -> object:
+def _parse_arguments(function: Function) -> object:
     if not isinstance(function.arguments, str):
         return function.arguments
     try:

@@ -43,10 +43,10 @@ from mtpctl.web.server import address_of, serving
 REWARD_HEADER = "mtpctl-reward"
 IGNORED_HEADER = "mtpctl-ignored"
 """Response header: the ignored fields of the request."""
-IGNORED = 32
+MAX_LISTED_FIELDS = 32
 """Maximum number of names in `IGNORED_HEADER`."""
-WAIT_S = 30.0
-"""Seconds that a client waits for a problem before it must retry."""
+PROBLEM_WAIT_S = 30.0
+"""Maximum seconds that a request for a problem waits before the client must retry."""
 
 NextProblem = Callable[[], Awaitable["Assignment"]]
 SingleRequests = Callable[[], GenerationRequest]
@@ -55,7 +55,7 @@ SingleRequests = Callable[[], GenerationRequest]
 
 @dataclass(frozen=True)
 class Assignment:
-    """A problem for an external agent, which sets `finished` through the finish route."""
+    """A problem for an external agent. The finish route sets `finished`."""
 
     secret: str
     problem: dict[str, object]
@@ -68,26 +68,26 @@ class Assignment:
 
 
 class Gateway:
-    """Serves trajectories over HTTP, on the socket `bound`, in its `async with` block."""
+    """Serves trajectories over HTTP on the socket `listener` while its `async with` block runs."""
 
     def __init__(
         self,
         model: Model,
         tokenizer: Tokenizer,
         name: str,
-        turns: int,
-        bound: socket.socket,
+        max_turns: int,
+        listener: socket.socket,
         *,
         key: str | None = None,
         rules: FieldRules = REJECT,
         client_limit: int | None = None,
     ) -> None:
-        """`name`: the model's name; `turns`: maximum number of answers in a trajectory; `rules`: see `Trajectory`.
+        """`name`: the model's name; `max_turns`: maximum number of answers in a trajectory; `rules`: see `Trajectory`.
 
         `key`: required by every route except those under a trajectory's secret. Without a key, only `POST /v1/trajectories` requires a
         token, which is generated here. `client_limit`: maximum number of open problems per address; None: no limit.
         """
-        self._model, self._tokenizer, self._name, self._turns, self._bound = model, tokenizer, name, turns, bound
+        self._model, self._tokenizer, self._name, self._max_turns, self._listener = model, tokenizer, name, max_turns, listener
         self._rules, self._client_limit = rules, client_limit
         self.token = key or secrets.token_urlsafe(18)
         self._clients: dict[str, str] = {}
@@ -106,13 +106,13 @@ class Gateway:
             Route("/v1/models", self._models),
             Route("/health", self._health),
         ]
-        app = Starlette(routes=routes, exception_handlers={MtpctlError: _refused, HTTPException: http_error})
+        app = Starlette(routes=routes, exception_handlers={MtpctlError: _error_response, HTTPException: http_error})
         app.router.redirect_slashes = False
         self.app = Guard(app, HttpBounds(), key, public_prefix="/t/", tokens={"/v1/trajectories": self.token})
         self._serving = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:
-        await self._serving.enter_async_context(serving(self.app, self._bound))
+        await self._serving.enter_async_context(serving(self.app, self._listener))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -123,12 +123,12 @@ class Gateway:
     @property
     def address(self) -> str:
         """`http://HOST:PORT`."""
-        return address_of(self._bound)
+        return address_of(self._listener)
 
     def open(self, request: GenerationRequest) -> tuple[str, Trajectory]:
         """Start a trajectory. Returns its secret, and the trajectory."""
         secret = secrets.token_urlsafe(18)
-        trajectory = self._open[secret] = Trajectory(request, self._model, self._turns, self._rules)
+        trajectory = self._open[secret] = Trajectory(request, self._model, self._max_turns, self._rules)
         return secret, trajectory
 
     def base_url(self, secret: str) -> str:
@@ -157,22 +157,22 @@ class Gateway:
 
     # ------------------------------------------------------------------------------------------------------- routes
 
-    def _trajectory(self, request: Request) -> Trajectory:
+    def _get_trajectory(self, request: Request) -> Trajectory:
         trajectory = self._open.get(request.path_params["secret"])
         if trajectory is None:
             raise RequestInvalid("there is no such trajectory, or it has ended", "trajectory_ended", 410)
         if reward := request.headers.get(REWARD_HEADER):
-            trajectory.reward = _number(reward)
+            trajectory.reward = _parse_reward(reward)
         trajectory.touch()
         return trajectory
 
     async def _completions(self, request: Request) -> Response:
-        return await self._respond(self._trajectory(request), _chat(await request.body()))
+        return await self._respond(self._get_trajectory(request), _parse_chat_request(await request.body()))
 
     async def _single_completion(self, request: Request) -> Response:
         if self.single_requests is None:
             raise RequestInvalid("answers are given within a trajectory; take the base URL of one, from /v1/trajectories")
-        chat = _chat(await request.body())
+        chat = _parse_chat_request(await request.body())
         secret, trajectory = self.open(self.single_requests())
         try:
             return await self._respond(trajectory, chat)
@@ -181,33 +181,33 @@ class Gateway:
 
     async def _respond(self, trajectory: Trajectory, chat: ChatRequest) -> Response:
         answers = await trajectory.answer(chat)
-        ids = bool(chat.return_tokens_as_token_ids)
-        completion = Completion(self._name, answers, self._tokenizer, logprobs=bool(chat.logprobs), ids=ids)
-        headers = {IGNORED_HEADER: _header(chat.ignored)} if chat.ignored else None
+        token_ids = bool(chat.return_tokens_as_token_ids)
+        completion = Completion(self._name, answers, self._tokenizer, logprobs=bool(chat.logprobs), token_ids=token_ids)
+        headers = {IGNORED_HEADER: _format_field_list(chat.ignored)} if chat.ignored else None
         if not chat.stream:
-            return JSONResponse(completion.whole(), headers=headers)
-        usage = chat.stream_options is not None and chat.stream_options.include_usage
-        return StreamingResponse(_iterate(completion.stream(usage=usage)), headers=headers, media_type="text/event-stream")
+            return JSONResponse(completion.to_json(), headers=headers)
+        include_usage = chat.stream_options is not None and chat.stream_options.include_usage
+        return StreamingResponse(_iterate(completion.stream(include_usage=include_usage)), headers=headers, media_type="text/event-stream")
 
     async def _set_reward(self, request: Request) -> Response:
-        trajectory = self._trajectory(request)
-        body = _json(await request.body())
+        trajectory = self._get_trajectory(request)
+        body = _parse_body(await request.body())
         if "reward" not in body:
             raise RequestInvalid('reward: missing; send {"reward": 0.5}')
-        trajectory.reward = _number(body["reward"])
+        trajectory.reward = _parse_reward(body["reward"])
         return JSONResponse({"reward": trajectory.reward})
 
     async def _finish(self, request: Request) -> Response:
-        trajectory, content = self._trajectory(request), await request.body()
-        if content and "reward" in (body := _json(content)):
-            trajectory.reward = _number(body["reward"])
+        trajectory, content = self._get_trajectory(request), await request.body()
+        if content and "reward" in (body := _parse_body(content)):
+            trajectory.reward = _parse_reward(body["reward"])
         if (assignment := self._assignments.get(request.path_params["secret"])) is not None:
             assignment.finished.set()
         return JSONResponse({"finished": True})
 
     async def _models(self, request: Request) -> Response:
         if "secret" in request.path_params:
-            self._trajectory(request)
+            self._get_trajectory(request)
         return JSONResponse({"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "mtpctl"}]})
 
     async def _next_trajectory(self, request: Request) -> Response:
@@ -223,16 +223,16 @@ class Gateway:
         self._open_by_client[client] += 1
         assignment: Assignment | None = None
         try:
-            assignment = await asyncio.wait_for(self.next_problem(), WAIT_S)
+            assignment = await asyncio.wait_for(self.next_problem(), PROBLEM_WAIT_S)
         except TimeoutError:
             return JSONResponse(error_body("no problem is waiting; ask again", "server_error"), 503, {"retry-after": "1"})
         finally:
             if assignment is None:
                 self._release(client)
         self._clients[assignment.secret] = client
-        # Contains the address that the client used, which differs from ours behind a proxy.
-        base = f"{request.url.scheme}://{request.headers.get('host', '')}{assignment.path}"
-        return JSONResponse({"base_url": base, "problem": assignment.problem})
+        # The address that the client used, which is not ours behind a proxy.
+        base_url = f"{request.url.scheme}://{request.headers.get('host', '')}{assignment.path}"
+        return JSONResponse({"base_url": base_url, "problem": assignment.problem})
 
     def _release(self, client: str) -> None:
         self._open_by_client[client] -= 1
@@ -243,14 +243,14 @@ class Gateway:
         return JSONResponse({"status": "ok", "trajectories": len(self._open)})
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _error_response(_: Request, error: Exception) -> Response:
     status, code = (error.status, error.code) if isinstance(error, RequestInvalid) else (503, "engine_failed")
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": str(error), "type": kind, "code": code}}, status)
 
 
-def _chat(body: bytes) -> ChatRequest:
-    fields = _json(body)
+def _parse_chat_request(body: bytes) -> ChatRequest:
+    fields = _parse_body(body)
     try:
         check_text(fields)
         return ChatRequest.model_validate(fields)
@@ -262,19 +262,19 @@ def _chat(body: bytes) -> ChatRequest:
         raise RequestInvalid(f"{field}: {first['msg']}") from error
 
 
-def _json(body: bytes) -> dict[str, object]:
+def _parse_body(body: bytes) -> dict[str, object]:
     try:
         return parse_json_object(body)
     except BodyInvalid as error:
         raise RequestInvalid(str(error)) from error
 
 
-def _header(names: list[str]) -> str:
-    more = [f"and {len(names) - IGNORED} more"] if len(names) > IGNORED else []
-    return ", ".join([*(ascii(name)[1:-1] for name in names[:IGNORED]), *more])
+def _format_field_list(names: list[str]) -> str:
+    remainder = [f"and {len(names) - MAX_LISTED_FIELDS} more"] if len(names) > MAX_LISTED_FIELDS else []
+    return ", ".join([*(ascii(name)[1:-1] for name in names[:MAX_LISTED_FIELDS]), *remainder])
 
 
-def _number(value: object) -> float:
+def _parse_reward(value: object) -> float:
     try:
         number = float(value) if isinstance(value, int | float | str) else math.nan
     except (ValueError, OverflowError):
@@ -292,22 +292,24 @@ async def _iterate(lines: Iterable[str]) -> AsyncIterator[str]:
 class AnswerReader:
     """Converts tokens to messages. `calls` parses tool calls; None: tool calls are not parsed."""
 
-    def __init__(self, tokenizer: Tokenizer, calls: ToolCallParser | None) -> None:
-        self._tokenizer, self._calls = tokenizer, calls
+    def __init__(self, tokenizer: Tokenizer, parse_calls: ToolCallParser | None) -> None:
+        self._tokenizer, self._parse_calls = tokenizer, parse_calls
 
     def __call__(self, tokens: Sequence[int], stops: Sequence[str], tools: Sequence[dict[str, Any]]) -> ChatMessage:
-        """The message of a turn's tokens (without its end token), up to the first of `stops`. Tool calls are parsed only with `tools`."""
-        text = _before(self._tokenizer.decode(tokens), stops)
-        if tools and self._calls is not None:
+        """Convert the tokens of a turn, without its end token, up to the first of `stops`. Parse tool calls if there are `tools`."""
+        text = _cut_at_stop(self._tokenizer.decode(tokens), stops)
+        if tools and self._parse_calls is not None:
             # Some formats mark a call with special tokens, which `text` lacks.
-            content, calls = self._calls(_before(self._tokenizer.decode(tokens, special=True), stops), tools)
+            content, calls = self._parse_calls(_cut_at_stop(self._tokenizer.decode(tokens, special=True), stops), tools)
             if calls:
-                named = [ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=Function(name=name, arguments=args)) for name, args in calls]
-                return ChatMessage(role="assistant", content=content or None, tool_calls=named)
+                tool_calls = [
+                    ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=Function(name=name, arguments=args)) for name, args in calls
+                ]
+                return ChatMessage(role="assistant", content=content or None, tool_calls=tool_calls)
         return ChatMessage(role="assistant", content=text)
 
 
-def _before(text: str, stops: Sequence[str]) -> str:
+def _cut_at_stop(text: str, stops: Sequence[str]) -> str:
     positions = [position for position in map(text.find, stops) if position >= 0]
     return text[: min(positions)] if positions else text
 
@@ -315,49 +317,57 @@ def _before(text: str, stops: Sequence[str]) -> str:
 class Completion:
     """One response of the endpoint."""
 
-    def __init__(self, model: str, answers: Sequence[Answer], tokenizer: Tokenizer, *, logprobs: bool, ids: bool = False) -> None:
-        """`model`: its name; `logprobs`: include the log-prob of each token; `ids`: name these tokens `token_id:N`."""
-        self._answers, self._tokenizer, self._logprobs, self._ids = answers, tokenizer, logprobs, ids
+    def __init__(self, model: str, answers: Sequence[Answer], tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool = False) -> None:
+        """`model`: the model's name; `logprobs`: include the log-prob of each token; `token_ids`: name these tokens `token_id:N`."""
+        self._answers, self._tokenizer, self._logprobs, self._ids = answers, tokenizer, logprobs, token_ids
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         """The body of a complete response."""
         choices = [
-            {"index": index, "message": _message(each), "finish_reason": each.finish_reason, "logprobs": self._logprobs_of(each)}
-            for index, each in enumerate(self._answers)
+            {
+                "index": index,
+                "message": _message_json(answer),
+                "finish_reason": answer.finish_reason,
+                "logprobs": self._logprobs_json(answer),
+            }
+            for index, answer in enumerate(self._answers)
         ]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
 
-    def stream(self, *, usage: bool) -> Iterator[str]:
+    def stream(self, *, include_usage: bool) -> Iterator[str]:
         """The response as server-sent events: role, text, tool calls and finish reason of each choice."""
-        for index, each in enumerate(self._answers):
-            message = _message(each)
-            calls = [{"index": position, **call} for position, call in enumerate(message.pop("tool_calls", []))]
+        for index, answer in enumerate(self._answers):
+            message = _message_json(answer)
+            tool_calls = [{"index": position, **call} for position, call in enumerate(message.pop("tool_calls", []))]
             deltas = [
                 {"role": "assistant", "content": ""},
                 *([message] if message["content"] else []),
-                *({"tool_calls": [c]} for c in calls),
+                *({"tool_calls": [call]} for call in tool_calls),
             ]
-            logprobs = self._logprobs_of(each)
+            logprobs = self._logprobs_json(answer)
             for position, delta in enumerate(deltas):
                 yield self._event(
                     [{"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs if position == 1 else None}]
                 )
             # An answer without text still has the log-prob of its end token.
             remaining_logprobs = logprobs if len(deltas) == 1 else None
-            yield self._event([{"index": index, "delta": {}, "finish_reason": each.finish_reason, "logprobs": remaining_logprobs}])
-        if usage:
+            yield self._event([{"index": index, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": remaining_logprobs}])
+        if include_usage:
             yield self._event([], usage=self._usage())
         yield "data: [DONE]\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], **more: object) -> str:
-        return f"data: {json.dumps({**self._head, 'object': 'chat.completion.chunk', 'choices': choices, **more})}\n\n"
+    def _event(self, choices: list[dict[str, Any]], **fields: object) -> str:
+        return f"data: {json.dumps({**self._head, 'object': 'chat.completion.chunk', 'choices': choices, **fields})}\n\n"
 
     def _usage(self) -> dict[str, int]:
-        prompt, answered = max(each.prompt for each in self._answers), sum(len(each.tokens) for each in self._answers)
-        return {"prompt_tokens": prompt, "completion_tokens": answered, "total_tokens": prompt + answered}
+        prompt_tokens, completion_tokens = (
+            max(answer.prompt_length for answer in self._answers),
+            sum(len(answer.tokens) for answer in self._answers),
+        )
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
 
-    def _logprobs_of(self, answer: Answer) -> dict[str, object] | None:
+    def _logprobs_json(self, answer: Answer) -> dict[str, object] | None:
         if not self._logprobs:
             return None
         pieces = self._tokenizer.token_bytes(answer.tokens)
@@ -369,7 +379,7 @@ class Completion:
         return {"content": rows, "refusal": None}
 
 
-def _message(answer: Answer) -> dict[str, Any]:
+def _message_json(answer: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.message.content}
     if answer.message.tool_calls:
         message["tool_calls"] = [call.model_dump() for call in answer.message.tool_calls]

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from mtpctl.data.tokenizers import NO_VARIABLES, Variables
+from mtpctl.data.tokenizers import NO_TEMPLATE_VARIABLES, TemplateVariables
 from mtpctl.environments.environment import EnvironmentFailure, Message
 from mtpctl.environments.gateway.requests import (
     OVER_BUDGET,
@@ -23,9 +23,9 @@ from mtpctl.environments.gateway.requests import (
     ChatRequest,
     FieldRules,
     RequestInvalid,
-    apply,
-    as_template,
+    apply_sampling,
     message_key,
+    to_template_message,
 )
 from mtpctl.environments.turns import ChatReplies, ChatText, Text, find_stop_length
 from mtpctl.errors import UserError
@@ -43,7 +43,9 @@ class ChatTokenizer(Text, ChatText, Protocol):
 
     chat_template: str
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[object] = (), variables: Variables = NO_VARIABLES) -> list[int]: ...
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[object] = (), variables: TemplateVariables = NO_TEMPLATE_VARIABLES
+    ) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The end of a turn of the model: number of messages and response tokens up to it, and its end token, if any."""
+    """The end of a turn of the model: the number of messages and response tokens up to it, and the end token of the turn, if any."""
 
     messages: int
     tokens: int
@@ -85,17 +87,17 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """One choice of a completion: `tokens` and `logprobs` of this turn, and the number of tokens before it."""
+    """One choice of a completion: `tokens` and `logprobs` of this turn, and `prompt_length`, the number of tokens before it."""
 
     message: ChatMessage
     finish_reason: str
     tokens: Ids
     logprobs: list[float]
-    prompt: int
+    prompt_length: int
 
 
 @dataclass
-class _Start:
+class _AnswerStart:
     """The start of an answer: the sample so far, and the conversation that it extends."""
 
     sample: Sample
@@ -105,19 +107,19 @@ class _Start:
 
 
 class Trajectory:
-    """Answers an agent's requests with the settings and limits of `request`, whose sample identifies the problem.
+    """Answers an agent's requests with the settings and limits of `request`. The sample of `request` identifies the problem.
 
-    `turns`: maximum number of answers. `rules`: handling of fields that are not honored. `request.deadline_s` counts from its creation.
+    `max_answers`: maximum number of answers. `rules`: handling of fields that are not honored. The deadline counts from the creation.
     """
 
-    def __init__(self, request: GenerationRequest, model: Model, turns: int, rules: FieldRules = REJECT) -> None:
-        self.request, self._model, self._turns, self._rules = request, model, turns, rules
+    def __init__(self, request: GenerationRequest, model: Model, max_answers: int, rules: FieldRules = REJECT) -> None:
+        self.request, self._model, self._max_answers, self._rules = request, model, max_answers, rules
         self.reward: float | None = None
         self.rewritten = 0
         self.answers = 0
         self.ignored: dict[str, None] = {}
-        self._until = time.monotonic() + request.deadline_s
-        self._used_at = time.monotonic()
+        self._deadline = time.monotonic() + request.deadline_s
+        self._last_request_at = time.monotonic()
         self._conversations: list[Conversation] = []
         self._in_progress: set[asyncio.Task[Answer]] = set()
         self._ended = False
@@ -125,36 +127,39 @@ class Trajectory:
     @property
     def seconds_left(self) -> float:
         """Seconds until the deadline."""
-        return max(self._until - time.monotonic(), 0.0)
+        return max(self._deadline - time.monotonic(), 0.0)
 
     @property
     def idle_s(self) -> float:
         """Seconds since the last request of the agent; 0 while an answer is being generated."""
-        return 0.0 if self._in_progress else time.monotonic() - self._used_at
+        return 0.0 if self._in_progress else time.monotonic() - self._last_request_at
 
     def touch(self) -> None:
         """Record a request of the agent."""
-        self._used_at = time.monotonic()
+        self._last_request_at = time.monotonic()
 
     def restart_clock(self) -> None:
         """Restart the deadline. Called when an external agent takes the problem."""
-        self._until = time.monotonic() + self.request.deadline_s
+        self._deadline = time.monotonic() + self.request.deadline_s
         self.touch()
 
     async def answer(self, chat: ChatRequest) -> list[Answer]:
         """Generate the choices of one completion. Raises RequestInvalid for invalid requests and exhausted budgets."""
         chat.check(self.request, self._model.tokenizer.chat_template, self._rules)
-        request = apply(chat, self.request) if self._rules.serving else self.request
+        request = apply_sampling(chat, self.request) if self._rules.serving else self.request
         self._check_open()
-        if self.answers + chat.choices > self._turns:
-            raise RequestInvalid(f"the trajectory has its {self._turns} answers (rollout.max_turns)", OVER_BUDGET)
+        if self.answers + chat.choices > self._max_answers:
+            raise RequestInvalid(f"the trajectory has its {self._max_answers} answers (rollout.max_turns)", OVER_BUDGET)
         self.answers += chat.choices
         self.ignored |= dict.fromkeys(chat.ignored)
-        start = self._start(chat)
-        starts = [start] + [_start_of_choice(start) for _ in range(chat.choices - 1)]
+        start = self._start_answer(chat)
+        starts = [start] + [_start_further_choice(start) for _ in range(chat.choices - 1)]
         if start.extends is not None:
             start.extends.busy = True
-        tasks = [asyncio.create_task(self._generate(each, chat, _seeded(request, choice))) for choice, each in enumerate(starts)]
+        tasks = [
+            asyncio.create_task(self._generate(choice_start, chat, _request_for_choice(request, choice)))
+            for choice, choice_start in enumerate(starts)
+        ]
         self._in_progress.update(tasks)
         try:
             return await asyncio.gather(*tasks)
@@ -177,55 +182,57 @@ class Trajectory:
         self._ended = True
         for task in self._in_progress:
             task.cancel()
-        return [each.sample for each in self._conversations]
+        return [conversation.sample for conversation in self._conversations]
 
     # --------------------------------------------------------------------------------------------- start of an answer
 
-    def _start(self, chat: ChatRequest) -> _Start:
+    def _start_answer(self, chat: ChatRequest) -> _AnswerStart:
         tools = _tools_key(chat)
         history = [message_key(message) for message in chat.messages]
-        match = self._match(history, tools)
-        if match is not None:
-            conversation, turn = match
+        turn_match = self._find_turn(history, tools)
+        if turn_match is not None:
+            conversation, turn = turn_match
             try:
-                new = self._model.replies.tokens(
-                    [as_template(each) for each in chat.messages[turn.messages :]], turn.end_token, chat.variables
+                new_tokens = self._model.replies.tokens(
+                    [to_template_message(message) for message in chat.messages[turn.messages :]], turn.end_token, chat.variables
                 )
             except EnvironmentFailure:
-                new = None  # The template cannot append these messages to the existing tokens.
-            if new is not None:
-                return self._extended(conversation, turn, new, history)
+                new_tokens = None  # The template cannot append these messages to the existing tokens.
+            if new_tokens is not None:
+                return self._extend(conversation, turn, new_tokens, history)
         self.rewritten += any(message.role == "assistant" for message in chat.messages)
         try:
-            ids = self._model.tokenizer.chat([as_template(each) for each in chat.messages], _tools(chat), chat.variables)
+            ids = self._model.tokenizer.chat(
+                [to_template_message(message) for message in chat.messages], _available_tools(chat), chat.variables
+            )
         except UserError as error:
             raise RequestInvalid(f"messages: {error}") from error
-        return _Start(self._new_sample(ids_of(ids)), history, [])
+        return _AnswerStart(self._new_sample(ids_of(ids)), history, [])
 
-    def _match(self, history: list[str], tools: str) -> tuple[Conversation, Turn] | None:
-        """The latest turn that the messages continue without a new assistant message, and its conversation; None if there is none."""
-        best: tuple[Conversation, Turn] | None = None
+    def _find_turn(self, history: list[str], tools: str) -> tuple[Conversation, Turn] | None:
+        """The latest turn that the messages extend without a new assistant message, and its conversation; None if there is none."""
+        latest: tuple[Conversation, Turn] | None = None
         for conversation in self._conversations:
             if conversation.tools != tools:
                 continue
             for turn in reversed(conversation.turns):
-                new = history[turn.messages :]
-                if not new or history[: turn.messages] != conversation.history[: turn.messages]:
+                new_messages = history[turn.messages :]
+                if not new_messages or history[: turn.messages] != conversation.history[: turn.messages]:
                     continue
-                if any(each.startswith('["assistant"') for each in new):
+                if any(key.startswith('["assistant"') for key in new_messages):
                     continue
-                if best is None or turn.messages > best[1].messages:
-                    best = conversation, turn
+                if latest is None or turn.messages > latest[1].messages:
+                    latest = conversation, turn
                 break
-        return best
+        return latest
 
-    def _extended(self, conversation: Conversation, turn: Turn, new: Sequence[int], history: list[str]) -> _Start:
+    def _extend(self, conversation: Conversation, turn: Turn, new_tokens: Sequence[int], history: list[str]) -> _AnswerStart:
         sample = conversation.sample
         if turn is conversation.turns[-1] and not conversation.busy:
             extended = sample.copy()
-            extended.append(new, [0.0] * len(new), extended.version_spans[-1].version, trained=False)
-            return _Start(extended, history, list(conversation.turns), conversation)
-        return _Start(self._new_sample(sample.prompt_ids + sample.response_ids[: turn.tokens] + ids_of(new)), history, [])
+            extended.append(new_tokens, [0.0] * len(new_tokens), extended.version_spans[-1].version, trained=False)
+            return _AnswerStart(extended, history, list(conversation.turns), conversation)
+        return _AnswerStart(self._new_sample(sample.prompt_ids + sample.response_ids[: turn.tokens] + ids_of(new_tokens)), history, [])
 
     def _new_sample(self, prompt: Ids) -> Sample:
         first = self.request.sample
@@ -233,39 +240,43 @@ class Trajectory:
 
     # ---------------------------------------------------------------------------------------------------- the answer
 
-    async def _generate(self, start: _Start, chat: ChatRequest, request: GenerationRequest) -> Answer:
-        before, sample = len(start.sample.response_ids), start.sample
-        max_new_tokens = min(self.request.max_tokens - before, self._model.context - sample.length, chat.token_limit or self._model.context)
+    async def _generate(self, start: _AnswerStart, chat: ChatRequest, request: GenerationRequest) -> Answer:
+        start_length, sample = len(start.sample.response_ids), start.sample
+        max_new_tokens = min(
+            self.request.max_tokens - start_length, self._model.context - sample.length, chat.token_limit or self._model.context
+        )
         if max_new_tokens <= 0:
-            over = self.request.max_tokens <= before
+            is_over_budget = self.request.max_tokens <= start_length
             raise RequestInvalid(
-                f"the conversation has {sample.length} tokens, and there is no room for an answer ({_limit(over)})",
-                OVER_BUDGET if over else OVER_CONTEXT,
+                f"the conversation has {sample.length} tokens, which leaves no room for an answer ({_limit_key(is_over_budget)})",
+                OVER_BUDGET if is_over_budget else OVER_CONTEXT,
             )
         stops = [*request.stop, *chat.stops]
         sample = await self._model.generate(
-            replace(request, sample=sample, max_tokens=before + max_new_tokens, stop=stops, deadline_s=self.seconds_left + sample.spent_s)
+            replace(
+                request, sample=sample, max_tokens=start_length + max_new_tokens, stop=stops, deadline_s=self.seconds_left + sample.spent_s
+            )
         )
         if sample.finish_reason == ABORTED:
             raise _ended_error()
-        tokens = sample.response_ids[before:]
+        tokens = sample.response_ids[start_length:]
         end_token = tokens[-1] if tokens and tokens[-1] in request.stop_token_ids else None
-        read = self._model.tokenizer.decode
-        if stops and end_token is None and (length := find_stop_length(read, tokens.tolist(), stops)) is not None:
+        decode = self._model.tokenizer.decode
+        if stops and end_token is None and (length := find_stop_length(decode, tokens.tolist(), stops)) is not None:
             # Tokens after the stop string come from drafts that were accepted in the same step.
-            sample.truncate(before + length)
-            tokens = sample.response_ids[before:]
-        message = self._model.read(tokens[:-1] if end_token is not None else tokens, stops, _tools(chat))
+            sample.truncate(start_length + length)
+            tokens = sample.response_ids[start_length:]
+        message = self._model.read(tokens[:-1] if end_token is not None else tokens, stops, _available_tools(chat))
         if chat.parallel_tool_calls is False and message.tool_calls:
             message.tool_calls = message.tool_calls[:1]
-        self._store(start, sample, message, end_token, _tools_key(chat))
+        self._record_answer(start, sample, message, end_token, _tools_key(chat))
         if sample.finish_reason == DEADLINE:
-            raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
+            raise RequestInvalid(f"the trajectory exceeded {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
         reason = "tool_calls" if message.tool_calls else "length" if sample.finish_reason == "length" else "stop"
-        prompt = len(sample.prompt_ids) + before
-        return Answer(message, reason, tokens, sample.behaviour_logprobs[before:].tolist(), prompt)
+        prompt_length = len(sample.prompt_ids) + start_length
+        return Answer(message, reason, tokens, sample.behaviour_logprobs[start_length:].tolist(), prompt_length)
 
-    def _store(self, start: _Start, sample: Sample, message: ChatMessage, end_token: int | None, tools: str) -> None:
+    def _record_answer(self, start: _AnswerStart, sample: Sample, message: ChatMessage, end_token: int | None, tools: str) -> None:
         conversation = start.extends
         if conversation is None:
             self._conversations.append(conversation := Conversation(sample, tools))
@@ -277,32 +288,32 @@ class Trajectory:
         if self._ended or (self.request.unwanted is not None and self.request.unwanted.is_set()):
             raise _ended_error()
         if not self.seconds_left:
-            raise RequestInvalid(f"the trajectory took its {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
+            raise RequestInvalid(f"the trajectory exceeded {self.request.deadline_s:g} s (rollout.deadline_s)", OVER_BUDGET)
 
 
-def _seeded(request: GenerationRequest, choice: int) -> GenerationRequest:
-    """The request for one of several choices, each with a seed derived from the request's."""
+def _request_for_choice(request: GenerationRequest, choice: int) -> GenerationRequest:
+    """The request for choice number `choice`, with its own seed if the request has one."""
     return request if request.seed is None or not choice else replace(request, seed=request.seed + choice)
 
 
-def _start_of_choice(start: _Start) -> _Start:
+def _start_further_choice(start: _AnswerStart) -> _AnswerStart:
     """The start of a further choice: a new sample whose prompt is the tokens so far."""
     sample = start.sample
-    return _Start(Sample(sample.prompt_id, sample.group_id, sample.token_ids, sample.index), start.history, [])
+    return _AnswerStart(Sample(sample.prompt_id, sample.group_id, sample.token_ids, sample.index), start.history, [])
 
 
-def _tools(chat: ChatRequest) -> list[dict[str, Any]]:
+def _available_tools(chat: ChatRequest) -> list[dict[str, Any]]:
     """The tools that the model may call."""
     return [] if chat.tool_choice == "none" else chat.tools or []
 
 
 def _tools_key(chat: ChatRequest) -> str:
-    """A key for the tools and template variables, which are equal throughout a conversation."""
-    return json.dumps([_tools(chat), chat.variables], sort_keys=True)
+    """A key for the tools and template variables, which do not change within a conversation."""
+    return json.dumps([_available_tools(chat), chat.variables], sort_keys=True)
 
 
-def _limit(over: bool) -> str:
-    return "rollout.max_tokens" if over else "rollout.context"
+def _limit_key(is_over_budget: bool) -> str:
+    return "rollout.max_tokens" if is_over_budget else "rollout.context"
 
 
 def _ended_error() -> RequestInvalid:

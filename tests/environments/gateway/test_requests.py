@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai.types.chat import completion_create_params
 
-from mtpctl.environments.gateway.requests import ACCEPTED_VALUES, WITHOUT_EFFECT, ChatRequest, FieldRules
+from mtpctl.environments.gateway.requests import ACCEPTED_VALUES, BOOKKEEPING_FIELDS, ChatRequest, FieldRules
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.samples import GenerationRequest, Sample, Steering
 from mtpctl.web.server import listen
@@ -128,7 +128,7 @@ SAME = {
 def test_fields_with_default_behavior_are_accepted(rules: FieldRules) -> None:
     anyway = {name: values[0] for name, values in ACCEPTED_VALUES.items() if values}
     nothing = dict.fromkeys([*ACCEPTED_VALUES, *ChatRequest.model_fields.keys() - {"messages"}])
-    for fields in (SAME, anyway, nothing, dict.fromkeys(WITHOUT_EFFECT, "x"), {"tool_choice": "auto", "parallel_tool_calls": True}):
+    for fields in (SAME, anyway, nothing, dict.fromkeys(BOOKKEEPING_FIELDS, "x"), {"tool_choice": "auto", "parallel_tool_calls": True}):
         answer = ask(Recording(), rules, **fields)
         assert answer.status_code == 200 and "mtpctl-ignored" not in answer.headers, answer.text
 
@@ -236,13 +236,13 @@ def test_an_invalid_value_is_rejected_by_name(fields: dict[str, Any]) -> None:
 
 def test_every_field_of_openais_schema_is_classified() -> None:
     schema = set(get_type_hints(completion_create_params.CompletionCreateParamsBase)) | {"stream"}
-    assert schema - set(ChatRequest.model_fields) - set(ACCEPTED_VALUES) - WITHOUT_EFFECT == set()
+    assert schema - set(ChatRequest.model_fields) - set(ACCEPTED_VALUES) - BOOKKEEPING_FIELDS == set()
 
 
 def test_every_field_of_vllms_schema_is_classified() -> None:
     protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
     schema = set(protocol.ChatCompletionRequest.model_fields)
-    assert schema - set(ChatRequest.model_fields) - set(ACCEPTED_VALUES) - WITHOUT_EFFECT == set()
+    assert schema - set(ChatRequest.model_fields) - set(ACCEPTED_VALUES) - BOOKKEEPING_FIELDS == set()
 
 
 def test_one_tool_call_is_returned_if_parallel_ones_are_not_wanted() -> None:

@@ -45,7 +45,7 @@ def test_a_conversation_goes_on_from_its_own_tokens() -> None:
     assert read(sample.token_ids) == "user: 1+1?\nassistant:   answer 0 <eos>user: sure?\nassistant:   answer 1 <eos>"
     assert read(sample.prompt_ids) == "user: 1+1?\nassistant: "
     assert [span.version for span in sample.version_spans] == [0, 1]
-    assert (second.prompt, len(second.tokens)) == (len(sample.token_ids) - len(engine.answered[1]), len(engine.answered[1]))
+    assert (second.prompt_length, len(second.tokens)) == (len(sample.token_ids) - len(engine.answered[1]), len(engine.answered[1]))
     assert trajectory.rewritten == 0 and (sample.prompt_id, sample.group_id, sample.index) == ("p", "g", 3)
     assert sample.behaviour_logprobs.tolist()[0] == -0.25 and sample.behaviour_logprobs.tolist()[-1] == -1.25
 
