@@ -23,7 +23,7 @@ from mtpctl.compat.megatron_bridge import import_auto_bridge
 from mtpctl.compat.transformers import register_mimo
 from mtpctl.convert import family_bridges, mappings
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.convert.mappings import ConversionTask, LocalTask, ModelBridge, is_local, names_of
+from mtpctl.convert.mappings import ConversionTask, LocalTask, ModelBridge, hf_names, is_local
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.errors import UserError
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 AutoBridge = import_auto_bridge()
-family_bridges.register()
+family_bridges.register_bridges()
 
 
 class WeightBridge:
@@ -42,7 +42,7 @@ class WeightBridge:
     def __init__(self, folder: HfFolder) -> None:
         register_mimo()
         self.folder = folder
-        self._bridge = AutoBridge.from_hf_config(_hf_config(folder))
+        self._bridge = AutoBridge.from_hf_config(_transformers_config(folder))
         self._tasks: tuple[tuple[int, ...], list[ConversionTask]] | None = None
         self._section_of = cache(partial(section_of, shape=folder.shape))
 
@@ -54,7 +54,7 @@ class WeightBridge:
         return config
 
     def mapping(self) -> ModelBridge:
-        """Megatron-Bridge's own bridge, with the parameters of an EAGLE-3 or DFlash drafter."""
+        """Megatron-Bridge's bridge object, extended by the parameters of an EAGLE-3 or DFlash drafter."""
         bridge: ModelBridge = self._bridge._model_bridge
         if self.folder.shape.eagle3 is not None:
             mappings.add_eagle3(bridge)
@@ -63,8 +63,8 @@ class WeightBridge:
         return bridge
 
     def pretrained(self, names: Collection[str], weights: Mapping[str, Tensor] | None = None, path: Path | None = None) -> SimpleNamespace:
-        """A stand-in for the Hugging Face model that Megatron-Bridge expects: config, tensor names and, if given, tensors."""
-        state = _State(names, weights or {})
+        """The attributes of a Hugging Face model that Megatron-Bridge reads: config, tensor names and, if given, tensors."""
+        state = _FolderState(names, weights or {})
         return SimpleNamespace(config=self._bridge.hf_pretrained, state=state, model_name_or_path=str(path or self.folder.path))
 
     def load(self, chunks: list[MegatronModule], path: Path | None = None) -> None:
@@ -76,23 +76,23 @@ class WeightBridge:
 
     def fill(self, chunks: list[MegatronModule], weights: ModelWeights) -> None:
         """Load weights from an open folder into the modules. Each rank reads only its own parameters, one at a time."""
-        self._check_same(weights)
-        versions = {name: tensor._version for name, tensor in self._filled(chunks)}
+        self._check_same_model(weights)
+        versions = {name: tensor._version for name, tensor in self._required_tensors(chunks)}
         bridge = self.mapping()
         build = bridge.build_conversion_tasks
-        # The task of a parameter without a mapping is None, on which upstream's loop fails without naming the parameter.
+        # For a parameter without a mapping, upstream's list has None, on which its loop fails without naming the parameter.
         bridge.build_conversion_tasks = lambda *args: [task for task in build(*args) if task is not None]
         bridge.load_weights_hf_to_megatron(self.pretrained(weights, weights, weights.folder.path), chunks)
         # The bridge only logs parameters that it cannot map. `_version` counts in-place writes.
-        unfilled = [name for name, tensor in self._filled(chunks) if tensor._version == versions[name]]
+        unfilled = [name for name, tensor in self._required_tensors(chunks) if tensor._version == versions[name]]
         if unfilled:
             more = f" and {len(unfilled) - 8} more" if len(unfilled) > 8 else ""
             raise RuntimeError(f"parameters of {self.folder.shape.architecture} that were not filled: {', '.join(unfilled[:8])}{more}")
 
-    def _filled(self, chunks: list[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
+    def _required_tensors(self, chunks: list[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
         """The tensors that `fill` must write on this rank: parameters and persistent buffers, except adapters and a tied LM head."""
-        for number, chunk in enumerate(chunks):
-            prefix = f"{number}." if len(chunks) > 1 else ""
+        for index, chunk in enumerate(chunks):
+            prefix = f"{index}." if len(chunks) > 1 else ""
             for path, module in chunk.named_modules():
                 buffers = ((name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set)
                 for name, tensor in (*module._parameters.items(), *buffers):
@@ -101,7 +101,7 @@ class WeightBridge:
                     if tensor is not None and ".adapter." not in full_name and not is_copy:
                         yield prefix + full_name, tensor
 
-    def _check_same(self, weights: ModelWeights) -> None:
+    def _check_same_model(self, weights: ModelWeights) -> None:
         """Raise UserError if the weights belong to another model."""
         expected, actual = self.folder.shape, weights.shape
         if expected.family != actual.family:
@@ -115,7 +115,7 @@ class WeightBridge:
                 raise UserError(f"{weights.folder.path}: holds {name} as {list(weights.size(name))}, the model here {requirement}")
 
     @cached_property
-    def _stored(self) -> SimpleNamespace:
+    def _stored_names(self) -> SimpleNamespace:
         return self.pretrained(tensor_shapes(self.folder.shape))
 
     def tasks(self, chunks: list[MegatronModule]) -> list[ConversionTask]:
@@ -125,7 +125,7 @@ class WeightBridge:
         """
         parameters = tuple(id(parameter) for chunk in chunks for parameter in chunk.parameters())
         if self._tasks is None or self._tasks[0] != parameters:
-            tasks = self.mapping().build_conversion_tasks(self._stored, chunks)
+            tasks = self.mapping().build_conversion_tasks(self._stored_names, chunks)
             self._tasks = parameters, [task for task in tasks if task is not None]
         return self._tasks[1]
 
@@ -134,7 +134,7 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor). Collective: every rank must iterate, and gets all tensors.
 
-        A tensor that folders store twice (DeepSeek's MTP layers repeat embedding and head) is yielded once for each name, in sequence.
+        If folders store a tensor under several names (DeepSeek's MTP layers repeat embedding and head), it is yielded once for each name.
 
         Args:
             chunks: the model's modules on this rank.
@@ -143,34 +143,34 @@ class WeightBridge:
         """
         shape = self.folder.shape
         copies: dict[str, list[str]] = {}
-        originals = aliases(shape)
-        stored = tensor_shapes(shape) if originals and chunks[0].config.mtp_num_layers else {}
-        for name, original in originals.items():
-            if name in stored:
+        alias_sources = aliases(shape)
+        tensor_sizes = tensor_shapes(shape) if alias_sources and chunks[0].config.mtp_num_layers else {}
+        for name, original in alias_sources.items():
+            if name in tensor_sizes:
                 copies.setdefault(original, []).append(name)
 
-        def included(name: str) -> bool:
+        def is_included(name: str) -> bool:
             return self._section_of(name) in sections
 
         tasks = [
             task
             for task in self.tasks(chunks)
-            if any(included(name) or any(map(included, copies.get(name, []))) for name in names_of(task))
+            if any(is_included(name) or any(map(is_included, copies.get(name, []))) for name in hf_names(task))
         ]
         conversions = map(_merge_adapter, tasks) if merged else tasks
-        # `merge_adapter_weights=False`, because the bridge would search the whole model for its own kind of adapter.
+        # `merge_adapter_weights=False`: otherwise the bridge searches the whole model for its own kind of adapter.
         stream = self.mapping().stream_weights_megatron_to_hf(
-            chunks, self._stored, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
+            chunks, self._stored_names, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
         )
         for name, tensor in stream:
             if name in (shape.embedding_name, "lm_head.weight"):
                 tensor = tensor[: shape.vocab]  # Drops the rows that pad the vocabulary for tp.
             for stored_name in (name, *copies.get(name, [])):
-                if included(stored_name):
+                if is_included(stored_name):
                     yield stored_name, tensor
 
 
-class _Names:
+class _TensorNames:
     """The names of a folder's tensors, with the interface that the bridge expects."""
 
     def __init__(self, names: Collection[str]) -> None:
@@ -183,11 +183,11 @@ class _Names:
         return any(fnmatchcase(name, pattern) for name in self.names)
 
 
-class _State(Mapping[str, Tensor]):
+class _FolderState(Mapping[str, Tensor]):
     """Names and tensors of a folder, with the interface that the bridge expects."""
 
     def __init__(self, names: Collection[str], weights: Mapping[str, Tensor]) -> None:
-        self.source = _Names(names)
+        self.source = _TensorNames(names)
         self.weights = weights
 
     def __getitem__(self, name: str) -> Tensor:
@@ -200,17 +200,17 @@ class _State(Mapping[str, Tensor]):
         return len(self.weights)
 
 
-def _hf_config(folder: HfFolder) -> PretrainedConfig:
+def _transformers_config(folder: HfFolder) -> PretrainedConfig:
     """The folder's config as a transformers config. Custom code in the folder is not run."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = str(folder.config.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        raise UserError(f"{folder.path / 'config.json'}: model_type {kind!r} is unknown to transformers; use that of the family")
-    # A copy, because transformers modifies the sections. It writes the infinity of Nemotron-H's field as an object that it cannot read;
-    # only its default value is supported.
+    model_type = str(folder.config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"{folder.path / 'config.json'}: model_type {model_type!r} is unknown to transformers; use that of the family")
+    # `from_dict` modifies the sections, so it gets a copy. The field of Nemotron-H that is left out may be an infinity, which transformers
+    # writes as an object that it cannot read; only the default value is supported.
     config = {key: value for key, value in folder.config.items() if key != "time_step_limit"}
-    return CONFIG_MAPPING[kind].from_dict(deepcopy(config))
+    return CONFIG_MAPPING[model_type].from_dict(deepcopy(config))
 
 
 def _merge_adapter(task: ConversionTask) -> ConversionTask:
@@ -235,7 +235,7 @@ class StreamMap:
         self.bridge, self.chunks = bridge.mapping(), chunks
         tasks = [task for task in self.bridge.build_conversion_tasks(bridge.pretrained(names), chunks) if task is not None]
         self.tasks = [task for task in tasks if is_local(task)]
-        self.known = {name for task in tasks for name in names_of(task)}
+        self.known = {name for task in tasks for name in hf_names(task)}
         """Names of the tensors that any rank needs."""
 
 
@@ -249,8 +249,8 @@ class WeightStream:
     def __init__(self, stream_map: StreamMap, names: Collection[str], destination: Destination) -> None:
         self.map = stream_map
         self.destination = destination
-        self._incomplete = [task for task in stream_map.tasks if set(names_of(task)) <= set(names)]
-        self._uses = Counter(name for task in self._incomplete for name in names_of(task))
+        self._incomplete = [task for task in stream_map.tasks if set(hf_names(task)) <= set(names)]
+        self._uses = Counter(name for task in self._incomplete for name in hf_names(task))
         self._tensors: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -259,11 +259,11 @@ class WeightStream:
         if not self._uses[name]:
             return
         self._tensors[name] = tensor
-        for task in [task for task in self._incomplete if name in names_of(task) and all(n in self._tensors for n in names_of(task))]:
+        for task in [task for task in self._incomplete if name in hf_names(task) and all(part in self._tensors for part in hf_names(task))]:
             self._load(task)
             self._incomplete.remove(task)
         # Releases tensors that no other parameter needs.
-        self._tensors = {stored: value for stored, value in self._tensors.items() if self._uses[stored]}
+        self._tensors = {key: value for key, value in self._tensors.items() if self._uses[key]}
 
     def own_tensors(self) -> None:
         """Copy the tensors that are still needed, after which the caller may reuse their memory."""
@@ -272,7 +272,7 @@ class WeightStream:
     def finish(self) -> None:
         """End the section: update the copies of embeddings on other pipeline stages. Raises ValueError if tensors are missing."""
         if self._incomplete:
-            missing = sorted({name for task in self._incomplete for name in names_of(task) if name not in self._tensors})
+            missing = sorted({name for task in self._incomplete for name in hf_names(task) if name not in self._tensors})
             raise ValueError(f"the update ended without {', '.join(missing[:8])}")
         self.map.bridge._broadcast_shared_embeddings(self.map.chunks)
 
@@ -281,5 +281,5 @@ class WeightStream:
         converted = task.mapping.hf_to_megatron(weights, task.megatron_module)
         if converted is not None:
             self.destination(task.param_weight).copy_(converted)
-        for name in names_of(task):
+        for name in hf_names(task):
             self._uses[name] -= 1

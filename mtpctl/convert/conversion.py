@@ -22,28 +22,28 @@ import torch
 from mtpctl.checkpoint.listing import flush
 from mtpctl.checkpoint.sharded import AdapterRecord, adapter_of
 from mtpctl.convert.adapters import MergedReader, adapter_skeleton, require_weights, write_adapter
-from mtpctl.convert.hf_folder import HfFolder, check_target, config_to_write, copied_files, copy_files, write_config
+from mtpctl.convert.hf_folder import HfFolder, check_target, config_to_write, copy_files, files_to_copy, write_config
 from mtpctl.convert.hf_writer import (
     DTYPES,
     FP8,
     HfWriter,
     cast_dtypes,
     common_dtype,
-    fp8_layout,
     main_dtype,
-    names_to_quantize,
+    make_fp8_layout,
     quantization_config,
-    written_tensors,
+    quantize_selected,
+    select_fp8_matrices,
 )
 from mtpctl.convert.model_weights import ModelWeights, Stored, plain_layout, save_layout, with_dtypes
 from mtpctl.convert.parts import MARKER, PartReader, PartWriter, Reader, Skeleton
-from mtpctl.convert.source import HF, LAYOUT, Reference, checkpoint_at, has_mtp, reference_of, tensor_sizes
+from mtpctl.convert.source import HF_FOLDER, LAYOUT_FILE, Reference, count_elements, find_checkpoint, find_reference, has_mtp
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.convert.verification import VerificationResult, verify_adapter, verify_conversion, verify_merged
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 
-To = Literal["megatron", "hf"]
+TargetFormat = Literal["megatron", "hf"]
 Progress = Callable[[int, int], None]
 """Called with the bytes converted so far and in total."""
 Report = Callable[[str], None]
@@ -51,9 +51,9 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """The options of `mtpctl convert-hf`. to: the expected target format; the actual one follows from the source."""
+    """The options of `mtpctl convert-hf`. to: the expected target format, or None; the source determines the actual format."""
 
-    to: To | None = None
+    to: TargetFormat | None = None
     dtype: str | None = None
     model: Path | None = None
     verify: bool = False
@@ -65,59 +65,59 @@ class ConversionOptions:
 class ConversionResult:
     """The result of a conversion. tensors: number of tensors in the Hugging Face folder."""
 
-    to: To
+    to: TargetFormat
     tensors: int
     nbytes: int
     seconds: float
     verified: VerificationResult | None
 
 
-_Written = tuple[int, int, VerificationResult | None]
+_ConversionCounts = tuple[int, int, VerificationResult | None]
 """Numbers of tensors and bytes, and the result of the verification."""
 
 
 def convert(source: Path, target: Path, options: ConversionOptions, *, report: Report, progress: Progress) -> ConversionResult:
     """Convert `source` to `target`. Raises UserError if it cannot be converted, before `target` is changed."""
-    checkpoint = checkpoint_at(source, report)
-    to: To = "megatron" if checkpoint is None else "hf"
-    if options.to not in (None, to):
-        kind = "a Hugging Face folder" if checkpoint is None else "a Megatron checkpoint"
-        raise UserError(f"--to {options.to}: {source} is {kind} already")
+    checkpoint = find_checkpoint(source, report)
+    target_format: TargetFormat = "megatron" if checkpoint is None else "hf"
+    if options.to not in (None, target_format):
+        source_kind = "a Hugging Face folder" if checkpoint is None else "a Megatron checkpoint"
+        raise UserError(f"--to {options.to}: {source} is {source_kind} already")
     if options.dtype == FP8 and checkpoint is None:
-        raise UserError("--dtype fp8: only Hugging Face folders are written in FP8, and SRC is one; name a checkpoint or a run")
+        raise UserError("--dtype fp8: FP8 requires a Hugging Face folder as the target, but SRC is one; name a checkpoint or a run")
     adapter = None if checkpoint is None else adapter_of(checkpoint)
     if options.merge and adapter is None:
-        raise UserError(f"--merge: {source} holds no adapter")
+        raise UserError(f"--merge: {source} contains no adapter")
     if options.dtype and adapter is not None and not options.merge:
-        raise UserError("--dtype: an adapter's folder keeps the dtype of its training; remove --dtype, or write the model with --merge")
+        raise UserError("--dtype: an adapter is written in the dtype of its training; remove --dtype, or write the model with --merge")
     check_target(source, target, force=options.force)
     if target.is_symlink():
         target = target.resolve()  # Replaces the folder, not the link to it.
-    began = time.perf_counter()
+    start = time.perf_counter()
     if checkpoint is None:
-        written = _to_megatron(ModelWeights(source), target, options, progress)
+        result = _convert_to_megatron(ModelWeights(source), target, options, progress)
     elif adapter is not None and not options.merge:
-        written = _to_peft(checkpoint, reference_of(checkpoint, options.model), adapter, target, options, report)
+        result = _convert_to_peft(checkpoint, find_reference(checkpoint, options.model), adapter, target, options, report)
     else:
-        written = _to_hf(checkpoint, reference_of(checkpoint, options.model), adapter, target, options, report, progress)
-    tensors, nbytes, verified = written
-    return ConversionResult(to, tensors, nbytes, time.perf_counter() - began, verified)
+        result = _convert_to_hf(checkpoint, find_reference(checkpoint, options.model), adapter, target, options, report, progress)
+    tensors, nbytes, verified = result
+    return ConversionResult(target_format, tensors, nbytes, time.perf_counter() - start, verified)
 
 
-def _to_megatron(weights: ModelWeights, target: Path, options: ConversionOptions, progress: Progress) -> _Written:
+def _convert_to_megatron(weights: ModelWeights, target: Path, options: ConversionOptions, progress: Progress) -> _ConversionCounts:
     folder, layout = weights.folder, weights.layout
-    sizes = tensor_sizes(folder.shape, mtp=True)
-    types = cast_dtypes({name: weights.dtype(name) for name in weights}, sizes, DTYPES.get(options.dtype or ""))
-    config = config_to_write(folder.config, main_dtype(types, sizes), mtp_layers=folder.shape.mtp_layers)
+    num_elements = count_elements(folder.shape, mtp=True)
+    tensor_dtypes = cast_dtypes({name: weights.dtype(name) for name in weights}, num_elements, DTYPES.get(options.dtype or ""))
+    config = config_to_write(folder.config, main_dtype(tensor_dtypes, num_elements), mtp_layers=folder.shape.mtp_layers)
     extras = [stored for stored in layout if not stored.pieces]
     weights.check_aliases()
     weights.check_extras()
     target_model = HfFolder(folder.path, config, shape_of(config))
-    with _Output(target) as output:
-        hf = output.folder / HF
+    with _OutputFolder(target) as output:
+        hf = output.folder / HF_FOLDER
         with Skeleton(target_model, mtp=True) as skeleton:
             parameters = skeleton.parameters
-            dtypes = {name: common_dtype(types, parameter.needs) for name, parameter in parameters.items()}
+            dtypes = {name: common_dtype(tensor_dtypes, parameter.needs) for name, parameter in parameters.items()}
             writer = PartWriter(output.folder, skeleton, dtypes)
             extras_writer = HfWriter(hf, extras, {}, stem="carried", shard_bytes=1 << 62)
             count = _start_progress(output, writer.nbytes, extras_writer.nbytes, folder.path, progress)
@@ -127,17 +127,17 @@ def _to_megatron(weights: ModelWeights, target: Path, options: ConversionOptions
                 count(value.nbytes)
                 return value
 
-            with _in_thread() as run:
-                for number in range(len(writer.parts)):
-                    writer.write(number, compute)
-                    run(partial(writer.flush, number))
+            with _background_runner() as run_in_background:
+                for index in range(len(writer.parts)):
+                    writer.write(index, compute)
+                    run_in_background(partial(writer.flush, index))
             hf.mkdir()
             if extras:
                 extras_writer.allocate()
-                _put_extras(extras_writer, extras, weights.raw)
+                _write_extras(extras_writer, extras, weights.raw)
             copy_files(folder.path, hf)
             write_config(config, hf)
-            save_layout(with_dtypes(layout, types), hf / LAYOUT)
+            save_layout(with_dtypes(layout, tensor_dtypes), hf / LAYOUT_FILE)
             writer.finish()
         stored_extras = FolderWeights(hf) if extras else None
         verified = verify_conversion(weights, output.folder, target_model, extra_weights=stored_extras) if options.verify else None
@@ -145,7 +145,7 @@ def _to_megatron(weights: ModelWeights, target: Path, options: ConversionOptions
     return len(layout), sum(writer.nbytes) + extras_writer.nbytes, verified
 
 
-def _to_hf(
+def _convert_to_hf(
     checkpoint: Path,
     reference: Reference,
     adapter: AdapterRecord | None,
@@ -153,14 +153,14 @@ def _to_hf(
     options: ConversionOptions,
     report: Report,
     progress: Progress,
-) -> _Written:
+) -> _ConversionCounts:
     folder, shape = reference.folder, reference.folder.shape
     mtp = bool(shape.mtp_layers) and (adapter is not None or has_mtp(checkpoint))
     if shape.mtp_layers and not mtp:
         report(f"{checkpoint} was saved without MTP layers; the folder will have none")
     if reference.weights is not None:
         reference.weights.check_extras()
-    sizes = tensor_sizes(shape, mtp=mtp)
+    num_elements = count_elements(shape, mtp=mtp)
     with contextlib.ExitStack() as stack:
         with adapter_skeleton(checkpoint, folder, adapter) if adapter else Skeleton(folder, mtp=mtp) as skeleton:
             reader = (
@@ -168,46 +168,50 @@ def _to_hf(
                 if adapter
                 else PartReader(checkpoint, skeleton)
             )
-            fp8 = names_to_quantize(shape, sizes) if options.dtype == FP8 else frozenset()
-            dtype = torch.bfloat16 if fp8 else DTYPES.get(options.dtype or "")
-            types, layout = _types_and_layout(reference, reader, sizes, dtype)
-            config = config_to_write(folder.config, main_dtype(types, sizes), mtp_layers=shape.mtp_layers if mtp else 0)
-            if fp8:
-                config["quantization_config"] = quantization_config(shape, fp8, layout)
-                layout = fp8_layout(layout, fp8, shape)
-            output = stack.enter_context(_Output(target))
-            writer = HfWriter(output.folder, layout, sizes)
+            fp8_names = select_fp8_matrices(shape, num_elements) if options.dtype == FP8 else frozenset()
+            dtype = torch.bfloat16 if fp8_names else DTYPES.get(options.dtype or "")
+            tensor_dtypes, layout = _target_dtypes_and_layout(reference, reader, num_elements, dtype)
+            config = config_to_write(folder.config, main_dtype(tensor_dtypes, num_elements), mtp_layers=shape.mtp_layers if mtp else 0)
+            if fp8_names:
+                config["quantization_config"] = quantization_config(shape, fp8_names, layout)
+                layout = make_fp8_layout(layout, fp8_names, shape)
+            output = stack.enter_context(_OutputFolder(target))
+            writer = HfWriter(output.folder, layout, num_elements)
             count = _start_progress(output, reader.nbytes, writer.nbytes - sum(reader.nbytes), folder.path, progress)
             writer.allocate()
-            with _in_thread() as run:
-                for number in range(len(reader.parts)):
-                    for name, value in reader.read(number).items():
-                        for hf_name, tensor in written_tensors(skeleton.to_hf(name, value), fp8):
+            with _background_runner() as run_in_background:
+                for index in range(len(reader.parts)):
+                    for name, value in reader.read(index).items():
+                        for hf_name, tensor in quantize_selected(skeleton.to_hf(name, value), fp8_names):
                             writer.put(hf_name, tensor)
                         count(value.nbytes)
-                    run(writer.flush)
+                    run_in_background(writer.flush)
             extras = [] if reference.extra_weights is None else [stored for stored in layout if not stored.pieces]
-            _put_extras(writer, extras, reference.extra_weights)
-            for source in reference.files:
-                copy_files(source, output.folder)
-            (output.folder / LAYOUT).unlink(missing_ok=True)
+            _write_extras(writer, extras, reference.extra_weights)
+            for files_folder in reference.files:
+                copy_files(files_folder, output.folder)
+            (output.folder / LAYOUT_FILE).unlink(missing_ok=True)
             write_config(config, output.folder)
         verified = None
         if options.verify and adapter is not None:
             base = require_weights(checkpoint, reference.weights)
-            verified = verify_merged(ModelWeights(output.folder), checkpoint, base, adapter, extra_weights=reference.extra_weights, fp8=fp8)
+            verified = verify_merged(
+                ModelWeights(output.folder), checkpoint, base, adapter, extra_weights=reference.extra_weights, fp8_names=fp8_names
+            )
         elif options.verify:
-            verified = verify_conversion(ModelWeights(output.folder), checkpoint, folder, extra_weights=reference.extra_weights, fp8=fp8)
+            verified = verify_conversion(
+                ModelWeights(output.folder), checkpoint, folder, extra_weights=reference.extra_weights, fp8_names=fp8_names
+            )
         output.publish()
     return len(layout), writer.nbytes, verified
 
 
-def _to_peft(
+def _convert_to_peft(
     checkpoint: Path, reference: Reference, adapter: AdapterRecord, target: Path, options: ConversionOptions, report: Report
-) -> _Written:
+) -> _ConversionCounts:
     if has_mtp(checkpoint):
         report("a PEFT folder cannot contain the trained MTP layers; --merge writes both")
-    with _Output(target) as output:
+    with _OutputFolder(target) as output:
         weights = require_weights(checkpoint, reference.weights)
         with adapter_skeleton(checkpoint, weights.folder, adapter) as skeleton:
             tensors, nbytes = write_adapter(checkpoint, skeleton, weights.folder, adapter, output.folder)
@@ -216,18 +220,20 @@ def _to_peft(
     return tensors, nbytes, verified
 
 
-def _types_and_layout(
-    reference: Reference, reader: Reader, sizes: dict[str, int], dtype: torch.dtype | None
+def _target_dtypes_and_layout(
+    reference: Reference, reader: Reader, num_elements: dict[str, int], cast_to: torch.dtype | None
 ) -> tuple[dict[str, torch.dtype], list[Stored]]:
     """The dtypes of the model's tensors, and the layout of the folder to write."""
-    saved = {name: reader.dtypes[each.name] for each in reader.skeleton.parameters.values() for name in each.needs}
-    folder_dtypes = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in sizes}
-    types = cast_dtypes({name: saved[name] for name in sizes}, sizes, dtype, folder_dtypes=folder_dtypes or None)
-    layout = reference.layout if reference.layout is not None else plain_layout(reference.folder.shape, types)
-    return types, with_dtypes([stored for stored in layout if all(name in types for name in stored.pieces)], types)
+    saved_dtypes = {name: reader.dtypes[parameter.name] for parameter in reader.skeleton.parameters.values() for name in parameter.needs}
+    folder_dtypes = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in num_elements}
+    tensor_dtypes = cast_dtypes(
+        {name: saved_dtypes[name] for name in num_elements}, num_elements, cast_to, folder_dtypes=folder_dtypes or None
+    )
+    layout = reference.layout if reference.layout is not None else plain_layout(reference.folder.shape, tensor_dtypes)
+    return tensor_dtypes, with_dtypes([stored for stored in layout if all(name in tensor_dtypes for name in stored.pieces)], tensor_dtypes)
 
 
-def _put_extras(writer: HfWriter, extras: list[Stored], weights: FolderWeights | None) -> None:
+def _write_extras(writer: HfWriter, extras: list[Stored], weights: FolderWeights | None) -> None:
     """Write the tensors outside the language model, and close the files."""
     for stored in extras:
         assert weights is not None
@@ -236,7 +242,7 @@ def _put_extras(writer: HfWriter, extras: list[Stored], weights: FolderWeights |
     writer.close()
 
 
-class _Output:
+class _OutputFolder:
     """The temporary folder `target.partial`, which `publish` renames to the target. It is deleted if the block fails.
 
     The folder is locked during the conversion, and a marker file identifies it. If the process is killed, the folder remains, and the next
@@ -253,11 +259,11 @@ class _Output:
         except OSError as error:
             raise UserError(f"{target}: cannot be created ({error.strerror}); name another DST") from error
         try:
-            leftover = list(self.folder.iterdir())
-            if (existed or leftover) and not (self.folder / MARKER).is_file():
+            remaining_files = list(self.folder.iterdir())
+            if (existed or remaining_files) and not (self.folder / MARKER).is_file():
                 raise UserError(f"{self.folder}: exists, and was not created by a conversion; remove it or name another DST")
-            for path in leftover:
-                _remove(path)
+            for path in remaining_files:
+                _delete(path)
             (self.folder / MARKER).touch()
         except BaseException:
             os.close(self._lock)
@@ -265,37 +271,37 @@ class _Output:
 
     def _lock_folder(self) -> int:
         """Open and lock the folder. Raises UserError if another process writes to it, or has just renamed it."""
-        handle = os.open(self.folder, os.O_RDONLY)
+        descriptor = os.open(self.folder, os.O_RDONLY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(handle), self.folder.stat()):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(descriptor), self.folder.stat()):
                 raise FileNotFoundError
         except (BlockingIOError, FileNotFoundError) as error:
-            os.close(handle)
+            os.close(descriptor)
             raise UserError(f"{self.folder}: another conversion writes to it; wait for its end, or name another DST") from error
-        return handle
+        return descriptor
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+    def __exit__(self, error_class: type[BaseException] | None, *_: object) -> None:
+        if error_class is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 
     def publish(self) -> None:
         """Rename the complete folder to its target. An existing target is replaced."""
-        old = self.target.with_name(self.target.name + ".replaced")
+        replaced = self.target.with_name(self.target.name + ".replaced")
         if self.target.exists():
-            _remove(old)
-            self.target.rename(old)
+            _delete(replaced)
+            self.target.rename(replaced)
         self.folder.rename(self.target)
         (self.target / MARKER).unlink()
-        _remove(old)
+        _delete(replaced)
         flush(self.target.parent)
 
 
-def _remove(path: Path) -> None:
+def _delete(path: Path) -> None:
     """Delete a file, a link or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -303,38 +309,40 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _start_progress(output: _Output, parts: list[int], tail: int, files: Path, progress: Progress) -> Callable[[int], None]:
-    """Check the free disk space. Returns a function that reports progress: it takes the number of bytes just converted.
+def _start_progress(
+    output: _OutputFolder, part_bytes: list[int], extra_bytes: int, copied_from: Path, progress: Progress
+) -> Callable[[int], None]:
+    """Check the free disk space. Returns a function that reports progress, given the number of bytes just converted.
 
-    tail: number of bytes that are written in addition to the parts. Raises UserError if the disk is too full.
+    extra_bytes: number of bytes that are written in addition to the parts. Raises UserError if the disk is too full.
     """
-    total, converted = sum(parts) + max(0, tail), 0
-    needed = sum(parts) + tail + sum((files / name).stat().st_size for name in copied_files(files))
+    total, converted = sum(part_bytes) + max(0, extra_bytes), 0
+    needed = sum(part_bytes) + extra_bytes + sum((copied_from / name).stat().st_size for name in files_to_copy(copied_from))
     free = shutil.disk_usage(output.folder).free
     if needed > free:
-        raise UserError(f"{output.target}: needs {needed:,} bytes and {free:,} are free on its disk; free some, or name a DST elsewhere")
+        raise UserError(f"{output.target}: needs {needed:,} bytes, but its disk has {free:,} free; free some, or name another DST")
     progress(converted, total)
 
-    def count(nbytes: int) -> None:
+    def add_bytes(nbytes: int) -> None:
         nonlocal converted
         converted += nbytes
         progress(converted, total)
 
-    return count
+    return add_bytes
 
 
 @contextlib.contextmanager
-def _in_thread() -> Iterator[Callable[[Callable[[], None]], None]]:
+def _background_runner() -> Iterator[Callable[[Callable[[], None]], None]]:
     """Yield a function that runs a callable in a thread, one at a time. Errors are raised by the next call or at the end of the block."""
     with ThreadPoolExecutor(1) as pool:
-        last: Future[None] | None = None
+        pending: Future[None] | None = None
 
-        def run(call: Callable[[], None]) -> None:
-            nonlocal last
-            if last is not None:
-                last.result()
-            last = pool.submit(call)
+        def run_in_background(call: Callable[[], None]) -> None:
+            nonlocal pending
+            if pending is not None:
+                pending.result()
+            pending = pool.submit(call)
 
-        yield run
-        if last is not None:
-            last.result()
+        yield run_in_background
+        if pending is not None:
+            pending.result()

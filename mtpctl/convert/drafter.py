@@ -1,8 +1,8 @@
 """Adds a drafter to a model's folder: MTP layers in the model's own format, or an EAGLE-3 or DFlash drafter in a subfolder.
 
 The model's weight files are copied or linked unchanged, so the trunk stays bit-identical. A new drafter is a copy of the model's last
-layers and norms, which work as decoder layers even before training. The projection of an MTP layer adds the normed state and embedding.
-The projection of an EAGLE-3 or DFlash drafter selects the last of its input states.
+layers and norms, which work as decoder layers before any training. The new projection of an MTP layer adds the normed state and embedding;
+that of an EAGLE-3 or DFlash drafter selects the last of its input states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtpctl.convert.hf_folder import HfConfig, HfFolder, split_drafter, write_config
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.convert.tensor_files import INDEXES, FolderWeights
+from mtpctl.convert.tensor_files import INDEX_FILES, FolderWeights
 from mtpctl.errors import UserError
 from mtpctl.families.drafters import Kind, with_drafter
 from mtpctl.families.reading import DRAFTER, shape_of
@@ -29,7 +29,7 @@ from mtpctl.families.tensors import MTP_EXPERT_LAYER, aliases, section_of, tenso
 
 MTP_FILE = "model-mtp.safetensors"
 """Weight file of added MTP layers."""
-_STD = 0.02
+_INIT_STD = 0.02
 """Standard deviation of new matrices that are not copied from the model."""
 
 
@@ -41,7 +41,7 @@ def add_drafter(source: Path, target: Path, kind: Kind | None = None, layers: in
     weights = ModelWeights(source)
     config = with_drafter(weights.folder.config, kind, layers)
     if "quantization_config" in config:
-        raise UserError(f"{source}: its weights are quantized; convert them first, with mtpctl convert-hf to a checkpoint and back")
+        raise UserError(f"{source}: its weights are quantized; first convert them with mtpctl convert-hf to a checkpoint and back")
     derive_folder(source, target, config, initial_drafter(weights, shape_of(config), seed), link=True)
     return HfFolder.open(target)
 
@@ -57,8 +57,8 @@ def copy_with_drafter(source: Path, trained: Path, target: Path) -> HfFolder:
 def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict[str, Tensor]:
     """The tensors of a new drafter for the model `weights`. `shape` includes the drafter."""
     assert shape.mtp is not None
-    originals, sizes = aliases(shape), tensor_shapes(shape)
-    names = {name: size for name, size in sizes.items() if name not in originals and section_of(name, shape) == "draft"}
+    alias_sources, shapes = aliases(shape), tensor_shapes(shape)
+    required_shapes = {name: size for name, size in shapes.items() if name not in alias_sources and section_of(name, shape) == "draft"}
     dtype = weights.dtype(shape.norm_name)
     generator = torch.Generator().manual_seed(seed)
     if shape.eagle3 is not None:
@@ -67,13 +67,13 @@ def initial_drafter(weights: ModelWeights, shape: ModelShape, seed: int) -> dict
         tensors = dict(_dflash_tensors(weights, shape, shape.dflash))
     else:
         tensors = dict(_mtp_tensors(weights, shape))
-    for name, size in names.items():
+    for name, size in required_shapes.items():
         if name not in tensors:
             # The down-projection starts at zero, so a new MLP has no effect at first.
-            std = 0.0 if "down_proj" in name else _STD
+            std = 0.0 if "down_proj" in name else _INIT_STD
             tensors[name] = torch.randn(size, generator=generator) * std
         assert tuple(tensors[name].shape) == size, f"{name}: {tuple(tensors[name].shape)}, but {size} is required"
-    return {name: tensors[name].to(dtype).clone(memory_format=torch.contiguous_format) for name in names}
+    return {name: tensors[name].to(dtype).clone(memory_format=torch.contiguous_format) for name in required_shapes}
 
 
 def _mtp_tensors(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
@@ -91,62 +91,62 @@ def _mtp_tensors(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str
         yield name(mtp.hidden_norm), identity_norm
         if mtp.final_norm is not None:
             yield name(mtp.final_norm), weights[shape.norm_name]
-        for ours, last in _copied_layers(shape, mtp):
+        for drafter_layer, source_prefix in _layer_prefixes(shape, mtp):
             for tensor in weights:
                 # A dense MTP layer in a model with experts copies only the attention and norms of the last decoder layer.
-                if tensor.startswith(last) and not (mtp.dense and ".mlp." in tensor):
-                    leaf = tensor.removeprefix(last).replace("post_attention_layernorm", mtp.mlp_norm)
-                    yield name(ours) + leaf, weights[tensor]
+                if tensor.startswith(source_prefix) and not (mtp.dense and ".mlp." in tensor):
+                    leaf = tensor.removeprefix(source_prefix).replace("post_attention_layernorm", mtp.mlp_norm)
+                    yield name(drafter_layer) + leaf, weights[tensor]
 
 
-def _copied_layers(shape: ModelShape, mtp: MtpConvention) -> Iterator[tuple[str, str]]:
-    """The prefix of each layer of the drafter, with that of the last decoder layer of its kind."""
+def _layer_prefixes(shape: ModelShape, mtp: MtpConvention) -> Iterator[tuple[str, str]]:
+    """Prefix pairs: each layer of the drafter, and the last decoder layer of the same kind, from which it is copied."""
 
-    def last(kind: LayerKind) -> str:
-        return f"{shape.prefix}layers.{max(index for index, each in enumerate(shape.layer_kinds) if each == kind)}."
+    def last_layer_of(kind: LayerKind) -> str:
+        return f"{shape.prefix}layers.{max(index for index, layer_kind in enumerate(shape.layer_kinds) if layer_kind == kind)}."
 
-    yield mtp.layer, last(mtp.kind)
+    yield mtp.layer, last_layer_of(mtp.kind)
     if shape.mamba is not None:
-        sparse = max(index for index in range(shape.layers) if shape.mlp_of(index) == "sparse")
-        yield MTP_EXPERT_LAYER, f"{shape.prefix}layers.{sparse}."
+        last_sparse = max(index for index in range(shape.layers) if shape.mlp_of(index) == "sparse")
+        yield MTP_EXPERT_LAYER, f"{shape.prefix}layers.{last_sparse}."
 
 
 def _eagle3_tensors(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shape) -> Iterator[tuple[str, Tensor]]:
     mtp, hidden = shape.mtp, shape.hidden
     assert mtp is not None
-    last = f"{shape.prefix}layers.{shape.layers - 1}."
+    source_prefix = f"{shape.prefix}layers.{shape.layers - 1}."
     # The first depth reads the state at the last boundary.
     yield mtp.projection, torch.cat([torch.zeros(hidden, hidden * (len(eagle3.boundaries) - 1)), torch.eye(hidden)], 1)
     yield mtp.embedding_norm, torch.ones(hidden)
-    yield mtp.hidden_norm, weights[f"{last}input_layernorm.weight"]
+    yield mtp.hidden_norm, weights[f"{source_prefix}input_layernorm.weight"]
     assert mtp.final_norm is not None
     yield mtp.final_norm, weights[shape.norm_name]
-    yield f"{mtp.layer}post_attention_layernorm.weight", weights[f"{last}post_attention_layernorm.weight"]
+    yield f"{mtp.layer}post_attention_layernorm.weight", weights[f"{source_prefix}post_attention_layernorm.weight"]
     for part in "qkv":
-        state_weight = weights[f"{last}self_attn.{part}_proj.weight"]
+        state_weight = weights[f"{source_prefix}self_attn.{part}_proj.weight"]
         yield f"{mtp.layer}self_attn.{part}_proj.weight", torch.cat([torch.zeros_like(state_weight), state_weight], 1)
-    yield f"{mtp.layer}self_attn.o_proj.weight", weights[f"{last}self_attn.o_proj.weight"]
+    yield f"{mtp.layer}self_attn.o_proj.weight", weights[f"{source_prefix}self_attn.o_proj.weight"]
     for part in ("gate", "up", "down"):
-        if f"{last}mlp.{part}_proj.weight" in weights:
-            yield f"{mtp.layer}mlp.{part}_proj.weight", weights[f"{last}mlp.{part}_proj.weight"]
+        if f"{source_prefix}mlp.{part}_proj.weight" in weights:
+            yield f"{mtp.layer}mlp.{part}_proj.weight", weights[f"{source_prefix}mlp.{part}_proj.weight"]
 
 
 def _dflash_tensors(weights: ModelWeights, shape: ModelShape, dflash: DFlashShape) -> Iterator[tuple[str, Tensor]]:
     assert shape.mtp is not None and shape.mtp.final_norm is not None
-    hidden, copied = shape.hidden, shape.layers - dflash.layers
+    hidden, first_copied = shape.hidden, shape.layers - dflash.layers
     # The context is the state at the last boundary.
     yield shape.mtp.projection, torch.cat([torch.zeros(hidden, hidden * (len(dflash.boundaries) - 1)), torch.eye(hidden)], 1)
     yield shape.mtp.hidden_norm, weights[f"{shape.prefix}layers.{shape.layers - 1}.input_layernorm.weight"]
     yield shape.mtp.final_norm, weights[shape.norm_name]
     for index in range(dflash.layers):
-        ours, theirs = f"drafter.layers.{index}.", f"{shape.prefix}layers.{copied + index}."
+        drafter_prefix, source_prefix = f"drafter.layers.{index}.", f"{shape.prefix}layers.{first_copied + index}."
         for part in ("q", "k"):
             name = f"self_attn.{part}_norm.weight"
-            yield f"{ours}{name}", weights[f"{theirs}{name}"] if shape.qk_norm else torch.ones(shape.head_dim)
+            yield f"{drafter_prefix}{name}", weights[f"{source_prefix}{name}"] if shape.qk_norm else torch.ones(shape.head_dim)
         matrices = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
         for name in (*matrices, "input_layernorm", "post_attention_layernorm"):
-            if f"{theirs}{name}.weight" in weights:  # Experts are not copied.
-                yield f"{ours}{name}.weight", weights[f"{theirs}{name}.weight"]
+            if f"{source_prefix}{name}.weight" in weights:  # Experts are not copied.
+                yield f"{drafter_prefix}{name}.weight", weights[f"{source_prefix}{name}.weight"]
 
 
 def derive_folder(source: Path, target: Path, config: HfConfig, drafter: Mapping[str, Tensor], *, link: bool) -> None:
@@ -154,30 +154,30 @@ def derive_folder(source: Path, target: Path, config: HfConfig, drafter: Mapping
 
     Raises UserError if `target` exists or cannot be written.
     """
-    mtp, eagle3 = split_drafter(drafter)
-    index = _index(source, mtp) if mtp else None
+    mtp_tensors, subfolder_tensors = split_drafter(drafter)
+    index = _make_index(source, mtp_tensors) if mtp_tensors else None
     if target.exists():
         raise UserError(f"{target}: exists; name another folder")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        for file in _files(source):
-            if mtp and str(file) == MTP_FILE:
+        for file in _model_files(source):
+            if mtp_tensors and str(file) == MTP_FILE:
                 continue
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             if link:
                 (partial / file).symlink_to((source / file).resolve())
             else:
                 shutil.copyfile(source / file, partial / file)
-        if eagle3:
+        if subfolder_tensors:
             (partial / DRAFTER).mkdir()
-            save_file(eagle3, partial / DRAFTER / "model.safetensors", metadata={"format": "pt"})
-        if mtp:
-            save_file(mtp, partial / MTP_FILE, metadata={"format": "pt"})
+            save_file(subfolder_tensors, partial / DRAFTER / "model.safetensors", metadata={"format": "pt"})
+        if mtp_tensors:
+            save_file(mtp_tensors, partial / MTP_FILE, metadata={"format": "pt"})
         if index is not None:
-            (partial / INDEXES[0]).unlink(missing_ok=True)
-            (partial / INDEXES[0]).write_text(json.dumps(index, indent=2) + "\n")
+            (partial / INDEX_FILES[0]).unlink(missing_ok=True)
+            (partial / INDEX_FILES[0]).write_text(json.dumps(index, indent=2) + "\n")
         write_config(config, partial)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
@@ -186,7 +186,7 @@ def derive_folder(source: Path, target: Path, config: HfConfig, drafter: Mapping
         raise UserError(f"{target}: cannot be written ({reason}); free space, or name another folder") from error
 
 
-def _files(source: Path) -> Iterator[Path]:
+def _model_files(source: Path) -> Iterator[Path]:
     """The files of the model, relative to `source`, without config.json and hidden files."""
     for folder, folders, files in os.walk(source, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -196,11 +196,11 @@ def _files(source: Path) -> Iterator[Path]:
                 yield path
 
 
-def _index(source: Path, mtp: Mapping[str, Tensor]) -> HfConfig:
+def _make_index(source: Path, mtp_tensors: Mapping[str, Tensor]) -> HfConfig:
     """An index of the model's weights and the added layers. Raises UserError if the model's weights are pickled."""
     weights = FolderWeights(source)
     if any(entry.start is None for entry in weights.entries.values()):
         raise UserError(f"{source}: its weights are pickled; convert them to safetensors first")
-    weight_map = {name: entry.file.name for name, entry in weights.entries.items()} | dict.fromkeys(mtp, MTP_FILE)
-    total = weights.nbytes + sum(tensor.nbytes for tensor in mtp.values())
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+    weight_map = {name: entry.file.name for name, entry in weights.entries.items()} | dict.fromkeys(mtp_tensors, MTP_FILE)
+    total_bytes = weights.nbytes + sum(tensor.nbytes for tensor in mtp_tensors.values())
+    return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpctl.checkpoint.listing import LISTING
-from mtpctl.convert.tensor_files import INDEXES, FolderWeights
+from mtpctl.convert.tensor_files import INDEX_FILES, FolderWeights
 from mtpctl.errors import UserError
 from mtpctl.families.reading import DRAFTER, MTP_COUNTS, family_of, shape_of, stated_positions, states_mtp_layers
 from mtpctl.families.registry import FAMILIES
@@ -24,10 +24,10 @@ from mtpctl.recipe.model import read_config
 if TYPE_CHECKING:
     import torch
 
-PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+DECODER_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 """Prefixes of the decoder's tensor names, including those of multimodal wrappers."""
 
-HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 """Names of a stored LM head."""
 
 _LOG = logging.getLogger(__name__)
@@ -64,47 +64,49 @@ class HfFolder:
         family = next(family for family in FAMILIES if family.name == self.shape.family)
         if family.mtp is not None and not (self.shape.mtp_layers and states_mtp_layers(config)):
             depth = 0
-            names = family.mtp.layer + ("norm.weight" if family.blocks else "input_layernorm.weight")
-            while family.mtp.name(names, depth, self.shape.layers) in weights and (depth == 0 or "{" in names):
+            template = family.mtp.layer + ("norm.weight" if family.blocks else "input_layernorm.weight")
+            while family.mtp.name(template, depth, self.shape.layers) in weights and (depth == 0 or "{" in template):
                 depth += 1
             if depth != self.shape.mtp_layers:
                 # Qwen3.5 has its own key for the count.
                 config[MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
-        text = config.get("text_config") or {}
-        is_explicit = "tie_word_embeddings" in config or "tie_word_embeddings" in text
+        text_config = config.get("text_config") or {}
+        is_explicit = "tie_word_embeddings" in config or "tie_word_embeddings" in text_config
         if not is_explicit and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
             config["tie_word_embeddings"] = True
-        if self.shape.tied and (head := _untied_head(weights, self.shape)) is not None:
+        if self.shape.tied and (head := _find_untied_head(weights, self.shape)) is not None:
             _warn_untied_head(self.path, head)
             config["tie_word_embeddings"] = False
         return self if config == self.config else HfFolder(self.path, config, shape_of(config))
 
 
-def _untied_head(weights: FolderWeights, shape: ModelShape) -> str | None:
-    """The name of a stored head that differs from the embedding, which transformers and vLLM use; None if there is none."""
-    head = next((name for name in HEADS if name in weights), None)
-    prefixes = (shape.prefix, *PREFIXES)
+def _find_untied_head(weights: FolderWeights, shape: ModelShape) -> str | None:
+    """The name of a stored head that differs from the embedding; None if there is none. transformers and vLLM use such a head."""
+    head = next((name for name in HEAD_NAMES if name in weights), None)
+    prefixes = (shape.prefix, *DECODER_PREFIXES)
     embedding = next((name for prefix in prefixes if (name := f"{prefix}{shape.embedding}.weight") in weights), None)
     if head is None or embedding is None:
         return None
-    state = tuple((entry.file, entry.start, entry.file.stat().st_mtime_ns) for entry in (weights.entries[head], weights.entries[embedding]))
-    if state not in _same_heads:
-        _same_heads[state] = _same_values(weights.tensor(head), weights.tensor(embedding))
-    return None if _same_heads[state] else head
+    cache_key = tuple(
+        (entry.file, entry.start, entry.file.stat().st_mtime_ns) for entry in (weights.entries[head], weights.entries[embedding])
+    )
+    if cache_key not in _HEAD_COMPARISONS:
+        _HEAD_COMPARISONS[cache_key] = _equal_in_narrower_dtype(weights.tensor(head), weights.tensor(embedding))
+    return None if _HEAD_COMPARISONS[cache_key] else head
 
 
-_same_heads: dict[object, bool] = {}
-"""Cache of comparisons of head and embedding, by file, offset and modification time: a process opens a folder several times."""
+_HEAD_COMPARISONS: dict[object, bool] = {}
+"""Cache of comparisons of head and embedding, by file, offset and modification time, because a process opens a folder several times."""
 
 
-def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two matrices are equal in the narrower of their dtypes. Compares a few rows first, which usually differ if any do."""
+def _equal_in_narrower_dtype(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two matrices are equal in the narrower of their dtypes. Compares a few rows first: if any rows differ, these usually do."""
     import torch
 
-    if one.shape != other.shape:
+    if first.shape != second.shape:
         return False
-    dtype = min(one.dtype, other.dtype, key=lambda each: each.itemsize)
-    return torch.equal(one[:8].to(dtype), other[:8].to(dtype)) and torch.equal(one.to(dtype), other.to(dtype))
+    dtype = min(first.dtype, second.dtype, key=lambda each: each.itemsize)
+    return torch.equal(first[:8].to(dtype), second[:8].to(dtype)) and torch.equal(first.to(dtype), second.to(dtype))
 
 
 @cache
@@ -140,13 +142,13 @@ def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: to
     std = 0.02 if std is None else std
     if isinstance(std, bool) or not isinstance(std, int | float) or not 0 <= std < math.inf:
         raise UserError(f"model config: initializer_range must be a number, 0 or above, got {std!r}")
-    originals = aliases(shape)
+    alias_sources = aliases(shape)
     tensors = {}
     for name, size in tensor_shapes(shape).items():
-        if name not in originals:
+        if name not in alias_sources:
             tensors[name] = _random_tensor(name, size, shape, std, generator).to(dtype)
     # safetensors rejects tensors that share memory.
-    tensors |= {name: tensors[originals[name]].clone() for name in tensor_shapes(shape) if name in originals}
+    tensors |= {name: tensors[alias_sources[name]].clone() for name in tensor_shapes(shape) if name in alias_sources}
     target, drafter = split_drafter(tensors)
     save_file(target, partial / "model.safetensors", metadata={"format": "pt"})
     if drafter:
@@ -166,59 +168,64 @@ def _random_tensor(name: str, size: tuple[int, ...], shape: ModelShape, std: flo
     if len(size) > 1 and not name.endswith("bias"):
         return torch.randn(size, generator=generator) * std
     # Norms of families with linear attention are stored around 0, except the output norm of that attention.
-    from_one = shape.delta is not None and name.endswith(".weight") and not name.endswith("linear_attn.norm.weight")
-    return torch.zeros(size) if name.endswith("bias") or from_one else torch.ones(size)
+    is_offset_from_one = shape.delta is not None and name.endswith(".weight") and not name.endswith("linear_attn.norm.weight")
+    return torch.zeros(size) if name.endswith("bias") or is_offset_from_one else torch.ones(size)
 
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".distcp")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".distcp")
 """Suffixes of weight files; `copy_files` does not copy them."""
 
 
-def copied_files(folder: Path) -> Iterator[Path]:
+def files_to_copy(folder: Path) -> Iterator[Path]:
     """Files that a conversion copies unchanged (tokenizer, chat template, code), relative to `folder`. Hidden files are skipped."""
     for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in name.parts)
-        if path.is_file() and not hidden and path.suffix not in WEIGHTS and name.name not in (*INDEXES, LISTING, "config.json"):
-            yield name
+        relative = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in relative.parts)
+        if (
+            path.is_file()
+            and not is_hidden
+            and path.suffix not in WEIGHT_SUFFIXES
+            and relative.name not in (*INDEX_FILES, LISTING, "config.json")
+        ):
+            yield relative
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy the files of `copied_files`."""
-    for name in copied_files(source):
+    """Copy the files of `files_to_copy`."""
+    for name in files_to_copy(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
 
 
 def config_to_write(config: HfConfig, dtype: torch.dtype, *, mtp_layers: int) -> HfConfig:
-    """The config of a folder with weights of `dtype` and `mtp_layers` MTP layers.
+    """Adapt a config to a folder with weights of `dtype` and `mtp_layers` MTP layers.
 
-    mtp_layers: 0 also leaves out a drafter in a subfolder, which counts as one. max_position_embeddings is corrected for models whose
-    published config is known to be wrong. quantization_config is removed, because the weights are dequantized.
+    If mtp_layers is 0, a drafter in a subfolder is also removed. max_position_embeddings is corrected for models whose published config is
+    known to be wrong. quantization_config is removed, because the weights are dequantized.
     """
-    result = {name: value for name, value in config.items() if name != "quantization_config"}
-    section = _section_with(result, "max_position_embeddings")
+    new_config = {name: value for name, value in config.items() if name != "quantization_config"}
+    section = _section_for_writing(new_config, "max_position_embeddings")
     if section.get("max_position_embeddings") is not None:
         section["max_position_embeddings"] = stated_positions(config)
-    count = next((key for key in MTP_COUNTS if key in _section_with(result, key)), None)
+    count_key = next((key for key in MTP_COUNTS if key in _section_for_writing(new_config, key)), None)
     if family_of(config).mtp_layers:
-        count = count or MTP_COUNTS[0]  # without the field, the family's default would apply
-    if count is not None and not config.get(DRAFTER):
-        _section_with(result, count)[count] = mtp_layers
-    if mtp_layers and DRAFTER in result:
-        result[DRAFTER] = dict(result[DRAFTER])
+        count_key = count_key or MTP_COUNTS[0]  # without the field, the family's default would apply
+    if count_key is not None and not config.get(DRAFTER):
+        _section_for_writing(new_config, count_key)[count_key] = mtp_layers
+    if mtp_layers and DRAFTER in new_config:
+        new_config[DRAFTER] = dict(new_config[DRAFTER])
     else:
-        result.pop(DRAFTER, None)
-    for part in (result, result[DRAFTER]) if DRAFTER in result else (result,):
-        for key in [key for key in ("dtype", "torch_dtype") if key in part] or ["torch_dtype"]:
-            part[key] = str(dtype).removeprefix("torch.")
-    if "text_config" in result and "dtype" in result["text_config"]:
-        result["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
-    return result
+        new_config.pop(DRAFTER, None)
+    for fields in (new_config, new_config[DRAFTER]) if DRAFTER in new_config else (new_config,):
+        for key in [key for key in ("dtype", "torch_dtype") if key in fields] or ["torch_dtype"]:
+            fields[key] = str(dtype).removeprefix("torch.")
+    if "text_config" in new_config and "dtype" in new_config["text_config"]:
+        new_config["text_config"]["dtype"] = str(dtype).removeprefix("torch.")
+    return new_config
 
 
-def _section_with(config: HfConfig, key: str) -> HfConfig:
-    """The section with `key`: the config itself, or its `text_config`, which is first replaced by a copy that can be modified."""
+def _section_for_writing(config: HfConfig, key: str) -> HfConfig:
+    """The section that contains `key`: the config itself, or a copy of its `text_config` that replaces it and may be modified."""
     if key not in config and key in (config.get("text_config") or {}):
         config["text_config"] = dict(config["text_config"])
         return config["text_config"]
@@ -229,11 +236,11 @@ def write_config(config: HfConfig, folder: Path) -> None:
     """Write config.json, and that of an EAGLE-3 or DFlash drafter to its subfolder."""
     config = dict(config)
     drafter = config.pop(DRAFTER, None)
-    for part, fields in ((folder, config), (folder / DRAFTER, drafter)):
+    for target, fields in ((folder, config), (folder / DRAFTER, drafter)):
         if fields:
-            part.mkdir(exist_ok=True)
-            (part / "config.json").unlink(missing_ok=True)  # It may be a link into the folder of another model.
-            (part / "config.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+            target.mkdir(exist_ok=True)
+            (target / "config.json").unlink(missing_ok=True)  # It may be a link into the folder of another model.
+            (target / "config.json").write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
 
 def split_drafter[T](tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
@@ -247,7 +254,7 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
     """Raise UserError if the target contains the source, is inside it, is a file, or already exists and `force` is false."""
     source_path, target_path = source.resolve(), target.resolve()
     if target_path.is_relative_to(source_path) or source_path.is_relative_to(target_path):
-        raise UserError(f"{target}: lies inside {source}, or the other way round; name a DST outside of it")
+        raise UserError(f"{target}: and {source} contain one another; name a DST outside of SRC")
     if target.exists() and not target.is_dir():
         raise UserError(f"{target}: is a file; name a folder")
     if target.exists() and not force:

@@ -1,4 +1,4 @@
-"""Writes a folder's safetensors files in any order of tensors, optionally in FP8. The offset of every tensor is computed in advance.
+"""Writes a folder's safetensors files, optionally in FP8. Tensors may come in any order, because all offsets are computed in advance.
 
 The files are allocated first, so that a full disk is detected immediately. Each tensor is then written at its offset; an expert is written
 into its slice of a packed tensor in the same way. FP8 weights have DeepSeek's format, as vLLM reads it.
@@ -56,7 +56,7 @@ class HfWriter:
     """Writes the weight files of `folder` according to `layout`. sizes: number of elements of each of the model's tensors."""
 
     def __init__(
-        self, folder: Path, layout: list[Stored], sizes: Mapping[str, int], *, stem: str = "model", shard_bytes: int = SHARD_BYTES
+        self, folder: Path, layout: list[Stored], num_elements: Mapping[str, int], *, stem: str = "model", shard_bytes: int = SHARD_BYTES
     ) -> None:
         self.folder = folder
         self.locations: dict[str, list[Location]] = {}
@@ -64,32 +64,34 @@ class HfWriter:
         self.shards: list[Shard] = []
         self._weight_map: dict[str, str] = {}
         self._files: dict[str, int] = {}
-        self._total = sum(stored.nbytes for stored in layout)
+        self._total_bytes = sum(stored.nbytes for stored in layout)
         drafter = [stored for stored in layout if stored.name.startswith(f"{DRAFTER}.")]
         if drafter:
-            self._add_shard(f"{DRAFTER}/model.safetensors", drafter, sizes)
+            self._add_shard(f"{DRAFTER}/model.safetensors", drafter, num_elements)
             layout = [stored for stored in layout if stored not in drafter]
-        groups = list(_groups(layout, shard_bytes))
-        for number, group in enumerate(groups, start=1):
-            name = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
-            self._add_shard(name, group, sizes)
+        groups = list(_split_into_shards(layout, shard_bytes))
+        for shard_number, tensors in enumerate(groups, start=1):
+            name = f"{stem}.safetensors" if len(groups) == 1 else f"{stem}-{shard_number:05d}-of-{len(groups):05d}.safetensors"
+            self._add_shard(name, tensors, num_elements)
 
-    def _add_shard(self, file: str, group: list[Stored], sizes: Mapping[str, int]) -> None:
+    def _add_shard(self, file: str, tensors: list[Stored], num_elements: Mapping[str, int]) -> None:
         header, offset = {}, 0
-        for stored in group:
+        for stored in tensors:
             name = stored.name.removeprefix(f"{DRAFTER}.")
             header[name] = {"dtype": stored.code, "shape": list(stored.shape), "data_offsets": [offset, offset + stored.nbytes]}
             offset += stored.nbytes
-        text = json.dumps({"__metadata__": {"format": "pt"}} | header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self.shards.append(Shard(file, len(text).to_bytes(_LENGTH_BYTES, "little") + text, _LENGTH_BYTES + len(text) + offset))
-        offset = _LENGTH_BYTES + len(text)
-        for stored in group:
+        header_bytes = json.dumps({"__metadata__": {"format": "pt"}} | header, separators=(",", ":")).encode()
+        header_bytes += b" " * (-len(header_bytes) % _ALIGNMENT)
+        self.shards.append(
+            Shard(file, len(header_bytes).to_bytes(_LENGTH_BYTES, "little") + header_bytes, _LENGTH_BYTES + len(header_bytes) + offset)
+        )
+        offset = _LENGTH_BYTES + len(header_bytes)
+        for stored in tensors:
             if not file.startswith(f"{DRAFTER}/"):
                 self._weight_map[stored.name] = file
             end = offset + stored.nbytes
             for name in stored.pieces or (stored.name,):
-                nbytes = sizes[name] * stored.dtype.itemsize if len(stored.pieces) > 1 else stored.nbytes
+                nbytes = num_elements[name] * stored.dtype.itemsize if len(stored.pieces) > 1 else stored.nbytes
                 self.locations.setdefault(name, []).append(Location(file, offset, nbytes, stored.dtype))
                 offset += nbytes
             assert offset == end, f"{stored.name}: its pieces end at {offset} and not at {end}"
@@ -106,7 +108,7 @@ class HfWriter:
                 os.posix_fallocate(stream.fileno(), 0, shard.nbytes)
                 stream.write(shard.header)
         if len(set(self._weight_map.values())) > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -116,25 +118,25 @@ class HfWriter:
             assert data.nbytes == location.nbytes, f"{name}: {data.nbytes} bytes for a location of {location.nbytes}"
             if data.nbytes:
                 view = memoryview(np.asarray(data.view(-1).view(torch.uint8)))
-                _write_all(self._file(location.file), view, location.start)
+                _write_all(self._open_file(location.file), view, location.start)
 
     def flush(self) -> None:
         """Flush the data written so far to disk. Another thread may write and open files concurrently."""
-        for handle in list(self._files.values()):
-            os.fdatasync(handle)
+        for descriptor in list(self._files.values()):
+            os.fdatasync(descriptor)
 
     def close(self) -> None:
-        for handle in self._files.values():
-            os.close(handle)
+        for descriptor in self._files.values():
+            os.close(descriptor)
         self._files.clear()
 
-    def _file(self, name: str) -> int:
+    def _open_file(self, name: str) -> int:
         if name not in self._files:
             self._files[name] = os.open(self.folder / name, os.O_WRONLY)
         return self._files[name]
 
 
-def _groups(layout: list[Stored], shard_bytes: int) -> Iterator[list[Stored]]:
+def _split_into_shards(layout: list[Stored], shard_bytes: int) -> Iterator[list[Stored]]:
     group: list[Stored] = []
     nbytes = 0
     for stored in layout:
@@ -147,10 +149,10 @@ def _groups(layout: list[Stored], shard_bytes: int) -> Iterator[list[Stored]]:
         yield group
 
 
-def _write_all(handle: int, view: memoryview, offset: int) -> None:
-    while view:
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype], sizes: Mapping[str, int]) -> torch.dtype:
@@ -190,13 +192,13 @@ def common_dtype(dtypes: Mapping[str, torch.dtype], names: tuple[str, ...]) -> t
 
 FP8 = "fp8"
 """Value of `--dtype`."""
-_VALUES, _SCALES = "F8_E4M3", "F32"
+_FP8_CODE, _SCALE_CODE = "F8_E4M3", "F32"
 """Dtype codes of FP8 matrices and of their scales."""
 
 
-def names_to_quantize(shape: ModelShape, written: Iterable[str]) -> frozenset[str]:
-    """The matrices to quantize among those that are `written`. Raises UserError if there are none."""
-    names = fp8_names(shape) & frozenset(written)
+def select_fp8_matrices(shape: ModelShape, candidates: Iterable[str]) -> frozenset[str]:
+    """The matrices among `candidates` to quantize. Raises UserError if there are none."""
+    names = fp8_names(shape) & frozenset(candidates)
     if not names:
         raise UserError(
             f"--dtype fp8: no matrix of this {shape.family} model fits the engines' blocks of {FP8_BLOCK} x {FP8_BLOCK} "
@@ -205,34 +207,34 @@ def names_to_quantize(shape: ModelShape, written: Iterable[str]) -> frozenset[st
     return names
 
 
-def fp8_layout(layout: list[Stored], names: frozenset[str], shape: ModelShape) -> list[Stored]:
+def make_fp8_layout(layout: list[Stored], fp8_matrices: frozenset[str], shape: ModelShape) -> list[Stored]:
     """The layout with the named matrices in FP8, each followed by its scales. Packed experts are stored one by one, as published."""
-    sizes = tensor_shapes(shape)
+    shapes = tensor_shapes(shape)
     result = []
     for stored in layout:
-        if not names.issuperset(stored.pieces) or not stored.pieces:
+        if not fp8_matrices.issuperset(stored.pieces) or not stored.pieces:
             result.append(stored)
             continue
         for piece in stored.pieces:
             name = stored.name
             if len(stored.pieces) > 1 or ".experts." in piece:
                 name = stored.name.partition(".experts.")[0] + ".experts." + piece.partition(".experts.")[2]
-            rows, columns = sizes[piece]
-            result.append(Stored(name, _VALUES, (rows, columns), (piece,)))
-            result.append(Stored(name + SCALE, _SCALES, scale_shape(rows, columns), (piece + SCALE,)))
+            rows, columns = shapes[piece]
+            result.append(Stored(name, _FP8_CODE, (rows, columns), (piece,)))
+            result.append(Stored(name + SCALE, _SCALE_CODE, scale_shape(rows, columns), (piece + SCALE,)))
     return result
 
 
-def written_tensors(tensors: Mapping[str, Tensor], names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors to write: values and scales of those to quantize, others unchanged."""
+def quantize_selected(tensors: Mapping[str, Tensor], fp8_matrices: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    """Replace each of `fp8_matrices` by its FP8 values and scales. Other tensors are unchanged."""
     for name, tensor in tensors.items():
-        if name in names:
+        if name in fp8_matrices:
             yield from quantized_tensors(name, tensor)
         else:
             yield name, tensor
 
 
-def quantization_config(shape: ModelShape, names: frozenset[str], layout: list[Stored]) -> dict[str, object]:
+def quantization_config(shape: ModelShape, fp8_matrices: frozenset[str], layout: list[Stored]) -> dict[str, object]:
     """The `quantization_config` of config.json. Linear layers outside the language model (a vision tower) are not quantized."""
-    linear = (each for each in layout if not each.pieces and each.name.endswith(".weight") and len(each.shape) == 2)
-    return fp8_config(shape, names, [each.name.removesuffix(".weight") for each in linear])
+    other_linears = (stored for stored in layout if not stored.pieces and stored.name.endswith(".weight") and len(stored.shape) == 2)
+    return fp8_config(shape, fp8_matrices, [stored.name.removesuffix(".weight") for stored in other_linears])

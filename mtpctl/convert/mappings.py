@@ -80,13 +80,13 @@ def is_local(task: ConversionTask) -> TypeGuard[LocalTask]:
     return task.megatron_module is not None
 
 
-def names_of(task: ConversionTask) -> tuple[str, ...]:
+def hf_names(task: ConversionTask) -> tuple[str, ...]:
     """Names of the Hugging Face tensors that a parameter consists of."""
-    source = task.mapping.hf_param
-    return (source,) if isinstance(source, str) else tuple(source.values())
+    names = task.mapping.hf_param
+    return (names,) if isinstance(names, str) else tuple(names.values())
 
 
-def packs_experts(task: ConversionTask) -> bool:
+def is_packed_experts(task: ConversionTask) -> bool:
     """Whether the Hugging Face side packs all experts of a layer into one tensor."""
     return bool(getattr(task.mapping, "is_grouped_export", False))
 
@@ -100,62 +100,65 @@ def load_class(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def mlp_mappings(ours: str, theirs: str) -> list[object]:
+def mlp_mappings(megatron_prefix: str, hf_prefix: str) -> list[object]:
     """The mappings of a gated MLP with separate gate and up projections."""
-    auto, gated = (load_class(f"{CONVERSION}.param_mapping", name) for name in ("AutoMapping", "GatedMLPMapping"))
+    auto_mapping, gated_mapping = (load_class(f"{CONVERSION}.param_mapping", name) for name in ("AutoMapping", "GatedMLPMapping"))
     return [
-        gated(f"{ours}.linear_fc1.weight", gate=f"{theirs}.gate_proj.weight", up=f"{theirs}.up_proj.weight"),
-        auto(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight"),
+        gated_mapping(f"{megatron_prefix}.linear_fc1.weight", gate=f"{hf_prefix}.gate_proj.weight", up=f"{hf_prefix}.up_proj.weight"),
+        auto_mapping(f"{megatron_prefix}.linear_fc2.weight", f"{hf_prefix}.down_proj.weight"),
     ]
 
 
 def add_eagle3(bridge: ModelBridge) -> None:
     """Add the parameters of an EAGLE-3 drafter to the mappings of a bridge object."""
-    ours, theirs = "mtp.layers.0", "drafter"
-    inner, layer = f"{ours}.mtp_model_layer", f"{theirs}.midlayer"
-    pairs = {
-        f"{ours}.eh_proj.weight": f"{theirs}.fc.weight",
-        f"{ours}.enorm.weight": f"{layer}.input_layernorm.weight",
-        f"{ours}.hnorm.weight": f"{layer}.hidden_norm.weight",
-        f"{ours}.final_layernorm.weight": f"{theirs}.norm.weight",
+    megatron_prefix, hf_prefix = "mtp.layers.0", "drafter"
+    layer_prefix, hf_layer = f"{megatron_prefix}.mtp_model_layer", f"{hf_prefix}.midlayer"
+    name_pairs = {
+        f"{megatron_prefix}.eh_proj.weight": f"{hf_prefix}.fc.weight",
+        f"{megatron_prefix}.enorm.weight": f"{hf_layer}.input_layernorm.weight",
+        f"{megatron_prefix}.hnorm.weight": f"{hf_layer}.hidden_norm.weight",
+        f"{megatron_prefix}.final_layernorm.weight": f"{hf_prefix}.norm.weight",
     }
-    _replace_mtp(bridge, pairs, inner, layer)
+    _replace_mtp(bridge, name_pairs, layer_prefix, hf_layer)
 
 
 def add_dflash(bridge: ModelBridge) -> None:
     """Add the parameters of a DFlash drafter to the mappings of a bridge object."""
-    ours, theirs = "mtp.layers.0", "drafter"
-    inner, layer = f"{ours}.mtp_model_layer.layer_*", f"{theirs}.layers.*"
-    pairs = {
-        f"{ours}.eh_proj.weight": f"{theirs}.fc.weight",
-        f"{ours}.hnorm.weight": f"{theirs}.hidden_norm.weight",
-        f"{ours}.final_layernorm.weight": f"{theirs}.norm.weight",
-        f"{inner}.input_layernorm.weight": f"{layer}.input_layernorm.weight",
-        f"{inner}.self_attention.q_layernorm.weight": f"{layer}.self_attn.q_norm.weight",
-        f"{inner}.self_attention.k_layernorm.weight": f"{layer}.self_attn.k_norm.weight",
+    megatron_prefix, hf_prefix = "mtp.layers.0", "drafter"
+    layer_prefix, hf_layer = f"{megatron_prefix}.mtp_model_layer.layer_*", f"{hf_prefix}.layers.*"
+    name_pairs = {
+        f"{megatron_prefix}.eh_proj.weight": f"{hf_prefix}.fc.weight",
+        f"{megatron_prefix}.hnorm.weight": f"{hf_prefix}.hidden_norm.weight",
+        f"{megatron_prefix}.final_layernorm.weight": f"{hf_prefix}.norm.weight",
+        f"{layer_prefix}.input_layernorm.weight": f"{hf_layer}.input_layernorm.weight",
+        f"{layer_prefix}.self_attention.q_layernorm.weight": f"{hf_layer}.self_attn.q_norm.weight",
+        f"{layer_prefix}.self_attention.k_layernorm.weight": f"{hf_layer}.self_attn.k_norm.weight",
     }
-    _replace_mtp(bridge, pairs, inner, layer)
+    _replace_mtp(bridge, name_pairs, layer_prefix, hf_layer)
 
 
-def _replace_mtp(bridge: ModelBridge, pairs: Mapping[str, str], inner: str, layer: str) -> None:
-    """Replace the MTP mappings of a bridge object by those of a drafter: `pairs` of equal tensors, and attention and MLP of its layers.
+def _replace_mtp(bridge: ModelBridge, name_pairs: Mapping[str, str], layer_prefix: str, hf_layer: str) -> None:
+    """Replace the MTP mappings of a bridge object by those of a drafter.
 
-    inner, layer: the layer's prefix in Megatron and in the folder.
+    name_pairs: the Hugging Face names of the parameters outside attention and MLP. layer_prefix, hf_layer: the prefixes of a layer in
+    Megatron and in the folder.
     """
-    auto, qkv = (load_class(f"{CONVERSION}.param_mapping", name) for name in ("AutoMapping", "QKVMapping"))
-    attention = {part: f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"}
+    auto_mapping, qkv_mapping = (load_class(f"{CONVERSION}.param_mapping", name) for name in ("AutoMapping", "QKVMapping"))
+    attention = {part: f"{hf_layer}.self_attn.{part}_proj.weight" for part in "qkv"}
     drafter_mappings = [
-        *(auto(*pair) for pair in pairs.items()),
-        qkv(f"{inner}.self_attention.linear_qkv.weight", **attention),
-        auto(f"{inner}.self_attention.linear_proj.weight", f"{layer}.self_attn.o_proj.weight"),
-        auto(f"{inner}.mlp.linear_fc1.layer_norm_weight", f"{layer}.post_attention_layernorm.weight"),
-        *mlp_mappings(f"{inner}.mlp", f"{layer}.mlp"),
+        *(auto_mapping(*pair) for pair in name_pairs.items()),
+        qkv_mapping(f"{layer_prefix}.self_attention.linear_qkv.weight", **attention),
+        auto_mapping(f"{layer_prefix}.self_attention.linear_proj.weight", f"{hf_layer}.self_attn.o_proj.weight"),
+        auto_mapping(f"{layer_prefix}.mlp.linear_fc1.layer_norm_weight", f"{hf_layer}.post_attention_layernorm.weight"),
+        *mlp_mappings(f"{layer_prefix}.mlp", f"{hf_layer}.mlp"),
     ]
     upstream = bridge.mapping_registry
 
     def mapping_registry() -> MegatronMappingRegistry:
         registry = upstream()
         # The first match counts, and some bridges have mappings for MTP layers.
-        return type(registry)(*drafter_mappings, *(each for each in registry.mappings if not each.megatron_param.startswith("mtp.")))
+        return type(registry)(
+            *drafter_mappings, *(mapping for mapping in registry.mappings if not mapping.megatron_param.startswith("mtp."))
+        )
 
     bridge.mapping_registry = mapping_registry

@@ -16,8 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpctl.convert.hf_folder import PREFIXES, HfConfig, HfFolder
-from mtpctl.convert.tensor_files import SIZES, FolderWeights, code_of, dtype_of
+from mtpctl.convert.hf_folder import DECODER_PREFIXES, HfConfig, HfFolder
+from mtpctl.convert.tensor_files import ELEMENT_BYTES, FolderWeights, code_of, dtype_of
 from mtpctl.errors import UserError
 from mtpctl.families.quantization import SCALE
 from mtpctl.families.reading import DRAFTER
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 FP8 = ("F8_E4M3", "F8_E5M2")
 """The dtype codes of tensors with scales."""
 
-_EXPERT = re.compile(r"(?P<prefix>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+_EXPERT_NAME = re.compile(r"(?P<prefix>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The location of a model's tensor in a folder: all of tensor `name`, or for a packed expert, `rows` of its matrix `expert`."""
+    """The location of a model's tensor in a folder: the stored tensor `name`, or `rows` of matrix `expert` in it if experts are packed."""
 
     name: str
     expert: int | None = None
@@ -57,9 +57,9 @@ class ModelWeights(Mapping[str, "Tensor"]):
         _check_quantization(self.folder)
         self._prefix = _find_prefix(self.raw, self.shape)
         self._aliases = aliases(self.shape)
-        stored = {name: size for name, size in tensor_shapes(self.shape).items() if name not in self._aliases}
-        self._sizes = {name: size for name, size in stored.items() if mtp or not self._drafts(name)}
-        locations = {name: location for name in stored if (location := self._find(name)) is not None}
+        shapes = {name: size for name, size in tensor_shapes(self.shape).items() if name not in self._aliases}
+        self._sizes = {name: size for name, size in shapes.items() if mtp or not self._is_draft(name)}
+        locations = {name: location for name in shapes if (location := self._locate(name)) is not None}
         self._locations = {name: location for name, location in locations.items() if name in self._sizes}
         self._skipped = {location.name for name, location in locations.items() if name not in self._sizes}
         self._check_names()
@@ -70,7 +70,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         location = self._locations[name]
         tensor = self.raw.tensor(location.name)
         if self.raw.entries[location.name].code in FP8:
-            tensor = self._dequantized(location, tensor)
+            tensor = self._dequantize(location, tensor)
         elif location.expert is not None:
             tensor = tensor[location.expert]
         return tensor[location.rows]
@@ -91,7 +91,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         return self.plain_dtype if entry.code in FP8 else entry.dtype
 
     def quantized(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """The values and scales of a tensor that the folder stores by itself in FP8; None if it does not."""
+        """The values and scales of a tensor that the folder stores in FP8; None if it is not FP8, or packed with other experts."""
         location = self._locations[name]
         if location.expert is not None or self.raw.entries[location.name].code not in FP8:
             return None
@@ -113,7 +113,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         for name in self._sizes:
             pieces.setdefault(self._locations[name].name, []).append(name)
         for alias, original in self._aliases.items():
-            if (name := self._name_of(alias)) in self.raw:
+            if (name := self._stored_name(alias)) in self.raw:
                 pieces[name] = [original]
         layout = []
         for name, entry in self.raw.entries.items():
@@ -141,41 +141,41 @@ class ModelWeights(Mapping[str, "Tensor"]):
         import torch
 
         for alias, original in self._aliases.items():
-            name = self._name_of(alias)
+            name = self._stored_name(alias)
             if name in self.raw and not torch.equal(self.raw.tensor(name).view(torch.uint8), self[original].contiguous().view(torch.uint8)):
                 raise UserError(
-                    f"{self.folder.path}: {name} should repeat {self._locations[original].name} and differs from it; "
-                    "such a head cannot be converted"
+                    f"{self.folder.path}: {name} must be equal to {self._locations[original].name}, but differs from it; "
+                    "such a model cannot be converted"
                 )
 
-    def _name_of(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         """The stored name of a tensor that is not packed."""
         if name.startswith(self.shape.prefix):
             return self._prefix + name.removeprefix(self.shape.prefix)
         outer = f"language_model.{name}"
         return outer if name not in self.raw and outer in self.raw else name
 
-    def _find(self, name: str) -> Location | None:
-        plain = self._name_of(name)
-        if plain in self.raw:
-            return Location(plain)
-        expert = _EXPERT.fullmatch(plain)
+    def _locate(self, name: str) -> Location | None:
+        stored_name = self._stored_name(name)
+        if stored_name in self.raw:
+            return Location(stored_name)
+        expert = _EXPERT_NAME.fullmatch(stored_name)
         if expert is None:
             return None
         assert self.shape.moe is not None
-        part, width = expert["part"], self.shape.moe.ffn
+        part, ffn = expert["part"], self.shape.moe.ffn
         packed = expert["prefix"] + ("down_proj" if part == "down" else "gate_up_proj")
         packed = packed if packed in self.raw else f"{packed}.weight"
         if packed not in self.raw:
             return None
-        rows = {"gate": slice(0, width), "up": slice(width, 2 * width), "down": slice(None)}[part]
+        rows = {"gate": slice(0, ffn), "up": slice(ffn, 2 * ffn), "down": slice(None)}[part]
         return Location(packed, int(expert["expert"]), rows)
 
     @cached_property
     def _scales(self) -> set[str]:
         return {name for name in self.raw.entries if name.endswith(SCALE) and name.removesuffix(SCALE) in self.raw}
 
-    def _expected(self, name: str) -> tuple[int, ...]:
+    def _expected_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the config requires of the stored tensor of `name`."""
         size = self._sizes[name]
         if self._locations[name].expert is None:
@@ -184,71 +184,72 @@ class ModelWeights(Mapping[str, "Tensor"]):
         packed = size if name.endswith("down_proj.weight") else (2 * size[0], size[1])
         return (self.shape.moe.experts, *packed)
 
-    def _drafts(self, name: str) -> bool:
+    def _is_draft(self, name: str) -> bool:
         return section_of(name, self.shape) == "draft"
 
     def _check_names(self) -> None:
         missing = [name for name in self._sizes if name not in self._locations]
         if not missing:
             return
-        listed = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-        if all(map(self._drafts, missing)):
+        listing = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        if all(map(self._is_draft, missing)):
             fix = "add them, train with mtp.mode: off, or remove the layers from config.json"
-            raise UserError(f"{self.folder.path}: config.json names MTP layers, and the weights lack {listed}; {fix}")
-        raise UserError(f"{self.folder.path}: the config requires {listed}, which the weights lack")
+            raise UserError(f"{self.folder.path}: config.json names MTP layers, but the weights lack {listing}; {fix}")
+        raise UserError(f"{self.folder.path}: the config requires {listing}, which the weights lack")
 
     def _check_sizes(self) -> None:
         for name in self._sizes:
             location = self._locations[name]
-            shape, expected = self.raw.entries[location.name].shape, self._expected(name)
+            shape, expected = self.raw.entries[location.name].shape, self._expected_shape(name)
             if shape != expected:
-                raise UserError(f"{self.folder.path}: config.json makes {location.name} {list(expected)}, the weights hold {list(shape)}")
+                raise UserError(f"{self.folder.path}: config.json requires {location.name} as {list(expected)}, it is {list(shape)}")
             if self.raw.entries[location.name].code in FP8:
                 self._check_scales(location)
 
     def _check_scales(self, location: Location) -> None:
-        scales = location.name + SCALE
-        if scales not in self.raw:
-            raise UserError(f"{self.folder.path}: {location.name} is FP8 without the scales {scales}; fetch the folder again")
-        shape = self.raw.entries[scales].shape[location.expert is not None :]
-        sizes, block = self.raw.entries[location.name].shape[-2:], _block(self.folder.config)
-        expected = tuple(-(-size // width) for size, width in zip(sizes, block, strict=True))
+        scale_name = location.name + SCALE
+        if scale_name not in self.raw:
+            raise UserError(f"{self.folder.path}: {location.name} is FP8 without the scales {scale_name}; fetch the folder again")
+        shape = self.raw.entries[scale_name].shape[location.expert is not None :]
+        weight_shape, block_size = self.raw.entries[location.name].shape[-2:], _scale_block_size(self.folder.config)
+        expected = tuple(-(-size // block_width) for size, block_width in zip(weight_shape, block_size, strict=True))
         if prod(shape) != 1 and shape != expected:
             raise UserError(
-                f"{self.folder.path}: {scales} holds {list(shape)}, blocks of {list(block)} in {list(sizes)} make {list(expected)}"
+                f"{self.folder.path}: {scale_name} is {list(shape)}, but blocks of {list(block_size)} in {list(weight_shape)} "
+                f"require {list(expected)}"
             )
 
     def _check_unexpected(self) -> None:
         """Raise UserError for decoder tensors that the config does not include. Tensors outside the decoder are extras."""
-        decoder = f"{self._prefix}layers."
+        layer_prefix = f"{self._prefix}layers."
         known = {location.name for location in self._locations.values()} | self._skipped | self._scales
-        known |= {self._name_of(alias) for alias in self._aliases}
-        if (mask := self.folder.path / DRAFTER / "mask_embedding.pt").exists():
-            raise UserError(f"{mask}: separate mask embeddings are not supported; use a drafter of mtpctl add-drafter")
+        known |= {self._stored_name(alias) for alias in self._aliases}
+        if (mask_file := self.folder.path / DRAFTER / "mask_embedding.pt").exists():
+            raise UserError(f"{mask_file}: separate mask embeddings are not supported; use a drafter of mtpctl add-drafter")
         for name in self.raw.entries:
             if name not in known and name.startswith(f"{DRAFTER}."):
                 raise UserError(
                     f"{self.folder.path / DRAFTER}: {name.removeprefix(f'{DRAFTER}.')} is not supported: the drafter shares the model's "
                     "embedding, head and vocabulary; use a drafter of mtpctl add-drafter"
                 )
-            if name not in known and name.startswith(decoder) and not name.endswith("rotary_emb.inv_freq"):
-                layer = name.removeprefix(decoder).split(".")[0]
+            if name not in known and name.startswith(layer_prefix) and not name.endswith("rotary_emb.inv_freq"):
+                layer = name.removeprefix(layer_prefix).split(".")[0]
                 if layer.isdigit() and int(layer) >= self.shape.layers:
-                    count = f"config.json says num_hidden_layers {self.shape.layers}"
-                    raise UserError(f"{self.folder.path}: {count}, the weights hold a layer {layer} ({name})")
+                    stated_count = f"config.json says num_hidden_layers {self.shape.layers}"
+                    raise UserError(f"{self.folder.path}: {stated_count}, but the weights have a layer {layer} ({name})")
                 raise UserError(f"{self.folder.path}: the weights have {name}, which config.json does not include")
 
-    def _dequantized(self, location: Location, weight: Tensor) -> Tensor:
+    def _dequantize(self, location: Location, weight: Tensor) -> Tensor:
         """Multiply an FP8 weight by its block scales (DeepSeek-V3, arXiv 2412.19437, section 3.3). Returns `plain_dtype`."""
         from mtpctl.kernels.block_fp8 import dequantize
 
         scale = self.raw.tensor(location.name + SCALE)
         if location.expert is not None:
             weight, scale = weight[location.expert], scale[location.expert]
-        return dequantize(weight, scale, self.plain_dtype, _block(self.folder.config))
+        return dequantize(weight, scale, self.plain_dtype, _scale_block_size(self.folder.config))
 
 
-def _block(config: HfConfig) -> tuple[int, int]:
+def _scale_block_size(config: HfConfig) -> tuple[int, int]:
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     return int(rows), int(columns)
 
@@ -256,11 +257,11 @@ def _block(config: HfConfig) -> tuple[int, int]:
 def _check_quantization(folder: HfFolder) -> None:
     method = (folder.config.get("quantization_config") or {}).get("quant_method", "fp8")
     if method != "fp8":
-        raise UserError(f"{folder.path / 'config.json'}: quantization_config.quant_method {method!r} cannot be undone; only fp8 can")
+        raise UserError(f"{folder.path / 'config.json'}: quantization_config.quant_method {method!r} is not supported; only fp8 is")
 
 
 def _find_prefix(raw: FolderWeights, shape: ModelShape) -> str:
-    for prefix in (shape.prefix, *PREFIXES):
+    for prefix in (shape.prefix, *DECODER_PREFIXES):
         if f"{prefix}{shape.embedding}.weight" in raw:
             return prefix
     return shape.prefix
@@ -285,14 +286,14 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * SIZES[self.code]
+        return prod(self.shape) * ELEMENT_BYTES[self.code]
 
 
 def plain_layout(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
     """The layout of a folder without packed tensors, including the aliases that folders of the family store."""
-    originals = aliases(shape)
-    stored = ((name, originals.get(name, name), size) for name, size in tensor_shapes(shape).items())
-    return [Stored(name, code_of(dtypes[original]), size, (original,)) for name, original, size in stored]
+    alias_sources = aliases(shape)
+    tensors = ((name, alias_sources.get(name, name), size) for name, size in tensor_shapes(shape).items())
+    return [Stored(name, code_of(dtypes[original]), size, (original,)) for name, original, size in tensors]
 
 
 def with_dtypes(layout: list[Stored], dtypes: Mapping[str, torch.dtype]) -> list[Stored]:
@@ -301,7 +302,7 @@ def with_dtypes(layout: list[Stored], dtypes: Mapping[str, torch.dtype]) -> list
 
 
 def save_layout(layout: list[Stored], file: Path) -> None:
-    file.write_text(json.dumps([[s.name, s.code, s.shape, s.pieces] for s in layout]))
+    file.write_text(json.dumps([[stored.name, stored.code, stored.shape, stored.pieces] for stored in layout]))
 
 
 def load_layout(file: Path) -> list[Stored]:

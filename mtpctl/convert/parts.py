@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints a few parameters at a time, in the format of `mtpctl.checkpoint.sharded`.
+"""Writes and reads checkpoints in parts of a few parameters, in the format of `mtpctl.checkpoint.sharded`.
 
 A `Skeleton` is a model in one process without weights: its parameters, and their names and shapes in checkpoints and Hugging Face folders.
 It uses almost no memory for a model of any size, because the operating system allocates no memory for pages that are never written.
@@ -36,7 +36,7 @@ from mtpctl.checkpoint.reading import convert_read_errors, reader_of
 from mtpctl.checkpoint.sharded import write_weights_only_record
 from mtpctl.convert.bridge import StreamMap, WeightBridge
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.convert.mappings import LocalTask, names_of, packs_experts
+from mtpctl.convert.mappings import LocalTask, hf_names, is_packed_experts
 from mtpctl.errors import UserError
 from mtpctl.families.tensors import aliases, tensor_shapes
 from mtpctl.model.build import build_model, complete_config
@@ -46,7 +46,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.section import ParallelConfig
 from mtpctl.recipe.train import LoraConfig
 
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+_EXPERT_INDEX = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Parameter:
 
 
 class Skeleton:
-    """A model without weights from a folder's config, with MTP layers if `mtp` is set, and with adapters if `lora` is given.
+    """The model of a folder's config without weights, with MTP layers if `mtp` is set, and with adapters if `lora` is given.
 
     It uses the same mapping as the trainer. It creates process groups, so it must be closed after use.
     """
@@ -81,7 +81,8 @@ class Skeleton:
             self.groups.close()
             raise
         self.parameters = {
-            task.param_name: Parameter(task.param_name, tuple(task.param_weight.shape), _needs(task), task) for task in self._map.tasks
+            task.param_name: Parameter(task.param_name, tuple(task.param_weight.shape), _required_tensors(task), task)
+            for task in self._map.tasks
         }
         self.objects = [value for value in self._state.values() if isinstance(value, ShardedObject)]
         """The objects that checkpoints store in addition to tensors."""
@@ -93,22 +94,23 @@ class Skeleton:
         if missing:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise UserError(
-                f"{self.bridge.folder.path}: no tensor is known for {', '.join(missing[:4])}{more}; such a model cannot be converted"
+                f"{self.bridge.folder.path}: no Hugging Face tensor is known for {', '.join(missing[:4])}{more}; "
+                "such a model cannot be converted"
             )
 
     def pieces(self, name: str, value: Tensor) -> Iterator[ShardedTensor]:
         """The sharded tensors that a checkpoint stores for the parameter, with `value` as their data."""
         sharded = self._state[name]
         if isinstance(sharded, ShardedTensorFactory):
-            yield from _build(replace(sharded, data=value))
+            yield from _build_pieces(replace(sharded, data=value))
         else:
             yield replace(sharded, data=value, dtype=value.dtype)
 
     def checkpoint_keys(self) -> Iterator[tuple[str, str]]:
-        """Every name of the state, adapters included, with (the first) key under which a checkpoint stores it."""
+        """Every name of the state, adapters included, with its key in checkpoints (the first one if it has several)."""
         for name, sharded in self._state.items():
             if isinstance(sharded, ShardedTensorFactory):
-                yield name, next(_build(sharded)).key
+                yield name, next(_build_pieces(sharded)).key
             elif isinstance(sharded, ShardedTensor):
                 yield name, sharded.key
 
@@ -116,9 +118,9 @@ class Skeleton:
         """Convert the tensors in `weights` to the value of a parameter."""
         parameter = self.parameters[name]
         mapping = parameter.task.mapping
-        if packs_experts(parameter.task):
+        if is_packed_experts(parameter.task):
             # The mapping expects a packed tensor, but also accepts the matrix of a single expert.
-            source: Tensor | dict[str, Tensor] = torch.cat([weights[each] for each in parameter.needs])
+            source: Tensor | dict[str, Tensor] = torch.cat([weights[source_name] for source_name in parameter.needs])
         else:
             source = self._map.bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, weights)
         value = mapping.hf_to_megatron(source, parameter.task.megatron_module)
@@ -135,7 +137,7 @@ class Skeleton:
         """Convert the value of a parameter to the model's tensors, without the rows that pad the vocabulary."""
         parameter = self.parameters[name]
         tensors = parameter.task.mapping.megatron_to_hf(value, parameter.task.megatron_module)
-        if packs_experts(parameter.task):
+        if is_packed_experts(parameter.task):
             (packed,) = tensors.values()
             tensors = dict(zip(parameter.needs, packed.chunk(len(parameter.needs)), strict=True))
         else:
@@ -153,17 +155,17 @@ class Skeleton:
         self.close()
 
 
-def _build(factory: ShardedTensorFactory) -> Iterator[ShardedTensor]:
+def _build_pieces(factory: ShardedTensorFactory) -> Iterator[ShardedTensor]:
     return (piece for piece in nested_values({"": factory.build()}) if isinstance(piece, ShardedTensor))
 
 
-def _needs(task: LocalTask) -> tuple[str, ...]:
-    if not packs_experts(task):
-        return names_of(task)
-    expert = _EXPERT.search(task.param_name)
+def _required_tensors(task: LocalTask) -> tuple[str, ...]:
+    if not is_packed_experts(task):
+        return hf_names(task)
+    expert = _EXPERT_INDEX.search(task.param_name)
     assert expert is not None, f"{task.param_name} is packed, but not an expert"
-    prefix, _, kind = names_of(task)[0].rpartition(".")
-    parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+    prefix, _, packed_name = hf_names(task)[0].rpartition(".")
+    parts = ("gate", "up") if packed_name == "gate_up_proj" else ("down",)
     return tuple(f"{prefix}.{expert[1]}.{part}_proj.weight" for part in parts)
 
 
@@ -198,25 +200,25 @@ class PartWriter:
         sizes = {name: _numel(parameters[name].shape) * dtypes[name].itemsize for name in parameters}
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
-        self._owners: dict[tuple[str, torch.Size], str] = {}
-        self._last: tuple[str, dict[tuple[str, torch.Size], Tensor]] = ("", {})
+        self._parameter_of_piece: dict[tuple[str, torch.Size], str] = {}
+        self._current: tuple[str, dict[tuple[str, torch.Size], Tensor]] = ("", {})
         self._results: list[WriteResult] = []
         self._writer = FileSystemWriter(folder, sync_files=False)
-        plans = [SavePlan([item for name in part for item in self._items(name, dtypes[name])]) for part in self.parts]
-        plans[0].items.extend(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._objects())
+        plans = [SavePlan([item for name in part for item in self._plan_items(name, dtypes[name])]) for part in self.parts]
+        plans[0].items.extend(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._saved_objects())
         plans, self._metadata = create_default_global_save_plan(plans)
         self._plans = self._writer.prepare_global_plan(plans)
 
-    def _objects(self) -> dict[str, object]:
+    def _saved_objects(self) -> dict[str, object]:
         """The objects that megatron-core saves in addition to tensors: extra states, and the common state, which is empty."""
         common = ShardedObject("common_state", {}, (1,), (0,))
-        return {each.unique_key: each.data for each in (*self.skeleton.objects, common)}
+        return {saved_object.unique_key: saved_object.data for saved_object in (*self.skeleton.objects, common)}
 
-    def _items(self, name: str, dtype: torch.dtype) -> Iterable[WriteItem]:
+    def _plan_items(self, name: str, dtype: torch.dtype) -> Iterable[WriteItem]:
         value = torch.empty(self.skeleton.parameters[name].shape, dtype=dtype, device="meta")
         for piece in self.skeleton.pieces(name, value):
             offset = torch.Size(piece.global_offset)
-            self._owners[piece.key, offset] = name
+            self._parameter_of_piece[piece.key, offset] = name
             yield WriteItem(
                 index=MetadataIndex(piece.key, offset),
                 type=WriteItemType.SHARD,
@@ -227,24 +229,28 @@ class PartWriter:
                 ),
             )
 
-    def write(self, number: int, compute: Compute) -> None:
+    def write(self, part_index: int, compute: Compute) -> None:
         """Write a part. `compute` returns each of its parameters when it is written."""
-        planner = _Resolve(self._objects(), lambda index: self._piece(index, compute))
-        self._results += self._writer.write_data(self._plans[number], planner).wait()
-        self._last = ("", {})
+        planner = _LazySave(self._saved_objects(), lambda index: self._compute_piece(index, compute))
+        self._results += self._writer.write_data(self._plans[part_index], planner).wait()
+        self._current = ("", {})
 
-    def _piece(self, index: MetadataIndex, compute: Compute) -> Tensor:
+    def _compute_piece(self, index: MetadataIndex, compute: Compute) -> Tensor:
         assert index.offset is not None
         key = index.fqn, index.offset
-        name = self._owners[key]
-        if self._last[0] != name:
+        name = self._parameter_of_piece[key]
+        if self._current[0] != name:
             pieces = self.skeleton.pieces(name, compute(name))
-            values = {(p.key, torch.Size(p.global_offset)): p.data.reshape(_stored_shape(p)) for p in pieces if p.data is not None}
-            self._last = (name, values)
-        return self._last[1][key]
+            values = {
+                (piece.key, torch.Size(piece.global_offset)): piece.data.reshape(_stored_shape(piece))
+                for piece in pieces
+                if piece.data is not None
+            }
+            self._current = (name, values)
+        return self._current[1][key]
 
-    def flush(self, number: int) -> None:
-        flush(self.folder / f"{self._plans[number].storage_data.prefix}0.distcp")
+    def flush(self, part_index: int) -> None:
+        flush(self.folder / f"{self._plans[part_index].storage_data.prefix}0.distcp")
 
     def finish(self) -> None:
         """Write the metadata, `engine.json` and the listing, which make the folder a checkpoint."""
@@ -275,9 +281,9 @@ class PartReader:
         with convert_read_errors(path):
             metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._saved = {name: saved for name, saved in metadata.state_dict_metadata.items() if isinstance(saved, TensorStorageMetadata)}
+        self._saved = {name: entry for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
         self.dtypes = {name: self._dtype(name) for name in skeleton.parameters}
-        sizes = {name: _numel(p.shape) * self.dtypes[name].itemsize for name, p in skeleton.parameters.items()}
+        sizes = {name: _numel(parameter.shape) * self.dtypes[name].itemsize for name, parameter in skeleton.parameters.items()}
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
 
@@ -285,18 +291,18 @@ class PartReader:
         """The saved dtype of the parameter. Raises UserError if the parameter is missing or has another shape."""
         pieces = list(self.skeleton.pieces(name, torch.empty(self.skeleton.parameters[name].shape, device="meta")))
         for piece in pieces:
-            saved = self._saved.get(piece.key)
-            if saved is None:
-                raise UserError(f"{self.path}: lacks {piece.key}, which its model's config requires")
-            size, expected = list(saved.size), list(piece.global_shape)
+            entry = self._saved.get(piece.key)
+            if entry is None:
+                raise UserError(f"{self.path}: lacks {piece.key}, which the model's config requires")
+            size, expected = list(entry.size), list(piece.global_shape)
             # A saved vocabulary may have padding rows.
             if size != expected and not (piece.allow_shape_mismatch and size[1:] == expected[1:] and size[0] > expected[0]):
-                raise UserError(f"{self.path}: holds {piece.key} as {size}, its model's config makes it {expected}")
+                raise UserError(f"{self.path}: {piece.key} is {size}, but the model's config requires {expected}")
         return self._saved[pieces[0].key].properties.dtype
 
-    def read(self, number: int) -> dict[str, Tensor]:
+    def read(self, index: int) -> dict[str, Tensor]:
         """The values of a part's parameters."""
-        values = {name: torch.empty(self.skeleton.parameters[name].shape, dtype=self.dtypes[name]) for name in self.parts[number]}
+        values = {name: torch.empty(self.skeleton.parameters[name].shape, dtype=self.dtypes[name]) for name in self.parts[index]}
         targets: dict[tuple[str, torch.Size], Tensor] = {}
         items: list[ReadItem] = []
         for name, value in values.items():
@@ -306,11 +312,11 @@ class PartReader:
                 targets[piece.key, offset] = piece.data.view(shape)
                 items += create_read_items_for_chunk_list(piece.key, self._saved[piece.key], [ChunkStorageMetadata(offset, shape)])
         with convert_read_errors(self.path):
-            self._reader.read_data(LoadPlan(items), _Fill(targets)).wait()
+            self._reader.read_data(LoadPlan(items), _LoadInto(targets)).wait()
         return values
 
 
-class _Fill(DefaultLoadPlanner):
+class _LoadInto(DefaultLoadPlanner):
     """Maps each item to the tensor into which its data is read."""
 
     def __init__(self, targets: Mapping[tuple[str, torch.Size], Tensor]) -> None:
@@ -327,7 +333,7 @@ class _Fill(DefaultLoadPlanner):
         pass
 
 
-class _Resolve(DefaultSavePlanner):
+class _LazySave(DefaultSavePlanner):
     """Computes the data of an item when the writer requests it."""
 
     def __init__(self, objects: Mapping[str, object], tensor: Callable[[MetadataIndex], Tensor]) -> None:

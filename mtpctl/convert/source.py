@@ -1,4 +1,4 @@
-"""Detects whether a path is a Hugging Face folder, a checkpoint or a run, and finds the model folder of a checkpoint."""
+"""Detects whether a path is a Hugging Face folder, a checkpoint or a run, and finds the Hugging Face model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, count_parameters, section_of, tensor_shapes
 from mtpctl.recipe.loading import load_recipe
 
-HF = "hf"
+HF_FOLDER = "hf"
 """Folder inside a converted checkpoint with the files that are needed to convert it back."""
 
-LAYOUT = "layout.json"
+LAYOUT_FILE = "layout.json"
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Reference:
     weights: ModelWeights | None = None
 
 
-def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None, *, contents: bool = True) -> Path | None:
+def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None, *, contents: bool = True) -> Path | None:
     """Find the checkpoint at `path`: a checkpoint, or a run directory or its `checkpoints`, of which the newest is used.
 
     Damaged checkpoints of a run are reported and skipped.
 
     Args:
-        path: what the user named.
+        path: the path that the user named.
         report: called with messages to the user.
         contents: compare files with their checksums, not only their sizes.
 
@@ -84,22 +84,24 @@ def checkpoint_at(path: Path, report: Callable[[str], None] = lambda line: None,
     )
 
 
-def reference_of(checkpoint: Path, model: Path | None) -> Reference:
+def find_reference(checkpoint: Path, model: Path | None) -> Reference:
     """The Hugging Face model of a checkpoint: `model` if given, else the folder inside the checkpoint or the one in its run's recipe."""
-    inside = checkpoint / HF
-    if model is None and (inside / LAYOUT).is_file():
-        extra_weights = FolderWeights(inside) if any(inside.glob("*.safetensors")) else None
-        return Reference(HfFolder.open(inside, weights=False), load_layout(inside / LAYOUT), extra_weights, [inside])
-    files: list[Path] = []
+    converted_folder = checkpoint / HF_FOLDER
+    if model is None and (converted_folder / LAYOUT_FILE).is_file():
+        extra_weights = FolderWeights(converted_folder) if any(converted_folder.glob("*.safetensors")) else None
+        return Reference(
+            HfFolder.open(converted_folder, weights=False), load_layout(converted_folder / LAYOUT_FILE), extra_weights, [converted_folder]
+        )
+    file_folders: list[Path] = []
     if model is None:
-        model, files = _model_of_run(checkpoint)
+        model, file_folders = _find_model_of_run(checkpoint)
     if any(model.glob("*.safetensors")) or any(model.glob("*.bin")):
         weights = ModelWeights(model)
-        return Reference(weights.folder, weights.layout, weights.raw, [model, *files], weights)
-    return Reference(HfFolder.open(model, weights=False), None, None, [model, *files])
+        return Reference(weights.folder, weights.layout, weights.raw, [model, *file_folders], weights)
+    return Reference(HfFolder.open(model, weights=False), None, None, [model, *file_folders])
 
 
-def _model_of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
+def _find_model_of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
     """The model folder of the run that saved a checkpoint, and the folder of the run's own tokenizer, if it has one."""
     run = checkpoint.parent.parent
     file = run / "recipe.resolved.yaml"
@@ -108,7 +110,7 @@ def _model_of_run(checkpoint: Path) -> tuple[Path, list[Path]]:
     recipe = load_recipe(file).recipe
     model = recipe.model.folder_in(run) or Path(recipe.model.path or "")
     if not (model / "config.json").is_file():
-        raise UserError(f"{file}: model.path {recipe.model.path} is no folder here; name the model's folder with --model")
+        raise UserError(f"{file}: model.path {recipe.model.path} is not a folder on this machine; name the model's folder with --model")
     tokenizer = run / "tokenizer"
     return model, [tokenizer] if tokenizer.is_dir() else []
 
@@ -117,7 +119,7 @@ def has_mtp(checkpoint: Path) -> bool:
     return any(name.startswith("mtp.") for name in tensors_in(checkpoint))
 
 
-def tensor_sizes(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
+def count_elements(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
     """The number of elements of each of the model's tensors, without aliases. mtp: include the MTP layers."""
     alias_names, sizes = aliases(shape), tensor_shapes(shape).items()
     return {name: prod(size) for name, size in sizes if name not in alias_names and (mtp or section_of(name, shape) == "target")}
@@ -125,7 +127,7 @@ def tensor_sizes(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
 
 def inspect(source: Path, model: Path | None) -> dict[str, object]:
     """The output of `convert-hf --inspect`. Raises UserError if `source` is neither a folder, a checkpoint nor a run."""
-    checkpoint = checkpoint_at(source, contents=False)
+    checkpoint = find_checkpoint(source, contents=False)
     return _inspect_folder(source) if checkpoint is None else _inspect_checkpoint(checkpoint, model)
 
 
@@ -135,27 +137,33 @@ def _inspect_folder(path: Path) -> dict[str, object]:
         weights = ModelWeights(path)
     except UserError as error:
         return {"kind": "Hugging Face folder", **_describe_shape(shape), "missing": str(error)}
-    raw = weights.raw
-    types = sorted({str(entry.dtype).removeprefix("torch.") for entry in raw.entries.values()})
-    facts = {"kind": "Hugging Face folder", **_describe_shape(weights.shape), "dtype": types, "bytes": raw.nbytes, "files": len(raw.files)}
-    return facts | {"carried": f"{len(weights.extras)} tensors outside the language model", "missing": "nothing"}
+    stored_weights = weights.raw
+    dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in stored_weights.entries.values()})
+    description = {
+        "kind": "Hugging Face folder",
+        **_describe_shape(weights.shape),
+        "dtype": dtypes,
+        "bytes": stored_weights.nbytes,
+        "files": len(stored_weights.files),
+    }
+    return description | {"carried": f"{len(weights.extras)} tensors outside the language model", "missing": "nothing"}
 
 
 def _inspect_checkpoint(path: Path, model: Path | None) -> dict[str, object]:
-    saved = {name: tensor for name, tensor in tensors_in(path).items() if "optimizer." not in name}
-    types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in saved.values()})
-    facts: dict[str, object] = {"kind": "Megatron checkpoint", "path": str(path)}
+    model_tensors = {name: tensor for name, tensor in tensors_in(path).items() if "optimizer." not in name}
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model_tensors.values()})
+    description: dict[str, object] = {"kind": "Megatron checkpoint", "path": str(path)}
     try:
-        shape = reference_of(path, model).folder.shape
+        shape = find_reference(path, model).folder.shape
     except UserError as error:
-        return facts | {"tensors": len(saved), "dtype": types, "missing": str(error)}
+        return description | {"tensors": len(model_tensors), "dtype": dtypes, "missing": str(error)}
     missing = "the MTP layers" if shape.mtp_layers and not has_mtp(path) else "nothing"
-    return facts | _describe_shape(shape) | {"tensors": len(saved), "dtype": types, "missing": missing}
+    return description | _describe_shape(shape) | {"tensors": len(model_tensors), "dtype": dtypes, "missing": missing}
 
 
 def _describe_shape(shape: ModelShape) -> dict[str, object]:
     counts = count_parameters(shape)
-    sizes = {
+    description = {
         "family": f"{shape.family} ({shape.architecture})",
         "parameters": f"{counts['total']:,}",
         "layers": shape.layers,
@@ -166,5 +174,5 @@ def _describe_shape(shape: ModelShape) -> dict[str, object]:
         "MTP layers": f"{shape.mtp_layers}, {counts['mtp']:,} parameters" if shape.mtp_layers else "0",
     }
     if shape.moe is not None:
-        sizes["experts"] = f"{shape.moe.experts}, {shape.moe.experts_per_token} for each token"
-    return sizes
+        description["experts"] = f"{shape.moe.experts}, {shape.moe.experts_per_token} for each token"
+    return description

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SIZES = {
+ELEMENT_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
@@ -38,12 +38,12 @@ _DTYPES = {
 """Names of torch's dtypes, by safetensors' dtype code."""
 _CODES = {name: code for code, name in _DTYPES.items()}
 
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
-_PICKLED = (".bin", ".pt", ".pth")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
-_MAX_HEADER = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 
 
 def dtype_of(code: str) -> torch.dtype:
@@ -73,25 +73,23 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * SIZES[self.code]
+        return prod(self.shape) * ELEMENT_BYTES[self.code]
 
 
 class FolderWeights:
-    """Names, shapes and tensors of a folder with one weight file, or with shards and an index, and of the drafter next to them.
+    """Names, shapes and tensors of a folder: of its weight file or shards, and of the drafter in its subfolder.
 
-    The drafter's tensors have the prefix `drafter.`.
-
-    Raises UserError if shards are missing, damaged or outside the folder.
+    The drafter's tensors have the prefix `drafter.`. Raises UserError if shards are missing, damaged or outside the folder.
     """
 
     def __init__(self, path: Path) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
         self._pickles: dict[Path, dict[str, Tensor]] = {}
-        index = _index(path)
-        self.files = _without_index(path) if index is None else _listed(index)
+        index = _find_index(path)
+        self.files = _list_weight_files(path) if index is None else _read_index(index)
         self.entries: dict[str, Entry] = {}
         for file in self.files:
-            for name, entry in _entries(file).items():
+            for name, entry in _read_entries(file).items():
                 if name in self.entries:
                     raise UserError(f"{path}: {name} is both in {self.entries[name].file.name} and in {file.name}; remove one of them")
                 self.entries[name] = entry
@@ -102,7 +100,7 @@ class FolderWeights:
         if index is not None:
             for name, file_name in json.loads(index.read_text())["weight_map"].items():
                 if name not in self.entries:
-                    raise UserError(f"{index}: {name} is listed in {file_name}, which does not hold it; fetch that file again")
+                    raise UserError(f"{index}: {name} is listed in {file_name}, which does not contain it; fetch that file again")
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -118,7 +116,7 @@ class FolderWeights:
         entry = self.entries[name]
         if entry.start is None:
             if entry.file not in self._pickles:
-                self._pickles[entry.file] = _unpickled(entry.file)
+                self._pickles[entry.file] = _load_pickle(entry.file)
             return self._pickles[entry.file][entry.name]
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=entry.dtype)
@@ -130,102 +128,102 @@ class FolderWeights:
         with warnings.catch_warnings():
             # torch warns because it has no read-only tensors.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            flat = torch.frombuffer(self._maps[entry.file], dtype=entry.dtype, count=prod(entry.shape), offset=entry.start)
-        return flat.view(entry.shape)
+            elements = torch.frombuffer(self._maps[entry.file], dtype=entry.dtype, count=prod(entry.shape), offset=entry.start)
+        return elements.view(entry.shape)
 
 
-def _index(path: Path) -> Path | None:
+def _find_index(path: Path) -> Path | None:
     """The index of the safetensors shards, or of the pickled shards if the folder has no safetensors; None without an index."""
-    safe, pickled = (path / name for name in INDEXES)
-    if safe.is_file():
-        return safe
-    return pickled if pickled.is_file() and not any(path.glob("*.safetensors")) else None
+    safetensors_index, pickle_index = (path / name for name in INDEX_FILES)
+    if safetensors_index.is_file():
+        return safetensors_index
+    return pickle_index if pickle_index.is_file() and not any(path.glob("*.safetensors")) else None
 
 
-def _without_index(path: Path) -> list[Path]:
+def _list_weight_files(path: Path) -> list[Path]:
     """All safetensors files, or all pickles if there are none. Raises UserError if there are no weights."""
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin")) or sorted(path.glob("*.pt"))
     if not files:
-        raise UserError(f"{path}: holds no weights (*.safetensors, pytorch_model*.bin)")
+        raise UserError(f"{path}: contains no weights (*.safetensors, pytorch_model*.bin)")
     return files
 
 
-def _listed(index: Path) -> list[Path]:
+def _read_index(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{index}: is no index of weights (a JSON object with weight_map)") from error
+        raise UserError(f"{index}: is not an index of weights (a JSON object with weight_map)") from error
     for name in names:
         if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
             raise UserError(f"{index}: {name!r} leads out of the folder; an index may only name files in its folder")
     missing = sorted(name for name in names if not (index.parent / name).is_file())
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        raise UserError(f"{index}: lists {', '.join(missing[:4])}{more}, which {index.parent} lacks; fetch what is missing")
+        raise UserError(f"{index}: lists {', '.join(missing[:4])}{more}, which are missing in {index.parent}; fetch them")
     return sorted(index.parent / name for name in names)
 
 
-def _entries(file: Path) -> dict[str, Entry]:
+def _read_entries(file: Path) -> dict[str, Entry]:
     """The tensors of a weight file. Raises UserError with file, tensor and byte if it is damaged."""
-    if file.suffix not in _PICKLED:
-        return _safetensors_entries(file)
-    return {name: Entry(file, name, code_of(value.dtype), tuple(value.shape), None) for name, value in _unpickled(file).items()}
+    if file.suffix not in _PICKLE_SUFFIXES:
+        return _read_safetensors_header(file)
+    return {name: Entry(file, name, code_of(value.dtype), tuple(value.shape), None) for name, value in _load_pickle(file).items()}
 
 
 def check_fetched(file: Path) -> None:
-    """Raise UserError if the file is a Git LFS pointer, as in a clone that was made without Git LFS."""
+    """Raise UserError if the file is a Git LFS pointer, as in a clone without Git LFS."""
     with file.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise UserError(f"{file}: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`, or download the model again")
 
 
-def _safetensors_entries(file: Path) -> dict[str, Entry]:
+def _read_safetensors_header(file: Path) -> dict[str, Entry]:
     size = file.stat().st_size
     check_fetched(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER):
-            raise UserError(f"{file}: byte 0: announces a header of {length} bytes in a file of {size}; the file is cut or no safetensors")
-        text = stream.read(length)
+        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            raise UserError(f"{file}: byte 0: states a header of {length} bytes in a file of {size}; it is truncated or not safetensors")
+        header_text = stream.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(header_text)
         assert isinstance(header, dict)
     except (ValueError, AssertionError) as error:
-        at = _LENGTH_BYTES + getattr(error, "pos", getattr(error, "start", 0))
-        raise UserError(f"{file}: byte {at}: the header is not valid JSON; the file is damaged") from error
-    first = _LENGTH_BYTES + length
+        error_byte = _LENGTH_BYTES + getattr(error, "pos", getattr(error, "start", 0))
+        raise UserError(f"{file}: byte {error_byte}: the header is not valid JSON; the file is damaged") from error
+    data_start = _LENGTH_BYTES + length
     header.pop("__metadata__", None)
-    entries = {name: _entry(file, name, entry, first) for name, entry in header.items()}
-    end = first
-    for entry in sorted(entries.values(), key=lambda each: (each.start or 0, each.nbytes)):
+    entries = {name: _parse_entry(file, name, entry, data_start) for name, entry in header.items()}
+    end = data_start
+    for entry in sorted(entries.values(), key=lambda item: (item.start or 0, item.nbytes)):
         if entry.start != end:
-            raise UserError(f"{file}: {entry.name}: its data should begin at byte {entry.start}, the one before it ends at {end}")
+            raise UserError(f"{file}: {entry.name}: its data begins at byte {entry.start}, but the previous tensor ends at {end}")
         end += entry.nbytes
         if end > size:
-            raise UserError(f"{file}: {entry.name}: its data ends at byte {end}, the file at {size}; the file is cut, fetch it again")
+            raise UserError(f"{file}: {entry.name}: its data ends at byte {end}, but the file at {size}; fetch it again")
     if end != size:
         raise UserError(f"{file}: byte {end}: {size - end} bytes follow the last tensor; the file is damaged")
     return entries
 
 
-def _entry(file: Path, name: str, header: object, first: int) -> Entry:
+def _parse_entry(file: Path, name: str, header: object, data_start: int) -> Entry:
     try:
         if not isinstance(header, dict):
             raise TypeError("not an object")
         code, shape = header["dtype"], tuple(int(n) for n in header["shape"])
-        SIZES[code]
+        ELEMENT_BYTES[code]
         begin, end = (int(n) for n in header["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: {name}: its header entry {json.dumps(header)[:120]} cannot be read") from error
-    entry = Entry(file, name, code, shape, first + begin)
+    entry = Entry(file, name, code, shape, data_start + begin)
     if end - begin != entry.nbytes or begin < 0 or min(shape, default=0) < 0:
         raise UserError(
-            f"{file}: {name}: byte {first + begin}: {end - begin} bytes for {header['dtype']} {list(shape)}, which takes {entry.nbytes}"
+            f"{file}: {name}: byte {data_start + begin}: {end - begin} bytes for {header['dtype']} {list(shape)}, not {entry.nbytes}"
         )
     return entry
 
 
-def _unpickled(file: Path) -> dict[str, Tensor]:
+def _load_pickle(file: Path) -> dict[str, Tensor]:
     """The tensors of a pickle. Code in the pickle is not run."""
     import torch
 

@@ -26,9 +26,9 @@ from mtpctl.model.packing import Packing
 from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.train import LoraConfig
 
-PROMPT = 32
+PROMPT_TOKENS = 32
 """Length of the fixed prompt, in tokens."""
-BOUND = 1e-5
+MAX_LOGIT_DIFFERENCE = 1e-5
 """Maximum difference between two logits, in fp32."""
 
 
@@ -46,34 +46,43 @@ class VerificationResult:
 
 
 def verify_conversion(
-    weights: ModelWeights, saved: Path, folder: HfFolder, *, extra_weights: FolderWeights | None = None, fp8: frozenset[str] = frozenset()
+    weights: ModelWeights,
+    checkpoint: Path,
+    folder: HfFolder,
+    *,
+    extra_weights: FolderWeights | None = None,
+    fp8_names: frozenset[str] = frozenset(),
 ) -> VerificationResult:
-    """Compare a folder's weights with the checkpoint at `saved`. Raises ThresholdMissed if they differ.
+    """Compare a folder's weights with the checkpoint at `checkpoint`. Raises ThresholdMissed if they differ.
 
-    Matrices in `fp8` are compared with a new quantization of the checkpoint's. Logits then differ, by any amount.
+    Matrices in `fp8_names` are compared with a new quantization of the checkpoint's. Logits then differ, by any amount.
 
     folder: provides the config of both. extra_weights: the checkpoint's tensors outside the language model.
     """
-    mtp = has_mtp(saved)
-    tensors, error = compare_extras(weights, extra_weights), 0.0
+    mtp = has_mtp(checkpoint)
+    tensors, relative_error = require_equal_extras(weights, extra_weights), 0.0
     with Skeleton(folder, mtp=mtp) as skeleton:
-        reader = PartReader(saved, skeleton)
-        for number in range(len(reader.parts)):
-            for name, value in reader.read(number).items():
+        reader = PartReader(checkpoint, skeleton)
+        for index in range(len(reader.parts)):
+            for name, value in reader.read(index).items():
                 for hf_name, tensor in skeleton.to_hf(name, value).items():
-                    if hf_name in fp8:
-                        error = max(error, compare_quantized(hf_name, weights, tensor))
-                    elif fp8:
-                        compare(hf_name, weights[hf_name], tensor.to(weights.dtype(hf_name)))
+                    if hf_name in fp8_names:
+                        relative_error = max(relative_error, require_equal_quantized(hf_name, weights, tensor))
+                    elif fp8_names:
+                        require_equal(hf_name, weights[hf_name], tensor.to(weights.dtype(hf_name)))
                     else:
-                        compare(hf_name, weights[hf_name].to(tensor.dtype), tensor)
+                        require_equal(hf_name, weights[hf_name].to(tensor.dtype), tensor)
                     tensors += 1
         all_fp32 = all(dtype is torch.float32 for dtype in reader.dtypes.values())
-    precision, bound = "fp32" if all_fp32 else "bf16", math.inf if fp8 else BOUND
-    return VerificationResult(tensors, *_logits(weights, saved, folder, mtp=mtp, precision=precision, bound=bound), error if fp8 else None)
+    precision, max_difference = "fp32" if all_fp32 else "bf16", math.inf if fp8_names else MAX_LOGIT_DIFFERENCE
+    return VerificationResult(
+        tensors,
+        *_compare_restored_logits(weights, checkpoint, folder, mtp=mtp, precision=precision, bound=max_difference),
+        relative_error if fp8_names else None,
+    )
 
 
-def compare_quantized(name: str, weights: ModelWeights, tensor: Tensor) -> float:
+def require_equal_quantized(name: str, weights: ModelWeights, tensor: Tensor) -> float:
     """Compare a folder's FP8 matrix with a new quantization of `tensor`. Raises ThresholdMissed if they differ.
 
     Returns the relative error of the quantization.
@@ -82,121 +91,123 @@ def compare_quantized(name: str, weights: ModelWeights, tensor: Tensor) -> float
     if stored is None:
         raise ThresholdMissed(f"verify: {name} is not stored in FP8")
     for part, written, expected in zip((name, name + SCALE), stored, quantize(tensor, name), strict=True):
-        compare(part, written, expected)
+        require_equal(part, written, expected)
     exact = tensor.float()
     norm = float(exact.norm())
     return float((dequantize(*stored, torch.float32) - exact).norm()) / norm if norm else 0.0
 
 
-def compare_extras(weights: ModelWeights, extra_weights: FolderWeights | None) -> int:
+def require_equal_extras(weights: ModelWeights, extra_weights: FolderWeights | None) -> int:
     """Compare a folder's tensors outside the language model. Returns their number. Raises ThresholdMissed if one differs."""
     for name in weights.extras:
         if extra_weights is None or name not in extra_weights:
             raise ThresholdMissed(f"verify: {name} is missing on one side")
-        compare(name, weights.raw.tensor(name), extra_weights.tensor(name))
+        require_equal(name, weights.raw.tensor(name), extra_weights.tensor(name))
     return len(weights.extras)
 
 
-def compare(name: str, first: Tensor, second: Tensor) -> None:
+def require_equal(name: str, first: Tensor, second: Tensor) -> None:
     """Raise ThresholdMissed unless two tensors have the same shape, dtype and bits."""
     if first.shape != second.shape or first.dtype != second.dtype:
-        kinds = " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (first, second))
-        raise ThresholdMissed(f"verify: {name} differs in dtype or shape: {kinds}")
+        description = " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (first, second))
+        raise ThresholdMissed(f"verify: {name} differs in dtype or shape: {description}")
     if first.numel() and not torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)):
         index = int((first.flatten() != second.flatten()).nonzero()[:1].sum())
         raise ThresholdMissed(f"verify: {name} differs, first at element {index}")
 
 
-def _logits(weights: ModelWeights, saved: Path, folder: HfFolder, *, mtp: bool, precision: str, bound: float) -> tuple[float, float | None]:
+def _compare_restored_logits(
+    weights: ModelWeights, checkpoint: Path, folder: HfFolder, *, mtp: bool, precision: str, bound: float
+) -> tuple[float, float | None]:
     """Compare the logits of one model after restoring the checkpoint and after loading the folder, both as the trainer does."""
     with Skeleton(folder, mtp=mtp, precision=precision) as skeleton:
-        sharded.restore(saved, sharded.Contents(skeleton.model, None, 0, None, None))
-        restored = prompt_logits(skeleton)
+        sharded.restore(checkpoint, sharded.Contents(skeleton.model, None, 0, None, None))
+        restored = compute_prompt_logits(skeleton)
         skeleton.bridge.fill([skeleton.model], weights)
-        return compare_logits(prompt_logits(skeleton), restored, bound)
+        return require_close_logits(compute_prompt_logits(skeleton), restored, bound)
 
 
-def compare_logits(first: list[Tensor], second: list[Tensor], bound: float) -> tuple[float, float | None]:
+def require_close_logits(first: list[Tensor], second: list[Tensor], bound: float) -> tuple[float, float | None]:
     """The largest differences of the trunk's and of the MTP depths' logits. Raises ThresholdMissed if one exceeds `bound`."""
-    differences = [float((a - b).abs().max()) for a, b in zip(first, second, strict=True)]
+    differences = [float((first_logits - second_logits).abs().max()) for first_logits, second_logits in zip(first, second, strict=True)]
     if max(differences) > bound:
         raise ThresholdMissed(f"verify: logits differ by {max(differences):.2g} on the fixed prompt, at most {bound:g} is allowed")
     return differences[0], max(differences[1:], default=None)
 
 
 @torch.no_grad()
-def prompt_logits(skeleton: Skeleton) -> list[Tensor]:
+def compute_prompt_logits(skeleton: Skeleton) -> list[Tensor]:
     """Logits [prompt, vocab] of the trunk and of each MTP depth on the fixed prompt, in fp32."""
     skeleton.model.eval()
-    ids = (torch.arange(1, PROMPT + 1) * 7919) % skeleton.shape.vocab
+    ids = (torch.arange(1, PROMPT_TOKENS + 1) * 7919) % skeleton.shape.vocab
     depths = skeleton.model.config.mtp_num_layers or 0
-    hidden = skeleton.model(ids, Packing.of([PROMPT], "cpu"), depths=depths)
+    hidden = skeleton.model(ids, Packing.of([PROMPT_TOKENS], "cpu"), depths=depths)
     return [(state.float() @ hidden.head.float().T) for state in (hidden.trunk, *hidden.mtp)]
 
 
-APPLIED_BOUND = 1e-4
+MAX_APPLIED_LOGIT_DIFFERENCE = 1e-4
 """Maximum difference between the logits of a merged adapter and of one that is applied separately, in fp32."""
 
 
 def verify_merged(
-    written: ModelWeights,
+    target: ModelWeights,
     checkpoint: Path,
     base: ModelWeights,
     adapter: AdapterRecord,
     *,
     extra_weights: FolderWeights | None = None,
-    fp8: frozenset[str] = frozenset(),
+    fp8_names: frozenset[str] = frozenset(),
 ) -> VerificationResult:
     """Compare a folder of merged weights with the base weights and the adapter. Raises ThresholdMissed if they differ.
 
-    fp8: see `verify_conversion`.
+    fp8_names: see `verify_conversion`.
     """
-    tensors, error = compare_extras(written, extra_weights), 0.0
+    tensors, relative_error = require_equal_extras(target, extra_weights), 0.0
     merged: dict[str, Tensor] = {}
     with adapter_skeleton(checkpoint, base.folder, adapter) as skeleton:
         reader = MergedReader(checkpoint, skeleton, base, adapter)
-        for number in range(len(reader.parts)):
-            for name, value in reader.read(number).items():
+        for index in range(len(reader.parts)):
+            for name, value in reader.read(index).items():
                 for hf_name, tensor in skeleton.to_hf(name, value).items():
-                    if hf_name in fp8:
-                        error = max(error, compare_quantized(hf_name, written, tensor))
+                    if hf_name in fp8_names:
+                        relative_error = max(relative_error, require_equal_quantized(hf_name, target, tensor))
                     else:
-                        compare(hf_name, written[hf_name], tensor.to(written.dtype(hf_name)))
+                        require_equal(hf_name, target[hf_name], tensor.to(target.dtype(hf_name)))
                     merged[hf_name] = tensor
                     tensors += 1
         all_fp32 = all(dtype is torch.float32 for dtype in reader.dtypes.values())
-    with Skeleton(written.folder, mtp=True, precision="fp32" if all_fp32 else "bf16") as skeleton:
-        skeleton.bridge.fill([skeleton.model], written)
-        from_folder = prompt_logits(skeleton)
+    with Skeleton(target.folder, mtp=True, precision="fp32" if all_fp32 else "bf16") as skeleton:
+        skeleton.bridge.fill([skeleton.model], target)
+        from_folder = compute_prompt_logits(skeleton)
         skeleton.fill(merged)
-        logits = compare_logits(from_folder, prompt_logits(skeleton), math.inf if fp8 else BOUND)
-    return VerificationResult(tensors, *logits, error if fp8 else None)
+        logits = require_close_logits(from_folder, compute_prompt_logits(skeleton), math.inf if fp8_names else MAX_LOGIT_DIFFERENCE)
+    return VerificationResult(tensors, *logits, relative_error if fp8_names else None)
 
 
-def verify_adapter(written: Path, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord) -> VerificationResult:
-    """Compare the PEFT files in `written` with the checkpoint. Raises ThresholdMissed if they differ.
+def verify_adapter(target: Path, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord) -> VerificationResult:
+    """Compare the PEFT files in `target` with the checkpoint. Raises ThresholdMissed if they differ.
 
     Logits are compared between base weights with the PEFT matrices merged, and the checkpoint's adapters applied in their layers.
     """
-    stored = load_file(written / "adapter_model.safetensors")
+    written_tensors = load_file(target / "adapter_model.safetensors")
     lora = LoraConfig(rank=adapter["rank"], alpha=adapter["alpha"], targets=adapter["targets"])
     with adapter_skeleton(checkpoint, base.folder, adapter, precision="fp32") as skeleton:
         fill_adapter(checkpoint, skeleton, base.folder.path, adapter)
         exported = {name: value.clone() for name, value in export_adapter(skeleton.bridge, [skeleton.model], lora)}
-        if exported.keys() != stored.keys():
-            name = min(exported.keys() ^ stored.keys())
+        if exported.keys() != written_tensors.keys():
+            name = min(exported.keys() ^ written_tensors.keys())
             raise ThresholdMissed(f"verify: only one side has {name}")
         for name, value in exported.items():
-            compare(name, stored[name], value.to(stored[name].dtype))
+            require_equal(name, written_tensors[name], value.to(written_tensors[name].dtype))
         skeleton.fill(base)  # Does not change the adapters. The logits of MTP layers are not compared.
-        applied = prompt_logits(skeleton)[:1]
+        applied = compute_prompt_logits(skeleton)[:1]
     with Skeleton(base.folder, mtp=False, precision="fp32") as skeleton:
-        skeleton.fill(_Merged(base, stored, lora.alpha / lora.rank))
-        logits, _ = compare_logits(prompt_logits(skeleton), applied, APPLIED_BOUND)
-    return VerificationResult(len(stored), logits, None)
+        skeleton.fill(_MergedWeights(base, written_tensors, lora.alpha / lora.rank))
+        logits, _ = require_close_logits(compute_prompt_logits(skeleton), applied, MAX_APPLIED_LOGIT_DIFFERENCE)
+    return VerificationResult(len(written_tensors), logits, None)
 
 
-class _Merged(Mapping[str, Tensor]):
+class _MergedWeights(Mapping[str, Tensor]):
     """Base weights with the PEFT matrices merged, in fp32."""
 
     def __init__(self, base: ModelWeights, stored: Mapping[str, Tensor], scale: float) -> None:

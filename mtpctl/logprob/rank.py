@@ -202,15 +202,15 @@ class ScoreRank:
 
     def _names(self, plan: SectionPlan) -> set[str]:
         """Names of the tensors to load for a section: with changes, all tensors of each parameter that has a changed one."""
-        from mtpctl.convert.mappings import names_of
+        from mtpctl.convert.mappings import hf_names
 
         sent = {n for e in plan.tensors().values() if plan.delta is None or e.name in plan.delta.changes for n in (e.name, *e.aliases)}
-        return sent if plan.delta is None else {n for task in self.map.tasks if sent & set(names_of(task)) for n in names_of(task)}
+        return sent if plan.delta is None else {n for task in self.map.tasks if sent & set(hf_names(task)) for n in hf_names(task)}
 
     def _check(self, entries: dict[str, Entry], section: Section) -> None:
-        from mtpctl.convert.mappings import names_of
+        from mtpctl.convert.mappings import hf_names
 
-        dtypes = {name: str(task.param_weight.dtype).removeprefix("torch.") for task in self.map.tasks for name in names_of(task)}
+        dtypes = {name: str(task.param_weight.dtype).removeprefix("torch.") for task in self.map.tasks for name in hf_names(task)}
         unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases, self.copies.get(name, name)}]
         wrong = [f"{name} is not a tensor of the served model" for name in unknown]
         for name, entry in entries.items():
@@ -313,12 +313,12 @@ class ScoreRank:
     def _merge(self, adapter: MergedAdapter) -> None:
         """Write base weights plus adapter, after all other sections of the version."""
         from mtpctl.convert.bridge import WeightStream
-        from mtpctl.convert.mappings import names_of
+        from mtpctl.convert.mappings import hf_names
 
         tasks = self.map.tasks
-        self.weights.keep_base(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(names_of(task)))
+        self.weights.keep_base(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(hf_names(task)))
         # Includes weights that an earlier adapter changed and this one does not.
-        names = {name for task in tasks if self.weights.has_base(task.param_weight) for name in names_of(task)}
+        names = {name for task in tasks if self.weights.has_base(task.param_weight) for name in hf_names(task)}
         stream = WeightStream(self.map, names, self.weights.destination)
         with self.weights.showing_base():
             for name, weight in self.engine.export(("target",), merged=False):

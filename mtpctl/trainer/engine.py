@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from mtpctl.checkpoint import sharded
-from mtpctl.convert.adapters import export_adapter, fingerprint
+from mtpctl.convert.adapters import export_adapter, hash_base_weights
 from mtpctl.convert.bridge import WeightBridge
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.dispatch import ONE_PASS
@@ -139,7 +139,7 @@ class MegatronEngine:
 
     def _set_base_fingerprint(self, path: Path) -> None:
         seed = self.config.random_seed
-        self.base_fingerprint = fingerprint(path) if seed is None else f"random weights of seed {seed}"
+        self.base_fingerprint = hash_base_weights(path) if seed is None else f"random weights of seed {seed}"
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Create a new optimizer, without state for MTP layers that are not trained.

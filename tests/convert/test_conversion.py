@@ -13,7 +13,7 @@ import torch
 from mtpctl.checkpoint.listing import LISTING
 from mtpctl.convert.bridge import StreamMap
 from mtpctl.convert.hf_folder import HfFolder, create_hf_folder
-from mtpctl.convert.source import checkpoint_at, reference_of
+from mtpctl.convert.source import find_checkpoint, find_reference
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.recipe.model import MtpConfig
@@ -148,7 +148,7 @@ def test_model_of_a_run_with_random_weights_is_in_its_directory(tmp_path: Path, 
     recipe = load_recipe("tiny_mtp", sets=[*sets, f"run_dir={tmp_path / 'run'}"]).recipe
     create_hf_folder(load_recipe("tiny_mtp").recipe.model.config or {}, tmp_path / "run" / "model", 0)
     (tmp_path / "run" / "recipe.resolved.yaml").write_text(dump_resolved(recipe))
-    assert reference_of(tmp_path / "run" / "checkpoints" / "rl-000001", None).folder.path == tmp_path / "run" / "model"
+    assert find_reference(tmp_path / "run" / "checkpoints" / "rl-000001", None).folder.path == tmp_path / "run" / "model"
 
 
 def test_model_of_a_run_that_loaded_weights_is_the_loaded_folder(tmp_path: Path) -> None:
@@ -156,22 +156,22 @@ def test_model_of_a_run_that_loaded_weights_is_the_loaded_folder(tmp_path: Path)
     recipe = load_recipe("tiny_mtp", sets=["model.config=null", f"model.path={loaded}", "model.init=weights"]).recipe
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "recipe.resolved.yaml").write_text(dump_resolved(recipe))
-    assert reference_of(tmp_path / "run" / "checkpoints" / "rl-000001", None).folder.path == loaded
+    assert find_reference(tmp_path / "run" / "checkpoints" / "rl-000001", None).folder.path == loaded
 
 
 def test_checkpoint_without_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name the model's folder with --model"):
-        reference_of(tmp_path / "checkpoints" / "rl-000001", None)
+        find_reference(tmp_path / "checkpoints" / "rl-000001", None)
 
 
 def test_checkpoint_of_another_program_with_a_missing_or_truncated_shard_is_rejected(tmp_path: Path) -> None:
     path, lines = write_checkpoint(tmp_path, "rl-000001"), list[str]()
     for name in (LISTING, "engine.json", "run.json"):
         (path / name).unlink()
-    assert checkpoint_at(path, lines.append) == path and lines == [f"{path} has no checksums: its contents are not verified"]
+    assert find_checkpoint(path, lines.append) == path and lines == [f"{path} has no checksums: its contents are not verified"]
     os.truncate(path / SHARD, 2000)
     with pytest.raises(UserError, match=rf"^{path}/{SHARD} has 2,000 bytes, and 4,096 were saved; name another checkpoint, or the run"):
-        checkpoint_at(path)
+        find_checkpoint(path)
     (path / SHARD).unlink()
     with pytest.raises(UserError, match=rf"^{path}/{SHARD} is missing; name another checkpoint, or the run"):
-        checkpoint_at(path)
+        find_checkpoint(path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.convert.adapters import fingerprint
+from mtpctl.convert.adapters import hash_base_weights
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.recipe.model import MtpConfig
@@ -79,10 +79,10 @@ def test_adapter_base_fingerprint_is_independent_of_storage(tmp_path: Path) -> N
     """Equal weights have the same fingerprint in any format; others do not."""
     mimo(tmp_path / "plain")
     pickled(tmp_path / "pickled")
-    assert fingerprint(tmp_path / "plain") == fingerprint(tmp_path / "pickled")
+    assert hash_base_weights(tmp_path / "plain") == hash_base_weights(tmp_path / "pickled")
     stored = tensors(tmp_path / "plain")
     write(tmp_path / "plain", {name: value + 1 for name, value in stored.items()})
-    assert fingerprint(tmp_path / "plain") != fingerprint(tmp_path / "pickled")
+    assert hash_base_weights(tmp_path / "plain") != hash_base_weights(tmp_path / "pickled")
 
 
 class TestRefused:

@@ -364,9 +364,9 @@ def test_answer_can_only_call_functions_of_the_tests(best: Sandbox) -> None:
     """The answer requests the globals of a function of the tests, with messages that its own end would not send."""
     code = """
 import json, os
-from mtpctl.sandbox.values import number_of
+from mtpctl.sandbox.values import remote_id
 def apply(function, x):
-    reference, replies = ["o", number_of(function)], []
+    reference, replies = ["o", remote_id(function)], []
     for message in ({"call": [["l", []], "__globals__"]}, {"call": [["d", []]]}):
         text = json.dumps(message).encode()
         os.write(5, len(text).to_bytes(4, "big") + text)

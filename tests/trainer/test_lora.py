@@ -7,7 +7,7 @@ import torch
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
-from mtpctl.convert.adapters import fingerprint, peft_config
+from mtpctl.convert.adapters import hash_base_weights, peft_config
 from mtpctl.errors import UserError
 from mtpctl.families.tensors import section_of
 from mtpctl.recipe.model import MtpConfig
@@ -136,12 +136,12 @@ class TestCheckpoint:
 
 def test_fingerprint_is_independent_of_shards(tmp_path):
     folder = mimo(tmp_path / "model").path
-    whole = fingerprint(folder)
+    whole = hash_base_weights(folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     for number, name in enumerate(tensors):
         save_file({name: tensors[name]}, folder / f"model-{number % 7}-{number}.safetensors")
-    assert fingerprint(folder) == whole
+    assert hash_base_weights(folder) == whole
 
 
 def test_recomputed_activations_give_the_same_gradients(tmp_path):
