@@ -117,18 +117,18 @@ def say(text: str) -> None:
 
 def config_of(family: str, size: str, device: str) -> dict[str, Any]:
     """A model's config. Responses have their full length, because no token ends them."""
-    from mtpctl.bench.train_step import named_config
+    from mtpctl.bench.train_step import load_named_config
 
     config = SMALL | FAMILIES[family]
     if device == "cpu":
         config |= TOY | (DELTA_TOY if family == "qwen3.5" else {})
     elif size == "large":
         if family == "mimo":
-            config = dict(named_config(""))
+            config = dict(load_named_config(""))
         elif family == "qwen3.5":
             config |= QWEN3_5_9B
         elif family == "qwen3-moe":  # 12 of 48 layers, to fit one GPU
-            config = config | dict(named_config("Qwen/Qwen3-30B-A3B")) | {"num_hidden_layers": 12}
+            config = config | dict(load_named_config("Qwen/Qwen3-30B-A3B")) | {"num_hidden_layers": 12}
         else:
             config |= QWEN3_8B
     for name in ("bos_token_id", "eos_token_id", *(["moe_intermediate_size"] if family == "qwen3.5" else [])):
@@ -338,12 +338,12 @@ def _locate(samples: list[Any], different: Any) -> None:
 def run_trainer(options: argparse.Namespace) -> None:
     """Time of a forward and backward pass of 8,192 packed tokens, written to `--out` in milliseconds."""
     from harness import parser  # noqa: F401
-    from mtpctl.bench.train_step import samples, synchronize
+    from mtpctl.bench.train_step import make_samples, synchronize
     from mtpctl.trainer.objective import NextToken
 
     trainer = _trainer(options, options.numerics, random_seed=0)
     try:
-        batch, times, losses = samples(trainer.folder.shape.vocab, 8192, 10, 0.33), [], []
+        batch, times, losses = make_samples(trainer.folder.shape.vocab, 8192, 10, 0.33), [], []
         for _ in range(6):
             synchronize(trainer.device)
             began = time.perf_counter()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from harness import finish, parser, print_environment
-from mtpctl.bench.fused_kernels import TIMER, Inputs, Output, Shape, make_inputs, peak_gib, time_in_turns
-from mtpctl.bench.report import markdown, number, spread
+from mtpctl.bench.fused_kernels import TIMER, Inputs, Output, Shape, make_inputs, measure_peak_gib, time_in_turns
+from mtpctl.bench.report import format_number, format_spread, markdown_table
 from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.drafts import Draft
 from mtpctl.kernels.policy import linear_draft_loss, linear_policy_loss
@@ -89,7 +89,7 @@ def main() -> None:
                 runs[mode, STEP, loss] = lambda draft=draft: policy_step(x, [draft], workspace)  # type: ignore[misc]
     for run in runs.values():
         run()
-    peaks = {key: peak_gib(run, device) for key, run in runs.items()}
+    peaks = {key: measure_peak_gib(run, device) for key, run in runs.items()}
     times = time_in_turns(runs, device)
     medians = {key: statistics.median(taken) for key, taken in times.items()}
 
@@ -100,7 +100,7 @@ def main() -> None:
     for (mode, where, name), taken in times.items():
         ratio, peak = cost(mode, where, name) / cost(mode, where, "ce"), peaks[mode, where, name]
         of_depth = ("–", "–") if name == "none" else (f"{cost(mode, where, name):.2f}", f"{ratio:.2f}")
-        rows.append((mode, name, where, spread(taken, ".2f"), *of_depth, number(peak, ".2f")))
+        rows.append((mode, name, where, format_spread(taken, ".2f"), *of_depth, format_number(peak, ".2f")))
         if (where, name, device) == (STEP, "tv", "cuda"):
             if ratio > MAX_RATIO:
                 misses.append(f"{mode} tv: {ratio:.2f} × ce, bound {MAX_RATIO}")
@@ -108,7 +108,7 @@ def main() -> None:
                 misses.append(f"{mode} tv: {peak:.2f} GiB, bound {MAX_GIB * shape.scale:.2f}")
     print_environment()
     print(f"{shape}. The timer covers: {TIMER}\n")
-    print(markdown(("head", "depth's loss", "where", "ms (fastest–slowest)", "the depth's ms", "× ce", "GiB"), rows))
+    print(markdown_table(("head", "depth's loss", "where", "ms (fastest–slowest)", "the depth's ms", "× ce", "GiB"), rows))
     finish(misses)
 
 

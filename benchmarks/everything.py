@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from harness import parser
-from mtpctl.bench.rollout_engines import config_of, write_cycle_model
+from mtpctl.bench.rollout_engines import cycle_config, write_cycle_model
 
 CYCLE_MODEL = "{out}/cycle7b"
 RL_7B = (
@@ -140,7 +140,7 @@ def main() -> None:
             continue
         if CYCLE_MODEL in task.command:
             folder = Path(CYCLE_MODEL.format(out=options.out))
-            write_cycle_model(folder, config_of("mimo7b"), acceptance=0.75, device="cuda")
+            write_cycle_model(folder, cycle_config("mimo7b"), acceptance=0.75, device="cuda")
         code = run(task, options.out)
         verdict = "exceeded its minutes" if code is None else {0: "ok", 6: "a bound was missed"}.get(code, f"failed ({code})")
         print(f"{task.name}: {verdict}", flush=True)

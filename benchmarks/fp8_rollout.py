@@ -79,7 +79,7 @@ async def serve(order: dict[str, Any]) -> dict[str, Any]:
 async def update(engine: Any, work: Path, *, syncs: int) -> None:
     """Update the engine with changed weights, and last with those of the folder `last`; verify each of the `syncs`."""
     from mtpctl.convert.model_weights import ModelWeights
-    from mtpctl.families.quantization import fp8_names
+    from mtpctl.families.quantization import select_fp8_names
     from mtpctl.families.tensors import section_of
     from mtpctl.sync.sender import Publisher
     from mtpctl.sync.store import VersionStore
@@ -90,7 +90,7 @@ async def update(engine: Any, work: Path, *, syncs: int) -> None:
             VersionStore(store),
             bucket_bytes=1 << 30,
             section_of=lambda name: section_of(name, weights.shape),
-            quantized=fp8_names(weights.shape),
+            quantized=select_fp8_names(weights.shape),
         )
         for version in range(1, syncs + 1):
             export = ((name, tensor * (syncs + 1 - version)) for name, tensor in weights.items())

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import aiohttp
 
 from harness import finish, parser, print_environment
-from mtpctl.bench.report import spread
+from mtpctl.bench.report import format_spread
 from mtpctl.bench.rollout import Bench, Options, parse_shape
 from mtpctl.bench.rollout_engines import expected_answer
 from mtpctl.cluster.process import freeze_heap
@@ -199,9 +199,9 @@ def main() -> None:
                 pairs = [(await measurement.direct(talk), await measurement.through_gateway(talk)) for _ in range(options.rounds)]
                 ratios = [through[0] / direct[0] for direct, through in pairs]
                 shares[batch] = statistics.median(ratios)
-                rates = " | ".join(spread([pair[way][0] for pair in pairs], ",.0f") for way in (0, 1))
+                rates = " | ".join(format_spread([pair[way][0] for pair in pairs], ",.0f") for way in (0, 1))
                 cpu = ", ".join(f"{statistics.median(pair[way][1] for pair in pairs):.2f}" for way in (0, 1))
-                print(f"| {batch} | {rates} | {spread(ratios, '.1%')} | {cpu} |", flush=True)
+                print(f"| {batch} | {rates} | {format_spread(ratios, '.1%')} | {cpu} |", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="mtpctl-gateway-") as scratch:
         make_byte_tokenizer(Path(scratch) / "tokenizer")

@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from mtpctl.bench.report import describe, machine, spread
+from mtpctl.bench.report import describe_machine, format_environment, format_spread
 from mtpctl.compat import cpu_device
 
 BOUND_MISSED = 6
@@ -36,12 +36,12 @@ def alternate(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
 
 
 def print_environment() -> None:
-    print(f"{describe(machine())}\n", flush=True)
+    print(f"{format_environment(describe_machine())}\n", flush=True)
 
 
 def print_spread(name: str, values: Sequence[float], unit: str, form: str = ".2f") -> float:
     """Print median, minimum and maximum. Returns the median."""
-    print(f"{name}: {spread(values, form)} {unit}", flush=True)
+    print(f"{name}: {format_spread(values, form)} {unit}", flush=True)
     return statistics.median(values)
 
 

@@ -29,8 +29,8 @@ import torch
 
 from harness import parser, print_environment
 from mtpctl.bench.arms import Arm, Experiment, Outcome
-from mtpctl.bench.report import markdown, spread
-from mtpctl.bench.rollout_engines import config_of
+from mtpctl.bench.report import format_spread, markdown_table
+from mtpctl.bench.rollout_engines import cycle_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
@@ -66,9 +66,9 @@ def learn(options: argparse.Namespace) -> None:
     experiment = Experiment(options.recipe, (), tuple(options.sets), options.out)
     arms = [arm for arm in ARMS if options.arm in (None, arm.name)]
     if options.measured_only:
-        outcomes = experiment.load_outcomes(arms, options.seeds, say=print)
+        outcomes = experiment.load_outcomes(arms, options.seeds, report=print)
     else:
-        outcomes = experiment.run(arms, options.seeds, say=print)
+        outcomes = experiment.run(arms, options.seeds, report=print)
     rows = []
     for outcome in outcomes:
         figures = [(mean_of(outcome, name), form) for name, (_, form) in MEANS.items()]
@@ -76,7 +76,7 @@ def learn(options: argparse.Namespace) -> None:
         cells = ["–" if value is None else format(value, form) for value, form in figures]
         rows.append([outcome.arm.name, outcome.seed, outcome.updates, *cells, f"{statistics.fmean(accuracy):.1%}" if accuracy else "–"])
     print()
-    print(markdown(["sync.kv", "seed", "updates", *(heading for heading, _ in MEANS.values()), "held-out, last 4"], rows))
+    print(markdown_table(["sync.kv", "seed", "updates", *(heading for heading, _ in MEANS.values()), "held-out, last 4"], rows))
 
 
 class Progress:
@@ -136,7 +136,7 @@ async def speed(options: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="mtpctl-kept-cache-") as temporary:
         model = Path(temporary)
-        config = config_of(options.shape) | {"max_position_embeddings": options.prompt + options.tokens + 8}
+        config = cycle_config(options.shape) | {"max_position_embeddings": options.prompt + options.tokens + 8}
         (model / "config.json").write_text(json.dumps(config))
         index = {"weight_map": dict.fromkeys(tensor_shapes(shape_of(config)), "model.safetensors")}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -166,11 +166,11 @@ async def speed(options: argparse.Namespace) -> None:
         finally:
             await engine.shutdown()
     rows = [
-        [way, *(spread(column, form) for column, form in zip(zip(*f, strict=True), (".3f", ",.0f"), strict=True))]
+        [way, *(format_spread(column, form) for column, form in zip(zip(*f, strict=True), (".3f", ",.0f"), strict=True))]
         for way, f in figures.items()
     ]
     print()
-    print(markdown(["sync.kv", f"seconds for {MORE_TOKENS} tokens each", "tokens/s"], rows))
+    print(markdown_table(["sync.kv", f"seconds for {MORE_TOKENS} tokens each", "tokens/s"], rows))
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from harness import finish, parser, print_environment
-from mtpctl.bench.fused_kernels import Case, Inputs, Output, Shape, clipped_loss, fits, make_inputs, own_cases, peer_cases
-from mtpctl.bench.report import markdown, number
+from mtpctl.bench.fused_kernels import Case, Inputs, Output, Shape, can_run, clipped_loss, make_cases, make_inputs, make_peer_cases
+from mtpctl.bench.report import format_number, markdown_table
 from mtpctl.kernels.backend import SOFT_SHARE, DraftLoss
 from mtpctl.kernels.policy import linear_draft_loss
 from mtpctl.plan.memory import GIB
@@ -160,10 +160,12 @@ def main() -> None:
     x = make_inputs(shape, torch.bfloat16, device, seed=0)
     exact = Exact.of(x)
     # Eager torch, or compiled torch if eager torch runs out of GPU memory.
-    plain = next((c for c in peer_cases(device) if c.work == "forward+backward" and c.name.startswith("torch") and fits(c, x)), None)
+    plain = next(
+        (c for c in make_peer_cases(device) if c.work == "forward+backward" and c.name.startswith("torch") and can_run(c, x)), None
+    )
     torch_errors = errors_of(plain, plain.run(x), exact) if plain else {}
     measured: list[tuple[str, str, Errors, Errors]] = [
-        (c.work, c.name, errors_of(c, c.run(x), exact), torch_errors) for c in own_cases(shape, device)
+        (c.work, c.name, errors_of(c, c.run(x), exact), torch_errors) for c in make_cases(shape, device)
     ]
     noise = torch.randn(x.hidden.shape, device=device, generator=torch.Generator(device=device).manual_seed(1))
     state = (0.6 * x.hidden.detach().float() + 0.8 * noise).to(x.hidden.dtype).requires_grad_()
@@ -175,7 +177,7 @@ def main() -> None:
     rows, misses = [], []
     names = ("log-prob", "entropy", "hidden grad", "weight grad")
     for work, name, errors, of_torch in measured:
-        rows.append((work, name, *(f"{number(errors.get(n), '.1e')} ({number(of_torch.get(n), '.1e')})" for n in names)))
+        rows.append((work, name, *(f"{format_number(errors.get(n), '.1e')} ({format_number(of_torch.get(n), '.1e')})" for n in names)))
         for what, error in errors.items():
             bound = of_torch.get(what)
             # `not <=`, so that NaN is a miss.
@@ -185,7 +187,7 @@ def main() -> None:
         if forward is not None and "triton" in name and not forward <= MAX_FORWARD:
             misses.append(f"{work}, {name}: log-prob error {forward:.1e}, bound {MAX_FORWARD:.0e}")
     print(f"{shape}, errors (and those of plain torch):\n")
-    print(markdown(("what", "case", *names), rows))
+    print(markdown_table(("what", "case", *names), rows))
     finish(misses)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from harness import parser, print_environment
-from mtpctl.bench.report import markdown, spread
+from mtpctl.bench.report import format_spread, markdown_table
 from mtpctl.plan.buckets import TensorSpec
 from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.sender import Sender
@@ -94,10 +94,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as temporary:
                 nbytes, seconds = measure(transport, count, options.gib, options.rounds, Path(temporary))
             rate = count * nbytes / sorted(seconds)[len(seconds) // 2] / 1e9
-            rows.append([transport, count, f"{nbytes / 1e9:.2f}", spread(seconds, ".3f"), f"{rate:,.1f}"])
-            print(f"{transport}, {count} receivers: {spread(seconds, '.3f')} s", flush=True)
+            rows.append([transport, count, f"{nbytes / 1e9:.2f}", format_spread(seconds, ".3f"), f"{rate:,.1f}"])
+            print(f"{transport}, {count} receivers: {format_spread(seconds, '.3f')} s", flush=True)
     print()
-    print(markdown(["transport", "receivers", "GB", "wire, s", "GB/s, all receivers"], rows))
+    print(markdown_table(["transport", "receivers", "GB", "wire, s", "GB/s, all receivers"], rows))
 
 
 if __name__ == "__main__":

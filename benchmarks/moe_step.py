@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from harness import parser, print_environment
-from mtpctl.bench.report import spread
-from mtpctl.bench.train_step import create_config_folder, matmul_tflops, named_config, samples, with_layers
+from mtpctl.bench.report import format_spread
+from mtpctl.bench.train_step import create_config_folder, load_named_config, make_samples, measure_matmul_tflops, truncate_layers
 from mtpctl.families.reading import EXPERT_COUNTS
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
@@ -65,7 +65,7 @@ def own_step(config: dict[str, Any], tokens: int, trace: Path | None) -> tuple[l
     with tempfile.TemporaryDirectory() as scratch:
         folder = create_config_folder(config, Path(scratch))
         engine = MegatronEngine(folder, settings)
-    batch = samples(folder.shape.vocab, tokens, SAMPLES, 0.02)
+    batch = make_samples(folder.shape.vocab, tokens, SAMPLES, 0.02)
     times = timed(lambda: engine.forward_backward(batch, NextToken()))
     if trace is not None:
         from torch.profiler import ProfilerActivity, profile
@@ -106,10 +106,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         arguments.error("needs a GPU")
     torch.set_num_threads(1)  # As Ray sets it for trainers: small host operations are slower with more threads.
-    config = with_layers(named_config(options.model), options.layers)
+    config = truncate_layers(load_named_config(options.model), options.layers)
     if options.experts:
         config |= {key: options.experts for key in EXPERT_COUNTS if key in config}
-    rate = matmul_tflops(torch.device("cuda"), 8192)
+    rate = measure_matmul_tflops(torch.device("cuda"), 8192)
     print_environment()
     print(f"Large bf16 matrix product: {rate:.0f} TFLOP/s.\n")
     print("| step | ms (least–most) | tokens/s | of matmul rate | peak GiB |\n|---|---|---|---|---|")
@@ -117,7 +117,7 @@ def main() -> None:
     def print_row(name: str, times: list[float]) -> None:
         median, peak = statistics.median(times), torch.cuda.max_memory_allocated() / GIB
         tokens_per_s, share = 1000 * options.tokens / median, flops / median / 1e9 / rate
-        print(f"| {name} | {spread(times, '.1f')} | {tokens_per_s:.0f} | {share:.1%} | {peak:.1f} |", flush=True)
+        print(f"| {name} | {format_spread(times, '.1f')} | {tokens_per_s:.0f} | {share:.1%} | {peak:.1f} |", flush=True)
 
     times, flops = own_step(config, options.tokens, options.profile)
     print_row("mtpctl", times)

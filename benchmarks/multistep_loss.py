@@ -22,8 +22,8 @@ from torch import Tensor
 
 from harness import finish, parser, print_environment
 from kernel_errors import distance, draft_loss
-from mtpctl.bench.fused_kernels import TIMER, Inputs, Output, Shape, make_inputs, peak_gib, time_in_turns
-from mtpctl.bench.report import markdown, number, spread
+from mtpctl.bench.fused_kernels import TIMER, Inputs, Output, Shape, make_inputs, measure_peak_gib, time_in_turns
+from mtpctl.bench.report import format_number, format_spread, markdown_table
 from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.drafts import Draft
 from mtpctl.kernels.policy import linear_policy_loss
@@ -135,7 +135,7 @@ def main() -> None:
         return Output(trunk_grad=trunk, weight_grad=weight)
 
     of_states = sum(state.nbytes for state in depths.states) / GIB
-    peaks = {loss: peak_gib(lambda run=run: output(run), device) for loss, run in runs.items()}  # type: ignore[misc]
+    peaks = {loss: measure_peak_gib(lambda run=run: output(run), device) for loss, run in runs.items()}  # type: ignore[misc]
     times = time_in_turns(runs, device)
     medians = {loss: statistics.median(taken) for loss, taken in times.items()}
     rows, misses = [], []
@@ -144,7 +144,7 @@ def main() -> None:
         if peak is not None and loss != NONE:
             peak -= of_states
         ratio = cost / (medians["tv"] - medians[NONE])
-        rows.append((loss, spread(taken, ".2f"), f"{cost:.2f}", f"{ratio:.2f}", number(peak, ".2f")))
+        rows.append((loss, format_spread(taken, ".2f"), f"{cost:.2f}", f"{ratio:.2f}", format_number(peak, ".2f")))
         if device == "cuda" and loss in CHAINED:
             if ratio > MAX_RATIO:
                 misses.append(f"{loss}: {ratio:.2f} × tv, bound {MAX_RATIO}")
@@ -152,7 +152,7 @@ def main() -> None:
                 misses.append(f"{loss}: {peak:.2f} GiB, bound {MAX_GIB * shape.scale:.2f}")
     print_environment()
     print(f"{shape}, {options.depths} depths. The timer covers: {TIMER}\n")
-    print(markdown(("depths' loss", "ms (fastest–slowest)", "the depths' ms", "× tv", "GiB"), rows))
+    print(markdown_table(("depths' loss", "ms (fastest–slowest)", "the depths' ms", "× tv", "GiB"), rows))
     errors = []
     for loss in CHAINED:
         computed = runs[loss]()[2:]
@@ -162,7 +162,7 @@ def main() -> None:
             errors.append((str(loss), str(depth), f"{error:.1e}", f"{bound:.1e}"))
             if not error <= MAX_OF_TORCH * bound:  # so that NaN is a miss
                 misses.append(f"{loss}, depth {depth}: error {error:.1e}, torch's {bound:.1e}")
-    print("\n" + markdown(("loss", "depth", "error", "plain torch"), errors))
+    print("\n" + markdown_table(("loss", "depth", "error", "plain torch"), errors))
     finish(misses)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import parser, print_environment
-from mtpctl.bench.report import markdown
+from mtpctl.bench.report import markdown_table
 from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.policy import linear_draft_loss
 from mtpctl.trainer.acceptance import Chains
@@ -130,7 +130,7 @@ def main() -> None:
     print(f"{options.drafts} drafts, {options.updates} updates of {BATCH} chains; tokens per step, the mean and each seed\n")
     early = f"after {max(1, options.updates // 6)} updates"
     headings = ("loss", f"sampled, {early}", "sampled, at the end", f"greedy, {early}", "greedy, at the end")
-    print(markdown(headings, []), flush=True)
+    print(markdown_table(headings, []), flush=True)
     for loss in LOSSES:
         count = options.drafts if options.layers else 1
         runs = [train(loss, seed, options.drafts, options.updates, count) for seed in range(options.seeds)]

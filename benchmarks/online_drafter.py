@@ -20,7 +20,7 @@ from pathlib import Path
 
 from harness import parser, print_environment
 from mtpctl.bench.arms import Arm, Experiment, Outcome
-from mtpctl.bench.report import markdown
+from mtpctl.bench.report import markdown_table
 from mtpctl.telemetry.names import format_value
 
 FROZEN = Arm("frozen", "frozen", ("train.rl.train_mtp=false",))
@@ -102,14 +102,14 @@ def main() -> None:
         experiment = Experiment(arguments.recipe, (), tuple(sets), arguments.out / f"{loss}-{drafts}")
         say = print
         if arguments.measured_only:
-            outcomes = experiment.load_outcomes([FROZEN, TRAINED], arguments.seeds, say=say)
+            outcomes = experiment.load_outcomes([FROZEN, TRAINED], arguments.seeds, report=say)
         else:
-            outcomes = experiment.run([FROZEN, TRAINED], arguments.seeds, concurrent=True, say=say)
+            outcomes = experiment.run([FROZEN, TRAINED], arguments.seeds, concurrent=True, report=say)
         for arm in (FROZEN, TRAINED):
             if of_arm := [outcome for outcome in outcomes if outcome.arm == arm]:
                 rows.append(row(loss, drafts, arm, of_arm))
     print()
-    print(markdown(HEADINGS.split(" | "), rows))
+    print(markdown_table(HEADINGS.split(" | "), rows))
 
 
 if __name__ == "__main__":

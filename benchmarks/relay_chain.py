@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from harness import parser, print_environment
-from mtpctl.bench.report import markdown, spread
+from mtpctl.bench.report import format_spread, markdown_table
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.sync import remote
 from mtpctl.sync.remote import ChainLink, RelayServer
@@ -141,14 +141,14 @@ def main() -> None:
         modelled = {False: count * alone, True: alone + (second + (count - 2) * further if count > 1 else 0.0)}
         cells = []
         for chain in (False, True):
-            measured = spread(figures[chain, count], ".2f") if (chain, count) in figures else "–"
+            measured = format_spread(figures[chain, count], ".2f") if (chain, count) in figures else "–"
             cells += [measured, f"{modelled[chain]:.2f}"]
         rows.append([count, *cells])
     sent = options.files * nbytes / 1e6
     print(f"{sent:.1f} MB in {options.files} files, {options.mbit:g} Mbit/s per link")
     print(f"delay of the second host {second * 1e3:.0f} ms, of every other one {further * 1e3:.0f} ms")
     print()
-    print(markdown(["hosts", "direct, s", "model", "chain, s", "model"], rows))
+    print(markdown_table(["hosts", "direct, s", "model", "chain, s", "model"], rows))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from harness import parser, print_environment
-from mtpctl.bench.rollout_engines import START_S, make_load, send
+from mtpctl.bench.rollout_engines import START_TIMEOUT_S, make_load, send_load
 from mtpctl.cluster.local import cluster
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
@@ -64,7 +64,7 @@ def recipe_of(config: dict[str, object], folder: Path, options: Namespace) -> Re
             "train": {"precision": "fp32" if toy else "bf16"},
             "rollout": rollout,
             "sync": {"transport": "shm"},
-            "cluster": {"device": "cpu" if toy else "cuda", "actor_deadline_s": START_S},
+            "cluster": {"device": "cpu" if toy else "cuda", "actor_deadline_s": START_TIMEOUT_S},
         }
     )
 
@@ -86,7 +86,7 @@ async def measure(config: dict[str, object], folder: Path, recipe: Recipe, optio
             rates: tuple[list[float], list[float]] = ([], [])
             for number in range(-1, options.rounds):
                 for pool, of_pool in zip((plain, returning), rates, strict=True):
-                    run = await send(pool, load, shape.vocab)
+                    run = await send_load(pool, load, shape.vocab)
                     if number >= 0:
                         of_pool.append(run.tokens_per_s)
             without, with_routes = map(statistics.median, rates)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from harness import finish, parser, print_environment
-from mtpctl.bench.rollout_model import OFFLINE, Arm, Options, Result, run
+from mtpctl.bench.rollout_model import OFFLINE, Arm, Options, Result, run_benchmark
 
 WORKER = '{"distributed_executor_backend": "mp"}'
 GRAPHS = '{"compilation_config": {}}'
@@ -91,7 +91,7 @@ def main() -> None:
         else:
             options = Options(args.model, "cuda", args.prompt, args.tokens, requests=args.requests, rounds=args.rounds)
             arms = arms_of([int(text) for text in args.in_flight.split(",")], args.engines, args.arm)
-        results = run(options, arms, show)
+        results = run_benchmark(options, arms, show)
     show(f"\n{time.monotonic() - began:.0f} s in all")
     if not args.toy:
         finish(misses_of(results))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harness import finish, parser, print_environment
 from mtpctl.bench.fused_kernels import Inputs, Shape, clipped_loss, make_inputs, time_runs
-from mtpctl.bench.report import markdown
+from mtpctl.bench.report import markdown_table
 from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
@@ -107,7 +107,7 @@ def main() -> None:
         rows.append((name, f"{sharded_ms:.2f}", f"{single_ms:.2f}", f"{ratio:.2f}"))
         if device == "cuda" and ratio > MAX_RATIO:
             misses.append(f"{name}: {ratio:.2f} × one GPU's share, bound {MAX_RATIO}")
-    print(markdown((f"{shape}", f"{ranks} ranks, ms", "one GPU, ms", "× one GPU's share"), rows))
+    print(markdown_table((f"{shape}", f"{ranks} ranks, ms", "one GPU, ms", "× one GPU's share"), rows))
     finish(misses)
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from harness import finish, parser, print_environment
 from mtpctl.bench.arms import Arm, Experiment, Outcome
-from mtpctl.bench.asynchrony import by_seconds, evaluated, evaluations_of
-from mtpctl.bench.report import machines, markdown, number
+from mtpctl.bench.asynchrony import curve_by_seconds, extract_evaluations, with_evaluations
+from mtpctl.bench.report import format_number, markdown_table, merge_machines
 from mtpctl.telemetry.summary import Point, best_so_far, interpolate
 
 WITHIN = 0.02
@@ -67,13 +67,13 @@ def main() -> None:
     arguments.add_argument("--window", type=int, default=5, help="updates of a window of the KL")
     arguments.add_argument("--measured-only", action="store_true", help="start nothing: evaluate the folder's runs, finished or not")
     options = arguments.parse_args()
-    experiment = evaluated(Experiment(options.recipe, options.overlay, options.set, options.out))
+    experiment = with_evaluations(Experiment(options.recipe, options.overlay, options.set, options.out))
     if options.measured_only:
-        rl, taught = experiment.load_outcomes([BY_REWARD, BY_TEACHER], [options.seed], say=print)
+        rl, taught = experiment.load_outcomes([BY_REWARD, BY_TEACHER], [options.seed], report=print)
     else:
         print_environment()
         settings = experiment.load("probe", options.seed).train.rl
-        (rl,) = experiment.run([BY_REWARD], [options.seed], say=print)
+        (rl,) = experiment.run([BY_REWARD], [options.seed], report=print)
         teacher = options.out / f"teacher-{options.seed}.hf"
         if not teacher.exists():
             convert = [sys.executable, "-m", "mtpctl", "convert-hf", str(options.out / f"rl-{options.seed}"), str(teacher)]
@@ -85,22 +85,22 @@ def main() -> None:
             *(ON_ONE_GPU if rl.placement.device == "cuda" else ()),
             *options.teach,
         )
-        (taught,) = experiment.run([replace(BY_TEACHER, sets=keys)], [options.seed], say=print)
+        (taught,) = experiment.run([replace(BY_TEACHER, sets=keys)], [options.seed], report=print)
     finish(compare(rl, taught, options.window))
 
 
 def compare(rl: Outcome, taught: Outcome, window: int) -> list[str]:
     """Print the comparison of both runs. Returns the missed bounds."""
-    accuracy = evaluations_of(rl.history)[-1].accuracy
+    accuracy = extract_evaluations(rl.history)[-1].accuracy
     level = accuracy - WITHIN
     rows, runs = [], []
     for name, outcome in (("RL", rl), ("teacher", taught)):
-        evaluations = evaluations_of(outcome.history)
-        seconds = crossing(by_seconds(outcome.history), level)
+        evaluations = extract_evaluations(outcome.history)
+        seconds = crossing(curve_by_seconds(outcome.history), level)
         updates = None if seconds is None else interpolate([(e.seconds, float(e.update)) for e in evaluations], seconds)
         update_s = statistics.median(value for _, value in outcome.history.series("timing_s/step", "rl"))
         curve = ", ".join(f"{e.update}: {100 * e.accuracy:.1f}" for e in evaluations)
-        rows.append((name, outcome.updates, f"{update_s:.2f}", number(updates, ".1f"), number(seconds, ".1f"), curve))
+        rows.append((name, outcome.updates, f"{update_s:.2f}", format_number(updates, ".1f"), format_number(seconds, ".1f"), curve))
         points = [(e.update, round(e.seconds, 2), e.accuracy) for e in evaluations]
         runs.append({"run": name, "update_s": update_s, "seconds_to_level": seconds, "updates_to_level": updates, "curve": points})
     values = [value for _, value in taught.history.series("teacher/kl", "rl")]
@@ -109,11 +109,11 @@ def compare(rl: Outcome, taught: Outcome, window: int) -> list[str]:
     times = [run["seconds_to_level"] for run in runs]
     share = times[1] / times[0] if all(isinstance(each, float) for each in times) else None  # type: ignore[operator]
     headings = ("learns by", "updates", "s an update", "updates to the level", "seconds to it", "held-out accuracy by update")
-    print(f"The teacher solves {accuracy:.1%} of the held-out problems; the level is {level:.1%}.\n\n{markdown(headings, rows)}\n")
+    print(f"The teacher solves {accuracy:.1%} of the held-out problems; the level is {level:.1%}.\n\n{markdown_table(headings, rows)}\n")
     print(f"KL to the teacher by windows of {window} updates, 1e-3 nats a token: {', '.join(f'{1000 * each:.1f}' for each in kl)}")
     document = {"teacher_accuracy": accuracy, "level": level, "share": share, "kl_windows": kl, "runs": runs}
-    print(json.dumps({"environment": machines([rl.versions, taught.versions]), **document}))
-    misses = [] if share is not None and share <= BOUND else [f"share of RL's seconds {number(share, '.3f')}, bound {BOUND:.3f}"]
+    print(json.dumps({"environment": merge_machines([rl.versions, taught.versions]), **document}))
+    misses = [] if share is not None and share <= BOUND else [f"share of RL's seconds {format_number(share, '.3f')}, bound {BOUND:.3f}"]
     return misses if falls else [*misses, "the KL does not fall from window to window"]
 
 

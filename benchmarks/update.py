@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from harness import parser, print_environment, print_spread
-from mtpctl.bench.train_step import create_config_folder, named_config, samples, synchronize
+from mtpctl.bench.train_step import create_config_folder, load_named_config, make_samples, synchronize
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import OptimizerConfig
@@ -57,7 +57,7 @@ def main() -> None:
         offload=OffloadConfig.model_validate(dict.fromkeys(offloaded, True)),
     )
     with tempfile.TemporaryDirectory() as scratch:
-        engine = MegatronEngine(create_config_folder(named_config(options.model), Path(scratch)), config)
+        engine = MegatronEngine(create_config_folder(load_named_config(options.model), Path(scratch)), config)
         engine.set_optimizer(OptimizerConfig())
         assert engine.optimizer is not None
         step, optimizer_ms = engine.optimizer.step, list[float]()
@@ -71,7 +71,7 @@ def main() -> None:
             return result
 
         engine.optimizer.step = timed_step  # type: ignore[assignment, method-assign]
-        batch = samples(engine.folder.shape.vocab, options.tokens, options.samples, prompt_share=0.25)
+        batch = make_samples(engine.folder.shape.vocab, options.tokens, options.samples, prompt_share=0.25)
         update_ms = []
         for turn in range(WARMUP + STEPS):
             synchronize(engine.device)

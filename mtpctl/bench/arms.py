@@ -1,8 +1,8 @@
 """Arms of an experiment: one recipe trained several times from the same warm start, each time with a few keys changed.
 
 Every arm is a complete run of `mtpctl train` in a separate process, and is evaluated from its run directory. If the recipe has a supervised
-stage, that stage runs once for each seed, and its result is converted to a Hugging Face folder, drafter included, from which every arm
-starts.
+stage, that stage runs once for each seed. Its result is converted to a Hugging Face folder, drafter included, and every arm starts from
+this folder.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mtpctl.telemetry.metrics_file import History, load_history
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.versions import Versions
 
-Say = Callable[[str], None]
-WARM = "warm-start"
-IRRELEVANT_TO_SFT = {
+Report = Callable[[str], None]
+WARM_START = "warm-start"
+KEYS_IRRELEVANT_TO_SFT = {
     ("train", "rl"),
     ("train", "eval_every"),
     ("train", "keep_checkpoints"),
@@ -46,7 +46,7 @@ IRRELEVANT_TO_SFT = {
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A variant of the recipe. meaning: a description in a few words. sets: the changed keys, as for `--set`."""
+    """A variant of the recipe. meaning: a short description. sets: the changed keys, as for `--set`."""
 
     name: str
     meaning: str
@@ -59,24 +59,24 @@ def select_arms(arms: Sequence[Arm], texts: Sequence[str] | None, *, custom: boo
     custom: a text may also define an arm as `NAME: KEY=VALUE …`, quoted as in a shell; `NAME:` changes no key. Custom arms come last.
     Raises UserError if a name is unknown or a definition is invalid.
     """
-    defined: list[Arm] = []
+    custom_arms: list[Arm] = []
     names: list[str] = []
     for text in texts or ():
-        name, colon, rest = text.partition(":")
+        name, colon, definition = text.partition(":")
         if not (custom and colon):
             names.append(text)
             continue
-        if not re.fullmatch(r"[\w.-]*\w", name) or name in {arm.name for arm in (*arms, *defined)} | {WARM}:
+        if not re.fullmatch(r"[\w.-]*\w", name) or name in {arm.name for arm in (*arms, *custom_arms)} | {WARM_START}:
             raise UserError(f"--arm {text!r}: {name!r} cannot name a custom arm; use an unused name of letters, digits, - and _")
         try:
-            sets = tuple(shlex.split(rest))
+            sets = tuple(shlex.split(definition))
         except ValueError as error:
             raise UserError(f"--arm {text!r}: {str(error).lower()}; write NAME: KEY=VALUE …, quoted as in a shell") from error
-        defined.append(Arm(name, " ".join(sets) or "the recipe as it is", sets))
+        custom_arms.append(Arm(name, " ".join(sets) or "the recipe as it is", sets))
     if unknown := set(names) - {arm.name for arm in arms}:
         hint = "; define a custom one as NAME: KEY=VALUE …" if custom else ""
         raise UserError(f"--arm: there is no {sorted(unknown)[0]}; the arms are {', '.join(arm.name for arm in arms)}{hint}")
-    return [arm for arm in arms if arm.name in names or not texts] + defined
+    return [arm for arm in arms if arm.name in names or not texts] + custom_arms
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Experiment:
         validate(recipe)
         return recipe
 
-    def run(self, arms: Sequence[Arm], seeds: Sequence[int], *, concurrent: bool = False, say: Say) -> list[Outcome]:
+    def run(self, arms: Sequence[Arm], seeds: Sequence[int], *, concurrent: bool = False, report: Report) -> list[Outcome]:
         """Train every arm with every seed, except for runs that `out` already has. Returns the outcomes.
 
         concurrent: run the arms of a seed concurrently, if the measurements do not depend on time.
@@ -132,47 +132,47 @@ class Experiment:
         self.out.mkdir(parents=True, exist_ok=True)
         outcomes = []
         for seed in seeds:
-            start = self._warm_start(seed, say)
-            recipes = [self.load(f"{arm.name}-{seed}", seed, [*arm.sets, *start]) for arm in arms]
+            warm_start_sets = self._warm_start(seed, report)
+            recipes = [self.load(f"{arm.name}-{seed}", seed, [*arm.sets, *warm_start_sets]) for arm in arms]
             for recipe in recipes:
                 if _has_ended(recipe):
                     _check_recipe(recipe)
-            for batch in [range(len(arms))] if concurrent else [[i] for i in range(len(arms))]:
-                say(f"seed {seed}: " + ", ".join(arms[i].name for i in batch))
-                _train([recipes[i] for i in batch])
+            for batch in [range(len(arms))] if concurrent else [[index] for index in range(len(arms))]:
+                report(f"seed {seed}: " + ", ".join(arms[index].name for index in batch))
+                _train_all([recipes[index] for index in batch])
             for arm, recipe in zip(arms, recipes, strict=True):
-                outcomes.append(_outcome(arm, seed, recipe, recipe.run_path))
+                outcomes.append(_load_outcome(arm, seed, recipe, recipe.run_path))
         return outcomes
 
-    def load_outcomes(self, arms: Sequence[Arm], seeds: Sequence[int] | None, *, say: Say) -> list[Outcome]:
+    def load_outcomes(self, arms: Sequence[Arm], seeds: Sequence[int] | None, *, report: Report) -> list[Outcome]:
         """The outcomes of the existing runs of these arms in `out`, finished or not. seeds: None for all seeds in `out`.
 
         Runs without an update are reported and skipped. Raises UserError if no run remains.
         """
         outcomes = []
-        for seed in sorted(self._seeds(arms)) if seeds is None else seeds:
+        for seed in sorted(self._find_seeds(arms)) if seeds is None else seeds:
             for arm in arms:
                 run = RunDirectory(self.out / f"{arm.name}-{seed}")
                 if not run.recipe.exists():
                     continue
-                outcome = _outcome(arm, seed, load_recipe(str(run.recipe)).recipe, run.path)
-                say(
+                outcome = _load_outcome(arm, seed, load_recipe(str(run.recipe)).recipe, run.path)
+                report(
                     f"{run.path.name}: {format_updates(outcome.updates, outcome.requested_updates)} updates"
                     + ("" if outcome.updates else ", skipped")
                 )
                 outcomes += [outcome] if outcome.updates else []
         if not outcomes:
             names = ", ".join(arm.name for arm in arms)
-            raise UserError(f"--out {self.out}: holds no run with an update of the arms {names}; leave --measured-only out to start them")
+            raise UserError(f"--out {self.out}: contains no run with an update of the arms {names}; remove --measured-only to start them")
         return outcomes
 
-    def _seeds(self, arms: Sequence[Arm]) -> set[int]:
+    def _find_seeds(self, arms: Sequence[Arm]) -> set[int]:
         endings = [path.name.removeprefix(f"{arm.name}-") for arm in arms for path in self.out.glob(f"{arm.name}-*/")]
         return {int(ending) for ending in endings if ending.isdecimal()}
 
-    def _warm_start(self, seed: int, say: Say) -> list[str]:
+    def _warm_start(self, seed: int, report: Report) -> list[str]:
         """Run the supervised stage, unless `out` has its result. Returns the `--set` texts with which a run starts from it."""
-        run = f"{WARM}-{seed}"
+        run = f"{WARM_START}-{seed}"
         recipe = self.load(run, seed)
         if "sft" not in recipe.train.stages:
             return []
@@ -180,12 +180,12 @@ class Experiment:
         train = recipe.train.model_copy(update={"stages": ["sft"], "keep_checkpoints": max(1, recipe.train.keep_checkpoints)})
         sft_recipe = recipe.model_copy(update={"train": train})
         if folder.exists() or _has_ended(sft_recipe):
-            _check_recipe(sft_recipe, folder, irrelevant=IRRELEVANT_TO_SFT)
+            _check_recipe(sft_recipe, folder, ignored_keys=KEYS_IRRELEVANT_TO_SFT)
         if not folder.exists():
-            say(f"seed {seed}: supervised warm start")
-            _train([sft_recipe])
+            report(f"seed {seed}: supervised warm start")
+            _train_all([sft_recipe])
             with recipe.run_path.with_suffix(".log").open("ab") as log:
-                _wait_for([(recipe.run_path, _start(["convert-hf", str(recipe.run_path), str(folder)], log))])
+                _wait_for([(recipe.run_path, _start_command(["convert-hf", str(recipe.run_path), str(folder)], log))])
         return ["model.config=null", "model.init=weights", f"model.path={folder}", "train.stages=[rl]"]
 
 
@@ -194,7 +194,7 @@ def format_updates(updates: int, requested: int) -> str:
     return str(updates) if updates >= requested else f"{updates} of {requested}"
 
 
-def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
+def _load_outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
     versions = json.loads(RunDirectory(path).versions.read_text())
     return Outcome(
         arm,
@@ -208,7 +208,7 @@ def _outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
     )
 
 
-def _train(recipes: Sequence[Recipe]) -> None:
+def _train_all(recipes: Sequence[Recipe]) -> None:
     """Run the recipes concurrently until all have ended. Skips those whose runs have already ended."""
     running = []
     for recipe in recipes:
@@ -218,7 +218,7 @@ def _train(recipes: Sequence[Recipe]) -> None:
         file = path.with_suffix(".yaml")
         file.write_text(dump_resolved(recipe))
         with path.with_suffix(".log").open("ab") as log:
-            running.append((path, _start(["train", str(file), "--plain"], log)))
+            running.append((path, _start_command(["train", str(file), "--plain"], log)))
     _wait_for(running)
 
 
@@ -230,7 +230,7 @@ def _has_ended(recipe: Recipe) -> bool:
     return load_history(path).last_step("rl") >= train.rl.steps
 
 
-def _check_recipe(recipe: Recipe, *derived: Path, irrelevant: Collection[tuple[str, ...]] = ()) -> None:
+def _check_recipe(recipe: Recipe, *derived: Path, ignored_keys: Collection[tuple[str, ...]] = ()) -> None:
     """Raise UserError if the existing run has another recipe: its figures would be reported for this one.
 
     derived: folders created from the run, for the message. irrelevant: sections and keys in which the recipes may differ.
@@ -238,22 +238,22 @@ def _check_recipe(recipe: Recipe, *derived: Path, irrelevant: Collection[tuple[s
     file = RunDirectory(recipe.run_path).recipe
     if not file.exists():
         return
-    earlier, requested = (_settings(each) for each in (load_recipe(str(file)).recipe, recipe))
-    for key, value in requested.items():
-        if (before := earlier.get(key)) != value and not any(key[:depth] in irrelevant for depth in (1, 2)):
+    existing_settings, requested_settings = (_flatten_settings(config) for config in (load_recipe(str(file)).recipe, recipe))
+    for key, value in requested_settings.items():
+        if (existing := existing_settings.get(key)) != value and not any(key[:depth] in ignored_keys for depth in (1, 2)):
             raise UserError(
-                f"--out: {recipe.run_path} has {'.'.join(key)} {before!r}, and {value!r} is requested; "
+                f"--out: {recipe.run_path} has {'.'.join(key)} {existing!r}, but {value!r} is requested; "
                 f"name another --out, or remove {' and '.join(['that run', *map(str, derived)])}"
             )
 
 
-def _settings(recipe: Recipe) -> dict[tuple[str, ...], object]:
+def _flatten_settings(recipe: Recipe) -> dict[tuple[str, ...], object]:
     """All values of a recipe by path, except the run directory."""
     values = flatten(recipe.model_dump(mode="json", by_alias=True))
     return {key: value for key, value in values.items() if key != ("run_dir",)} | {("model", "path"): absolute_path(recipe.model.path)}
 
 
-def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start_command(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "mtpctl", *arguments]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
 
@@ -261,13 +261,15 @@ def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 def _wait_for(running: Sequence[tuple[Path, subprocess.Popen[bytes]]]) -> None:
     """Wait for all processes. Raises RuntimeFailure if one failed, with its last line of output."""
     try:
-        failed = [path for path, process in running if process.wait() != 0]
+        failed_runs = [path for path, process in running if process.wait() != 0]
     finally:
-        alive = [process for _, process in running if process.poll() is None]
-        for process in alive:
+        remaining = [process for _, process in running if process.poll() is None]
+        for process in remaining:
             process.terminate()
-        for process in alive:
+        for process in remaining:
             process.wait()
-    if failed:
-        lines = failed[0].with_suffix(".log").read_text().strip().splitlines() or ["it printed nothing"]
-        raise RuntimeFailure(f"{failed[0].name}: {lines[-1].removeprefix('error: ')} (full output in {failed[0].with_suffix('.log')})")
+    if failed_runs:
+        lines = failed_runs[0].with_suffix(".log").read_text().strip().splitlines() or ["it printed nothing"]
+        raise RuntimeFailure(
+            f"{failed_runs[0].name}: {lines[-1].removeprefix('error: ')} (full output in {failed_runs[0].with_suffix('.log')})"
+        )

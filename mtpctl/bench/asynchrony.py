@@ -1,8 +1,8 @@
 """`mtpctl bench async`: one recipe with increasing asynchrony, from fully synchronous to partial rollouts with a log-prob server.
 
-The time per update alone is misleading: stale samples may teach less, and an unstable run may reach an accuracy early and lose it again.
-So runs are evaluated every few updates, and compared by the mean of their late evaluations, their worst fall, the area under their curve,
-and the seconds and updates until they reach an accuracy (the level) and hold it.
+The time per update alone is misleading: stale samples may be less useful, and an unstable run may reach an accuracy early and lose it
+again. So runs are evaluated every few updates. They are compared by the mean of their late evaluations, their worst fall, the area under
+their curve, and the seconds and updates until they reach an accuracy (the level) and hold it.
 """
 
 from __future__ import annotations
@@ -14,57 +14,61 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from mtpctl.bench.arms import Arm, Experiment, Outcome, format_updates
-from mtpctl.bench.report import markdown
+from mtpctl.bench.report import markdown_table
 from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.summary import LATE_EVALUATIONS, Point, late_mean, mean_height, measure_curve, sustained_from
 
-_NO_SERVER = "logprob.standalone=false"
+_WITHOUT_SERVER = "logprob.standalone=false"
 SYNCHRONOUS, PARTIAL, PARTIAL_SERVER = "synchronous", "partial", "partial-server"
 ARMS = (
     Arm(
         SYNCHRONOUS,
         "generate a batch, train on it, sync",
-        ("async.staleness_threshold=0", "async.sync_every=1", "async.partial_rollout=false", _NO_SERVER),
+        ("async.staleness_threshold=0", "async.sync_every=1", "async.partial_rollout=false", _WITHOUT_SERVER),
     ),
     Arm(
         "streaming",
         "a sync every 4 updates, nothing generated ahead",
-        ("async.staleness_threshold=0", "async.sync_every=4", "async.partial_rollout=false", _NO_SERVER),
+        ("async.staleness_threshold=0", "async.sync_every=4", "async.partial_rollout=false", _WITHOUT_SERVER),
     ),
-    Arm("stale", "samples ahead by the recipe's threshold; a sync waits for those in flight", ("async.partial_rollout=false", _NO_SERVER)),
-    Arm(PARTIAL, "the same; responses in flight continue under new weights", ("async.partial_rollout=true", _NO_SERVER)),
+    Arm(
+        "stale",
+        "samples ahead by the recipe's threshold; a sync waits for those in flight",
+        ("async.partial_rollout=false", _WITHOUT_SERVER),
+    ),
+    Arm(PARTIAL, "the same; responses in flight continue under new weights", ("async.partial_rollout=true", _WITHOUT_SERVER)),
     Arm(PARTIAL_SERVER, "the same; old log-probs by the log-prob server", ("async.partial_rollout=true", "logprob.standalone=true")),
 )
 TIMER = (
     "RL from its first update, all waiting and syncs included; evaluations excluded, an update after one counting as the mean of the "
     "others until the next; and separately the wall time with evaluations"
 )
-EVALUATIONS = 16
-"""Number of evaluations during RL if the recipe sets none, at most one every two updates. The late ones are then the last quarter."""
-MARGIN = 0.02
-"""Distance of the default level below the synchronous arm's late mean. An arm within the margin counts as equally good."""
-TOLERANCE = 0.03
-"""How far later evaluations may fall below a level that is held: about one standard error of 256 problems (2.5 points at 80%)."""
+NUM_EVALUATIONS = 16
+"""Number of evaluations during RL if the recipe sets none. There is at most one every two updates."""
+LEVEL_MARGIN = 0.02
+"""Distance of the default level below the synchronous arm's late mean. An arm within this margin counts as equally good."""
+LEVEL_TOLERANCE = 0.03
+"""Tolerance below a held level for later evaluations: about one standard error of 256 problems (2.5 points at 80%)."""
 
 
 Format = Callable[[float], str]
 
 
-def _points(value: float) -> str:
+def _format_points(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
-def _signed_points(value: float) -> str:
+def _format_signed_points(value: float) -> str:
     """Format a difference in percentage points, without a minus sign if it rounds to zero."""
     return f"{round(100 * value, 1) + 0.0:+.1f}"
 
 
-LEARNED: dict[str, tuple[str, Format]] = {
+LEARNING_FIGURES: dict[str, tuple[str, Format]] = {
     "start": ("start", "{:.1%}".format),
     "late_mean": ("late mean", "{:.1%}".format),
-    "gain": ("over the start", _signed_points),
+    "gain": ("over the start", _format_signed_points),
     "best_accuracy": ("best", "{:.1%}".format),
-    "worst_fall": ("worst fall", _points),
+    "worst_fall": ("worst fall", _format_points),
     "area": ("area", "{:.1%}".format),
     "held_updates": ("level held at update", "{:.0f}".format),
     "held_s": ("after s", "{:.1f}".format),
@@ -136,8 +140,8 @@ class Spread:
 class ArmSummary:
     """One arm over its seeds. held: number of seeds that hold their level.
 
-    spreads: the figures of `LEARNED`; `against`, the late mean minus that of the synchronous arm with the same seed; and `speedup`, see
-    the function.
+    spreads: the figures of `LEARNING_FIGURES`; `against`, the late mean minus that of the synchronous arm with the same seed; and
+    `compute_speedup`, see the function.
     """
 
     name: str
@@ -162,7 +166,7 @@ class ServerGain:
     to_level: float | None
 
 
-def evaluated(experiment: Experiment) -> Experiment:
+def with_evaluations(experiment: Experiment) -> Experiment:
     """Add an evaluation every few updates to the experiment, if its recipe has none.
 
     Training waits for each evaluation, so an accuracy belongs to one weight version, and the time of evaluations can be excluded.
@@ -170,50 +174,54 @@ def evaluated(experiment: Experiment) -> Experiment:
     train = experiment.load("probe", 0).train
     sets = [*experiment.sets, "evaluation.wait=true"]
     if not train.eval_every:
-        sets.append(f"train.eval_every={max(2, train.rl.steps // EVALUATIONS)}")
+        sets.append(f"train.eval_every={max(2, train.rl.steps // NUM_EVALUATIONS)}")
     return replace(experiment, sets=sets)
 
 
-def evaluations_of(history: History) -> list[Evaluation]:
+def extract_evaluations(history: History) -> list[Evaluation]:
     """The evaluations of RL in order of updates, without those whose accuracy is not finite.
 
     Rollouts continue during an evaluation, so the next update uses samples whose generation time was not counted. Its time is replaced by
     the mean time of the other updates until the next evaluation, if there are any.
     """
     evaluations = []
-    clock = evaluating = seconds = 0.0
-    times: list[float] = []
+    update_seconds = evaluation_seconds = seconds = 0.0
+    update_times: list[float] = []
     follows_evaluation = False
     for row in history.rows:
         if row.phase != "rl":
             continue
         if "timing_s/step" in row.metrics:
-            times.append(row.metrics["timing_s/step"])
-            clock += times[-1]
+            update_times.append(row.metrics["timing_s/step"])
+            update_seconds += update_times[-1]
         if "eval/accuracy" not in row.metrics:
             continue
-        seconds += sum(times[1:]) * len(times) / (len(times) - 1) if follows_evaluation and len(times) > 1 else sum(times)
+        seconds += (
+            sum(update_times[1:]) * len(update_times) / (len(update_times) - 1)
+            if follows_evaluation and len(update_times) > 1
+            else sum(update_times)
+        )
         # The first evaluation is before RL, when nothing is generated, so the update after it needs no correction.
-        follows_evaluation, times = row.step > 0, []
+        follows_evaluation, update_times = row.step > 0, []
         if math.isfinite(row.metrics["eval/accuracy"]):
-            evaluations.append(Evaluation(row.step, seconds, clock + evaluating, row.metrics["eval/accuracy"]))
+            evaluations.append(Evaluation(row.step, seconds, update_seconds + evaluation_seconds, row.metrics["eval/accuracy"]))
         if row.step > 0:
-            evaluating += row.metrics.get("timing_s/evaluation", 0.0)
+            evaluation_seconds += row.metrics.get("timing_s/evaluation", 0.0)
     return evaluations
 
 
-def by_updates(history: History) -> list[Point]:
+def curve_by_updates(history: History) -> list[Point]:
     """The learning curve by updates: (updates, held-out accuracy)."""
-    return [(float(e.update), e.accuracy) for e in evaluations_of(history)]
+    return [(float(evaluation.update), evaluation.accuracy) for evaluation in extract_evaluations(history)]
 
 
-def by_seconds(history: History) -> list[Point]:
+def curve_by_seconds(history: History) -> list[Point]:
     """The learning curve by time: (seconds since RL began, without evaluations; held-out accuracy)."""
-    return [(e.seconds, e.accuracy) for e in evaluations_of(history)]
+    return [(evaluation.seconds, evaluation.accuracy) for evaluation in extract_evaluations(history)]
 
 
-def summarise(
-    outcomes: Sequence[Outcome], level: float | None = None, tolerance: float = TOLERANCE
+def summarize(
+    outcomes: Sequence[Outcome], level: float | None = None, tolerance: float = LEVEL_TOLERANCE
 ) -> tuple[list[Result], dict[int, float]]:
     """One result for each run, and the level of each seed: `level` if given, else the `default_level`."""
     results: list[Result] = []
@@ -223,34 +231,34 @@ def summarise(
         seed_level = default_level(runs) if level is None else level
         if seed_level is not None:
             levels[seed] = seed_level
-        curves = [points for o in runs if len(points := by_updates(o.history)) > 1]
-        end = min((points[-1][0] for points in curves), default=0.0)
-        results += [_result(outcome, seed_level, tolerance, end) for outcome in runs]
+        curves = [points for o in runs if len(points := curve_by_updates(o.history)) > 1]
+        last_update = min((points[-1][0] for points in curves), default=0.0)
+        results += [_make_result(outcome, seed_level, tolerance, last_update) for outcome in runs]
     return results, levels
 
 
 def default_level(outcomes: Sequence[Outcome]) -> float | None:
-    """The level of one seed: the late mean of the synchronous arm, or without that arm the lowest late mean, minus `MARGIN`.
+    """The level of one seed: the late mean of the synchronous arm, or without that arm the lowest late mean, minus `LEVEL_MARGIN`.
 
     Ignores arms without an evaluation after an update. None if no arm has one.
     """
-    means = {o.arm.name: late_mean(points) for o in outcomes if len(points := by_updates(o.history)) > 1}
+    means = {o.arm.name: late_mean(points) for o in outcomes if len(points := curve_by_updates(o.history)) > 1}
     reference = means.get(SYNCHRONOUS, min(means.values(), default=None))
-    return None if reference is None else reference - MARGIN
+    return None if reference is None else reference - LEVEL_MARGIN
 
 
-def _result(outcome: Outcome, level: float | None, tolerance: float, end: float) -> Result:
+def _make_result(outcome: Outcome, level: float | None, tolerance: float, last_update: float) -> Result:
     history, placement = outcome.history, outcome.placement
     rows = [row.metrics for row in history.rows if row.phase == "rl" and "timing_s/step" in row.metrics]
-    evaluations, curve = evaluations_of(history), by_updates(history)
+    evaluations, curve = extract_evaluations(history), curve_by_updates(history)
     measures = measure_curve(curve)
-    fall = measures.worst_fall if measures else None
+    worst_fall = measures.worst_fall if measures else None
 
     def mean(name: str) -> float:
         values = [m[name] for m in rows if name in m]
         return statistics.mean(values) if values else 0.0
 
-    def held(points: list[Point]) -> float | None:
+    def time_to_hold(points: list[Point]) -> float | None:
         return None if level is None else sustained_from(points, level, tolerance)
 
     return Result(
@@ -265,11 +273,11 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
         late_mean=measures.late_mean if measures else None,
         gain=measures.late_mean - measures.start if measures else None,
         best_accuracy=measures.best[1] if measures else None,
-        worst_fall=(fall.size if fall else 0.0) if measures else None,
-        area=mean_height(curve, end) if measures else None,
-        held_updates=held(curve),
-        held_s=held(by_seconds(history)),
-        held_with_evaluations_s=held([(e.seconds_with_evaluations, e.accuracy) for e in evaluations]),
+        worst_fall=(worst_fall.size if worst_fall else 0.0) if measures else None,
+        area=mean_height(curve, last_update) if measures else None,
+        held_updates=time_to_hold(curve),
+        held_s=time_to_hold(curve_by_seconds(history)),
+        held_with_evaluations_s=time_to_hold([(evaluation.seconds_with_evaluations, evaluation.accuracy) for evaluation in evaluations]),
         accuracy_after=evaluations[-1].accuracy if evaluations else None,
         step_s=statistics.median(m["timing_s/step"] for m in rows),
         old_logprob_s=mean("timing_s/old_log_prob"),
@@ -281,30 +289,30 @@ def _result(outcome: Outcome, level: float | None, tolerance: float, end: float)
     )
 
 
-def _synchronous(results: Sequence[Result]) -> dict[int, Result]:
+def _synchronous_by_seed(results: Sequence[Result]) -> dict[int, Result]:
     """The result of the synchronous arm by seed."""
     return {r.seed: r for r in results if r.name == SYNCHRONOUS}
 
 
-def by_arm(results: Sequence[Result]) -> list[ArmSummary]:
+def summarize_arms(results: Sequence[Result]) -> list[ArmSummary]:
     """Summarize each arm over its seeds, in the order of the results."""
-    base = _synchronous(results)
+    synchronous = _synchronous_by_seed(results)
 
-    def against(result: Result) -> float | None:
-        other = base.get(result.seed)
-        return None if other is None or other.late_mean is None or result.late_mean is None else result.late_mean - other.late_mean
+    def against_synchronous(result: Result) -> float | None:
+        baseline = synchronous.get(result.seed)
+        return None if baseline is None or baseline.late_mean is None or result.late_mean is None else result.late_mean - baseline.late_mean
 
     summaries = []
     for name in dict.fromkeys(r.name for r in results):
         runs = [r for r in results if r.name == name]
-        spreads = {figure: Spread.of([getattr(r, figure) for r in runs]) for figure in LEARNED}
-        spreads["against"] = Spread.of([against(r) for r in runs])
-        spreads["speedup"] = Spread.of([speedup(base.get(r.seed), r) for r in runs])
+        spreads = {figure: Spread.of([getattr(r, figure) for r in runs]) for figure in LEARNING_FIGURES}
+        spreads["against"] = Spread.of([against_synchronous(r) for r in runs])
+        spreads["speedup"] = Spread.of([compute_speedup(synchronous.get(r.seed), r) for r in runs])
         summaries.append(ArmSummary(name, runs[0].meaning, len(runs), sum(r.held_s is not None for r in runs), spreads))
     return summaries
 
 
-def speedup(base: Result | None, result: Result) -> float | None:
+def compute_speedup(base: Result | None, result: Result) -> float | None:
     """The base's seconds to the held level, divided by the result's; 0 if the result never holds the level.
 
     None if there is no base, or if the base never holds the level or starts above it.
@@ -316,24 +324,26 @@ def speedup(base: Result | None, result: Result) -> float | None:
     return base.held_s / result.held_s if result.held_s else None
 
 
-def best_speedup(results: Sequence[Result]) -> float | None:
+def find_best_speedup(results: Sequence[Result]) -> float | None:
     """The highest mean speed-up of an arm over the synchronous one. None if no synchronous run held its level."""
-    speedups = [value.mean for arm in by_arm(results) if arm.name != SYNCHRONOUS and (value := arm.spreads["speedup"])]
+    speedups = [value.mean for arm in summarize_arms(results) if arm.name != SYNCHRONOUS and (value := arm.spreads["speedup"])]
     return max(speedups, default=None)
 
 
-def server_gains(results: Sequence[Result]) -> list[ServerGain]:
+def compute_server_gains(results: Sequence[Result]) -> list[ServerGain]:
     """The gain for each seed with which both arms ran."""
-    without = {r.seed: r for r in results if r.name == PARTIAL}
+    baselines = {result.seed: result for result in results if result.name == PARTIAL}
     gains = []
-    for r in results:
-        if r.name == PARTIAL_SERVER and (base := without.get(r.seed)):
-            update = base.step_s / r.step_s
-            gains.append(ServerGain(r.seed, base.old_logprobs, update, update * base.units / r.units, speedup(base, r)))
+    for result in results:
+        if result.name == PARTIAL_SERVER and (base := baselines.get(result.seed)):
+            update = base.step_s / result.step_s
+            gains.append(
+                ServerGain(result.seed, base.old_logprobs, update, update * base.units / result.units, compute_speedup(base, result))
+            )
     return gains
 
 
-def as_json(
+def to_document(
     outcomes: Sequence[Outcome], results: Sequence[Result], levels: dict[int, float], tolerance: float, environment: Mapping[str, str]
 ) -> dict[str, object]:
     return {
@@ -343,74 +353,93 @@ def as_json(
         "late_evaluations": LATE_EVALUATIONS,
         "levels": levels,
         "tolerance": tolerance,
-        "best_speedup": best_speedup(results),
-        "server_gains": [asdict(gain) for gain in server_gains(results)],
-        "arms": [(fields := asdict(arm)) | fields.pop("spreads") for arm in by_arm(results)],
+        "best_speedup": find_best_speedup(results),
+        "server_gains": [asdict(gain) for gain in compute_server_gains(results)],
+        "arms": [(fields := asdict(arm)) | fields.pop("spreads") for arm in summarize_arms(results)],
         "results": [asdict(r) for r in results],
-        "curves": [{"name": o.arm.name, "seed": o.seed, "points": [asdict(e) for e in evaluations_of(o.history)]} for o in outcomes],
+        "curves": [{"name": o.arm.name, "seed": o.seed, "points": [asdict(e) for e in extract_evaluations(o.history)]} for o in outcomes],
     }
 
 
-def _cell(figure: float | Spread | None, form: Format, absent: str = "–") -> str:
+def _format_figure(figure: float | Spread | None, format_value: Format, placeholder: str = "–") -> str:
     """Format a figure as `79.4% (77.9% to 82.2%)`, or as its mean if minimum and maximum look the same."""
     if figure is None:
-        return absent
+        return placeholder
     if not isinstance(figure, Spread):
-        return form(figure)
-    least, most = form(figure.least), form(figure.most)
-    return form(figure.mean) + ("" if least == most else f" ({least} to {most})")
+        return format_value(figure)
+    minimum, maximum = format_value(figure.least), format_value(figure.most)
+    return format_value(figure.mean) + ("" if minimum == maximum else f" ({minimum} to {maximum})")
 
 
-def table(results: Sequence[Result], levels: dict[int, float], tolerance: float, *, level_given: bool = False) -> str:
-    """Three tables: arms over seeds, learning of each run, and time of each run. `level_given`: the user sets the level."""
-    base = _synchronous(results)
+def format_table(results: Sequence[Result], levels: dict[int, float], tolerance: float, *, is_level_given: bool = False) -> str:
+    """Three tables: arms over seeds, learning of each run, and time of each run. `is_level_given`: the user sets the level."""
+    synchronous = _synchronous_by_seed(results)
     ratio: Format = "{:.2f}x".format
-    learned = [heading for heading, _ in LEARNED.values()]
-    arms = []
-    for arm in by_arm(results):
+    headings = [heading for heading, _ in LEARNING_FIGURES.values()]
+    arm_rows = []
+    for arm in summarize_arms(results):
         never = "–" if arm.spreads["late_mean"] is None else "never"
-        cells = [_cell(arm.spreads[figure], form, never if figure.startswith("held") else "–") for figure, (_, form) in LEARNED.items()]
-        against = "–" if arm.name == SYNCHRONOUS else _cell(arm.spreads["against"], _signed_points)
-        arms.append([arm.name, arm.seeds, *cells, f"{arm.held} of {arm.seeds}", against, _cell(arm.spreads["speedup"], ratio)])
-    runs, times = [], []
+        cells = [
+            _format_figure(arm.spreads[figure], form, never if figure.startswith("held") else "–")
+            for figure, (_, form) in LEARNING_FIGURES.items()
+        ]
+        against_synchronous = "–" if arm.name == SYNCHRONOUS else _format_figure(arm.spreads["against"], _format_signed_points)
+        arm_rows.append(
+            [arm.name, arm.seeds, *cells, f"{arm.held} of {arm.seeds}", against_synchronous, _format_figure(arm.spreads["speedup"], ratio)]
+        )
+    run_rows, time_rows = [], []
     for r in results:
         never = "–" if r.late_mean is None else "never"
-        cells = [_cell(getattr(r, figure), form, never if figure.startswith("held") else "–") for figure, (_, form) in LEARNED.items()]
-        with_evaluations = _cell(r.held_with_evaluations_s, "{:.1f}".format, never)
-        faster = speedup(base.get(r.seed), r)
-        per_unit = None if faster is None else faster * base[r.seed].units / r.units
+        cells = [
+            _format_figure(getattr(r, figure), form, never if figure.startswith("held") else "–")
+            for figure, (_, form) in LEARNING_FIGURES.items()
+        ]
+        with_evaluations = _format_figure(r.held_with_evaluations_s, "{:.1f}".format, never)
+        speedup = compute_speedup(synchronous.get(r.seed), r)
+        per_unit = None if speedup is None else speedup * synchronous[r.seed].units / r.units
         updates = format_updates(r.updates, r.updates_wanted)
-        runs.append([r.name, r.seed, updates, r.evaluations, *cells, with_evaluations, _cell(faster, ratio), _cell(per_unit, ratio)])
+        run_rows.append(
+            [
+                r.name,
+                r.seed,
+                updates,
+                r.evaluations,
+                *cells,
+                with_evaluations,
+                _format_figure(speedup, ratio),
+                _format_figure(per_unit, ratio),
+            ]
+        )
         shares = [f"{share:.0%}" for share in (r.overlap, r.trainer_idle, r.rollout_idle)]
-        times.append([r.name, r.seed, f"{r.units:g}", f"{r.step_s:.2f}", f"{r.old_logprob_s:.2f}", *shares, f"{r.staleness:.2f}"])
-    busy = ("both busy", "trainer idle", "rollout idle", "staleness")
+        time_rows.append([r.name, r.seed, f"{r.units:g}", f"{r.step_s:.2f}", f"{r.old_logprob_s:.2f}", *shares, f"{r.staleness:.2f}"])
+    idle_headings = ("both busy", "trainer idle", "rollout idle", "staleness")
     sections = [
-        _legend(results, levels, tolerance, level_given),
-        markdown(("arm", "seeds", *learned, "held by", "against synchronous", "speed-up"), arms),
-        markdown(("arm", "seed", "updates", "evaluations", *learned, "with evaluations", "speed-up", "per unit"), runs),
-        markdown(("arm", "seed", "GPUs or cores", "s an update", "old log-probs, s", *busy), times),
+        _format_legend(results, levels, tolerance, is_level_given),
+        markdown_table(("arm", "seeds", *headings, "held by", "against synchronous", "speed-up"), arm_rows),
+        markdown_table(("arm", "seed", "updates", "evaluations", *headings, "with evaluations", "speed-up", "per unit"), run_rows),
+        markdown_table(("arm", "seed", "GPUs or cores", "s an update", "old log-probs, s", *idle_headings), time_rows),
     ]
     sources = {
         "recompute": "the trainer's own recompute",
         "behaviour": "the engine's own log-probs, where the trainer recomputes nothing",
     }
-    for gain in server_gains(results):
+    for gain in compute_server_gains(results):
         to_level = "" if gain.to_level is None else f", {gain.to_level:.2f}x to the held level"
         ratios = f"{gain.update:.2f}x an update, {gain.update_per_unit:.2f}x per unit{to_level}"
         sections.append(f"Log-prob server against {sources[gain.without]} (seed {gain.seed}): {ratios}")
     return "\n\n".join(sections)
 
 
-def _legend(results: Sequence[Result], levels: dict[int, float], tolerance: float, level_given: bool) -> str:
-    with_base = {seed for seed, r in _synchronous(results).items() if r.late_mean is not None}
-    listed = []
+def _format_legend(results: Sequence[Result], levels: dict[int, float], tolerance: float, is_level_given: bool) -> str:
+    seeds_with_synchronous = {seed for seed, r in _synchronous_by_seed(results).items() if r.late_mean is not None}
+    level_texts = []
     for seed, level in levels.items():
-        source = "" if level_given else ", the synchronous arm's" if seed in with_base else ", the lowest arm's"
-        listed.append(f"{level:.1%} (seed {seed}{source})")
-    rule = "as given" if level_given else f"late means minus {100 * MARGIN:g} points"
+        source = "" if is_level_given else ", the synchronous arm's" if seed in seeds_with_synchronous else ", the lowest arm's"
+        level_texts.append(f"{level:.1%} (seed {seed}{source})")
+    origin = "as given" if is_level_given else f"late means minus {100 * LEVEL_MARGIN:g} points"
     return (
-        f"Held-out accuracy. Late mean: of the last {LATE_EVALUATIONS} evaluations. Worst fall: of an evaluation under the best one before "
-        "it, in points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a "
-        f"run reaches it if no later evaluation, of one at least, is more than {100 * tolerance:g} points below it.\n"
-        f"Levels, {rule}: {', '.join(listed) or 'none, since no run was evaluated after an update'}."
+        f"Held-out accuracy. Late mean: of the last {LATE_EVALUATIONS} evaluations. Worst fall: of an evaluation under the best one before it, in "
+        "points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a run "
+        f"reaches it if no later evaluation, of one at least, is more than {100 * tolerance:g} points below it.\n"
+        f"Levels, {origin}: {', '.join(level_texts) or 'none, since no run was evaluated after an update'}."
     )

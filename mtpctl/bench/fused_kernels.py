@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mtpctl.bench.report import machine, markdown, number
+from mtpctl.bench.report import describe_machine, format_number, markdown_table
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.plan.memory import GIB
@@ -52,7 +52,7 @@ class Shape:
     def parse(cls, text: str) -> Shape:
         """Parse ROWSxHIDDENxVOCAB. Raises ValueError if `text` is invalid."""
         parts = text.lower().split("x")
-        if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
             raise ValueError(
                 f"--shape: {text!r}, expected ROWSxHIDDENxVOCAB, such as {REFERENCE_ROWS}x{REFERENCE_HIDDEN}x{REFERENCE_VOCAB}"
             )
@@ -113,7 +113,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. `ratio` is the time relative to the floor; `peak_gib` is None on a CPU."""
+    """One row of the table. `ratio` is the time relative to the floor; `measure_peak_gib` is None on a CPU."""
 
     shape: str
     what: str
@@ -135,7 +135,7 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inp
         return torch.randn(*size, device=device, generator=generator)
 
     weight = torch.empty(shape.vocab, shape.hidden, device=device, dtype=dtype)
-    for start in range(0, shape.vocab, 8192):  # In slices: the whole weight in fp32 would be the peak of memory.
+    for start in range(0, shape.vocab, 8192):  # In slices, because the whole weight in fp32 would determine the peak memory.
         rows = weight[start : start + 8192]
         rows.copy_(normal(*rows.shape) * (2 / shape.hidden**0.5))
     labels = torch.randint(0, shape.vocab, (shape.rows,), device=device, generator=generator)
@@ -149,36 +149,36 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inp
     )
 
 
-def clipped_loss(logprob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+def clipped_loss(logprob: Tensor, entropy: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
     """A clipped policy loss with an entropy bonus, per token [r]."""
-    ratio = (logprob - old).clamp(-20, 20).exp()
+    ratio = (logprob - old_logprob).clamp(-20, 20).exp()
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)) - 0.01 * entropy
 
 
-def own_cases(shape: Shape, device: str) -> list[Case]:
-    """This project's implementations. Workspaces are `shape.scale` times as large as the names of the cases state."""
-    half, one, more, three = (int(shape.scale * gib * GIB) for gib in (0.5, 1, 1.5, 3))
+def make_cases(shape: Shape, device: str) -> list[Case]:
+    """mtpctl's implementations. Workspaces are `shape.scale` times the sizes in the names of the cases."""
+    half_gib, one_gib, large, three_gib = (int(shape.scale * gib * GIB) for gib in (0.5, 1, 1.5, 3))
     chunked = [
-        Case("forward", "chunked, 1 GiB", _forward("chunked", one)),
-        Case("forward+backward", "chunked, 1 GiB", _backward("chunked", one)),
+        Case("forward", "chunked, 1 GiB", _forward_run("chunked", one_gib)),
+        Case("forward+backward", "chunked, 1 GiB", _backward_run("chunked", one_gib)),
     ]
     if device != "cuda":
         return chunked
     return [
-        Case("forward", "triton, 0.5 GiB", _forward("triton", half), 1.12, 0.5),
-        Case("forward+backward", "triton, 0.5 GiB", _backward("triton", half), 1.42, 0.5),
-        Case("forward+backward", "triton, 1 GiB", _backward("triton", one)),
-        Case("forward+backward", "triton, 3 GiB", _backward("triton", three), 1.12, 3.0),
-        Case("policy loss", "triton, 1.5 GiB", _policy(more), 1.12, 1.5),
+        Case("forward", "triton, 0.5 GiB", _forward_run("triton", half_gib), 1.12, 0.5),
+        Case("forward+backward", "triton, 0.5 GiB", _backward_run("triton", half_gib), 1.42, 0.5),
+        Case("forward+backward", "triton, 1 GiB", _backward_run("triton", one_gib)),
+        Case("forward+backward", "triton, 3 GiB", _backward_run("triton", three_gib), 1.12, 3.0),
+        Case("policy loss", "triton, 1.5 GiB", _policy_run(large), 1.12, 1.5),
         *chunked,
     ]
 
 
-def peer_cases(device: str) -> list[Case]:
+def make_peer_cases(device: str) -> list[Case]:
     """The implementations of PyTorch and, if installed, cut-cross-entropy."""
-    peers: dict[str, Scores] = {"torch eager": _eager}
+    peers: dict[str, Scores] = {"torch eager": _eager_scores}
     if device == "cuda":
-        peers["torch.compile"] = torch.compile(_eager)
+        peers["torch.compile"] = torch.compile(_eager_scores)
         if find_spec("cut_cross_entropy"):
             peers["cut-cross-entropy (no entropy)"] = _cut_cross_entropy
     return [
@@ -188,7 +188,7 @@ def peer_cases(device: str) -> list[Case]:
     ]
 
 
-def _forward(implementation: str, workspace: int) -> Run:
+def _forward_run(implementation: str, workspace: int) -> Run:
     def run(x: Inputs) -> Output:
         with torch.no_grad():
             out = linear_logprob(x.hidden, x.weight, x.labels, entropy=True, workspace_bytes=workspace, implementation=implementation)
@@ -197,7 +197,7 @@ def _forward(implementation: str, workspace: int) -> Run:
     return run
 
 
-def _backward(implementation: str, workspace: int) -> Run:
+def _backward_run(implementation: str, workspace: int) -> Run:
     def run(x: Inputs) -> Output:
         out = linear_logprob(x.hidden, x.weight, x.labels, entropy=True, workspace_bytes=workspace, implementation=implementation)
         grads = torch.autograd.grad(out.logprob, (x.hidden, x.weight), x.upstream)
@@ -206,7 +206,7 @@ def _backward(implementation: str, workspace: int) -> Run:
     return run
 
 
-def _policy(workspace: int) -> Run:
+def _policy_run(workspace: int) -> Run:
     def run(x: Inputs) -> Output:
         def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             assert entropy is not None
@@ -222,7 +222,7 @@ Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(hidden, weight, labels) → log-probs, and entropies if they are computed."""
 
 
-def _eager(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _eager_scores(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logp = (hidden @ weight.T).float().log_softmax(1)
     return logp.gather(1, labels.unsqueeze(1)).squeeze(1), -(logp.exp() * logp).sum(1)
 
@@ -243,7 +243,7 @@ def _torch_run(scores: Scores, *, backward: bool) -> Run:
     return run
 
 
-def _floors(x: Inputs) -> list[Case]:
+def _floor_cases(x: Inputs) -> list[Case]:
     """The matrix products alone: for forward the logits; for forward and backward also the gradients of hidden and weight."""
     hidden, weight = x.hidden.detach(), x.weight.detach()
     logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
@@ -292,21 +292,21 @@ def time_in_turns[K: Hashable](runs: Mapping[K, Callable[[], object]], device: s
     return times
 
 
-def peak_gib(run: Callable[[], Output], device: str) -> float | None:
+def measure_peak_gib(run: Callable[[], Output], device: str) -> float | None:
     """Peak GPU memory of a run, minus previously allocated memory and the returned gradients; None on a CPU."""
     if device != "cuda":
         return None
     gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    allocated_before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     output = run()
     torch.cuda.synchronize()
-    gradients = sum(g.nbytes for g in (output.hidden_grad, output.weight_grad, output.trunk_grad) if g is not None)
-    return (torch.cuda.max_memory_allocated() - before - gradients) / GIB
+    gradients = sum(gradient.nbytes for gradient in (output.hidden_grad, output.weight_grad, output.trunk_grad) if gradient is not None)
+    return (torch.cuda.max_memory_allocated() - allocated_before - gradients) / GIB
 
 
-def fits(case: Case, x: Inputs) -> bool:
+def can_run(case: Case, x: Inputs) -> bool:
     """Run the case once. Returns False if a peer runs out of GPU memory."""
     try:
         case.run(x)
@@ -317,8 +317,8 @@ def fits(case: Case, x: Inputs) -> bool:
     return True
 
 
-def misses(case: Case, shape: Shape, ratio: float, peak: float | None) -> tuple[str, ...]:
-    """The bounds that a case misses, each in a few words."""
+def find_misses(case: Case, shape: Shape, ratio: float, peak: float | None) -> tuple[str, ...]:
+    """Short descriptions of the bounds that a case misses."""
     reference = Shape(REFERENCE_ROWS, REFERENCE_HIDDEN, REFERENCE_VOCAB)
     missed = []
     if case.max_ratio is not None and ratio > (bound := case.max_ratio * (1.0 if shape == reference else SLACK_ELSEWHERE)):
@@ -332,33 +332,40 @@ def measure(shape: Shape, *, with_peers: bool, device: str | None = None) -> lis
     """Measure every case at one shape, except those that the device cannot run (Triton on a CPU)."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     x = make_inputs(shape, torch.bfloat16, device, seed=0)
-    cases = [c for c in [*own_cases(shape, device), *(peer_cases(device) if with_peers else [])] if fits(c, x)]
-    floors = _floors(x)
-    peaks = {case: peak_gib(lambda case=case: case.run(x), device) for case in cases}  # type: ignore[misc]
+    cases = [c for c in [*make_cases(shape, device), *(make_peer_cases(device) if with_peers else [])] if can_run(c, x)]
+    floors = _floor_cases(x)
+    peaks = {case: measure_peak_gib(lambda case=case: case.run(x), device) for case in cases}  # type: ignore[misc]
     times = time_in_turns({case: (lambda case=case: case.run(x)) for case in (*floors, *cases)}, device)  # type: ignore[misc]
     forward, forward_backward = (statistics.median(times[c]) for c in floors)
     results = []
     for case, case_ms in times.items():
         ms = statistics.median(case_ms)
         ratio, peak = ms / (forward if case.work == "forward" else forward_backward), peaks.get(case)
-        missed = () if case.peer else misses(case, shape, ratio, peak)
+        missed = () if case.peer else find_misses(case, shape, ratio, peak)
         results.append(Result(str(shape), case.work, case.name, ms, min(case_ms), max(case_ms), ratio, peak, case.peer, missed))
     return results
 
 
-def table(results: list[Result]) -> str:
+def format_table(results: list[Result]) -> str:
     """One row for each case, the floor first within each kind of work."""
     ordered = sorted(results, key=lambda r: (r.shape, r.what, r.name != "floor", r.peer))
-    return markdown(
+    return markdown_table(
         ("shape", "what", "implementation", "ms (fastest – slowest)", "× floor", "GiB"),
         [
-            (r.shape, r.what, r.name, f"{r.ms:.2f} ({r.fastest_ms:.2f} – {r.slowest_ms:.2f})", f"{r.ratio:.2f}", number(r.peak_gib, ".2f"))
+            (
+                r.shape,
+                r.what,
+                r.name,
+                f"{r.ms:.2f} ({r.fastest_ms:.2f} – {r.slowest_ms:.2f})",
+                f"{r.ratio:.2f}",
+                format_number(r.peak_gib, ".2f"),
+            )
             for r in ordered
         ],
     )
 
 
-def verdict(results: list[Result]) -> list[str]:
+def format_verdict(results: list[Result]) -> list[str]:
     """One line for each missed bound, then for each kind of work our best time and the best peer's."""
     lines = [f"MISSED {r.shape} {r.what} {r.name}: {'; '.join(r.misses)}" for r in results if r.misses]
     for shape in dict.fromkeys(r.shape for r in results):
@@ -373,5 +380,5 @@ def verdict(results: list[Result]) -> list[str]:
     return lines
 
 
-def as_json(results: list[Result]) -> dict[str, object]:
-    return {"environment": machine(), "timer": TIMER, "results": [asdict(r) for r in results]}
+def to_document(results: list[Result]) -> dict[str, object]:
+    return {"environment": describe_machine(), "timer": TIMER, "results": [asdict(r) for r in results]}

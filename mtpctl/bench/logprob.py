@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mtpctl.bench.report import Environment, markdown
+from mtpctl.bench.report import Environment, markdown_table
 from mtpctl.families.configs import toy_config
 from mtpctl.families.tensors import aliases
 from mtpctl.jobs.logprob_serve import web
@@ -52,8 +52,8 @@ MIN_SHARE = 0.85
 MAX_LOGITS_GIB = 1.0
 MAX_ADDED_MS = 5.0
 MAX_SYNC_COPY = 0.5
-"""Maximum additional memory of an update relative to the model's weights: an update needs no second copy of them."""
-PROMPT_SHARE = 0.25
+"""Maximum additional memory of an update, relative to the model's weights. An update does not need a second copy of them."""
+PROMPT_FRACTION = 0.25
 BUCKET_BYTES = 1 << 28
 
 TOY = toy_config(
@@ -90,17 +90,17 @@ class Load:
     def draw(self, vocab: int, count: int, seed: int) -> list[ScoreRequest]:
         """Random requests with uniformly distributed lengths. The first quarter of each is the prompt."""
         generator = torch.Generator().manual_seed(seed)
-        low, high = self.lengths
-        sizes = torch.randint(low, high + 1, (count,), generator=generator).tolist()
-        return [_request(torch.randint(0, vocab, (n,), generator=generator).tolist()) for n in sizes]
+        min_length, max_length = self.lengths
+        sizes = torch.randint(min_length, max_length + 1, (count,), generator=generator).tolist()
+        return [_request(torch.randint(0, vocab, (length,), generator=generator).tolist()) for length in sizes]
 
 
 def _request(ids: list[int]) -> ScoreRequest:
-    return ScoreRequest(ids, max(1, int(len(ids) * PROMPT_SHARE)))
+    return ScoreRequest(ids, max(1, int(len(ids) * PROMPT_FRACTION)))
 
 
 @dataclass(frozen=True)
-class Finding:
+class Measurement:
     """A figure and its bound: a minimum if `at_least`, else a maximum."""
 
     what: str
@@ -122,12 +122,12 @@ class Finding:
 class Report:
     """Findings, and all measured times in seconds."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Measurement] = field(default_factory=list)
     times: dict[str, list[float]] = field(default_factory=dict)
 
 
-class _Metered(Head):
-    """A head that records the peak memory of computing log-probs from hidden states."""
+class _MeteredHead(Head):
+    """Records the peak memory of computing log-probs from hidden states."""
 
     logits_bytes = 0
 
@@ -142,26 +142,28 @@ class _Metered(Head):
 
 
 class BenchRank(ScoreRank):
-    """`ScoreRank` with a bare pass for comparison, and with random weights to update to."""
+    """A `ScoreRank` that can also time a bare pass for comparison, and publish random weights."""
 
     def bare(self, sequences: list[list[int]], prompt_lengths: list[int]) -> float:
-        """Seconds of one `MegatronEngine.score` call for all sequences: packing, forward passes, and conversion to lists."""
+        """Time one `MegatronEngine.score` call for all sequences, in seconds: packing, forward passes, and conversion to lists."""
         batch = [Sequence(ids, start, [1] * (len(ids) - start)) for ids, start in zip(sequences, prompt_lengths, strict=True)]
         self._wait()
-        began = time.perf_counter()
+        started = time.perf_counter()
         self.engine.score(batch)
         self._wait()
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     def logits_gib(self, sequences: list[list[int]], prompt_lengths: list[int]) -> float | None:
-        """GiB that log-probs and entropy of these sequences need in addition to the hidden states; None on a CPU."""
+        """Memory in GiB to compute log-probs and entropy of these sequences from the hidden states; None on a CPU."""
         if self.engine.device.type != "cuda":
             return None
-        plain = self.engine.head
-        self.engine.head = metered = _Metered(plain.kernels, plain.shape, plain.parallel, sequence_parallel=plain.sequence_parallel)
+        original = self.engine.head
+        self.engine.head = metered_head = _MeteredHead(
+            original.kernels, original.shape, original.parallel, sequence_parallel=original.sequence_parallel
+        )
         self.bare(sequences, prompt_lengths)
-        self.engine.head = plain
-        return metered.logits_bytes / GIB
+        self.engine.head = original
+        return metered_head.logits_bytes / GIB
 
     def publish(self, root: str, version: int) -> tuple[Manifest, float]:
         """Publish random weights in the store at `root`. Returns the manifest, and the seconds of publishing."""
@@ -180,9 +182,9 @@ class BenchRank(ScoreRank):
         publisher = Publisher(VersionStore(Path(root)), bucket_bytes=BUCKET_BYTES, section_of=self._section_of)
         specs = (TensorSpec(name, tuple(size), str(dtype).removeprefix("torch.")) for name, size in self.tensors.items())
         publisher.plan(specs, aliases(shape))
-        began = time.perf_counter()
+        started = time.perf_counter()
         manifest = publisher.publish(draw(), version)
-        return manifest, time.perf_counter() - began
+        return manifest, time.perf_counter() - started
 
     def start_memory(self) -> None:
         """Reset the peak of allocated memory."""
@@ -245,48 +247,50 @@ class Bench:
         load = self.load
         requests = load.draw(self.vocab, load.requests, seed=0)
         tokens = sum(r.tokens for r in requests)
-        await self._bare(requests[: load.in_flight])
-        await self._served(requests[: load.in_flight])
-        bare, served = [], []
+        await self._time_bare_pass(requests[: load.in_flight])
+        await self._time_server(requests[: load.in_flight])
+        bare_times, server_times = [], []
         for turn in range(load.rounds):
             # The order alternates, because a GPU slows down as it warms up.
-            for kind in ("bare", "served") if turn % 2 == 0 else ("served", "bare"):
-                if kind == "bare":
-                    bare.append(await self._bare(requests))
+            for way in ("bare", "served") if turn % 2 == 0 else ("served", "bare"):
+                if way == "bare":
+                    bare_times.append(await self._time_bare_pass(requests))
                 else:
-                    served.append(await self._served(requests))
-        self.report.times |= {"bare": bare, "server": served}
-        shares = ", ".join(f"{b / s:.3f}" for b, s in zip(bare, served, strict=True))
-        self._add("bare", tokens / statistics.median(bare), "tokens/s")
-        self._add("through the server", tokens / statistics.median(served), "tokens/s", detail=f"{load.in_flight} in flight")
-        share = statistics.median(bare) / statistics.median(served)
-        self._add("share of the bare pass", share, "", MIN_SHARE, at_least=True, detail=f"by round {shares}")
-        self._add("memory for logits", await self.replica.ranks.call("logits_gib", *_as_lists(requests)), "GiB", MAX_LOGITS_GIB)
+                    server_times.append(await self._time_server(requests))
+        self.report.times |= {"bare": bare_times, "server": server_times}
+        shares = ", ".join(f"{bare_s / server_s:.3f}" for bare_s, server_s in zip(bare_times, server_times, strict=True))
+        self._add_measurement("bare", tokens / statistics.median(bare_times), "tokens/s")
+        self._add_measurement(
+            "through the server", tokens / statistics.median(server_times), "tokens/s", detail=f"{load.in_flight} in flight"
+        )
+        share = statistics.median(bare_times) / statistics.median(server_times)
+        self._add_measurement("share of the bare pass", share, "", MIN_SHARE, at_least=True, detail=f"by round {shares}")
+        self._add_measurement("memory for logits", await self.replica.ranks.call("logits_gib", *_to_lists(requests)), "GiB", MAX_LOGITS_GIB)
 
     async def latency(self) -> None:
         """Measure the latency that the server and HTTP add to the bare pass, for single requests to an idle server."""
         (request,) = self.load.draw(self.vocab, 1, seed=1)
         request = _request((list(request.token_ids) * self.load.single)[: self.load.single])
         times: dict[str, list[float]] = {"bare": [], "server": [], "HTTP": []}
-        async with _http(self.server) as port:
+        async with _serve_http(self.server) as port:
             body = json.dumps({"token_ids": list(request.token_ids), "prompt_length": request.prompt_length}).encode()
             connection = http.client.HTTPConnection("127.0.0.1", port)
-            for turn in range(self.load.singles + 1):
-                bare = await self._bare([request])
-                began = time.perf_counter()
+            for repetition in range(self.load.singles + 1):
+                bare_s = await self._time_bare_pass([request])
+                started = time.perf_counter()
                 await self.server.score(request)
-                served = time.perf_counter() - began
-                over_http = await asyncio.to_thread(_post, connection, body)
-                if turn:
-                    for name, seconds in (("bare", bare), ("server", served), ("HTTP", over_http)):
+                server_s = time.perf_counter() - started
+                http_s = await asyncio.to_thread(_post, connection, body)
+                if repetition:
+                    for name, seconds in (("bare", bare_s), ("server", server_s), ("HTTP", http_s)):
                         times[name].append(1000 * seconds)
             connection.close()
         self.report.times |= {f"{self.load.single} tokens, {name}": [ms / 1000 for ms in values] for name, values in times.items()}
         median = {name: statistics.median(values) for name, values in times.items()}
-        self._add(f"bare, {self.load.single} tokens", median["bare"], "ms")
+        self._add_measurement(f"bare, {self.load.single} tokens", median["bare"], "ms")
         for name in ("server", "HTTP"):
             detail = f"{median[name]:.2f} ms in all; minimum {min(times[name]) - min(times['bare']):+.2f}"
-            self._add(f"added by the {name}", median[name] - median["bare"], "ms", MAX_ADDED_MS, detail=detail)
+            self._add_measurement(f"added by the {name}", median[name] - median["bare"], "ms", MAX_ADDED_MS, detail=detail)
 
     async def update(self, scratch: Path) -> None:
         """Measure a weight update while requests are queued."""
@@ -294,7 +298,7 @@ class Bench:
         weights = await self.replica.ranks.call("weights_gib")
         root = default_root(f"bench-{os.getpid()}", int(weights * GIB), scratch / "versions")
         try:
-            manifest, published = await self.replica.ranks.call("publish", str(root), 1)
+            manifest, publish_s = await self.replica.ranks.call("publish", str(root), 1)
             await self.replica.ranks.call("start_memory")
             async with asyncio.TaskGroup() as group:
                 answers = [group.create_task(self.server.score(request)) for request in requests]
@@ -302,20 +306,22 @@ class Bench:
                 (report,) = await self.server.update(manifest)
         finally:
             VersionStore(root).close()
-        more = await self.replica.ranks.call("more_memory_gib")
+        extra_gib = await self.replica.ranks.call("more_memory_gib")
         old, new = (sum(answer.result().version == version for answer in answers) for version in (0, 1))
-        self._add("answers lost", len(requests) - old - new, "", 0, detail=f"{old} under the old weights, {new} under the new")
-        self._add("update", report.seconds, "s", detail=f"{report.nbytes / 1e9:.2f} GB by {manifest.transport}")
-        self._add("update, serving paused", report.stall_seconds, "s")
-        self._add("publishing before it", published, "s")
-        self._add("memory beyond the weights in an update", more, "GiB", MAX_SYNC_COPY * weights, detail=f"weights: {weights:.2f} GiB")
+        self._add_measurement("answers lost", len(requests) - old - new, "", 0, detail=f"{old} under the old weights, {new} under the new")
+        self._add_measurement("update", report.seconds, "s", detail=f"{report.nbytes / 1e9:.2f} GB by {manifest.transport}")
+        self._add_measurement("update, serving paused", report.stall_seconds, "s")
+        self._add_measurement("publishing before it", publish_s, "s")
+        self._add_measurement(
+            "memory beyond the weights in an update", extra_gib, "GiB", MAX_SYNC_COPY * weights, detail=f"weights: {weights:.2f} GiB"
+        )
 
-    async def _bare(self, requests: list[ScoreRequest]) -> float:
+    async def _time_bare_pass(self, requests: list[ScoreRequest]) -> float:
         """Seconds of a bare pass over the requests."""
-        seconds: float = await self.replica.ranks.call("bare", *_as_lists(requests))
+        seconds: float = await self.replica.ranks.call("bare", *_to_lists(requests))
         return seconds
 
-    async def _served(self, requests: list[ScoreRequest]) -> float:
+    async def _time_server(self, requests: list[ScoreRequest]) -> float:
         """Seconds until the server has answered all requests, `load.in_flight` at a time."""
         remaining = iter(requests)
 
@@ -323,23 +329,23 @@ class Bench:
             for request in remaining:
                 await self.server.score(request)
 
-        began = time.perf_counter()
+        started = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(self.load.in_flight)))
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
-    def _add(
+    def _add_measurement(
         self, what: str, value: float | None, unit: str, bound: float | None = None, *, at_least: bool = False, detail: str = ""
     ) -> None:
-        self.report.findings.append(Finding(what, value, unit, bound, at_least, detail))
+        self.report.findings.append(Measurement(what, value, unit, bound, at_least, detail))
 
 
-def _as_lists(requests: list[ScoreRequest]) -> tuple[list[list[int]], list[int]]:
+def _to_lists(requests: list[ScoreRequest]) -> tuple[list[list[int]], list[int]]:
     """Token ids and prompt lengths, in the format of the ranks' methods."""
     return [list(r.token_ids) for r in requests], [r.prompt_length for r in requests]
 
 
 @contextlib.asynccontextmanager
-async def _http(server: LogprobServer) -> AsyncIterator[int]:
+async def _serve_http(server: LogprobServer) -> AsyncIterator[int]:
     """Serve over HTTP within the block. Yields the port."""
     with contextlib.closing(listen("127.0.0.1", 0)) as socket:
         http_server = web(server, None, "bench", key=None, bounds=HttpBounds())
@@ -353,15 +359,15 @@ async def _http(server: LogprobServer) -> AsyncIterator[int]:
 
 def _post(connection: http.client.HTTPConnection, body: bytes) -> float:
     """Send one request. Returns its duration in seconds."""
-    began = time.perf_counter()
+    started = time.perf_counter()
     connection.request("POST", "/v1/logprobs", body, {"content-type": "application/json"})
     response = connection.getresponse()
     json.loads(response.read())
     assert response.status == 200, response.status
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
-def table(report: Report) -> str:
+def format_table(report: Report) -> str:
     rows = []
     for f in report.findings:
         value = "not measured on a CPU"
@@ -370,9 +376,9 @@ def table(report: Report) -> str:
         bound = "" if f.bound is None else f"{'≥' if f.at_least else '≤'} {f.bound:.3g} {f.unit}"
         ratio = f"{f.value / f.bound:.2f}" if f.value is not None and f.bound else ""
         rows.append((f.what, value, bound, ratio, " · ".join(filter(None, ["**missed**" if f.missed else "", f.detail]))))
-    return markdown(("what", "measured", "bound", "measured / bound", ""), rows)
+    return markdown_table(("what", "measured", "bound", "measured / bound", ""), rows)
 
 
-def as_json(report: Report, environment: Environment, load: Load) -> dict[str, Any]:
+def to_document(report: Report, environment: Environment, load: Load) -> dict[str, Any]:
     findings = [{**asdict(f), "missed": f.missed} for f in report.findings]
     return {"environment": environment, "timer": TIMER, "options": asdict(load), "findings": findings, "seconds": report.times}

@@ -1,8 +1,8 @@
 """`mtpctl bench mtp`: the gain from training and syncing the drafter in RL; or a comparison of draft losses, methods and numbers.
 
 The four default arms differ only in the MTP layers: not used; frozen; trained and synced with the target; trained, but only the target is
-synced. Acceptance is measured by the engine, over the last updates, when policies and drafters have changed most, and on the held-out
-problems after the last update.
+synced. The engine measures acceptance over the last updates, when policies and drafters have changed most, and on the held-out problems
+after the last update.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from mtpctl.bench.arms import Arm, Outcome, format_updates
-from mtpctl.bench.report import Environment, markdown, number
+from mtpctl.bench.report import Environment, format_number, markdown_table
 from mtpctl.telemetry.metrics_file import History
 from mtpctl.telemetry.names import format_value
 
@@ -22,22 +22,24 @@ ARMS = (
     Arm("trained", "drafter trained and synced", ("train.rl.train_mtp=true", "sync.sections=[target, draft]")),
     Arm("target-only", "drafter trained, only the target synced", ("train.rl.train_mtp=true", "sync.sections=[target]")),
 )
-TRAINED = ("train.rl.train_mtp=true", "sync.sections=[target, draft]")
+TRAINED_SETS = ("train.rl.train_mtp=true", "sync.sections=[target, draft]")
 
 
-def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence[int], *, layers: int, is_block: bool = False) -> list[Arm]:
+def make_drafter_arms(
+    losses: Sequence[str], methods: Sequence[str], counts: Sequence[int], *, layers: int, is_block: bool = False
+) -> list[Arm]:
     """An arm for each combination of loss, draft method and number of draft tokens, with the drafter trained and synced.
 
     layers: MTP layers of the model. A single layer is repeated for every draft token. In that case baselines are added that train it for
-    the first draft token only, with cross-entropy and greedy drafts. is_block: whether the drafter drafts blocks, which are served as they
-    are trained, without baselines.
+    the first draft token only, with cross-entropy and greedy drafts. is_block: whether the drafter drafts blocks; it then has no
+    baselines.
     """
-    as_served = [
+    trained_arms = [
         Arm(
             f"{loss}-{method}-k{count}",
             f"{loss}, {method} drafts, k = {count}",
             (
-                *TRAINED,
+                *TRAINED_SETS,
                 f"mtp.loss={loss}",
                 f"mtp.repeat={count if layers == 1 else 1}",
                 f"rollout.speculation.draft_method={method}",
@@ -48,17 +50,17 @@ def drafter_arms(losses: Sequence[str], methods: Sequence[str], counts: Sequence
         for loss in losses
         for method in methods
     ]
-    plain = ("mtp.loss=ce", "mtp.repeat=1", "rollout.speculation.draft_method=greedy")
-    first_only = [
+    baseline_sets = ("mtp.loss=ce", "mtp.repeat=1", "rollout.speculation.draft_method=greedy")
+    baselines = [
         Arm(
             f"first-k{count}",
             f"ce at the first draft token alone, greedy drafts, k = {count}",
-            (*TRAINED, *plain, f"rollout.speculation.num_tokens={count}"),
+            (*TRAINED_SETS, *baseline_sets, f"rollout.speculation.num_tokens={count}"),
         )
         for count in counts
         if layers == 1 and count > 1 and not is_block
     ]
-    return as_served + first_only
+    return trained_arms + baselines
 
 
 TIMER = (
@@ -99,41 +101,46 @@ class Gain:
     standard_errors: float
 
 
-def summarise(outcomes: list[Outcome], last: int) -> list[Result]:
+def summarize(outcomes: list[Outcome], last: int) -> list[Result]:
     """One result for each arm, over the `last` updates of each run."""
     arms = list(dict.fromkeys(outcome.arm for outcome in outcomes))
-    return [_result(arm, [o for o in outcomes if o.arm == arm], last) for arm in arms]
+    return [_make_result(arm, [o for o in outcomes if o.arm == arm], last) for arm in arms]
 
 
-def gain(results: list[Result]) -> Gain | None:
+def compute_gain(results: list[Result]) -> Gain | None:
     """Compare the trained arm with the frozen one. None if one of them was not run or drafted nothing."""
-    by_name = {r.name: r for r in results}
+    by_name = {rate.name: rate for rate in results}
     trained, frozen = by_name.get("trained"), by_name.get("frozen")
     if trained is None or frozen is None or trained.acceptance is None or frozen.acceptance is None:
         return None
     difference = trained.acceptance - frozen.acceptance
-    variance = sum(r * (1 - r) / n for r, n in ((trained.acceptance, trained.drafted), (frozen.acceptance, frozen.drafted)))
+    variance = sum(rate * (1 - rate) / n for rate, n in ((trained.acceptance, trained.drafted), (frozen.acceptance, frozen.drafted)))
     relative = difference / frozen.acceptance if frozen.acceptance else math.inf
     return Gain(100 * difference, relative, difference / math.sqrt(variance) if variance else math.inf)
 
 
-def table(results: list[Result], last: int) -> str:
-    plain = next((r for r in results if r.name == "none"), None)
+def format_table(results: list[Result], last: int) -> str:
+    baseline = next((r for r in results if r.name == "none"), None)
     headings = "drafter | updates | acceptance | each seed | by position | expected | tokens a step | held out | tokens/s | while busy"
     rows = []
     for r in results:
-        against = "" if plain is None else f"{r.tokens_per_busy_s / plain.tokens_per_busy_s - 1:+.1%}"
-        counted = "–" if r.acceptance is None else f"{r.acceptance:.1%} ({r.accepted}/{r.drafted})"
+        relative_speed = "" if baseline is None else f"{r.tokens_per_busy_s / baseline.tokens_per_busy_s - 1:+.1%}"
+        acceptance_text = "–" if r.acceptance is None else f"{r.acceptance:.1%} ({r.accepted}/{r.drafted})"
         updates = ", ".join(format_updates(updates, r.updates_wanted) for updates in r.updates)
-        acceptance = [counted, _shares(r.by_seed), _shares(r.by_position), _shares(r.expected_by_position)]
-        speeds = [number(r.accept_length, ".2f"), _share(r.held_out_acceptance), f"{r.tokens_per_s:,.0f}", f"{r.tokens_per_busy_s:,.0f}"]
-        accuracy = f"{_share(r.accuracy_before)} → {_share(r.accuracy_after)}"
-        rows.append([r.meaning, updates, *acceptance, *speeds, against, accuracy])
-    return f"Over the last {last} updates of each run:\n\n{markdown(f'{headings} | against none | accuracy'.split(' | '), rows)}"
+        acceptance = [acceptance_text, _format_shares(r.by_seed), _format_shares(r.by_position), _format_shares(r.expected_by_position)]
+        speed_cells = [
+            format_number(r.accept_length, ".2f"),
+            _format_share(r.held_out_acceptance),
+            f"{r.tokens_per_s:,.0f}",
+            f"{r.tokens_per_busy_s:,.0f}",
+        ]
+        accuracy = f"{_format_share(r.accuracy_before)} → {_format_share(r.accuracy_after)}"
+        rows.append([r.meaning, updates, *acceptance, *speed_cells, relative_speed, accuracy])
+    return f"Over the last {last} updates of each run:\n\n{markdown_table(f'{headings} | against none | accuracy'.split(' | '), rows)}"
 
 
-def as_json(results: list[Result], environment: Environment, last: int) -> dict[str, object]:
-    difference = gain(results)
+def to_document(results: list[Result], environment: Environment, last: int) -> dict[str, object]:
+    difference = compute_gain(results)
     return {
         "bench": "mtp",
         "environment": environment,
@@ -144,18 +151,20 @@ def as_json(results: list[Result], environment: Environment, last: int) -> dict[
     }
 
 
-def _result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
+def _make_result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
     histories = [outcome.history for outcome in outcomes]
-    rows = [row.metrics for h in histories for row in h.rows if row.phase == "rl" and 0 <= h.last_step("rl") - row.step < last]
+    rows = [
+        row.metrics for history in histories for row in history.rows if row.phase == "rl" and 0 <= history.last_step("rl") - row.step < last
+    ]
     updates = [m for m in rows if "timing_s/step" in m]
     drafting = [m for m in updates if "rollout/spec_drafted" in m]
-    drafted, accepted = (int(sum(m[f"rollout/spec_{kind}"] for m in drafting)) for kind in ("drafted", "accepted"))
+    drafted, accepted = (int(sum(m[f"rollout/spec_{suffix}"] for m in drafting)) for suffix in ("drafted", "accepted"))
     wall = sum(m["timing_s/step"] for m in updates)
     busy = sum(m["timing_s/step"] * (1 - m["async/rollout_idle"]) for m in updates)
     tokens = sum(m["rollout/tokens_per_s"] * m["timing_s/step"] for m in updates)
     positions = sorted({name for m in drafting for name in m if name.startswith("rollout/spec_accept_rate_")})
-    kind = "" if outcomes[0].draft_method == "probabilistic" else "_greedy"
-    expected = [name.replace("rollout/spec_accept_rate_", f"mtp/expected_rate{kind}_") for name in positions]
+    suffix = "" if outcomes[0].draft_method == "probabilistic" else "_greedy"
+    expected = [name.replace("rollout/spec_accept_rate_", f"mtp/expected_rate{suffix}_") for name in positions]
     return Result(
         name=arm.name,
         meaning=arm.meaning,
@@ -165,40 +174,40 @@ def _result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
         drafted=drafted,
         accepted=accepted,
         acceptance=accepted / drafted if drafted else None,
-        by_seed=[rate for h in histories if (rate := _acceptance(h, last)) is not None],
-        by_position=[_weighted(drafting, name) for name in positions],
-        expected_by_position=[_weighted(drafting, name) for name in expected if any(name in m for m in drafting)],
-        accept_length=_weighted(drafting, "rollout/spec_accept_length") if drafted else None,
-        held_out_acceptance=_ends([h.series("eval/spec_accept_rate", "rl") for h in histories], -1),
+        by_seed=[rate for history in histories if (rate := _acceptance_rate(history, last)) is not None],
+        by_position=[_weighted_mean(drafting, name) for name in positions],
+        expected_by_position=[_weighted_mean(drafting, name) for name in expected if any(name in m for m in drafting)],
+        accept_length=_weighted_mean(drafting, "rollout/spec_accept_length") if drafted else None,
+        held_out_acceptance=_mean_at([history.series("eval/spec_accept_rate", "rl") for history in histories], -1),
         tokens_per_s=tokens / wall if wall else 0.0,
         tokens_per_busy_s=tokens / busy if busy else 0.0,
-        accuracy_before=_ends([h.series("eval/accuracy", "rl") for h in histories], 0),
-        accuracy_after=_ends([h.series("eval/accuracy", "rl") for h in histories], -1),
+        accuracy_before=_mean_at([history.series("eval/accuracy", "rl") for history in histories], 0),
+        accuracy_after=_mean_at([history.series("eval/accuracy", "rl") for history in histories], -1),
     )
 
 
-def _acceptance(history: History, last: int) -> float | None:
+def _acceptance_rate(history: History, last: int) -> float | None:
     begin = history.last_step("rl") - last
     drafted, accepted = (
-        sum(v for step, v in history.series(f"rollout/spec_{kind}", "rl") if step > begin) for kind in ("drafted", "accepted")
+        sum(value for step, value in history.series(f"rollout/spec_{count}", "rl") if step > begin) for count in ("drafted", "accepted")
     )
     return accepted / drafted if drafted else None
 
 
-def _weighted(rows: list[dict[str, float]], name: str) -> float:
+def _weighted_mean(rows: list[dict[str, float]], name: str) -> float:
     """Mean of a metric over updates, weighted by their number of draft tokens."""
-    weighted = [(m[name], m["rollout/spec_drafted"]) for m in rows if name in m]
-    return sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
+    pairs = [(m[name], m["rollout/spec_drafted"]) for m in rows if name in m]
+    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
 
-def _ends(series: list[list[tuple[int, float]]], which: int) -> float | None:
-    values = [points[which][1] for points in series if points]
+def _mean_at(series: list[list[tuple[int, float]]], index: int) -> float | None:
+    values = [points[index][1] for points in series if points]
     return sum(values) / len(values) if values else None
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return "–" if value is None else format_value(value, "share")
 
 
-def _shares(values: list[float]) -> str:
-    return ", ".join(_share(v) for v in values) or "–"
+def _format_shares(values: list[float]) -> str:
+    return ", ".join(_format_share(v) for v in values) or "–"

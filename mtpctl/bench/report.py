@@ -1,4 +1,4 @@
-"""Output of the benchmarks (the environment, tables, JSON), and the comparison of two results for `mtpctl bench compare`.
+"""Output of the benchmarks (environment, tables, JSON), and comparison of two results (`mtpctl bench compare`).
 
 A comparison reads two result files. Each number in them is a figure, named by its path. Entries of lists are matched by their keys `name`,
 `what`, `seed` …, so their order does not matter. The name of a figure determines whether higher or lower is better; other figures are shown
@@ -24,7 +24,7 @@ Environment = dict[str, str]
 """The hardware under `device`, and versions by package."""
 
 
-def machine(versions: Versions | None = None) -> Environment:
+def describe_machine(versions: Versions | None = None) -> Environment:
     """The GPUs (`NVIDIA H200 x 2`) or the number of CPU cores, and the versions of Python and packages.
 
     versions: the `versions.json` of a run (default: of this process).
@@ -36,67 +36,69 @@ def machine(versions: Versions | None = None) -> Environment:
     return {"device": ", ".join(gpus) or f"CPU, {host['cores']} cores", "python": versions["python"], **packages}
 
 
-def machines(versions: Sequence[Versions | None]) -> Environment:
+def merge_machines(versions: Sequence[Versions | None]) -> Environment:
     """Merge the environments of several runs. If a value differs between runs, all values are listed."""
-    environments = [machine(each) for each in versions]
-    names = dict.fromkeys(name for each in environments for name in each)
-    return {name: " / ".join(dict.fromkeys(str(each.get(name, "none")) for each in environments)) for name in names}
+    environments = [describe_machine(run_versions) for run_versions in versions]
+    names = dict.fromkeys(name for environment in environments for name in environment)
+    return {name: " / ".join(dict.fromkeys(str(environment.get(name, "none")) for environment in environments)) for name in names}
 
 
-def describe(environment: Mapping[str, object]) -> str:
+def format_environment(environment: Mapping[str, object]) -> str:
     """Format the environment in one line."""
     return " · ".join([str(environment["device"]), *(f"{name} {value}" for name, value in environment.items() if name != "device")])
 
 
 def cuda_visible_devices(cards: Sequence[int]) -> str:
-    """`CUDA_VISIBLE_DEVICES` for a child process that uses only these GPUs of this process."""
-    mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = mine.split(",") if mine else [str(i) for i in range(max(cards) + 1)]
+    """The value of `CUDA_VISIBLE_DEVICES` for a child process that uses only these of this process's GPUs."""
+    own_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = own_devices.split(",") if own_devices else [str(i) for i in range(max(cards) + 1)]
     return ",".join(names[i] for i in cards)
 
 
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Format as `median (min–max)`, each with `form`."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}}–{max(values):{form}})"
+def format_spread(values: Sequence[float], format_spec: str) -> str:
+    """Format as `median (min–max)`, each with `format_spec`."""
+    return f"{statistics.median(values):{format_spec}} ({min(values):{format_spec}}–{max(values):{format_spec}})"
 
 
-def number(value: float | None, form: str) -> str:
+def format_number(value: float | None, format_spec: str) -> str:
     """Format a value; a dash if it was not measured."""
-    return "–" if value is None else format(value, form)
+    return "–" if value is None else format(value, format_spec)
 
 
 def to_json(document: object) -> str:
     """Format as JSON. Infinity and NaN, which JSON does not have, become null."""
-    return json.dumps(_finite(document), indent=1, allow_nan=False)
+    return json.dumps(_replace_non_finite(document), indent=1, allow_nan=False)
 
 
 def render(document: Mapping[str, object], table: str, *, as_json: bool) -> str:
     """Format as JSON if `as_json`; else environment, timer and table as text."""
     environment = document["environment"]
     assert isinstance(environment, Mapping)
-    return to_json(document) if as_json else f"{describe(environment)}\nThe timer covers: {document['timer']}.\n\n{table}"
+    return to_json(document) if as_json else f"{format_environment(environment)}\nThe timer covers: {document['timer']}.\n\n{table}"
 
 
-def _finite(value: object) -> object:
+def _replace_non_finite(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-Better = Literal["higher", "lower"]
-_IDENTITY = ("name", "what", "shape", "load", "transport", "batch", "k", "seed")
-_LOWER = re.compile(r"((^|_)(ms|gib|error)|_s|_seconds|seconds|_bytes|_ratio|stall|idle|loss|fall|held_updates)$|^(median|peak|latency)")
-_HIGHER = re.compile(
+Direction = Literal["higher", "lower"]
+_IDENTITY_KEYS = ("name", "what", "shape", "load", "transport", "batch", "k", "seed")
+_LOWER_IS_BETTER = re.compile(
+    r"((^|_)(ms|gib|error)|_s|_seconds|seconds|_bytes|_ratio|stall|idle|loss|fall|held_updates)$|^(median|peak|latency)"
+)
+_HIGHER_IS_BETTER = re.compile(
     r"(tokens_per_\w+|tflops|share|gb_per_s|acceptance|accept_length|accuracy\w*|late_mean|area|speedup|gain|relative|points)$"
 )
-_NO_FIGURES = {"environment", "timer", "options", "curves"}
+_KEYS_WITHOUT_FIGURES = {"environment", "timer", "options", "curves"}
 _IGNORED_OPTIONS = {"folder", "transports", "rounds", "repeats", "singles"}
 """Options in which two comparable results may differ."""
 
@@ -110,7 +112,7 @@ class Change:
     name: str
     before: float
     after: float
-    better: Better | None
+    better: Direction | None
 
     @property
     def ratio(self) -> float:
@@ -124,8 +126,8 @@ class Change:
         """Relative deterioration: negative if the figure improved, infinite if it was 0 before, 0 if it has no direction."""
         if self.better is None or self.before == self.after:
             return 0.0
-        more = self.after - self.before if self.better == "lower" else self.before - self.after
-        return more / abs(self.before) if self.before else math.copysign(math.inf, more)
+        deterioration = self.after - self.before if self.better == "lower" else self.before - self.after
+        return deterioration / abs(self.before) if self.before else math.copysign(math.inf, deterioration)
 
 
 def read_result(path: Path) -> object:
@@ -138,56 +140,56 @@ def read_result(path: Path) -> object:
         raise UserError(f"{path}: not JSON ({error}); name a file that a benchmark wrote with --json") from error
 
 
-def changes(before: object, after: object) -> list[Change]:
+def compare_results(before: object, after: object) -> list[Change]:
     """The figures that both documents have, in the order of the first document. Raises UserError if there are none."""
-    first, second = figures(before), figures(after)
-    shared = [Change(name, value, second[name], better(name)) for name, value in first.items() if name in second]
-    if not shared:
+    first, second = extract_figures(before), extract_figures(after)
+    changes = [Change(name, value, second[name], better_direction(name)) for name, value in first.items() if name in second]
+    if not changes:
         raise UserError("the two files share no figure; name two results of the same benchmark")
-    return shared
+    return changes
 
 
 def differing_options(before: object, after: object) -> list[str]:
     """The options that differ between two results and make their figures incomparable."""
-    first, second = (each.get("options", {}) if isinstance(each, dict) else {} for each in (before, after))
+    first, second = (document.get("options", {}) if isinstance(document, dict) else {} for document in (before, after))
     shared = [name for name in first if name in second and name not in _IGNORED_OPTIONS and first[name] != second[name]]
     return [f"{name}: {first[name]} and {second[name]}" for name in shared]
 
 
-def figures(document: object, path: str = "") -> dict[str, float]:
+def extract_figures(document: object, path: str = "") -> dict[str, float]:
     """The numbers in a document by path, such as `results.trained.acceptance`."""
     result: dict[str, float] = {}
     if isinstance(document, dict):
         for key, value in document.items():
-            if not (path == "" and key in _NO_FIGURES) and key not in _IDENTITY:
-                result |= figures(value, f"{path}.{_unit_name(document) if key == 'value' else key}".lstrip("."))
+            if not (path == "" and key in _KEYS_WITHOUT_FIGURES) and key not in _IDENTITY_KEYS:
+                result |= extract_figures(value, f"{path}.{_unit_name(document) if key == 'value' else key}".lstrip("."))
     elif isinstance(document, list):
         names = [_entry_name(value, index) for index, value in enumerate(document)]
         for index, (name, value) in enumerate(zip(names, document, strict=True)):
             unique = name if names.count(name) == 1 else f"{name} {index}"
-            result |= figures(value, f"{path}.{unique}".lstrip("."))
+            result |= extract_figures(value, f"{path}.{unique}".lstrip("."))
     elif isinstance(document, int | float) and not isinstance(document, bool):
         result[path] = float(document)
     return result
 
 
-def better(name: str) -> Better | None:
+def better_direction(name: str) -> Direction | None:
     """Whether higher or lower values of a figure are better, according to its name; None if unknown."""
-    last = name.rsplit(".", 1)[-1]
-    if _HIGHER.search(last):
+    figure = name.rsplit(".", 1)[-1]
+    if _HIGHER_IS_BETTER.search(figure):
         return "higher"
-    return "lower" if _LOWER.search(last) else None
+    return "lower" if _LOWER_IS_BETTER.search(figure) else None
 
 
-def changes_table(changes: list[Change], tolerance: float) -> str:
+def format_changes(changes: list[Change], tolerance: float) -> str:
     rows = []
     for change in changes:
         verdict = "worse" if change.worse_by > tolerance else "better" if change.worse_by < -tolerance else ""
         rows.append((change.name, f"{change.before:.6g}", f"{change.after:.6g}", f"{change.ratio:.3f}", verdict))
-    return markdown(("figure", "A", "B", "B / A", ""), rows)
+    return markdown_table(("figure", "A", "B", "B / A", ""), rows)
 
 
-def changes_json(changes: list[Change]) -> list[dict[str, object]]:
+def changes_to_json(changes: list[Change]) -> list[dict[str, object]]:
     return [asdict(change) | {"ratio": change.ratio, "worse_by": change.worse_by} for change in changes]
 
 
@@ -198,7 +200,7 @@ def _unit_name(entry: Mapping[str, object]) -> str:
 
 def _entry_name(value: object, index: int) -> str:
     if isinstance(value, dict):
-        parts = [str(value[key]) for key in _IDENTITY if key in value]
+        parts = [str(value[key]) for key in _IDENTITY_KEYS if key in value]
         if parts:
             return " ".join(parts)
     return str(index)

@@ -4,7 +4,8 @@
 device. Also measures the share of the engine's slots that are empty while requests are queued.
 
 `speculation`: engines that draft 1, … k tokens, and one that selects the number (`rollout.speculation.auto`), against one without
-speculation, at every batch size. Each is measured with a drafter that is right for a known share of tokens, and one that is always wrong.
+speculation, at every batch size. Each is measured with a drafter that predicts a known share of tokens correctly, and with one that is
+always wrong.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from mtpctl.bench.report import number
+from mtpctl.bench.report import format_number
 from mtpctl.bench.rollout_engines import (
     Load,
     Run,
-    config_of,
+    cycle_config,
     engine_pool,
     engine_recipe,
     enter_all,
     make_load,
     offline_actor,
-    send,
+    send_load,
     write_cycle_model,
 )
 from mtpctl.cluster.deadlines import within
@@ -41,15 +42,15 @@ from mtpctl.recipe.schema import ClusterConfig, Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import SpeculationState
 
-PATH_BOUND = 0.95
+MIN_PATH_RATIO = 0.95
 """Minimum throughput of mtpctl's pool relative to vLLM's `LLM.generate`."""
-IDLE_BOUND = 0.03
-AUTO_BOUND = 0.98
+MAX_IDLE = 0.03
+MIN_AUTO_RATIO = 0.98
 """Minimum throughput of `speculation.auto`, after its first measurement, relative to no speculation."""
-GAIN_BOUND = 0.9
-"""With one draft token and at most `GAIN_BATCH` requests, the speed-up must be at least this share of `allowed_gain`."""
-GAIN_BATCH = 64
-RUN_S = 300.0
+MIN_GAIN_SHARE = 0.9
+"""With one draft token and at most `MAX_GAIN_BATCH` requests, the speed-up must be at least this share of `allowed_gain`."""
+MAX_GAIN_BATCH = 64
+RUN_TIMEOUT_S = 300.0
 TIMER = (
     "the first request sent to the last answer received, prefill included; engine start and one warm-up round excluded. "
     "All engines are loaded at the same time and alternate; a ratio is the median of the rounds' ratios"
@@ -62,7 +63,7 @@ HEADINGS = (
 )
 RULE = "|---" * HEADINGS.count(" | ") + "|---|"
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 Send = Callable[[Load], Awaitable[Run]]
 """Sends a load and waits for its answers."""
 Offline = Callable[[Load, bool], Awaitable[Run]]
@@ -99,20 +100,20 @@ def parse_shape(text: str) -> Literal["mimo7b", "tiny"]:
 class Bench:
     """Creates the model, its loads and its engines. num_engines: number of engines that share the GPU."""
 
-    def __init__(self, options: Options, say: Callable[[str], None], num_engines: int) -> None:
+    def __init__(self, options: Options, report: Callable[[str], None], num_engines: int) -> None:
         self.options, self.num_engines = options, num_engines
-        config = config_of(options.shape)
+        config = cycle_config(options.shape)
         self.shape = shape_of(config)
         longest = self.shape.vocab // 4 - 1
         if options.tokens > longest:
             raise UserError(f"--tokens: {options.tokens} is too long for a vocabulary of {self.shape.vocab}; at most {longest}")
         if self.context > self.shape.max_positions:
             raise UserError(
-                f"--prompt: {options.prompt} tokens and answers of up to {2 * options.tokens} take {self.context} positions, the model has "
-                f"{self.shape.max_positions}; reduce --prompt or --tokens"
+                f"--prompt: {options.prompt} tokens and answers of up to {2 * options.tokens} need {self.context} positions, but "
+                f"the model has {self.shape.max_positions}; reduce --prompt or --tokens"
             )
         write_cycle_model(options.folder, config, acceptance=options.acceptance, device=options.device)
-        say(f"model: {options.folder}, {count_parameters(self.shape)['total']:,} parameters")
+        report(f"model: {options.folder}, {count_parameters(self.shape)['total']:,} parameters")
 
     def loads(self, *, wrong_drafts: bool = False) -> list[Load]:
         """One load for each batch size, whose requests are all sent at once."""
@@ -156,9 +157,9 @@ class Bench:
             rollout["kv_cache_bytes"] = cache_tokens * kv_bytes_per_token(self.shape, 1, 2, drafting=True)
             rollout["gpu_memory"] = GPU_MEMORY_FRACTION / self.num_engines
             if not options.eager:
-                counts = sorted({1, 2, 4, *options.batches, *range(32, max_batch + 1, 32)})
-                mixed = range(max_batch, 2 * max_batch + 1, max(1, max_batch // 4))
-                sizes = sorted({*(count * width for count in counts for width in range(1, drafts + 2)), *mixed})
+                batch_sizes = sorted({1, 2, 4, *options.batches, *range(32, max_batch + 1, 32)})
+                mixed_sizes = range(max_batch, 2 * max_batch + 1, max(1, max_batch // 4))
+                sizes = sorted({*(count * width for count in batch_sizes for width in range(1, drafts + 2)), *mixed_sizes})
                 rollout["engine_args"] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
         return engine_recipe(options.folder, options.device, rollout)
 
@@ -193,7 +194,7 @@ class Bench:
             yield send_offline
 
     def through(self, pool: ReplicaPool) -> Send:
-        return lambda load: send(pool, load, self.shape.vocab)
+        return lambda load: send_load(pool, load, self.shape.vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,37 +225,39 @@ class Result:
 
 
 def allowed_gain(tokens: float, draft_s: float, step_s: float) -> float:
-    """The speed-up if verification were free. tokens: tokens per step; draft_s: seconds of drafting per step; step_s: seconds of a step
+    """The speed-up with free verification. tokens: tokens per step; draft_s: seconds of drafting per step; step_s: seconds of a step
     without speculation."""
     return tokens / (1 + draft_s / step_s)
 
 
-async def alternate(load: Load, ways: Mapping[str, Send], rounds: int, *, warm: bool = True) -> dict[str, list[Run]]:
+async def send_alternately(load: Load, senders: Mapping[str, Send], rounds: int, *, warm_up: bool = True) -> dict[str, list[Run]]:
     """Send the load each way `rounds` times, after a warm-up round. Every other round is in reverse order, to cancel out drift."""
-    runs: dict[str, list[Run]] = {name: [] for name in ways}
-    for round_number in range(-1 if warm else 0, rounds):
-        for name in list(ways)[:: 1 if round_number % 2 == 0 else -1]:
-            run = await within(ways[name](load), RUN_S, f"{name}, {load.name}")
+    runs: dict[str, list[Run]] = {name: [] for name in senders}
+    for round_number in range(-1 if warm_up else 0, rounds):
+        for name in list(senders)[:: 1 if round_number % 2 == 0 else -1]:
+            run = await within(senders[name](load), RUN_TIMEOUT_S, f"{name}, {load.name}")
             if round_number >= 0:
                 runs[name].append(run)
     return runs
 
 
-def row(what: str, load: Load, runs: list[Run], baseline: list[Run] | None = None, bound: float | None = None) -> Result:
+def make_row(what: str, load: Load, runs: list[Run], baseline: list[Run] | None = None, bound: float | None = None) -> Result:
     """Make a row from its rounds and those of its baseline. bound: the minimum ratio of the two."""
     rates = tuple(run.tokens_per_s for run in runs)
-    ratios = tuple(run.tokens_per_s / other.tokens_per_s for run, other in zip(runs, baseline, strict=True)) if baseline else ()
+    ratios = (
+        tuple(run.tokens_per_s / baseline_run.tokens_per_s for run, baseline_run in zip(runs, baseline, strict=True)) if baseline else ()
+    )
     ratio = statistics.median(ratios) if ratios else None
     misses = []
     if ratio is not None and bound is not None and ratio < bound:
         misses.append(f"{ratio:.3f}, bound {bound:.3g}")
-    wrong = sum(run.wrong for run in runs)
-    if wrong:
-        misses.append(f"{wrong} answers are not the model's")
+    num_wrong = sum(run.wrong for run in runs)
+    if num_wrong:
+        misses.append(f"{num_wrong} answers are not the model's")
     idles = [run.idle for run in runs if run.idle is not None]
     idle = statistics.median(idles) if idles else None
-    if idle is not None and idle > IDLE_BOUND:
-        misses.append(f"slots empty {idle:.1%} of the time, bound {IDLE_BOUND:.0%}")
+    if idle is not None and idle > MAX_IDLE:
+        misses.append(f"slots empty {idle:.1%} of the time, bound {MAX_IDLE:.0%}")
     stats = runs[-1].stats
     return Result(
         what,
@@ -266,7 +269,7 @@ def row(what: str, load: Load, runs: list[Run], baseline: list[Run] | None = Non
         accept_rate=stats.accept_rate if stats.drafted else None,
         accept_length=stats.accept_length if stats.drafted else None,
         idle=idle,
-        wrong=wrong,
+        wrong=num_wrong,
         misses=tuple(misses),
     )
 
@@ -274,24 +277,24 @@ def row(what: str, load: Load, runs: list[Run], baseline: list[Run] | None = Non
 class Table:
     """The rows so far. Each is printed as soon as it is measured."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, report: Report) -> None:
         self.rows: list[Result] = []
-        self.say = say
+        self.report = report
 
     def add(self, result: Result) -> None:
         self.rows.append(result)
-        self.say(line(result))
+        self.report(format_row(result))
 
 
 async def measure_path(bench: Bench, table: Table, loads: list[Load], offline: Offline, plain: ReplicaPool) -> None:
     """Measure the same loads through vLLM's offline generation and through the pool."""
-    both: dict[str, Send] = {VLLM: lambda load: offline(load, True), POOL: bench.through(plain)}
+    senders: dict[str, Send] = {VLLM: lambda load: offline(load, True), POOL: bench.through(plain)}
     largest = bench.loads()[-1]
     for load in loads:
-        ways = both | ({VLLM_BARE: lambda load: offline(load, False)} if load == largest else {})
-        for name, runs in (all_runs := await alternate(load, ways, bench.options.rounds)).items():
+        load_senders = senders | ({VLLM_BARE: lambda load: offline(load, False)} if load == largest else {})
+        for name, runs in (all_runs := await send_alternately(load, load_senders, bench.options.rounds)).items():
             baseline = None if name == VLLM else all_runs[VLLM]
-            table.add(row(name, load, runs, baseline, PATH_BOUND if name == POOL else None))
+            table.add(make_row(name, load, runs, baseline, MIN_PATH_RATIO if name == POOL else None))
 
 
 async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, drafting: ReplicaPool) -> None:
@@ -306,61 +309,61 @@ async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, dr
 async def _measure_fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool) -> None:
     counts = range(bench.options.drafts + 1)
     states: dict[int, list[SpeculationState]] = {drafts: [] for drafts in counts}
-    send = bench.through(drafting)
+    send_load = bench.through(drafting)
 
     def with_drafts(drafts: int) -> Send:
         async def send_drafting(load: Load) -> Run:
             await drafting.speculate(drafts)
-            run = await send(load)
+            run = await send_load(load)
             states[drafts].append((await drafting.speculate())[0])
             return run
 
         return send_drafting
 
     names = {drafts: f"{drafts} drafts" for drafts in counts}
-    all_runs = await alternate(load, {OFF: bench.through(plain)} | {names[n]: with_drafts(n) for n in counts}, bench.options.rounds)
-    table.add(off := row(OFF, load, all_runs[OFF]))
+    all_runs = await send_alternately(load, {OFF: bench.through(plain)} | {names[n]: with_drafts(n) for n in counts}, bench.options.rounds)
+    table.add(baseline_row := make_row(OFF, load, all_runs[OFF]))
     for drafts in counts:
         runs = all_runs[names[drafts]]
-        measured = states[drafts][-len(runs) :]
-        draft_s = statistics.median(state["draft_s"][drafts] for state in measured) if drafts else 0.0
-        allowed = allowed_gain(runs[-1].stats.accept_length, draft_s, load.batch / off.tokens_per_s)
-        bound = GAIN_BOUND * allowed if drafts == 1 and load.batch <= GAIN_BATCH else None
+        round_states = states[drafts][-len(runs) :]
+        draft_s = statistics.median(state["draft_s"][drafts] for state in round_states) if drafts else 0.0
+        allowed = allowed_gain(runs[-1].stats.accept_length, draft_s, load.batch / baseline_row.tokens_per_s)
+        bound = MIN_GAIN_SHARE * allowed if drafts == 1 and load.batch <= MAX_GAIN_BATCH else None
         table.add(
             replace(
-                row(names[drafts], load, runs, all_runs[OFF], bound),
+                make_row(names[drafts], load, runs, all_runs[OFF], bound),
                 allowed=allowed,
                 draft_s=draft_s,
                 drafts=drafts,
-                steps=statistics.median(state["steps"][drafts] for state in measured),
-                step_s=statistics.median(state["step_s"][drafts] for state in measured),
+                steps=statistics.median(state["steps"][drafts] for state in round_states),
+                step_s=statistics.median(state["step_s"][drafts] for state in round_states),
             )
         )
 
 
 async def _measure_auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
     """Measure `speculation.auto`: one round in which the engine compares numbers of drafts, then rounds with the selected number."""
-    ways = {OFF: bench.through(plain), what: bench.through(drafting)}
+    senders = {OFF: bench.through(plain), what: bench.through(drafting)}
     await drafting.speculate(-1)
-    first_round = await alternate(load, ways, 1, warm=False)
-    table.add(row(f"{what}, looking", load, first_round[what], first_round[OFF]))
+    first_round = await send_alternately(load, senders, 1, warm_up=False)
+    table.add(make_row(f"{what}, looking", load, first_round[what], first_round[OFF]))
     await drafting.speculate()
     rounds = bench.options.rounds
-    runs = await alternate(load, ways, rounds, warm=False)
+    runs = await send_alternately(load, senders, rounds, warm_up=False)
     state = (await drafting.speculate())[0]
     steps: dict[int, int] = state["steps"]
-    usual = max(steps, key=lambda drafts: steps[drafts])
-    measured = row(what, load, runs[what], runs[OFF], AUTO_BOUND)
-    table.add(replace(measured, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(usual)))
+    most_frequent = max(steps, key=lambda drafts: steps[drafts])
+    measured = make_row(what, load, runs[what], runs[OFF], MIN_AUTO_RATIO)
+    table.add(replace(measured, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(most_frequent)))
     counts = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(steps.items()))
-    table.say(f"  steps by their drafts: {counts}; {state['message'] or 'no measurement was completed'}")
+    table.report(f"  steps by their drafts: {counts}; {state['message'] or 'no measurement was completed'}")
 
 
-def run(options: Options, parts: list[str], say: Say) -> list[Result]:
+def run_benchmark(options: Options, parts: list[str], report: Report) -> list[Result]:
     """Run the named parts of the benchmark. Every row is printed as soon as it is measured."""
     path, speculation = "path" in parts, "speculation" in parts
-    bench = Bench(options, say, num_engines=1 + path + speculation)
-    table = Table(say)
+    bench = Bench(options, report, num_engines=1 + path + speculation)
+    table = Table(report)
 
     async def measure() -> None:
         managers: list[AbstractAsyncContextManager[ReplicaPool | Offline]] = [bench.pool(0)]
@@ -383,20 +386,20 @@ def run(options: Options, parts: list[str], say: Say) -> list[Result]:
     return table.rows
 
 
-def line(result: Result) -> str:
+def format_row(result: Result) -> str:
     """Format a result as a row of the table."""
     r = result
     selected = f" → {r.drafts} drafts" if r.what.startswith("auto") and r.drafts is not None else ""
-    steps = "–" if r.steps is None else f"{r.steps:.0f}, {number(r.step_s and r.step_s * 1e3, '.2f')}"
+    steps = "–" if r.steps is None else f"{r.steps:.0f}, {format_number(r.step_s and r.step_s * 1e3, '.2f')}"
     spread = f" ({min(r.ratios):.3f} – {max(r.ratios):.3f})" if r.ratios else ""
     return (
         f"| {r.what}{selected} | {r.load} | {r.tokens_per_s:,.0f} ({min(r.rates):,.0f} – {max(r.rates):,.0f}) "
-        f"| {number(r.ratio, '.3f')}{spread} | {number(r.accept_rate, '.1%')} | {number(r.accept_length, '.2f')} | {steps} "
-        f"| {number(r.draft_s and r.draft_s * 1e3, '.2f')} | {number(r.allowed, '.2f')} | {number(r.idle, '.2%')} |"
+        f"| {format_number(r.ratio, '.3f')}{spread} | {format_number(r.accept_rate, '.1%')} | {format_number(r.accept_length, '.2f')} "
+        f"| {steps} | {format_number(r.draft_s and r.draft_s * 1e3, '.2f')} | {format_number(r.allowed, '.2f')} | {format_number(r.idle, '.2%')} |"
     )
 
 
-def verdict(results: list[Result]) -> list[str]:
+def format_verdict(results: list[Result]) -> list[str]:
     """The best number of drafts for each load, and all missed bounds."""
     lines = []
     drafting = [r for r in results if r.what.endswith(" drafts")]
@@ -406,5 +409,5 @@ def verdict(results: list[Result]) -> list[str]:
     return lines + [f"MISSED {r.what}, {r.load}: {'; '.join(r.misses)}" for r in results if r.misses]
 
 
-def as_dict(options: Options, results: list[Result]) -> dict[str, object]:
+def to_document(options: Options, results: list[Result]) -> dict[str, object]:
     return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMER, "results": [asdict(r) for r in results]}

@@ -1,13 +1,13 @@
 """Loads, engines and models of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, with the same model.
 
-Throughput varies with other load on the host by more than the bounds on the ratios. Therefore all engines are resident, and each load is
-sent to them in turn.
+Throughput varies with other load on the host by more than the bounds on the ratios allow. Therefore all engines are resident, and each
+load is sent to them in turn.
 
-The cycle model is a model of any MiMo shape with known outputs, whose MTP layer is right for a chosen share of tokens. The trunk predicts
-`token + 1`. Its attention and MLP have random weights but zero output projections, so it does the computation of a real model without
-changing the result. The MTP layer passes on the embedding of its input token, from which the head also predicts `token + 1`. If the marker
-element of that embedding is positive, a neuron of the layer's MLP adds the embedding of another token, which makes the prediction wrong.
-The marker is positive for a random share of the vocabulary's lower half, and for all of its upper half.
+The cycle model is a model of any MiMo shape with known outputs, whose MTP layer predicts a chosen share of tokens correctly. The trunk
+predicts `token + 1`. Its attention and MLP have random weights but zero output projections, so it does the computation of a real model
+without changing the result. The MTP layer outputs the embedding of its input token, from which the head also predicts `token + 1`. If the
+marker element of that embedding is positive, a neuron of the layer's MLP adds the embedding of another token, which makes the prediction
+wrong. The marker is positive for a random share of the vocabulary's lower half, and for all of its upper half.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mtpctl.rollout.start import start_pool
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
-START_S = 420.0
+START_TIMEOUT_S = 420.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,43 +110,43 @@ class OfflineEngine:
         settings = [
             SamplingParams(
                 temperature=1.0,
-                seed=number,
+                seed=seed,
                 max_tokens=length,
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0 if logprobs else None,
                 flat_logprobs=logprobs,
             )
-            for number, length in enumerate(load.lengths)
+            for seed, length in enumerate(load.lengths)
         ]
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in load.prompts]
-        began = time.perf_counter()
+        started = time.perf_counter()
         outputs = self._llm.generate(prompts, settings, use_tqdm=False)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         answers = [list(output.outputs[0].token_ids) for output in outputs]
         return Run(seconds, sum(map(len, answers)), 0 if vocab is None else count_wrong(load, answers, vocab))
 
 
-async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
+async def send_load(pool: ReplicaPool, load: Load, vocab: int) -> Run:
     """Send a load through a pool with one replica, and wait for all answers."""
     clock = time.perf_counter
-    full: list[tuple[float, float]] = []
+    busy_readings: list[tuple[float, float]] = []
 
-    async def served() -> float:
+    async def occupied_seconds() -> float:
         return sum(health.occupied_s for health in await pool.health())
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for index, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
             if index == 2 * load.batch:
-                full.append((clock(), await served()))
+                busy_readings.append((clock(), await occupied_seconds()))
             yield GenerationRequest(Sample(str(index), str(index), prompt), length, seed=index)
-        if full:
-            full.append((clock(), await served()))
+        if busy_readings:
+            busy_readings.append((clock(), await occupied_seconds()))
 
     samples: dict[int, Sample] = {}
     began = clock()
-    async with aclosing(pool.generate(requests())) as answered:
-        async for sample in answered:
+    async with aclosing(pool.generate(requests())) as generated:
+        async for sample in generated:
             samples[int(sample.prompt_id)] = sample
     seconds = clock() - began
     stats = SpecStats()
@@ -154,8 +154,8 @@ async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
         stats.add(sample.speculation, len(sample.response_ids))
     answers = [samples[index].response_ids.tolist() for index in range(len(load.prompts))]
     idle = None
-    if len(full) == 2:
-        (first, before), (last, after) = full
+    if len(busy_readings) == 2:
+        (first, before), (last, after) = busy_readings
         idle = 1 - (after - before) / (load.batch * (last - first))
     return Run(seconds, sum(map(len, answers)), count_wrong(load, answers, vocab), idle, stats)
 
@@ -163,7 +163,7 @@ async def send(pool: ReplicaPool, load: Load, vocab: int) -> Run:
 def count_wrong(load: Load, answers: list[list[int]], vocab: int) -> int:
     """The number of answers that differ from those of the cycle model."""
     expected = (expected_answer(prompt[-1], length, vocab) for prompt, length in zip(load.prompts, load.lengths, strict=True))
-    return sum(ids != right for ids, right in zip(answers, expected, strict=True))
+    return sum(ids != expected_ids for ids, expected_ids in zip(answers, expected, strict=True))
 
 
 def engine_recipe(folder: Path, device: Literal["cpu", "cuda"], rollout: dict[str, object], *, mtp: str = "isolated") -> Recipe:
@@ -175,7 +175,7 @@ def engine_recipe(folder: Path, device: Literal["cpu", "cuda"], rollout: dict[st
             "train": {"precision": "fp32" if device == "cpu" else "bf16"},
             "rollout": rollout,
             "sync": {"transport": "shm"},
-            "cluster": {"device": device, "actor_deadline_s": START_S},
+            "cluster": {"device": device, "actor_deadline_s": START_TIMEOUT_S},
         }
     )
 
@@ -208,7 +208,7 @@ async def offline_actor(recipe: Recipe, folder: Path, context: int, device: Lite
     options = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": settings.environment}}
     actor: Any = ray.remote(OfflineEngine).options(**options).remote(settings)
     try:
-        await within(actor.__ray_ready__.remote(), START_S, "vLLM, start")
+        await within(actor.__ray_ready__.remote(), START_TIMEOUT_S, "vLLM, start")
         yield actor
     finally:
         ray.kill(actor)
@@ -220,26 +220,26 @@ async def enter_all[T](*managers: AbstractAsyncContextManager[T]) -> AsyncIterat
 
     If managers fail to enter, exits the others and raises the error of the first that failed.
     """
-    entered = await asyncio.gather(*(manager.__aenter__() for manager in managers), return_exceptions=True)
+    results = await asyncio.gather(*(manager.__aenter__() for manager in managers), return_exceptions=True)
     async with AsyncExitStack() as stack:
-        for manager, value in reversed(list(zip(managers, entered, strict=True))):
+        for manager, value in reversed(list(zip(managers, results, strict=True))):
             if not isinstance(value, BaseException):
                 stack.push_async_exit(manager)
-        ready = []
-        for value in entered:
+        values = []
+        for value in results:
             if isinstance(value, BaseException):
                 raise value
-            ready.append(value)
-        yield ready
+            values.append(value)
+        yield values
 
 
-WRITERS = 8
+NUM_WRITERS = 8
 """Number of threads that write files."""
-MARKER = 8.0
+MARKER_MAGNITUDE = 8.0
 """Magnitude of the marker; other elements of an embedding are about 1."""
 SEED = 0
 TINY = toy_config(vocab_size=1024, max_position_embeddings=1024, torch_dtype="float32")
-ZERO = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+ZERO_MATRICES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def expected_answer(token: int, count: int, vocab: int) -> list[int]:
@@ -247,7 +247,7 @@ def expected_answer(token: int, count: int, vocab: int) -> list[int]:
     return [(token + 1 + i) % vocab for i in range(count)]
 
 
-def config_of(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
+def cycle_config(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
     """The `config.json` fields of a shape, with a `model_type` that vLLM supports without `mtpctl.compat.transformers.register_mimo`."""
     return TINY if shape == "tiny" else hub_config("XiaomiMiMo/MiMo-7B-RL") | {"model_type": "qwen2"}
 
@@ -272,45 +272,45 @@ def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: fl
     (folder / "config.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
 
-    def write(number: int, tensors: dict[str, Tensor]) -> None:
-        name = f"model-{number:05d}.safetensors"
+    def write(index: int, tensors: dict[str, Tensor]) -> None:
+        name = f"model-{index:05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
         files.update(dict.fromkeys(tensors, name))
 
-    with ThreadPoolExecutor(WRITERS) as pool:
-        for done in [pool.submit(write, number, part) for number, part in enumerate(_files(shape, config, acceptance, device))]:
-            done.result()
+    with ThreadPoolExecutor(NUM_WRITERS) as pool:
+        for future in [pool.submit(write, index, part) for index, part in enumerate(_tensor_files(shape, config, acceptance, device))]:
+            future.result()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     (folder / "config.json").write_text(document)
     return folder
 
 
-def _files(shape: ModelShape, config: dict[str, object], acceptance: float, device: str) -> Iterator[dict[str, Tensor]]:
+def _tensor_files(shape: ModelShape, config: dict[str, object], acceptance: float, device: str) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each file (about 0.5 GiB), on the CPU and in the config's dtype."""
     dtype = getattr(torch, str(config["torch_dtype"]))
-    special = _special(shape, acceptance, device)
+    predicting = _predicting_tensors(shape, acceptance, device)
     generator = torch.Generator(device).manual_seed(SEED + 1)
-    part: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     size = 0
-    for name, dims in tensor_shapes(shape).items():
-        if name in special:
-            tensor = special[name]
+    for name, dimensions in tensor_shapes(shape).items():
+        if name in predicting:
+            tensor = predicting[name]
         elif "norm" in name:
-            tensor = torch.ones(dims, device=device)
-        elif name.endswith(ZERO) or name.endswith("bias"):
-            tensor = torch.zeros(dims, device=device)
+            tensor = torch.ones(dimensions, device=device)
+        elif name.endswith(ZERO_MATRICES) or name.endswith("bias"):
+            tensor = torch.zeros(dimensions, device=device)
         else:
-            tensor = torch.empty(dims, device=device).normal_(0, 0.02, generator=generator)
-        part[name] = tensor.to(dtype).cpu().contiguous()
-        size += part[name].nbytes
+            tensor = torch.empty(dimensions, device=device).normal_(0, 0.02, generator=generator)
+        tensors[name] = tensor.to(dtype).cpu().contiguous()
+        size += tensors[name].nbytes
         if size > 1 << 29:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part
+            yield tensors
+            tensors, size = {}, 0
+    if tensors:
+        yield tensors
 
 
-def _special(shape: ModelShape, acceptance: float, device: str) -> dict[str, Tensor]:
+def _predicting_tensors(shape: ModelShape, acceptance: float, device: str) -> dict[str, Tensor]:
     """The tensors that determine the predictions."""
     assert shape.mtp is not None
     generator = torch.Generator(device).manual_seed(SEED)
@@ -319,12 +319,12 @@ def _special(shape: ModelShape, acceptance: float, device: str) -> dict[str, Ten
     wrong = torch.rand(vocab, device=device, generator=generator) >= acceptance
     wrong[vocab // 2 :] = True
     # The marker is element 0 of every embedding.
-    embedding[:, 0] = torch.where(wrong, MARKER, -MARKER)
+    embedding[:, 0] = torch.where(wrong, MARKER_MAGNITUDE, -MARKER_MAGNITUDE)
     gate = torch.zeros(shape.ffn, hidden, device=device)
     gate[0, 0] = 4.0
     down = torch.zeros(hidden, shape.ffn, device=device)
     # If the marker is positive, the neuron outputs MARKER * silu(4 MARKER) and so adds four times the embedding; else almost 0.
-    down[:, 0] = 4 * embedding[vocab - 1] / (4 * MARKER * MARKER)
+    down[:, 0] = 4 * embedding[vocab - 1] / (4 * MARKER_MAGNITUDE * MARKER_MAGNITUDE)
     projection = torch.zeros(hidden, 2 * hidden, device=device)
     projection[:, hidden:] = torch.eye(hidden, device=device)
     up = torch.zeros(shape.ffn, hidden, device=device)

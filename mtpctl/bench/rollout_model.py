@@ -32,11 +32,11 @@ from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 
 OFFLINE = "vLLM LLM.generate"
-SPREAD = 0.75
+LENGTH_SPREAD = 0.75
 """Response lengths are uniform in the mean times 1 ± this."""
-MEMORY_SHARE = 0.8
+GPU_MEMORY_FRACTION = 0.8
 """Share of GPU memory for all engines together."""
-RUN_S = 300.0
+RUN_TIMEOUT_S = 300.0
 TIMER = (
     "the first request sent to the last response received, prefill included; engine start and one warm-up round excluded. "
     "All engines are loaded at the same time and alternate; a ratio is the median of the rounds' ratios"
@@ -44,7 +44,7 @@ TIMER = (
 HEADINGS = "| what | in flight | tokens/s (least – most) | of vLLM | controller's loop, cores | engines, busy cores each |"
 RULE = "|---" * 6 + "|"
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 EngineKey = tuple[int, int, str]
@@ -87,11 +87,11 @@ class Options:
     @property
     def longest(self) -> int:
         """Maximum tokens of a response."""
-        return max(1, round(self.tokens * (1 + SPREAD)))
+        return max(1, round(self.tokens * (1 + LENGTH_SPREAD)))
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """One round of an arm. loop_s: CPU seconds of the controller's event loop. engines_s: those of all engine processes; None for vLLM."""
 
     seconds: float
@@ -116,7 +116,7 @@ class Result:
     busy: float | None
 
 
-def prompts_of(options: Options, count: int) -> list[list[int]]:
+def make_prompts(options: Options, count: int) -> list[list[int]]:
     """`count` prompts: the texts of `options.prompts` in turn, or random tokens that are not special.
 
     Raises UserError for a folder without a tokenizer.
@@ -125,41 +125,41 @@ def prompts_of(options: Options, count: int) -> list[list[int]]:
 
     tokenizer = load_plain_tokenizer(options.folder)
     if options.prompts:
-        texts = [tokenizer.encode(text, special=True) for text in options.prompts]
-        return [texts[number % len(texts)] for number in range(count)]
+        encoded = [tokenizer.encode(text, special=True) for text in options.prompts]
+        return [encoded[index % len(encoded)] for index in range(count)]
     tokens, draw = sorted({*range(tokenizer.vocab_size)} - tokenizer.special_ids), random.Random(0)
     return [draw.choices(tokens, k=options.prompt) for _ in range(count)]
 
 
 def make_load(options: Options, prompts: Sequence[list[int]], in_flight: int, engines: int) -> Load:
     """A load that fills the slots of all engines several times. The members of a group share their prompt and are consecutive."""
-    count = requests_of(options, in_flight, engines)
+    count = count_requests(options, in_flight, engines)
     draw = random.Random(f"{in_flight} {count}")
-    lengths = [max(1, round(options.tokens * draw.uniform(1 - SPREAD, 1 + SPREAD))) for _ in range(count)]
-    return Load(f"{in_flight} in flight", in_flight, [prompts[number // options.group] for number in range(count)], lengths)
+    lengths = [max(1, round(options.tokens * draw.uniform(1 - LENGTH_SPREAD, 1 + LENGTH_SPREAD))) for _ in range(count)]
+    return Load(f"{in_flight} in flight", in_flight, [prompts[index // options.group] for index in range(count)], lengths)
 
 
-def requests_of(options: Options, in_flight: int, engines: int) -> int:
+def count_requests(options: Options, in_flight: int, engines: int) -> int:
     """Number of requests of a load. engines: 0 for vLLM alone."""
     return in_flight * options.requests * max(1, engines)
 
 
-async def send(pool: ReplicaPool, load: Load, group: int, pids: Sequence[int]) -> Measured:
+async def send_load(pool: ReplicaPool, load: Load, group: int, pids: Sequence[int]) -> Measurement:
     """Send a load through a pool, and wait for all responses. pids: the processes of its engines' actors."""
 
     async def requests() -> AsyncIterator[GenerationRequest]:
-        for number, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
-            yield GenerationRequest(Sample(str(number), str(number // group), prompt), length)
+        for index, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
+            yield GenerationRequest(Sample(str(index), str(index // group), prompt), length)
 
-    busy, loop, began = cpu_seconds(pids), time.thread_time(), time.perf_counter()
+    engine_seconds, loop_seconds, started = cpu_seconds(pids), time.thread_time(), time.perf_counter()
     tokens = 0
     async with aclosing(pool.generate(requests())) as samples:
         async for sample in samples:
             tokens += len(sample.response_ids)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     if tokens != sum(load.lengths):
         raise RuntimeError(f"{tokens} tokens were generated, {sum(load.lengths)} requested")
-    return Measured(seconds, tokens, time.thread_time() - loop, cpu_seconds(pids) - busy)
+    return Measurement(seconds, tokens, time.thread_time() - loop_seconds, cpu_seconds(pids) - engine_seconds)
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
@@ -174,15 +174,15 @@ def cpu_seconds(pids: Sequence[int]) -> float:
                 continue
             parents[int(entry.name)], ticks[int(entry.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
 
-    def belongs(pid: int) -> bool:
+    def is_included(pid: int) -> bool:
         while pid in parents and pid not in pids:
             pid = parents[pid]
         return pid in pids
 
-    return sum(count for pid, count in ticks.items() if belongs(pid)) / os.sysconf("SC_CLK_TCK")
+    return sum(count for pid, count in ticks.items() if is_included(pid)) / os.sysconf("SC_CLK_TCK")
 
 
-Run = Callable[[Load], Awaitable[Measured]]
+Run = Callable[[Load], Awaitable[Measurement]]
 
 
 class ModelBench:
@@ -194,8 +194,8 @@ class ModelBench:
         if config is None:
             raise UserError(f"--model: {options.folder} has no config.json")
         self.shape: ModelShape = shape_of(config)
-        max_requests = max(requests_of(options, arm.in_flight, arm.engines) for arm in self.arms)
-        self.prompts = prompts_of(options, -(-max_requests // options.group))
+        max_requests = max(count_requests(options, arm.in_flight, arm.engines) for arm in self.arms)
+        self.prompts = make_prompts(options, -(-max_requests // options.group))
         if self.context > self.shape.max_positions:
             raise UserError(
                 f"--prompt: prompts and responses of up to {options.longest} tokens take {self.context} positions, the model has "
@@ -223,7 +223,7 @@ class ModelBench:
         }
         if gpu:
             rollout["gpus"] = self.share
-            rollout["gpu_memory"] = MEMORY_SHARE / self.num_engines
+            rollout["gpu_memory"] = GPU_MEMORY_FRACTION / self.num_engines
             rollout["kv_cache_bytes"] = in_flight * (self.context + 64) * kv_bytes_per_token(self.shape, 1, 2, drafting=False)
             rollout["engine_args"] = json.loads(engine_args)
         return engine_recipe(options.folder, options.device, rollout, mtp="off")
@@ -242,13 +242,13 @@ class ModelBench:
         """vLLM's offline generation with the settings of an engine."""
         async with offline_actor(self.recipe(key), self.options.folder, self.context, self.options.device, self.share) as actor:
 
-            async def run(load: Load) -> Measured:
-                done = await actor.send.remote(load, None, True)
-                return Measured(done.seconds, done.tokens)
+            async def run(load: Load) -> Measurement:
+                result = await actor.send.remote(load, None, True)
+                return Measurement(result.seconds, result.tokens)
 
             yield run
 
-    async def measure(self, say: Say) -> list[Result]:
+    async def measure(self, report: Report) -> list[Result]:
         """Start all engines, send each load each way, and print a row for each arm."""
         keys = list(dict.fromkeys(arm.engine_key for arm in self.arms))
         managers: list[AbstractAsyncContextManager[ReplicaPool | Run]] = [self.pool(key) if key[0] else self.offline(key) for key in keys]
@@ -258,43 +258,45 @@ class ModelBench:
             by_key = dict(zip(keys, engines, strict=True))
             for in_flight in dict.fromkeys(arm.in_flight for arm in self.arms):
                 arms = [arm for arm in self.arms if arm.in_flight == in_flight]
-                measured = await self._alternate(arms, by_key)
+                measurements = await self._alternate(arms, by_key)
                 for arm in arms:
-                    baseline = next((measured[other.name] for other in arms if not other.engines), None)
-                    results.append(_result(arm, measured[arm.name], baseline))
-                    say(line(results[-1]))
+                    baseline = next((measurements[other.name] for other in arms if not other.engines), None)
+                    results.append(_make_result(arm, measurements[arm.name], baseline))
+                    report(format_row(results[-1]))
         return results
 
-    async def _alternate(self, arms: Sequence[Arm], by_key: Mapping[EngineKey, ReplicaPool | Run]) -> dict[str, list[Measured]]:
-        measured: dict[str, list[Measured]] = {arm.name: [] for arm in arms}
-        for number in range(-1, self.options.rounds):
-            for arm in arms[:: 1 if number % 2 else -1]:
+    async def _alternate(self, arms: Sequence[Arm], by_key: Mapping[EngineKey, ReplicaPool | Run]) -> dict[str, list[Measurement]]:
+        measurements: dict[str, list[Measurement]] = {arm.name: [] for arm in arms}
+        for round_number in range(-1, self.options.rounds):
+            for arm in arms[:: 1 if round_number % 2 else -1]:
                 load, engine = make_load(self.options, self.prompts, arm.in_flight, arm.engines), by_key[arm.engine_key]
                 if isinstance(engine, ReplicaPool):
                     await engine.admit_at_once(arm.at_once)
-                    run = send(engine, load, self.options.group, await engine.pids())
+                    sending = send_load(engine, load, self.options.group, await engine.pids())
                 else:
-                    run = engine(load)  # type: ignore[assignment]
-                done = await within(run, RUN_S, f"{arm.name}, {load.name}")
-                if number >= 0:
-                    measured[arm.name].append(done)
-        return measured
+                    sending = engine(load)  # type: ignore[assignment]
+                measurement = await within(sending, RUN_TIMEOUT_S, f"{arm.name}, {load.name}")
+                if round_number >= 0:
+                    measurements[arm.name].append(measurement)
+        return measurements
 
 
-def _result(arm: Arm, rounds: list[Measured], baseline: list[Measured] | None) -> Result:
-    seconds = sum(each.seconds for each in rounds)
-    engines_s = [each.engines_s for each in rounds if each.engines_s is not None]
+def _make_result(arm: Arm, rounds: list[Measurement], baseline: list[Measurement] | None) -> Result:
+    seconds = sum(measurement.seconds for measurement in rounds)
+    engines_s = [measurement.engines_s for measurement in rounds if measurement.engines_s is not None]
     return Result(
         arm.name,
         arm.in_flight,
-        tuple(each.rate for each in rounds),
-        tuple(each.rate / other.rate for each, other in zip(rounds, baseline, strict=True)) if baseline else (),
-        sum(each.loop_s for each in rounds) / seconds if arm.engines else None,
+        tuple(measurement.rate for measurement in rounds),
+        tuple(measurement.rate / baseline_round.rate for measurement, baseline_round in zip(rounds, baseline, strict=True))
+        if baseline
+        else (),
+        sum(measurement.loop_s for measurement in rounds) / seconds if arm.engines else None,
         sum(engines_s) / seconds / arm.engines if arm.engines and len(engines_s) == len(rounds) else None,
     )
 
 
-def line(result: Result) -> str:
+def format_row(result: Result) -> str:
     """Format a result as a row of the table."""
     rates = result.rates
     ratio = f"{statistics.median(result.ratios):.2f}" if result.ratios else "–"
@@ -313,15 +315,15 @@ def default_arms(batches: Sequence[int], engines: int) -> list[Arm]:
     return arms
 
 
-def run(options: Options, arms: Sequence[Arm], say: Say) -> list[Result]:
+def run_benchmark(options: Options, arms: Sequence[Arm], report: Report) -> list[Result]:
     """Measure the arms on one GPU, or on CPUs. Prints the table's head first, and each row as soon as it is measured."""
     bench = ModelBench(options, arms)
-    say(f"The timer covers: {TIMER}.\n{HEADINGS}\n{RULE}")
+    report(f"The timer covers: {TIMER}.\n{HEADINGS}\n{RULE}")
     gpus = int(options.device == "cuda")
     config = ClusterConfig(device=options.device, num_cpus=bench.num_engines + 1)
     with cluster(config, cpus=bench.num_engines, gpus=gpus):
-        return asyncio.run(bench.measure(say))
+        return asyncio.run(bench.measure(report))
 
 
-def as_dict(options: Options, results: Sequence[Result]) -> dict[str, object]:
+def to_document(options: Options, results: Sequence[Result]) -> dict[str, object]:
     return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMER, "results": [asdict(r) for r in results]}

@@ -1,4 +1,4 @@
-"""The two ends of `mtpctl bench sync-weights`: a trainer in a separate process, and an engine under load."""
+"""The sender and receiver of `mtpctl bench sync-weights`: a trainer in a separate process, and an engine under load."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from mtpctl.bench.sync_weights import Options
     from mtpctl.rollout.vllm.engine import VllmEngine
 
-RECOVERED = 0.9
-"""Throughput counts as recovered when it reaches this share of the throughput before the sync."""
+RECOVERED_SHARE = 0.9
+"""Share of the throughput before a sync at which throughput counts as recovered."""
 
 
-def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) -> None:
-    if visible:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible_gpus: str) -> None:
+    if visible_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
     from mtpctl.compat import cpu_device
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.trainer.config import EngineConfig
@@ -68,38 +68,38 @@ def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible: str) 
         parallel=recipe.train.parallel, precision=recipe.train.precision, mtp=recipe.mtp, kernels=recipe.kernels, train=False, random_seed=1
     )
     engine = MegatronEngine(HfFolder(Path(folder), config, shape_of(config)), settings)
-    source = BenchSource(recipe, 0, engine)
+    exporter = BenchSource(recipe, 0, engine)
     pipe.send((True, None))
-    while (call := pipe.recv()) is not None:
-        method, arguments = call
+    while (request := pipe.recv()) is not None:
+        method, arguments = request
         try:
-            pipe.send((True, getattr(source, method)(*arguments)))
+            pipe.send((True, getattr(exporter, method)(*arguments)))
         except Exception as error:
             pipe.send((False, error))
     engine.close()
 
 
-class Trainer:
+class TrainerProcess:
     """Interface to the trainer's process, with the methods of `TrainerGroup` that `WeightSync` calls."""
 
-    def __init__(self, recipe: Recipe, folder: Path, visible: str) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, visible_gpus: str) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, remote = context.Pipe()
+        self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(
-            target=_run_trainer, args=(remote, recipe.model_dump_json(by_alias=True), str(folder), visible), daemon=True
+            target=_run_trainer, args=(child_pipe, recipe.model_dump_json(by_alias=True), str(folder), visible_gpus), daemon=True
         )
         self._process.start()
         self._lock = asyncio.Lock()
 
     async def ready(self) -> None:
         """Wait until the model is loaded."""
-        await self._answer("creating the model")
+        await self._receive_result("creating the model")
 
     async def call(self, method: str, *arguments: object, deadline_s: float | None = None) -> Any:
         """Call a method of the trainer's weight source. Returns its result or raises its error."""
         async with self._lock:
             self._pipe.send((method, arguments))
-            return await self._answer(method)
+            return await self._receive_result(method)
 
     async def plan_weights(
         self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]
@@ -108,18 +108,18 @@ class Trainer:
         return manifest
 
     async def transfer_weights(self) -> TransferStats | None:
-        sent: TransferStats | None = await self.call("transfer_weights")
-        return sent
+        stats: TransferStats | None = await self.call("transfer_weights")
+        return stats
 
     async def persist_weights(self) -> None:
         await self.call("persist_weights")
 
-    async def _answer(self, method: str) -> Any:
+    async def _receive_result(self, method: str) -> Any:
         while not await asyncio.to_thread(self._pipe.poll, 0.5):
             if not self._process.is_alive():
                 raise RuntimeFailure(f"the trainer's process ended in {method}, exit code {self._process.exitcode}")
-        done, result = self._pipe.recv()
-        if not done:
+        succeeded, result = self._pipe.recv()
+        if not succeeded:
             raise result
         return result
 
@@ -150,7 +150,7 @@ class SingleEngine:
         return [report]
 
 
-class Load:
+class RequestLoad:
     """Keeps a constant number of requests in flight, and records when their tokens arrive."""
 
     def __init__(self, llm: AsyncLLM, options: Options) -> None:
@@ -174,17 +174,17 @@ class Load:
             turn += 1
 
     def check(self) -> None:
-        """Raise the error of a failed request: with fewer requests, the load would be different."""
+        """Raise the error of a failed request, because fewer requests are another load."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
     def rate(self, start: float, stop: float) -> float:
         """Tokens per second in `[start, stop)`."""
-        return sum(count for at, count in self.arrivals if start <= at < stop) / (stop - start)
+        return sum(count for arrived_at, count in self.arrivals if start <= arrived_at < stop) / (stop - start)
 
     def last(self, seconds: float) -> float:
-        """Tokens per second in the last `seconds`. Raises RuntimeFailure if there were none, because a sync has nothing to stall."""
+        """Tokens per second in the last `seconds`. Raises RuntimeFailure if there were none: a sync would stall nothing."""
         now = time.perf_counter()
         if rate := self.rate(now - seconds, now):
             return rate
@@ -193,12 +193,12 @@ class Load:
     def recovery(self, since: float, rate: float) -> float:
         """Seconds from `since` to the end of the first window with a rate of at least `RECOVERED * rate`; infinite if there is none yet."""
         window = self._options.window_s
-        last = self.arrivals[-1][0]
-        at = since
-        while at + window <= last:
-            if self.rate(at, at + window) >= RECOVERED * rate:
-                return at + window - since
-            at += window / 20
+        last_arrival = self.arrivals[-1][0]
+        window_start = since
+        while window_start + window <= last_arrival:
+            if self.rate(window_start, window_start + window) >= RECOVERED_SHARE * rate:
+                return window_start + window - since
+            window_start += window / 20
         return float("inf")
 
     def end(self) -> None:

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mtpctl.bench.report import Environment, cuda_visible_devices, markdown, spread
-from mtpctl.bench.sync_ends import Load, SingleEngine, Trainer
+from mtpctl.bench.report import Environment, cuda_visible_devices, format_spread, markdown_table
+from mtpctl.bench.sync_ends import RequestLoad, SingleEngine, TrainerProcess
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import count_parameters, tensor_shapes
 from mtpctl.plan.memory import GIB, WEIGHT_BYTES
@@ -72,16 +72,16 @@ class Options:
         return 0.1 if self.device == "cuda" else 1.0
 
 
-def extra_gib(before: dict[str, int], after: dict[str, int], *, exclusive: bool) -> float:
+def compute_extra_gib(before: dict[str, int], after: dict[str, int], *, exclusive: bool) -> float:
     """GPU memory in GiB that syncs need beyond the memory allocated before. `before`, `after`: from `gpu_memory`, first with `reset=True`.
 
     Counts the peak of tensors, memory that torch's allocator reserved beyond that peak due to fragmentation, and, if `exclusive` (no other
     process uses the GPU), the memory of NCCL's buffers and CUDA's kernels.
     """
-    tensors = after["peak"] - before["allocated"]
-    reserved = after["peak_reserved"] - before["reserved"]
-    other = (after["used"] - after["reserved"]) - (before["used"] - before["reserved"]) if exclusive else 0
-    return (tensors + max(0, reserved - tensors) + max(0, other)) / GIB
+    tensor_growth = after["peak"] - before["allocated"]
+    reserved_growth = after["peak_reserved"] - before["reserved"]
+    outside_torch = (after["used"] - after["reserved"]) - (before["used"] - before["reserved"]) if exclusive else 0
+    return (tensor_growth + max(0, reserved_growth - tensor_growth) + max(0, outside_torch)) / GIB
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Result:
         return self.nbytes / self.link_gb_per_s / 1e9
 
 
-def misses(result: Result, options: Options) -> list[str]:
+def find_misses(result: Result, options: Options) -> list[str]:
     """The bounds that a result misses, each in a few words."""
     missed = []
 
@@ -131,7 +131,7 @@ def misses(result: Result, options: Options) -> list[str]:
     return missed
 
 
-def recipe_of(options: Options) -> Recipe:
+def make_recipe(options: Options) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "bench-sync-weights",
@@ -159,14 +159,14 @@ def recipe_of(options: Options) -> Recipe:
     )
 
 
-def gpus_of(options: Options) -> tuple[str, str]:
+def select_gpus(options: Options) -> tuple[str, str]:
     """`CUDA_VISIBLE_DEVICES` of trainer and engine: the first and the second GPU of this process, or the first for both."""
     if options.device == "cpu":
         return "", ""
     return cuda_visible_devices([0]), cuda_visible_devices([0 if options.shared else 1])
 
 
-async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
+async def measure(options: Options, report: Callable[[str], None]) -> list[Result]:
     """Start trainer and engine, and measure each transport in turn."""
     import torch
     from safetensors.torch import save_file
@@ -177,18 +177,18 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
     model = options.folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(options.config))
-    # The mapping of names reads the index. Only an engine with FP8 loads weights: zeros, which it quantizes.
+    # The mapping of names reads the index. Weights are only loaded by an FP8 engine, which quantizes the zeros.
     shapes = tensor_shapes(shape_of(options.config))
-    files = {name: f"{number}.safetensors" for number, name in enumerate(shapes)}
+    files = {name: f"{index}.safetensors" for index, name in enumerate(shapes)}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     if options.fp8:
         for name, file in files.items():
             save_file({name: torch.zeros(shapes[name], dtype=torch.bfloat16)}, model / file)
-    recipe = recipe_of(options)
-    began = time.perf_counter()
+    recipe = make_recipe(options)
+    started = time.perf_counter()
     cuda = options.device == "cuda"
-    trainer_gpus, engine_gpus = gpus_of(options)
-    trainer = Trainer(recipe, model, trainer_gpus)
+    trainer_gpus, engine_gpus = select_gpus(options)
+    trainer = TrainerProcess(recipe, model, trainer_gpus)
     if cuda:
         # This process may have initialized CUDA with another GPU, so the engine must not be forked.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -201,11 +201,11 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
         try:
             if not options.shared:
                 await trainer.ready()
-            say(f"trainer and engine ready after {time.perf_counter() - began:.0f} s")
+            report(f"trainer and engine ready after {time.perf_counter() - started:.0f} s")
             results = []
             version = 0
             for transport in options.transports:
-                result, version = await _measure_transport(options, recipe, trainer, engine, transport, version, say)
+                result, version = await _measure_transport(options, recipe, trainer, engine, transport, version, report)
                 results.append(result)
             return results
         finally:
@@ -215,7 +215,13 @@ async def measure(options: Options, say: Callable[[str], None]) -> list[Result]:
 
 
 async def _measure_transport(
-    options: Options, recipe: Recipe, trainer: Trainer, engine: VllmEngine, transport: str, version: int, say: Callable[[str], None]
+    options: Options,
+    recipe: Recipe,
+    trainer: TrainerProcess,
+    engine: VllmEngine,
+    transport: str,
+    version: int,
+    report: Callable[[str], None],
 ) -> tuple[Result, int]:
     from mtpctl.controller.weights import WeightSync
 
@@ -227,41 +233,44 @@ async def _measure_transport(
 
         store = default_root(f"bench-{os.getpid()}", 3 * model_bytes(options), store)
     sync = WeightSync(recipe, trainer, SingleEngine(engine), None, store)
-    load = Load(engine._llm, options)
+    load = RequestLoad(engine._llm, options)
     try:
-        # Steady generation first: memory that it allocates at its start must not count as the sync's.
-        await _steady(load, options)
-        before = await _memory(trainer, engine, reset=True)
+        # Generation must be steady first, so that memory it allocates at its start is not attributed to the sync.
+        await _wait_until_steady(load, options)
+        memory_before = await _read_memory(trainer, engine, reset=True)
         await sync(version := version + 1, verify=True)
         assert sync.last is not None
-        manifest, first = sync.last.manifest, sync.last.reports[0]
+        manifest, first_report = sync.last.manifest, sync.last.reports[0]
         await sync.wait_persisted()
-        link = await _link(options, trainer, engine, manifest)
+        link = await _measure_link(options, trainer, engine, manifest)
         buckets = sum(len(section.buckets) for section in manifest.sections.values())
-        result = Result(transport, manifest.nbytes, buckets, link, first.verified)
-        say(f"{transport}: {result.nbytes / 1e9:.3f} GB in {buckets} buckets, {first.verified} tensors verified, link {link:.1f} GB/s")
-        await _steady(load, options)
+        result = Result(transport, manifest.nbytes, buckets, link, first_report.verified)
+        report(
+            f"{transport}: {result.nbytes / 1e9:.3f} GB in {buckets} buckets, {first_report.verified} tensors verified, "
+            f"link {link:.1f} GB/s"
+        )
+        await _wait_until_steady(load, options)
         for _ in range(options.repeats):
             await asyncio.sleep(3 * options.window_s)
-            rate = load.last(3 * options.window_s)
+            rate_before = load.last(3 * options.window_s)
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
             await sync.wait_persisted()
             persisted = time.perf_counter() - resumed
             load.check()
-            report, sent = sync.last.reports[0], sync.last.sent
-            recovery = report.stall_seconds + await _recovery(load, resumed, rate, options)
+            sync_report, sent = sync.last.reports[0], sync.last.sent
+            recovery = sync_report.stall_seconds + await _wait_for_recovery(load, resumed, rate_before, options)
             result.seconds.append(metrics["sync/seconds"])
             result.export_seconds.append(metrics["sync/publish_seconds"])
             result.wire_seconds.append(sent.wire_seconds or metrics["sync/seconds"])
-            result.stall_seconds.append(report.stall_seconds)
+            result.stall_seconds.append(sync_report.stall_seconds)
             result.back_seconds.append(recovery)
-            result.tokens_per_s.append(rate)
-            say(
-                f"  version {version}: {metrics['sync/seconds']:.3f} s, stall {report.stall_seconds:.3f} s, wire "
+            result.tokens_per_s.append(rate_before)
+            report(
+                f"  version {version}: {metrics['sync/seconds']:.3f} s, stall {sync_report.stall_seconds:.3f} s, wire "
                 f"{result.wire_seconds[-1]:.3f} s, waited {sent.wait_seconds:.3f} s, persisted after {persisted:.2f} s"
             )
-        after = await _memory(trainer, engine)
+        memory_after = await _read_memory(trainer, engine)
     finally:
         load.end()
         if transport not in PUSH_TRANSPORTS:
@@ -270,10 +279,10 @@ async def _measure_transport(
             # The store may be in shared memory, which is not freed when this process ends.
             VersionStore(store).close()
     result.trainer_gib, result.engine_gib = (
-        extra_gib(*readings, exclusive=not options.shared) for readings in zip(before, after, strict=True)
+        compute_extra_gib(*readings, exclusive=not options.shared) for readings in zip(memory_before, memory_after, strict=True)
     )
-    say(f"  extra GiB of the trainer: {result.trainer_gib:.2f}; of the engine: {result.engine_gib:.2f}")
-    result.misses = misses(result, options)
+    report(f"  extra GiB of the trainer: {result.trainer_gib:.2f}; of the engine: {result.engine_gib:.2f}")
+    result.misses = find_misses(result, options)
     return result, version
 
 
@@ -281,13 +290,13 @@ def model_bytes(options: Options) -> int:
     return count_parameters(shape_of(options.config))["total"] * WEIGHT_BYTES[options.precision]
 
 
-async def _memory(trainer: Trainer, engine: VllmEngine, *, reset: bool = False) -> tuple[dict[str, int], dict[str, int]]:
-    of_trainer: dict[str, int] = await trainer.call("memory", reset)
-    of_engine: dict[str, int] = (await engine._llm.collective_rpc("mtpctl_memory", args=("reset" if reset else "",)))[0]
-    return of_trainer, of_engine
+async def _read_memory(trainer: TrainerProcess, engine: VllmEngine, *, reset: bool = False) -> tuple[dict[str, int], dict[str, int]]:
+    trainer_memory: dict[str, int] = await trainer.call("memory", reset)
+    engine_memory: dict[str, int] = (await engine._llm.collective_rpc("mtpctl_memory", args=("reset" if reset else "",)))[0]
+    return trainer_memory, engine_memory
 
 
-async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest: Manifest) -> float:
+async def _measure_link(options: Options, trainer: TrainerProcess, engine: VllmEngine, manifest: Manifest) -> float:
     """The transport's rate without packing in GB/s, the best of three attempts."""
     if manifest.transport not in PUSH_TRANSPORTS:
         from mtpctl.sync.receiver import copy_rate
@@ -295,17 +304,17 @@ async def _link(options: Options, trainer: Trainer, engine: VllmEngine, manifest
         return copy_rate(min(manifest.nbytes, options.bucket_bytes))
     rates = []
     await engine.pause("keep")
-    for number in range(1, 4):
-        sending = asyncio.create_task(trainer.call("probe", number))
+    for probe_number in range(1, 4):
+        send_task = asyncio.create_task(trainer.call("probe", probe_number))
         await asyncio.sleep(0)
-        await engine._target.probe(manifest, number)
-        sent: TransferStats = await sending
-        rates.append(sent.nbytes / sent.wire_seconds / 1e9)
+        await engine._target.probe(manifest, probe_number)
+        stats: TransferStats = await send_task
+        rates.append(stats.nbytes / stats.wire_seconds / 1e9)
     await engine.resume()
     return max(rates)
 
 
-async def _steady(load: Load, options: Options) -> None:
+async def _wait_until_steady(load: RequestLoad, options: Options) -> None:
     """Wait until the rates of two consecutive windows differ by less than 15%, for at most 60 pairs of windows.
 
     Raises the error of a failed request, or RuntimeFailure if no tokens arrive.
@@ -315,13 +324,13 @@ async def _steady(load: Load, options: Options) -> None:
         await asyncio.sleep(2 * window)
         load.check()
         now = time.perf_counter()
-        first, second = load.rate(now - 2 * window, now - window), load.rate(now - window, now)
-        if first and abs(first - second) < 0.15 * first:
+        earlier_rate, later_rate = load.rate(now - 2 * window, now - window), load.rate(now - window, now)
+        if earlier_rate and abs(earlier_rate - later_rate) < 0.15 * earlier_rate:
             return
     load.last(2 * window)
 
 
-async def _recovery(load: Load, since: float, rate: float, options: Options) -> float:
+async def _wait_for_recovery(load: RequestLoad, since: float, rate: float, options: Options) -> float:
     for _ in range(100):
         await asyncio.sleep(options.window_s)
         if (seconds := load.recovery(since, rate)) < float("inf"):
@@ -329,7 +338,7 @@ async def _recovery(load: Load, since: float, rate: float, options: Options) -> 
     return float("inf")
 
 
-def table(results: list[Result]) -> str:
+def format_table(results: list[Result]) -> str:
     """Medians, with minimum and maximum."""
     headings = "transport | GB | buckets | link GB/s | wire s | × link | sync s | stall s | throughput back s | of tokens/s"
     rows = [
@@ -338,21 +347,21 @@ def table(results: list[Result]) -> str:
             f"{r.nbytes / 1e9:.3f}",
             r.buckets,
             f"{r.link_gb_per_s:.1f}",
-            spread(r.wire_seconds, ".3f"),
+            format_spread(r.wire_seconds, ".3f"),
             f"{statistics.median(r.wire_seconds) / r.link_seconds:.2f}",
-            spread(r.seconds, ".3f"),
-            spread(r.stall_seconds, ".3f"),
-            spread(r.back_seconds, ".3f"),
+            format_spread(r.seconds, ".3f"),
+            format_spread(r.stall_seconds, ".3f"),
+            format_spread(r.back_seconds, ".3f"),
             f"{statistics.median(r.tokens_per_s):.0f}",
             f"{r.trainer_gib:.2f} / {r.engine_gib:.2f}",
             r.verified,
         )
         for r in results
     ]
-    return markdown(f"{headings} | extra GiB trainer / engine | verified".split(" | "), rows)
+    return markdown_table(f"{headings} | extra GiB trainer / engine | verified".split(" | "), rows)
 
 
-def as_json(results: list[Result], environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
+def to_document(results: list[Result], environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
     names = ("seconds", "export_seconds", "wire_seconds", "stall_seconds", "back_seconds", "tokens_per_s")
     rows = []
     for r in results:

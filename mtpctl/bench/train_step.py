@@ -1,7 +1,7 @@
 """`mtpctl bench train-step`: forward and backward of a policy update on packed samples, on one device or on the ranks of a layout.
 
 On one device, three ways to compute the LM head's loss are compared. One pass computes loss and gradients together, as in training. Two
-passes compute log-probs first, as needed for losses that couple tokens. The baseline materializes all logits. With several ranks, there is
+passes compute log-probs first, as required by losses that couple tokens. The baseline materializes all logits. With several ranks, there is
 one process per rank, and only one pass is measured.
 
 The timer covers packing, and a forward and backward pass of the whole model with policy and MTP loss, with gradients in fp32 buffers, but
@@ -24,11 +24,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from mtpctl.bench.report import Environment, markdown, number
+from mtpctl.bench.report import Environment, format_number, markdown_table
 from mtpctl.cluster.rendezvous import address_of, host_store
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.families.reading import describe_context, shape_of, with_context
+from mtpctl.families.reading import describe_context, extend_context, shape_of
 from mtpctl.kernels.logprob import LogProbOut
 from mtpctl.kernels.products import take_stale
 from mtpctl.model.packing import Packing
@@ -46,7 +46,7 @@ from mtpctl.trainer.objective import NextToken, Sums
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
-WARMUP, ROUNDS, STEPS = 2, 3, 3
+WARMUP_STEPS, NUM_ROUNDS, STEPS_PER_ROUND = 2, 3, 3
 TIMER = "one forward and backward pass, policy and MTP loss, gradients into fp32 buffers; no optimizer step"
 
 
@@ -79,25 +79,25 @@ class MaterializedLogits(TwoPasses):
             buffer.zero_()
         weight = weight.detach() if detach_weight else weight
         logprobs = (state[rows] @ weight.t()).float().log_softmax(-1)
-        chosen = logprobs.gather(1, labels[:, None]).squeeze(1)
+        label_logprobs = logprobs.gather(1, labels[:, None]).squeeze(1)
         with torch.no_grad():
             entropies = -torch.einsum("rv,rv->r", logprobs.exp(), logprobs) if entropy else None
             hits = logprobs.argmax(-1) == labels if hit else None
-        return LogProbOut(chosen, entropies, hits, None)
+        return LogProbOut(label_logprobs, entropies, hits, None)
 
 
 HEADS: dict[str, type[Head]] = {"two passes": TwoPasses, "one pass": Head, "materialised": MaterializedLogits}
 
 
 class NextTokenWithEntropy(NextToken):
-    """Cross-entropy that also requests the entropy, so that a step does the same work as a policy update."""
+    """Cross-entropy that also requests the entropy: a step then does the same work as a policy update."""
 
     needs_entropy = True
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work of a step: `tokens` packed tokens in `samples` samples of equal length, and how they are trained."""
+    """The work of a step: `tokens` packed tokens in `make_samples` samples of equal length, and how they are trained."""
 
     tokens: int
     samples: int
@@ -112,8 +112,8 @@ class Result:
     """Measurements of a step with one implementation of the loss.
 
     Times and memory are maxima over ranks. tokens_per_s, tflops and share (of the matrix product's rate) are per rank. step_gib: peak in
-    addition to weights and buffers. gradient: maximum relative difference of the gradients of LM head and embedding relative to the
-    first implementation; None with several ranks.
+    addition to weights and buffers. gradient: maximum relative difference of the gradients of LM head and embedding to the first
+    implementation; None with several ranks.
     """
 
     name: str
@@ -130,8 +130,8 @@ class Result:
     gradient: float | None
 
 
-def layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
-    """The layout for these sizes; dp equals ep. Raises UserError if it does not fit the model or the host."""
+def make_layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
+    """Make the layout for these sizes, with dp equal to ep. Raises UserError if it does not fit the model or the host."""
     parallel = ParallelConfig(tp=tp, cp=cp, ep=ep, dp=ep, sequence_parallel=tp > 1)
     if ep > 1 and not folder.shape.moe:
         raise UserError(f"--ep: {folder.shape.family} has no experts")
@@ -142,12 +142,12 @@ def layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
     return parallel
 
 
-def with_positions(config: dict[str, object], length: int) -> tuple[dict[str, object], str]:
+def extend_positions(config: dict[str, object], length: int) -> tuple[dict[str, object], str]:
     """Raise the positions of a config to `length` if it has fewer. Returns the config, and a note on the change, empty if there is none."""
     original = shape_of(config)
     if length <= original.max_positions:
         return config, ""
-    longer = with_context(config, length)
+    longer = extend_context(config, length)
     return longer, describe_context(original, shape_of(longer))
 
 
@@ -157,7 +157,7 @@ def measure(folder: HfFolder, parallel: ParallelConfig, load: Load) -> tuple[lis
     Raises RuntimeFailure with the rank and its error if one of several ranks fails.
     """
     if parallel.world_size == 1:
-        if torch.cuda.is_available():  # As Ray sets it for trainers: small host operations are slower with more threads.
+        if torch.cuda.is_available():  # As in Ray's trainers, because small host operations are slower with more threads.
             torch.set_num_threads(1)
         return _measure_rank(folder, parallel, load, None)
     store = host_store("127.0.0.1")
@@ -170,10 +170,10 @@ def measure(folder: HfFolder, parallel: ParallelConfig, load: Load) -> tuple[lis
 
 
 def _run_rank(
-    number: int, folder: HfFolder, parallel: ParallelConfig, load: Load, store: str, answers: Queue[tuple[list[Result], float]]
+    rank: int, folder: HfFolder, parallel: ParallelConfig, load: Load, store: str, answers: Queue[tuple[list[Result], float]]
 ) -> None:
-    answer = _measure_rank(folder, parallel, load, Rank(number, parallel.world_size, store, local_rank=number))
-    if number == 0:
+    answer = _measure_rank(folder, parallel, load, Rank(rank, parallel.world_size, store, local_rank=rank))
+    if rank == 0:
         answers.put(answer)
 
 
@@ -190,7 +190,7 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
     engine = MegatronEngine(folder, config) if rank is None else MegatronEngine(folder, config, rank)
     device, cuda = engine.device, engine.device.type == "cuda"
 
-    def largest(value: float) -> float:
+    def max_over_ranks(value: float) -> float:
         """The maximum over ranks."""
         if rank is None:
             return value
@@ -199,44 +199,46 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
         return tensor.item()
 
     # Only rank 0 measures. The others wait in the all-reduce.
-    rate = largest(matmul_tflops(device, 8192 if cuda else 512) if rank is None or rank.rank == 0 else 0.0)
-    batch = samples(folder.shape.vocab, load.tokens, load.samples, load.prompt_share)
+    rate = max_over_ranks(measure_matmul_tflops(device, 8192 if cuda else 512) if rank is None or rank.rank == 0 else 0.0)
+    batch = make_samples(folder.shape.vocab, load.tokens, load.samples, load.prompt_share)
     flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=load.mtp.mode == "isolated")
     heads = HEADS if rank is None else {"one pass": Head}
-    embeddings = [each for name, each in engine.module.named_parameters() if name.startswith(("embedding.", "output_layer."))]
+    embeddings = [parameter for name, parameter in engine.module.named_parameters() if name.startswith(("embedding.", "output_layer."))]
     times: dict[str, list[float]] = {name: [] for name in heads}
-    losses, peaks, buffers, distances = dict[str, float](), dict[str, float](), dict[str, float](), dict[str, float]()
-    first: list[Tensor] = []
-    for turn in range(ROUNDS):
-        for name, kind in heads.items():
+    losses, peaks, buffers, gradient_differences = dict[str, float](), dict[str, float](), dict[str, float](), dict[str, float]()
+    reference_gradients: list[Tensor] = []
+    for round_number in range(NUM_ROUNDS):
+        for name, head_class in heads.items():
             # All heads share the engine's weights and buffers.
             if rank is None:
-                engine.head = kind(config.kernels, folder.shape, config.parallel, sequence_parallel=False)
-            for step in range(-WARMUP if turn == 0 else -1, STEPS):
+                engine.head = head_class(config.kernels, folder.shape, config.parallel, sequence_parallel=False)
+            for step in range(-WARMUP_STEPS if round_number == 0 else -1, STEPS_PER_ROUND):
                 if rank is not None:
                     dist.barrier()
                 synchronize(device)
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()
                     buffers[name] = torch.cuda.memory_allocated() / GIB
-                began = time.perf_counter()
+                started = time.perf_counter()
                 metrics = engine.forward_backward(batch, NextTokenWithEntropy())
                 synchronize(device)
-                milliseconds = largest(1000 * (time.perf_counter() - began))
+                milliseconds = max_over_ranks(1000 * (time.perf_counter() - started))
                 if step >= 0:
                     times[name].append(milliseconds)
                     losses[name] = metrics["sft/loss"]
                     peaks[name] = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
-            if turn == 0 and rank is None:
-                gradients: list[Tensor] = [each.main_grad.to("cpu", copy=True) for each in embeddings]
-                first = first or gradients
-                distances[name] = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, first, strict=True))
-    packed, ranks = sum(len(s.token_ids) for s in batch), parallel.world_size
+            if round_number == 0 and rank is None:
+                gradients: list[Tensor] = [parameter.main_grad.to("cpu", copy=True) for parameter in embeddings]
+                reference_gradients = reference_gradients or gradients
+                gradient_differences[name] = max(
+                    float((a - b).norm() / b.norm()) for a, b in zip(gradients, reference_gradients, strict=True)
+                )
+    num_tokens, ranks = sum(len(s.token_ids) for s in batch), parallel.world_size
     results = []
     for name, case_ms in times.items():
         median = statistics.median(case_ms)
         tflops = flops / median / 1e9 / ranks
-        peak, step_peak = largest(peaks[name]), largest(peaks[name] - buffers.get(name, 0.0))
+        peak, step_peak = max_over_ranks(peaks[name]), max_over_ranks(peaks[name] - buffers.get(name, 0.0))
         results.append(
             Result(
                 name,
@@ -244,13 +246,13 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
                 median,
                 min(case_ms),
                 max(case_ms),
-                1000 * packed / median / ranks,
+                1000 * num_tokens / median / ranks,
                 tflops,
                 tflops / rate,
                 peak,
                 step_peak,
                 losses[name],
-                distances.get(name),
+                gradient_differences.get(name),
             )
         )
     if rank is not None:
@@ -259,7 +261,7 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
     return results, rate
 
 
-def table(parallel: ParallelConfig, results: list[Result], rate: float) -> str:
+def format_table(parallel: ParallelConfig, results: list[Result], rate: float) -> str:
     layout = ", ".join(f"{name} {size}" for name in ("tp", "cp", "ep") if (size := getattr(parallel, name)) > 1) or "one device"
     headings = "layout | ranks | head | ms (least–most) | tokens/s a rank | TFLOP/s a rank | of matmul rate | peak GiB"
     rows = [
@@ -274,15 +276,15 @@ def table(parallel: ParallelConfig, results: list[Result], rate: float) -> str:
             f"{r.peak_gib:.1f}",
             f"{r.step_gib:.1f}",
             f"{r.loss:.4f}",
-            number(r.gradient, ".1e"),
+            format_number(r.gradient, ".1e"),
         )
         for r in results
     ]
-    rows_table = markdown(f"{headings} | beyond weights and buffers | loss | gradient off by".split(" | "), rows)
+    rows_table = markdown_table(f"{headings} | beyond weights and buffers | loss | gradient off by".split(" | "), rows)
     return f"Large bf16 matrix product: {rate:.0f} TFLOP/s.\n\n{rows_table}"
 
 
-def as_json(results: list[Result], rate: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
+def to_document(results: list[Result], rate: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
     return {"environment": environment, "timer": TIMER, "options": options, "matmul_tflops": rate, "results": [asdict(r) for r in results]}
 
 
@@ -291,25 +293,25 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def matmul_tflops(device: torch.device, size: int) -> float:
+def measure_matmul_tflops(device: torch.device, size: int) -> float:
     """Rate of a square bf16 matrix product on random data in TFLOP/s, the best of five attempts."""
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    b = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     best = float("inf")
     for _ in range(5):
         synchronize(device)
-        began = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(10):
-            a @ b
+            left @ right
         synchronize(device)
-        best = min(best, (time.perf_counter() - began) / 10)
-    del a, b
+        best = min(best, (time.perf_counter() - started) / 10)
+    del left, right
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return 2 * size**3 / best / 1e12
 
 
-def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Sequence]:
+def make_samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Sequence]:
     """`count` random samples of equal length with `tokens` tokens in total. The first `prompt_share` of each is the prompt."""
     generator = torch.Generator().manual_seed(0)
     length = tokens // count
@@ -318,31 +320,31 @@ def samples(vocab: int, tokens: int, count: int, prompt_share: float) -> list[Se
     return [Sequence(row, prompt, [1] * (length - prompt)) for row in ids]
 
 
-PER_LAYER = ("layer_types", "hybrid_layer_pattern", "moe_layer_freq", "layers_block_type", "hybrid_override_pattern")
+PER_LAYER_FIELDS = ("layer_types", "hybrid_layer_pattern", "moe_layer_freq", "layers_block_type", "hybrid_override_pattern")
 """Config fields that may have an entry, or a letter, for each decoder layer."""
 
 
-def with_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
+def truncate_layers(config: Mapping[str, object], layers: int) -> dict[str, object]:
     """Reduce a config to its first `layers` decoder layers. Raises UserError if the model has fewer."""
     count = shape_of(config).layers
     if layers > count:
         raise UserError(f"--layers: the model has {count}, got {layers}")
-    lists = {key: value[:layers] for key in PER_LAYER if isinstance(value := config.get(key), list | str)}
+    lists = {key: value[:layers] for key in PER_LAYER_FIELDS if isinstance(value := config.get(key), list | str)}
     return {**config, "num_hidden_layers": layers, **lists}
 
 
-def named_config(model: str) -> dict[str, object]:
+def load_named_config(model: str) -> dict[str, object]:
     """The config of a folder or of a known hub id (default: MiMo-7B). Raises UserError for other models, and for the default on a CPU."""
     if not (model or torch.cuda.is_available()):
         raise UserError("--model: the default has 7.8 billion parameters, which need a GPU; name the folder of a small model")
     config = hf_config(ModelConfig(path=model or "XiaomiMiMo/MiMo-7B-RL"), fetch=False)
     if config is None:
-        raise UserError(f"--model: {model} is neither a folder with config.json nor a hub id whose sizes are known")
+        raise UserError(f"--model: {model} is neither a folder with config.json nor a known hub id")
     return config
 
 
-def create_config_folder(config: dict[str, object], at: Path) -> HfFolder:
+def create_config_folder(config: dict[str, object], path: Path) -> HfFolder:
     """Create a folder with a config but no weights, for which the engine initializes random weights on its device."""
-    at.mkdir(parents=True, exist_ok=True)
-    (at / "config.json").write_text(json.dumps(config))
-    return HfFolder(at, config, shape_of(config))
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return HfFolder(path, config, shape_of(config))

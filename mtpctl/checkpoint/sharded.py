@@ -245,7 +245,7 @@ class Save:
         if self._thread is not None:
             self._thread.join()
         megatron_core.take_checksums(self._files)
-        megatron_core.clear_queue()
+        megatron_core.discard_results()
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -52,9 +52,9 @@ def fused_kernels(
     except ValueError as error:
         raise UserError(str(error)) from error
     results = [result for problem_shape in shapes for result in bench.measure(problem_shape, with_peers=peers)]
-    answer(render(bench.as_json(results), bench.table(results), as_json=json))
+    answer(render(bench.to_document(results), bench.format_table(results), as_json=json))
     if not json:
-        answer("\n".join(["", *bench.verdict(results)]))
+        answer("\n".join(["", *bench.format_verdict(results)]))
     _check([f"{r.what} {r.name}: {miss}" for r in results for miss in r.misses])
 
 
@@ -84,21 +84,21 @@ def train_step(
     trained = _mtp_config(mtp)
     cpu_device.install()  # before Megatron is imported
     from mtpctl.bench import train_step as bench
-    from mtpctl.bench.report import machine, render
+    from mtpctl.bench.report import describe_machine, render
 
-    config = bench.named_config(model)
+    config = bench.load_named_config(model)
     with tempfile.TemporaryDirectory() as scratch:
-        config, note = bench.with_positions(bench.with_layers(config, layers) if layers else config, tokens // samples)
+        config, note = bench.extend_positions(bench.truncate_layers(config, layers) if layers else config, tokens // samples)
         if note and not json:
             typer.echo(note)
         folder = bench.create_config_folder(config, Path(scratch))
         if not folder.shape.mtp_layers:
             trained = MtpConfig(mode="off")
-        parallel = bench.layout(tp, cp, ep, folder)
+        parallel = bench.make_layout(tp, cp, ep, folder)
         load = bench.Load(tokens, samples, prompt_share, precision, trained, recompute)
         results, rate = bench.measure(folder, parallel, load)
     options = {"model": model, "layers": layers, "tp": tp, "cp": cp, "ep": ep} | asdict(load) | {"mtp": trained.mode}
-    answer(render(bench.as_json(results, rate, machine(), options), bench.table(parallel, results, rate), as_json=json))
+    answer(render(bench.to_document(results, rate, describe_machine(), options), bench.format_table(parallel, results, rate), as_json=json))
 
 
 @app.command("rollout")
@@ -143,7 +143,7 @@ def rollout(
     import torch
 
     from mtpctl.bench import rollout as bench
-    from mtpctl.bench.report import describe, machine, to_json
+    from mtpctl.bench.report import describe_machine, format_environment, to_json
 
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     shape_name = bench.parse_shape(shape or ("mimo7b" if device == "cuda" else "tiny"))
@@ -164,12 +164,12 @@ def rollout(
             device=device,
             eager=eager,
         )
-        show(f"{describe(machine())}\nThe timer covers: {bench.TIMER}.\n{bench.HEADINGS}\n{bench.RULE}")
-        results = bench.run(options, parts, show)
-    for line in bench.verdict(results):
+        show(f"{format_environment(describe_machine())}\nThe timer covers: {bench.TIMER}.\n{bench.HEADINGS}\n{bench.RULE}")
+        results = bench.run_benchmark(options, parts, show)
+    for line in bench.format_verdict(results):
         show(line)
     if json:
-        answer(to_json({"environment": machine(), **bench.as_dict(options, results)}))
+        answer(to_json({"environment": describe_machine(), **bench.to_document(options, results)}))
     _check([f"{r.what}, {r.load}: {miss}" for r in results for miss in r.misses])
 
 
@@ -186,7 +186,7 @@ def _rollout_of_model(
     import torch
 
     from mtpctl.bench import rollout_model as bench
-    from mtpctl.bench.report import describe, machine, to_json
+    from mtpctl.bench.report import describe_machine, format_environment, to_json
     from mtpctl.errors import UserError
 
     texts: list[str] = []
@@ -203,10 +203,10 @@ def _rollout_of_model(
     )
     show = partial(print, flush=True)
     arms = bench.default_arms(sorted(set(batches)) or [256 if cuda else 8], engines)
-    show(describe(machine()))
-    results = bench.run(options, arms, show)
+    show(format_environment(describe_machine()))
+    results = bench.run_benchmark(options, arms, show)
     if json:
-        answer(to_json({"environment": machine(), **bench.as_dict(options, results)}))
+        answer(to_json({"environment": describe_machine(), **bench.to_document(options, results)}))
 
 
 @app.command("sync-weights")
@@ -240,7 +240,7 @@ def sync_weights(
     import torch
 
     from mtpctl.bench import sync_weights as bench
-    from mtpctl.bench.report import machine, render
+    from mtpctl.bench.report import describe_machine, render
     from mtpctl.families.configs import hub_config
     from mtpctl.recipe.loading import load_recipe
 
@@ -269,7 +269,7 @@ def sync_weights(
             folder=Path(scratch),
         )
         results = asyncio.run(bench.measure(options, print_progress))
-    answer(render(bench.as_json(results, machine(), options.as_json), bench.table(results), as_json=json))
+    answer(render(bench.to_document(results, describe_machine(), options.as_json), bench.format_table(results), as_json=json))
     _check([f"{result.transport}: {miss}" for result in results for miss in result.misses])
 
 
@@ -300,7 +300,7 @@ def logprob(
         raise UserError(f"--precision: {precision} is neither fp32 nor bf16")
     import torch
 
-    from mtpctl.bench.report import machine, render
+    from mtpctl.bench.report import describe_machine, render
     from mtpctl.recipe.schema import ClusterConfig
 
     cuda = torch.cuda.is_available()
@@ -310,10 +310,10 @@ def logprob(
     except ValueError:
         raise UserError(f"--lengths: {lengths} is not MIN:MAX, such as 512:4096") from None
     from mtpctl.bench import logprob as bench
-    from mtpctl.bench.train_step import create_config_folder, named_config
+    from mtpctl.bench.train_step import create_config_folder, load_named_config
     from mtpctl.cluster.local import cluster
 
-    config = named_config(model) if model or cuda else bench.TOY
+    config = load_named_config(model) if model or cuda else bench.TOY
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = create_config_folder(config, Path(scratch) / "model")
         positions = folder.shape.max_positions
@@ -329,7 +329,7 @@ def logprob(
         )
         stack.enter_context(cluster(ClusterConfig(), cpus=0, gpus=float(cuda)))
         report = asyncio.run(bench.measure(folder.path, precision, load, Path(scratch), gpus=float(cuda)))
-    answer(render(bench.as_json(report, machine(), load), bench.table(report), as_json=json))
+    answer(render(bench.to_document(report, describe_machine(), load), bench.format_table(report), as_json=json))
     _check([f"{f.what}: {f.value:.3g}, bound {f.bound:.3g}" for f in report.findings if f.missed])
 
 

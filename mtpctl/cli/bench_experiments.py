@@ -55,7 +55,7 @@ def mtp(
     number of draft tokens. Exit code 6 if a bound is missed."""
     from mtpctl.bench import mtp as bench
     from mtpctl.bench.arms import Experiment, select_arms
-    from mtpctl.bench.report import machines, render
+    from mtpctl.bench.report import merge_machines, render
     from mtpctl.errors import ThresholdMissed
 
     experiment = Experiment(recipe, tuple(overlay or ()), tuple(sets or ()), out)
@@ -64,7 +64,7 @@ def mtp(
         base = experiment.load("arms", 0)
         speculation = base.rollout.speculation
         layers, is_block = _drafter_of(base)
-        arms = bench.drafter_arms(
+        arms = bench.make_drafter_arms(
             loss or [base.mtp.loss],
             draft_method or [speculation.draft_method],
             k or [speculation.num_tokens],
@@ -72,11 +72,11 @@ def mtp(
             is_block=is_block,
         )
     outcomes = _outcomes(experiment, select_arms(arms, arm), seed, measured_only, together=together)
-    results, environment = bench.summarise(outcomes, last), machines([o.versions for o in outcomes])
-    document = bench.as_json(results, environment, last)
+    results, environment = bench.summarize(outcomes, last), merge_machines([o.versions for o in outcomes])
+    document = bench.to_document(results, environment, last)
     _write(out, document)
-    answer(render(document, bench.table(results, last), as_json=json))
-    gain = bench.gain(results)
+    answer(render(document, bench.format_table(results, last), as_json=json))
+    gain = bench.compute_gain(results)
     if gain is None:
         without_drafts = [r.name for r in results if r.name in ("frozen", "trained") and not r.drafted]
         if without_drafts:
@@ -116,18 +116,18 @@ def asynchrony(
     the synchronous arm's accuracy. Exit code 6 if a bound is missed."""
     from mtpctl.bench import asynchrony as bench
     from mtpctl.bench.arms import Experiment, select_arms
-    from mtpctl.bench.report import machines, render
+    from mtpctl.bench.report import merge_machines, render
     from mtpctl.errors import ThresholdMissed
 
     arms, experiment = select_arms(bench.ARMS, arm, custom=True), Experiment(recipe, tuple(overlay or ()), tuple(sets or ()), out)
-    outcomes = _outcomes(experiment if measured_only else bench.evaluated(experiment), arms, seed, measured_only, seeds_by_default=3)
-    tolerance = bench.TOLERANCE if tolerance is None else tolerance
-    results, levels = bench.summarise(outcomes, level, tolerance)
-    environment = machines([o.versions for o in outcomes])
-    document = bench.as_json(outcomes, results, levels, tolerance, environment)
+    outcomes = _outcomes(experiment if measured_only else bench.with_evaluations(experiment), arms, seed, measured_only, seeds_by_default=3)
+    tolerance = bench.LEVEL_TOLERANCE if tolerance is None else tolerance
+    results, levels = bench.summarize(outcomes, level, tolerance)
+    environment = merge_machines([o.versions for o in outcomes])
+    document = bench.to_document(outcomes, results, levels, tolerance, environment)
     _write(out, document)
-    answer(render(document, bench.table(results, levels, tolerance, level_given=level is not None), as_json=json))
-    best = bench.best_speedup(results)
+    answer(render(document, bench.format_table(results, levels, tolerance, is_level_given=level is not None), as_json=json))
+    best = bench.find_best_speedup(results)
     if best is not None and best < least_speedup:
         raise ThresholdMissed(f"the best arm's speed-up over the synchronous one is {best:.2f}x, bound {least_speedup:g}x")
 
@@ -143,10 +143,10 @@ def compare(
     from mtpctl.errors import ThresholdMissed, UserError
 
     first, second = bench.read_result(before), bench.read_result(after)
-    changes = bench.changes(first, second)
+    changes = bench.compare_results(first, second)
     if options := bench.differing_options(first, second):
         raise UserError(f"{before} and {after}: differ in their options ({'; '.join(options)}); compare two results of the same options")
-    answer(bench.to_json(bench.changes_json(changes)) if json else bench.changes_table(changes, tolerance))
+    answer(bench.to_json(bench.changes_to_json(changes)) if json else bench.format_changes(changes, tolerance))
     worse = [change for change in changes if change.worse_by > tolerance]
     if worse:
         raise ThresholdMissed(f"{len(worse)} of {len(changes)} figures got worse by more than {tolerance:.0%}, first: {worse[0].name}")
@@ -174,12 +174,12 @@ def _outcomes(
     seeds_by_default: int = 1,
 ) -> list[Outcome]:
     if measured_only:
-        return experiment.load_outcomes(arms, seeds, say=print_progress)
+        return experiment.load_outcomes(arms, seeds, report=print_progress)
     create_folder(experiment.out, "--out")
     from mtpctl.recipe.loading import load_recipe
 
     first = load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed
-    return experiment.run(arms, seeds or list(range(first, first + seeds_by_default)), concurrent=together, say=print_progress)
+    return experiment.run(arms, seeds or list(range(first, first + seeds_by_default)), concurrent=together, report=print_progress)
 
 
 def _write(out: Path, document: dict[str, object]) -> None:

@@ -103,11 +103,11 @@ class Daemons:
         self._watchdog = Watchdog()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def starting(self) -> contextlib.AbstractContextManager[None]:
+    def start_in_sessions(self) -> contextlib.AbstractContextManager[None]:
         """Make `ray.init` in this block start its processes as these daemons."""
         from mtpctl.compat import ray_daemons
 
-        return ray_daemons.starting(self._watchdog.register, self._processes)
+        return ray_daemons.start_in_sessions(self._watchdog.register, self._processes)
 
     def ended(self) -> str | None:
         """The name and exit status of a required daemon that has ended; None if all are running."""
@@ -209,7 +209,7 @@ def _connect(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) 
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    with contextlib.nullcontext() if daemons is None else daemons.starting():
+    with contextlib.nullcontext() if daemons is None else daemons.start_in_sessions():
         try:
             return ray.init(
                 # Without "local", Ray would join the cluster of RAY_ADDRESS or of a `ray start` on this machine.

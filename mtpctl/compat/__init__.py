@@ -1,4 +1,4 @@
-"""Patches of torch, transformers, sympy, Ray, Megatron-core and Megatron-Bridge, each guarded by release or by the names it replaces.
+"""Patches of torch, transformers, sympy, Ray, Megatron-core and Megatron-Bridge. Each is guarded by a release or by the names it replaces.
 
 Patches of an inference engine are in that engine's package under `rollout`.
 """
@@ -21,13 +21,13 @@ def require_release(package: str, release: str, module: str) -> None:
 
 
 @contextmanager
-def replaced(module: str, name: str, value: object, moved: str) -> Iterator[None]:
-    """Replace `name` in an upstream module within the block. Raises RuntimeError with message `moved` if the module lacks the name."""
+def replace_temporarily(module: str, name: str, replacement: object, error_message: str) -> Iterator[None]:
+    """Replace `name` in an upstream module within the block. Raises RuntimeError with `error_message` if the module lacks the name."""
     names = vars(importlib.import_module(module))
     if name not in names:
-        raise RuntimeError(moved)
+        raise RuntimeError(error_message)
     original = names[name]
-    names[name] = value
+    names[name] = replacement
     try:
         yield
     finally:

@@ -13,9 +13,22 @@ from contextlib import contextmanager
 
 import torch
 
-from mtpctl.compat import replaced
+from mtpctl.compat import replace_temporarily
 
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "zeros_like", "empty_like", "ones_like")
+_TENSOR_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "zeros_like",
+    "empty_like",
+    "ones_like",
+)
 _installed = False
 
 
@@ -23,7 +36,7 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, int | str | torch.device) and (isinstance(device, int) or torch.device(device).type == "cuda")
 
 
-def _on_cpu[**P, T](factory: Callable[P, T]) -> Callable[P, T]:
+def _redirect_to_cpu[**P, T](factory: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(factory)
     def create(*args: P.args, **kwargs: P.kwargs) -> T:
         if _is_cuda(kwargs.get("device")):
@@ -43,7 +56,7 @@ def _tensor_to_cpu(self: torch.Tensor, device: object = None, non_blocking: bool
     return self
 
 
-class _NoStream:
+class _NoOpStream:
     """Replaces CUDA streams and events with no-ops: work on a CPU already runs in order."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
@@ -52,7 +65,7 @@ class _NoStream:
 
     def wait_event(self, *_: object) -> None: ...
 
-    def record_event(self, *_: object) -> _NoStream:
+    def record_event(self, *_: object) -> _NoOpStream:
         return self
 
     def record(self, *_: object) -> None: ...
@@ -61,13 +74,13 @@ class _NoStream:
 
     def synchronize(self) -> None: ...
 
-    def __enter__(self) -> _NoStream:
+    def __enter__(self) -> _NoOpStream:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
 
-def _move_split_sizes() -> None:
+def _patch_split_sizes() -> None:
     """Pass split sizes of expert parallelism as numpy arrays on the CPU. megatron-core leaves them as tensors, which gloo rejects."""
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     move = vars(dispatcher).get("maybe_move_tensor_to_cpu")
@@ -80,10 +93,10 @@ def _move_split_sizes() -> None:
 
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = to_numpy
     # Otherwise the first dispatcher of the process creates this stream, and other code may have replaced `torch.cuda.Stream` by then.
-    dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
+    dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoOpStream()
 
 
-def _drop_cuda_random_state() -> None:
+def _patch_random_state() -> None:
     """Replace the GPU's random state, which activation recomputation saves and restores, by an empty one. It is not used on a CPU."""
     random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
     if not {"_get_cuda_rng_state", "_set_cuda_rng_state"} <= random.keys():
@@ -93,10 +106,10 @@ def _drop_cuda_random_state() -> None:
 
 
 @contextmanager
-def shared_groups_of_one() -> Iterator[None]:
-    """Make megatron-core create one gloo group of a single rank within the block, instead of one for each purpose.
+def share_single_rank_groups() -> Iterator[None]:
+    """Within the block, make megatron-core share one gloo group of a single rank for all purposes.
 
-    It creates about thirty groups. Each has its own threads, which gloo wakes a hundred times a second and which take 10 ms to end. A
+    megatron-core creates about thirty groups. Each has threads, which gloo wakes a hundred times a second, and which take 10 ms to end. A
     collective of one rank never waits, so all purposes can share a group. Raises RuntimeError if megatron-core has renamed the
     function.
     """
@@ -114,28 +127,28 @@ def shared_groups_of_one() -> Iterator[None]:
             groups[tuple(ranks)] = create(ranks, **options)
         return groups[tuple(ranks)]
 
-    with replaced(state.__name__, "create_group", create_group, "megatron-core no longer creates its groups by create_group"):
+    with replace_temporarily(state.__name__, "create_group", create_group, "megatron-core no longer creates its groups by create_group"):
         yield
 
 
 @contextmanager
-def cuda_type_names() -> Iterator[None]:
+def use_cuda_type_names() -> Iterator[None]:
     """Give CPU tensors the type names of CUDA tensors within the block: megatron-core's optimizers use them to distinguish precisions."""
     if torch.cuda.is_available():
         yield
         return
-    plain = torch.Tensor.type
+    original = torch.Tensor.type
 
-    def named(self: torch.Tensor, dtype: str | torch.dtype | None = None, non_blocking: bool = False) -> str | torch.Tensor:
+    def type_name(self: torch.Tensor, dtype: str | torch.dtype | None = None, non_blocking: bool = False) -> str | torch.Tensor:
         if dtype is None:
-            return plain(self).replace("torch.", "torch.cuda.", 1)
-        return plain(self, dtype, non_blocking)
+            return original(self).replace("torch.", "torch.cuda.", 1)
+        return original(self, dtype, non_blocking)
 
-    torch.Tensor.type = named  # type: ignore[assignment, method-assign]
+    torch.Tensor.type = type_name  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        torch.Tensor.type = plain  # type: ignore[method-assign]
+        torch.Tensor.type = original  # type: ignore[method-assign]
 
 
 def install() -> bool:
@@ -149,23 +162,23 @@ def install() -> bool:
         current_device=lambda: torch.device("cpu"),
         set_device=lambda device: None,
         synchronize=lambda device=None: None,
-        current_stream=lambda device=None: _NoStream(),
-        default_stream=lambda device=None: _NoStream(),
-        Stream=_NoStream,
-        Event=_NoStream,
-        stream=lambda stream: _NoStream(),
+        current_stream=lambda device=None: _NoOpStream(),
+        default_stream=lambda device=None: _NoOpStream(),
+        Stream=_NoOpStream,
+        Event=_NoOpStream,
+        stream=lambda stream: _NoOpStream(),
         empty_cache=lambda: None,
     )
     torch.Tensor.cuda = _tensor_to_cpu  # type: ignore[method-assign, assignment]
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment, return-value]
     torch.nn.Module.cuda = _module_to_cpu  # type: ignore[method-assign, assignment]
-    _move_split_sizes()
-    _drop_cuda_random_state()
-    # At its first use, torch.device as a context collects the functions to which it applies. They must be the originals, which the
-    # replacements call: otherwise `with torch.device("meta")` allocates on the CPU.
+    _patch_split_sizes()
+    _patch_random_state()
+    # At its first use, the context `torch.device` collects the functions to which it applies. It must collect the originals, because the
+    # replacements call these: otherwise `with torch.device("meta")` allocates on the CPU.
     with torch.device("meta"):
         torch.empty(0)
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in _TENSOR_FACTORIES:
+        setattr(torch, name, _redirect_to_cpu(getattr(torch, name)))
     _installed = True
     return True

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
 
 RELEASE = "0.6.2"
-_MODELS = "megatron.bridge.models"
-_MAPPING = "megatron.bridge.models.conversion.param_mapping"
+_MODELS_PACKAGE = "megatron.bridge.models"
+_MAPPING_MODULE = "megatron.bridge.models.conversion.param_mapping"
 _FAMILIES = ("mimo", "llama", "mistral", "qwen", "qwen_vl", "glm", "deepseek", "ernie", "mimo_v2_flash", "nemotronh")
 """The subpackages of `megatron.bridge.models` that support the families in `mtpctl.families.registry`."""
-_ENGINE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
-_LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "LayerNormMLP")
+_TE_MODULES = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+_TE_LAYERS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "LayerNormMLP")
 
 
 def import_auto_bridge() -> type[AutoBridge]:
@@ -40,30 +40,30 @@ def import_auto_bridge() -> type[AutoBridge]:
     require_release("megatron-bridge", RELEASE, __name__)
     import_transformers()
     if "megatron.bridge" in sys.modules or importlib.util.find_spec("transformer_engine") is not None:
-        auto_bridge = _auto_bridge()
+        auto_bridge = _get_auto_bridge()
     else:
         auto_bridge = _import_with_stubs()
-    _copy_config_once()
-    _copy_output_norms()
+    _cache_config_copies()
+    _disable_output_norm_offset()
     return auto_bridge
 
 
-def _auto_bridge() -> type[AutoBridge]:
+def _get_auto_bridge() -> type[AutoBridge]:
     return importlib.import_module("megatron.bridge").AutoBridge
 
 
 def _import_with_stubs() -> type[AutoBridge]:
     importlib.import_module("megatron.core.models.gpt.gpt_model")
-    _import_models_on_use()
-    stubs = _engine_stubs()
+    _install_lazy_package()
+    stubs = _make_te_stubs()
     sys.modules.update(stubs)
     # The bridge logs every missing optional symbol of Transformer Engine, and the stubs have almost none.
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        auto_bridge = _auto_bridge()
+        auto_bridge = _get_auto_bridge()
         for name in _FAMILIES:  # A bridge registers itself when its module is imported.
-            importlib.import_module(f"{_MODELS}.{name}")
+            importlib.import_module(f"{_MODELS_PACKAGE}.{name}")
         return auto_bridge
     finally:
         logging.disable(disabled)
@@ -73,19 +73,19 @@ def _import_with_stubs() -> type[AutoBridge]:
             del sys.modules[name]
 
 
-def _engine_stubs() -> dict[str, types.ModuleType]:
+def _make_te_stubs() -> dict[str, types.ModuleType]:
     modules = {}
-    for name in _ENGINE:
+    for name in _TE_MODULES:
         module = types.ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         module.__path__ = []
         module.__dict__["__version__"] = "0.0.0"
         modules[name] = module
-    pytorch, ops = modules[_ENGINE[1]], modules[_ENGINE[2]]
-    for name in _LINEARS:
+    pytorch, ops = modules[_TE_MODULES[1]], modules[_TE_MODULES[2]]
+    for name in _TE_LAYERS:
         setattr(pytorch, name, type(name, (torch.nn.Linear,), {}))
     ops.__dict__["Sequential"] = torch.nn.Sequential
-    modules[_ENGINE[0]].__dict__["pytorch"] = pytorch
+    modules[_TE_MODULES[0]].__dict__["pytorch"] = pytorch
     pytorch.__dict__["ops"] = ops
     return modules
 
@@ -97,8 +97,8 @@ class _LazyPackage(ModuleType):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(_MODELS)
-        self.__spec__ = ModuleSpec(_MODELS, None, is_package=True)
+        super().__init__(_MODELS_PACKAGE)
+        self.__spec__ = ModuleSpec(_MODELS_PACKAGE, None, is_package=True)
         self.__path__ = self.__spec__.submodule_search_locations = [str(folder)]
         source = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
         imports = (node for node in source.body if isinstance(node, ast.ImportFrom) and node.module)
@@ -106,20 +106,20 @@ class _LazyPackage(ModuleType):
 
     def __getattr__(self, name: str) -> object:
         if name not in self.__dict__.get("_sources", {}):
-            raise AttributeError(f"module {_MODELS!r} has no attribute {name!r}")
+            raise AttributeError(f"module {_MODELS_PACKAGE!r} has no attribute {name!r}")
         module, attribute = self._sources[name]
         value = getattr(importlib.import_module(module), attribute)
         setattr(self, name, value)
         return value
 
 
-def _import_models_on_use() -> None:
+def _install_lazy_package() -> None:
     """Replace `megatron.bridge.models` by the lazy package. Megatron-Bridge must not be imported yet."""
     assert "megatron.bridge" not in sys.modules
     megatron = importlib.import_module("megatron")
     spec = PathFinder.find_spec("megatron.bridge", megatron.__path__)
     assert spec is not None and spec.submodule_search_locations is not None
-    sys.modules[_MODELS] = _LazyPackage(Path(next(iter(spec.submodule_search_locations))) / "models")
+    sys.modules[_MODELS_PACKAGE] = _LazyPackage(Path(next(iter(spec.submodule_search_locations))) / "models")
 
 
 class _CachedCopy:
@@ -137,25 +137,25 @@ class _CachedCopy:
         return self._copies[key][1]
 
 
-def _copy_config_once() -> None:
+def _cache_config_copies() -> None:
     """Copy the transformer config once per export.
 
     Megatron-Bridge copies the whole config, without members that cannot be pickled, for each fused QKV weight, which takes longer than
     splitting the weight. The config does not change during an export.
     """
-    mapping = vars(importlib.import_module(_MAPPING))
+    mapping = vars(importlib.import_module(_MAPPING_MODULE))
     if not isinstance(mapping["remove_non_pickleables"], _CachedCopy):
         mapping["remove_non_pickleables"] = _CachedCopy(mapping["remove_non_pickleables"])
 
 
-def _copy_output_norms() -> None:
+def _disable_output_norm_offset() -> None:
     """Convert the output norm of linear attention unchanged. Raises RuntimeError if the bridges no longer use its mapping.
 
     Qwen3-Next and Qwen3.5 store this norm around 1, and all others around 0. Megatron-Bridge subtracts 1 on loading and adds it on export,
     in the dtype of the weights, so values are rounded: in bf16, 0.05005 becomes 0.05078. `mtpctl.model.delta_net` uses the stored value.
     """
     name = "RMSNorm2ZeroCenteredRMSNormMapping"
-    plain = vars(importlib.import_module(_MAPPING))["AutoMapping"]
+    plain = vars(importlib.import_module(_MAPPING_MODULE))["AutoMapping"]
     for bridge in ("megatron.bridge.models.qwen.qwen35_bridge", "megatron.bridge.models.qwen.qwen3_next_bridge"):
         names = vars(importlib.import_module(bridge))
         if name not in names:

@@ -1,7 +1,7 @@
 """Makes sympy's `parse_expr` build its namespace once.
 
-sympy calls `parse_expr` for every number that it is given as text. Each call builds a namespace with all names of sympy, which takes a
-third of math-verify's time for an answer. With this patch the namespace is built once, and each call copies it.
+sympy calls `parse_expr` for every number in text form. Each call builds a namespace with all names of sympy, which takes a third of the
+time that math-verify needs for an answer. With this patch the namespace is built once, and each call copies it.
 """
 
 from __future__ import annotations

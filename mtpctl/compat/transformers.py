@@ -1,8 +1,8 @@
 """Imports transformers faster, and registers the model type `mimo` with it.
 
-transformers asks at import which distribution provides each package. To answer, Python tests the existence of all files that any
-distribution has installed: 28,000 with our dependencies. This takes 0.5 s on a local disk, and longer on a network file system, in each
-process. The lists of files are sufficient to answer.
+transformers asks at import which distribution provides each package. Python then tests whether each file of each
+distribution exists: 28,000 with mtpctl's dependencies. This takes 0.5 s per process on a local disk, and longer on a network file system.
+The lists of files are sufficient for an answer.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
-from mtpctl.compat import replaced
+from mtpctl.compat import replace_temporarily
 
 
 def import_transformers() -> None:
-    """Import transformers if it is not imported yet. Raises RuntimeError if Python no longer answers by `packages_distributions`."""
+    """Import transformers if it is not imported yet. Raises RuntimeError if Python no longer has `packages_distributions`."""
     if "transformers" in sys.modules:
         return
     moved = f"importlib.metadata has no packages_distributions: see {__name__}"
-    with replaced("importlib.metadata", "packages_distributions", packages_distributions, moved):
+    with replace_temporarily("importlib.metadata", "packages_distributions", packages_distributions, moved):
         importlib.import_module("transformers.utils.import_utils")
 
 
@@ -34,22 +34,22 @@ def packages_distributions() -> dict[str, list[str]]:
     """
     result: defaultdict[str, list[str]] = defaultdict(list)
     for distribution in importlib.metadata.distributions():
-        name, declared = distribution.metadata["Name"], (distribution.read_text("top_level.txt") or "").split()
-        for package in declared or _top_level(_files(distribution)):
+        name, top_level_packages = distribution.metadata["Name"], (distribution.read_text("top_level.txt") or "").split()
+        for package in top_level_packages or _top_level_packages(_listed_files(distribution)):
             result[package].append(name)
     return dict(result)
 
 
-def _files(distribution: importlib.metadata.Distribution) -> Iterable[str]:
+def _listed_files(distribution: importlib.metadata.Distribution) -> Iterable[str]:
     record = distribution.read_text("RECORD")
     return map(str, distribution.files or ()) if record is None else (row[0] for row in csv.reader(record.splitlines()) if row)
 
 
-def _top_level(files: Iterable[str]) -> set[str]:
+def _top_level_packages(files: Iterable[str]) -> set[str]:
     names = set()
     for file in files:
-        first, separator, _ = file.partition("/")
-        names.add(first if separator else inspect.getmodulename(file) or file)
+        root, separator, _ = file.partition("/")
+        names.add(root if separator else inspect.getmodulename(file) or file)
     return {name for name in names if "." not in name}
 
 
@@ -58,7 +58,7 @@ def register_mimo() -> bool:
 
     Returns False, without a change, if the type is already registered.
 
-    transformers has no such model type, and the published folder contains its configuration class as custom code, which we do not run. MiMo
+    transformers has no such model type, and the published folder contains its configuration class as custom code, which is not run. MiMo
     is Qwen2 with additional MTP layers, so a Qwen2 configuration under that name is sufficient. vLLM selects the model by `architectures`,
     and speculates with the MTP layers if the method is `mtp`.
     """

@@ -18,7 +18,7 @@ from mtpctl.data.prompts import check_lengths, encode_prompt
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_plain_tokenizer, load_tokenizer, make_byte_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.reading import check_importable, with_context
+from mtpctl.families.reading import check_importable, extend_context
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
 from mtpctl.plan.buckets import section_buckets
@@ -220,7 +220,9 @@ def open_model(recipe: Recipe, run_dir: Path) -> HfFolder:
     if config.context is not None:
         extended = run_dir.absolute() / LONG_CONTEXT
         if not extended.exists():
-            derive_folder(source, extended, with_context(HfFolder.open(source).config, config.context, config.rope_scaling), {}, link=True)
+            derive_folder(
+                source, extended, extend_context(HfFolder.open(source).config, config.context, config.rope_scaling), {}, link=True
+            )
         source = extended
     if config.drafter is None:
         return HfFolder.open(source)

@@ -22,7 +22,7 @@ from mtpctl.convert.hf_folder import HfConfig, HfFolder, split_drafter, write_co
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.tensor_files import INDEX_FILES, FolderWeights
 from mtpctl.errors import UserError
-from mtpctl.families.drafters import Kind, with_drafter
+from mtpctl.families.drafters import DrafterKind, add_drafter_config
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.shape import DFlashShape, Eagle3Shape, LayerKind, ModelShape, MtpConvention
 from mtpctl.families.tensors import MTP_EXPERT_LAYER, aliases, section_of, tensor_shapes
@@ -33,13 +33,13 @@ _INIT_STD = 0.02
 """Standard deviation of new matrices that are not copied from the model."""
 
 
-def add_drafter(source: Path, target: Path, kind: Kind | None = None, layers: int = 1, *, seed: int = 0) -> HfFolder:
+def add_drafter(source: Path, target: Path, kind: DrafterKind | None = None, layers: int = 1, *, seed: int = 0) -> HfFolder:
     """Atomically create `target`: links to the files of the model in `source`, and a new drafter.
 
     Raises UserError if the model has a drafter, is quantized or does not support such a drafter, or if the disk is full.
     """
     weights = ModelWeights(source)
-    config = with_drafter(weights.folder.config, kind, layers)
+    config = add_drafter_config(weights.folder.config, kind, layers)
     if "quantization_config" in config:
         raise UserError(f"{source}: its weights are quantized; first convert them with mtpctl convert-hf to a checkpoint and back")
     derive_folder(source, target, config, initial_drafter(weights, shape_of(config), seed), link=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mtpctl.checkpoint.listing import LISTING
 from mtpctl.convert.tensor_files import INDEX_FILES, FolderWeights
 from mtpctl.errors import UserError
-from mtpctl.families.reading import DRAFTER, MTP_COUNTS, family_of, shape_of, stated_positions, states_mtp_layers
+from mtpctl.families.reading import DRAFTER, MTP_COUNTS, family_of, has_mtp_layers_field, shape_of, stated_positions
 from mtpctl.families.registry import FAMILIES
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, tensor_shapes
@@ -62,7 +62,7 @@ class HfFolder:
         """This folder with a config completed from the weights: the number of MTP layers, and whether the head is tied."""
         config = dict(self.config)
         family = next(family for family in FAMILIES if family.name == self.shape.family)
-        if family.mtp is not None and not (self.shape.mtp_layers and states_mtp_layers(config)):
+        if family.mtp is not None and not (self.shape.mtp_layers and has_mtp_layers_field(config)):
             depth = 0
             template = family.mtp.layer + ("norm.weight" if family.blocks else "input_layernorm.weight")
             while family.mtp.name(template, depth, self.shape.layers) in weights and (depth == 0 or "{" in template):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtpctl.convert.model_weights import Stored
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import FP8_BLOCK, SCALE, fp8_config, fp8_names, scale_shape
+from mtpctl.families.quantization import FP8_BLOCK, SCALE, fp8_config, scale_shape, select_fp8_names
 from mtpctl.families.reading import DRAFTER
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
@@ -198,7 +198,7 @@ _FP8_CODE, _SCALE_CODE = "F8_E4M3", "F32"
 
 def select_fp8_matrices(shape: ModelShape, candidates: Iterable[str]) -> frozenset[str]:
     """The matrices among `candidates` to quantize. Raises UserError if there are none."""
-    names = fp8_names(shape) & frozenset(candidates)
+    names = select_fp8_names(shape) & frozenset(candidates)
     if not names:
         raise UserError(
             f"--dtype fp8: no matrix of this {shape.family} model fits the engines' blocks of {FP8_BLOCK} x {FP8_BLOCK} "

@@ -22,7 +22,7 @@ from mtpctl.doctor import stack
 from mtpctl.doctor.parts import Agreement, PartTimeout, run_part
 from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed, UserError
 from mtpctl.families.configs import HUB_CONFIGS
-from mtpctl.families.drafters import Support, support_of
+from mtpctl.families.drafters import Support, check_support
 from mtpctl.families.tensors import count_parameters
 from mtpctl.recipe.model import ModelConfig, hf_config, read_config
 from mtpctl.recipe.schema import ClusterConfig
@@ -361,7 +361,7 @@ def examine_model(name: str) -> Diagnosis:
     name: a Hugging Face folder, a config.json, a hub id, or the last part of a hub id that mtpctl knows, such as GLM-4.5-Air.
     """
     began = time.perf_counter()
-    findings = _findings(support_of(_config(name)))
+    findings = _findings(check_support(_config(name)))
     seconds = time.perf_counter() - began
     return Diagnosis([Check(check, finding, seconds) for check, finding in findings.items()], seconds, success="supported")
 

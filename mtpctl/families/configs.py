@@ -1,7 +1,7 @@
 """Configs of some hub models and of a toy model, so that plans and models with random weights need no download.
 
 `hub_configs.json` has the fields of config.json by hub id. A string is the id of a model with the same config. MiMo-V2-Flash's sizes are
-from the unit tests of NVIDIA-NeMo/Megatron-Bridge, its layer patterns from the defaults of transformers. Its published config does not
+from the unit tests of NVIDIA-NeMo/Megatron-Bridge, and its layer patterns are the defaults of transformers. Its published config does not
 state the three MTP layers.
 """
 
@@ -29,7 +29,7 @@ def hub_config(hub_id: str) -> dict[str, object]:
     return deepcopy(HUB_CONFIGS[hub_id])
 
 
-_TOY: dict[str, object] = {
+_TOY_CONFIG: dict[str, object] = {
     "architectures": ["MiMoForCausalLM"],
     "model_type": "qwen2",
     "hidden_size": 128,
@@ -46,8 +46,8 @@ _TOY: dict[str, object] = {
 
 
 def toy_config(**changes: object) -> dict[str, object]:
-    """The config.json fields of a MiMo model with two layers and one MTP layer, updated with `changes`, such as vocabulary and context.
+    """The config.json fields of a MiMo model with two layers and one MTP layer, updated with `changes` (such as vocabulary and context).
 
-    Its `model_type` is one that vLLM reads without `mtpctl.compat.transformers.register_mimo`.
+    With this `model_type`, vLLM reads the config without `mtpctl.compat.transformers.register_mimo`.
     """
-    return {**_TOY, **changes}
+    return {**_TOY_CONFIG, **changes}

@@ -1,4 +1,4 @@
-"""Drafters for models without one, and what engines draft with, from a model's config alone."""
+"""Adds drafters to the configs of models without one, and describes how engines draft, from a model's config alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mtpctl.errors import UserError
-from mtpctl.families.fields import mapping
+from mtpctl.families.fields import object_field
 from mtpctl.families.reading import (
     DFLASH_ARCHITECTURE,
     DRAFTER,
@@ -22,16 +22,16 @@ from mtpctl.families.reading import (
 )
 from mtpctl.families.shape import ModelShape
 
-Kind = Literal["mtp", "eagle3", "dflash"]
+DrafterKind = Literal["mtp", "eagle3", "dflash"]
 
-TITLES: dict[Kind, str] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+DRAFTER_TITLES: dict[DrafterKind, str] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
 
 MTP_ARCHITECTURES = {"Qwen2ForCausalLM": "MiMoForCausalLM"}
 """Maps an architecture without MTP layers to one with the same trunk and MTP layers."""
 
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-_COPIED = (
-    *_ROPE,
+_ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+_COPIED_FIELDS = (
+    *_ROPE_FIELDS,
     "rms_norm_eps",
     "hidden_act",
     "initializer_range",
@@ -43,25 +43,25 @@ _COPIED = (
 )
 
 
-def default_kind(config: Mapping[str, object]) -> Kind:
+def default_drafter_kind(config: Mapping[str, object]) -> DrafterKind:
     """`mtp` if vLLM supports MTP layers with the model's trunk, else `eagle3`."""
     family = family_of(config)
     return "mtp" if family.mtp is not None or family.architectures[0] in MTP_ARCHITECTURES else "eagle3"
 
 
-def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers: int = 1) -> dict[str, object]:
-    """The config of the model with a drafter of `layers` layers. `kind` defaults to `default_kind`.
+def add_drafter_config(config: Mapping[str, object], kind: DrafterKind | None = None, layers: int = 1) -> dict[str, object]:
+    """Return the config of the model with a drafter of `layers` layers. `kind` defaults to `default_drafter_kind`.
 
     Raises UserError if the model already has a drafter, or if such a drafter is not supported for it.
     """
     shape, family = shape_of(config), family_of(config)
     if shape.mtp_layers:
         raise UserError(f"model: this {shape.family} already has a drafter ({shape.mtp_layers} layers); train it without adding one")
-    kind = kind or default_kind(config)
+    kind = kind or default_drafter_kind(config)
     result = deepcopy(dict(config))
     if kind != "mtp":
         if family.mtp is not None:
-            raise UserError(f"model.drafter.kind: {TITLES[kind]} is not supported for {shape.family}; use mtp")
+            raise UserError(f"model.drafter.kind: {DRAFTER_TITLES[kind]} is not supported for {shape.family}; use mtp")
         if kind == "eagle3" and layers != 1:
             raise UserError(f"model.drafter.layers: an EAGLE-3 drafter has 1 layer, not {layers}")
         if kind == "dflash" and layers > shape.layers:
@@ -69,11 +69,11 @@ def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers:
                 f"model.drafter.layers: {layers} exceeds the model's {shape.layers} layers, from which the drafter's layers are copied"
             )
         result[DRAFTER] = _eagle3_config(config, shape) if kind == "eagle3" else _dflash_config(config, shape, layers)
-    elif default_kind(config) == "mtp":
+    elif default_drafter_kind(config) == "mtp":
         result["architectures"] = [MTP_ARCHITECTURES.get(shape.architecture, shape.architecture)]
         key = MTP_COUNTS[family.name.startswith("qwen3.5")]
-        text = result.get("text_config")
-        (text if isinstance(text, dict) else result)[key] = layers
+        text_config = result.get("text_config")
+        (text_config if isinstance(text_config, dict) else result)[key] = layers
     else:
         raise UserError(f"model.drafter.kind: vLLM has no MTP layers for {shape.family}; use eagle3")
     shape_of(result)  # Rejects combinations that are not supported.
@@ -81,7 +81,7 @@ def with_drafter(config: Mapping[str, object], kind: Kind | None = None, layers:
 
 
 def _eagle3_config(config: Mapping[str, object], shape: ModelShape) -> dict[str, object]:
-    boundaries = _boundaries(shape)
+    boundaries = _choose_boundaries(shape)
     return _layer_fields(config, shape) | {
         "architectures": [EAGLE3_ARCHITECTURES[0]],
         "model_type": "llama",
@@ -92,27 +92,27 @@ def _eagle3_config(config: Mapping[str, object], shape: ModelShape) -> dict[str,
 
 
 def _dflash_config(config: Mapping[str, object], shape: ModelShape, layers: int) -> dict[str, object]:
-    ends = config.get("eos_token_id")
-    mask = ends[0] if isinstance(ends, list) and ends else ends
-    if not isinstance(mask, int):
+    eos = config.get("eos_token_id")
+    mask_token = eos[0] if isinstance(eos, list) and eos else eos
+    if not isinstance(mask_token, int):
         raise UserError("model config: eos_token_id is missing; add it, because a DFlash drafter uses it as its mask token")
     return _layer_fields(config, shape) | {
         "architectures": [DFLASH_ARCHITECTURE],
         "model_type": "qwen3",
         "num_hidden_layers": layers,
-        "dflash_config": {"mask_token_id": mask, "target_layer_ids": [boundary - 1 for boundary in _boundaries(shape)]},
+        "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": [boundary - 1 for boundary in _choose_boundaries(shape)]},
     }
 
 
-def _boundaries(shape: ModelShape) -> list[int]:
+def _choose_boundaries(shape: ModelShape) -> list[int]:
     layers = shape.layers
     return list(default_boundaries(layers)) if layers > 6 else sorted({1, (layers + 1) // 2, layers})
 
 
 def _layer_fields(config: Mapping[str, object], shape: ModelShape) -> dict[str, object]:
-    """The fields that the configs of all drafters in the subfolder `drafter/` have."""
-    text = {**config, **mapping(config, "text_config")}
-    result: dict[str, object] = {key: deepcopy(text[key]) for key in _COPIED if text.get(key) is not None}
+    """The fields that EAGLE-3 and DFlash drafters have in common."""
+    model_fields = {**config, **object_field(config, "text_config")}
+    result: dict[str, object] = {key: deepcopy(model_fields[key]) for key in _COPIED_FIELDS if model_fields.get(key) is not None}
     return result | {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn or (shape.moe.ffn * shape.moe.experts_per_token if shape.moe else 0),
@@ -133,7 +133,7 @@ SGLANG_TESTED = ("mimo",)
 
 
 class Drafting(NamedTuple):
-    """A model's drafter, and what each engine drafts with; empty for an engine that cannot draft."""
+    """Descriptions of a model's drafter, and of how each engine drafts; empty for an engine that cannot draft."""
 
     drafter: str
     vllm: str
@@ -149,30 +149,30 @@ class Support:
     cpu_limits: tuple[str, ...]
 
 
-def support_of(config: Mapping[str, object]) -> Support:
-    """How the model of a config is supported. Raises UserError if it is not supported; the message names the missing part."""
+def check_support(config: Mapping[str, object]) -> Support:
+    """Check that the model of a config is supported, and describe how. Raises UserError, which names the missing part, if it is not."""
     shape = shape_of(config)
     if errors := list(missing_fields(config)):
         raise UserError(errors[0])
     fp32, bf16 = (list(unsupported_by_vllm_cpu(shape, dtype)) for dtype in ("fp32", "bf16"))
-    return Support(shape, drafting_of(config, shape), tuple(dict.fromkeys([*fp32, *bf16])))
+    return Support(shape, describe_drafting(config, shape), tuple(dict.fromkeys([*fp32, *bf16])))
 
 
-def drafting_of(config: Mapping[str, object], shape: ModelShape) -> Drafting:
-    """The drafter of a model with this config and shape."""
+def describe_drafting(config: Mapping[str, object], shape: ModelShape) -> Drafting:
+    """Describe the drafter of a model with this config and shape."""
     if shape.eagle3 is not None:
         return Drafting("an EAGLE-3 drafter", "its EAGLE-3 drafter", "")
     if shape.dflash is not None:
         count = f"{shape.dflash.layers} layer{'s' * (shape.dflash.layers > 1)}"
         return Drafting(f"a DFlash drafter with {count}", "its DFlash drafter", "")
     if not shape.mtp_layers:
-        if default_kind(config) == "eagle3":
+        if default_drafter_kind(config) == "eagle3":
             return Drafting("none; mtpctl add-drafter creates an EAGLE-3 drafter", "the EAGLE-3 drafter of mtpctl add-drafter", "")
-        created = "the MTP layer of mtpctl add-drafter"
-        return Drafting("none; mtpctl add-drafter creates an MTP layer", created, created)
-    tested = "" if shape.family in SGLANG_TESTED else "; mtpctl's tests do not cover this family"
-    sglang = f"EAGLE over the MTP layers, on GPUs{tested}"
+        added_layer = "the MTP layer of mtpctl add-drafter"
+        return Drafting("none; mtpctl add-drafter creates an MTP layer", added_layer, added_layer)
+    limitation = "" if shape.family in SGLANG_TESTED else "; mtpctl's tests do not cover this family"
+    sglang = f"EAGLE over the MTP layers, on GPUs{limitation}"
     if shape.mtp_layers == 1:
         return Drafting("1 MTP layer", "the MTP layer, repeated for each further draft token", sglang)
-    several = "each MTP layer at its depth on GPUs; the first layer, for one draft token, on a CPU"
-    return Drafting(f"{shape.mtp_layers} MTP layers", several, sglang)
+    vllm = "each MTP layer at its depth on GPUs; the first layer, for one draft token, on a CPU"
+    return Drafting(f"{shape.mtp_layers} MTP layers", vllm, sglang)

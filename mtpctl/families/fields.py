@@ -21,7 +21,7 @@ from mtpctl.families.registry import Family, Flag
 from mtpctl.families.shape import LayerKind, RopeScaling
 
 
-class Fields:
+class ConfigFields:
     """Typed access to config fields. The methods raise UserError for a field that is missing or of another type."""
 
     def __init__(self, raw: Mapping[str, object]) -> None:
@@ -54,7 +54,7 @@ class Fields:
         return self.boolean(flag, False) if isinstance(flag, str) else flag
 
 
-def mapping(config: Mapping[str, object], key: str) -> Mapping[str, object]:
+def object_field(config: Mapping[str, object], key: str) -> Mapping[str, object]:
     """The object at `key`, empty if the key is missing."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
@@ -62,18 +62,18 @@ def mapping(config: Mapping[str, object], key: str) -> Mapping[str, object]:
     return value or {}
 
 
-REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+REQUIRED_SCALING_FIELDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 """Required numbers of each kind of RoPE scaling."""
 
-OPTIONAL = {
+OPTIONAL_SCALING_FIELDS = {
     "linear": (),
     "llama3": ("original_max_position_embeddings",),
     "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
 """Optional numbers of each kind of RoPE scaling."""
 
-MAGNITUDES = ("mscale", "mscale_all_dim")
-"""Optional numbers of YaRN for which 0 means unset."""
+MSCALE_FIELDS = ("mscale", "mscale_all_dim")
+"""Optional numbers of YaRN. 0 means that a number is not set."""
 
 WINDOW_FIELDS = (
     *("head_dim", "v_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
@@ -96,31 +96,31 @@ class RopeFields:
     positions: int
 
 
-def rope_fields(family: Family, config: Mapping[str, object], positions: int) -> RopeFields:
+def read_rope_fields(family: Family, config: Mapping[str, object], positions: int) -> RopeFields:
     """Read the rotary embedding of a config whose `max_position_embeddings` is `positions`.
 
     Raises UserError if the trainer does not support the scaling, or if a number is missing or of another type.
     """
-    rope, top_level = Fields(mapping(config, "rope_scaling") or mapping(config, "rope_parameters")), Fields(config)
+    rope, top_level = ConfigFields(object_field(config, "rope_scaling") or object_field(config, "rope_parameters")), ConfigFields(config)
     if family.blocks:
         # Attention has no rotary embedding, although published configs have its fields.
         return RopeFields(top_level.number("rope_theta", family.rope_theta), None, 0.0, positions)
     if family.windows:
         # Engines read the fields of the config itself, and no scaling.
-        rope = Fields({})
+        rope = ConfigFields({})
     if any(isinstance(rope.raw.get(kind), Mapping) for kind in LAYER_KINDS):
         raise UserError(f"model config: rope_parameters for each kind of layer are not supported for {family.name}; use one for all layers")
     fraction = rope.number("partial_rotary_factor", top_level.number("partial_rotary_factor", family.rotary_fraction))
     if fraction != family.rotary_fraction and not family.windows and (family.rotary_fraction == 1.0 or family.latent):
         # In these families transformers ignores the field, but engines apply it.
         raise UserError(f"model config: partial_rotary_factor {fraction:g} is not supported for {family.name}; 1 is")
-    scaling = _scaling(family, rope, positions)
+    scaling = _read_scaling(family, rope, positions)
     if scaling is not None:
         positions = _supported_positions(scaling, positions)
     return RopeFields(rope.number("rope_theta", top_level.number("rope_theta", family.rope_theta)), scaling, fraction, positions)
 
 
-def _scaling(family: Family, rope: Fields, positions: int) -> RopeScaling | None:
+def _read_scaling(family: Family, rope: ConfigFields, positions: int) -> RopeScaling | None:
     """The checked scaling fields, None if RoPE is not scaled."""
     kind, legacy = (rope.raw.get(name) for name in ("rope_type", "type"))
     if kind is not None and legacy is not None and kind != legacy:
@@ -128,29 +128,31 @@ def _scaling(family: Family, rope: Fields, positions: int) -> RopeScaling | None
     kind = kind or legacy or "default"
     if kind == "default":
         return None
-    if not isinstance(kind, str) or kind not in REQUIRED:
-        raise UserError(f"model config: RoPE scaling {kind!r} is not supported; linear, llama3 and yarn are")
-    for key in REQUIRED[kind]:
+    if not isinstance(kind, str) or kind not in REQUIRED_SCALING_FIELDS:
+        raise UserError(f"model config: RoPE scaling {kind!r} is not supported; use linear, llama3 or yarn")
+    for key in REQUIRED_SCALING_FIELDS[kind]:
         if rope.raw.get(key) is None:
             raise UserError(f"model config: RoPE scaling {kind!r} lacks {key}")
-    for key in (*REQUIRED[kind], *OPTIONAL[kind]):
+    for key in (*REQUIRED_SCALING_FIELDS[kind], *OPTIONAL_SCALING_FIELDS[kind]):
         rope.number(key, 1.0)
     if kind == "llama3" and rope.number("low_freq_factor", 1.0) >= rope.number("high_freq_factor", 4.0):
         raise UserError("model config: low_freq_factor of RoPE scaling 'llama3' must be below high_freq_factor")
     if kind == "yarn":
-        for key in MAGNITUDES:
+        for key in MSCALE_FIELDS:
             if rope.raw.get(key):
                 rope.number(key, 1.0)
         rope.boolean("truncate", True)
     if family.latent:
-        _check_latent(family, kind, rope)
-    # All kinds but linear refer to the length that the model was trained with.
-    trained = {} if kind == "linear" else {"original_max_position_embeddings": rope.integer("original_max_position_embeddings", positions)}
-    return cast(RopeScaling, {**rope.raw, "rope_type": kind, **trained})
+        _check_latent_scaling(family, kind, rope)
+    # All kinds except linear use the length that the model was trained with.
+    trained_length = (
+        {} if kind == "linear" else {"original_max_position_embeddings": rope.integer("original_max_position_embeddings", positions)}
+    )
+    return cast(RopeScaling, {**rope.raw, "rope_type": kind, **trained_length})
 
 
-def _check_latent(family: Family, kind: str, rope: Fields) -> None:
-    """Reject scalings of latent attention that engines compute differently from transformers: they support only YaRN with mscale."""
+def _check_latent_scaling(family: Family, kind: str, rope: ConfigFields) -> None:
+    """Reject scalings of latent attention other than YaRN with mscale, because engines compute them differently from transformers."""
     if kind != "yarn":
         raise UserError(f"model config: RoPE scaling {kind!r} is not supported for {family.name}; yarn is")
     if rope.raw.get("attention_factor") is not None:
@@ -170,9 +172,9 @@ def _supported_positions(scaling: RopeScaling, positions: int) -> int:
     return positions
 
 
-OFF = (None, False, 0, "", "none")
-ONE = (None, 1)
-DISABLED = (
+UNSET_VALUES = (None, False, 0, "", "none")
+UNIT_VALUES = (None, 1)
+UNSUPPORTED_FIELDS = (
     # scores and logits
     *("attn_logit_softcapping", "attn_logit_softcap", "final_logit_softcapping", "logits_soft_cap", "router_logit_softcapping"),
     *("query_pre_attn_scalar", "attention_multiplier", "attn_temperature_tuning", "llama_4_scaling"),
@@ -187,39 +189,39 @@ DISABLED = (
     # MTP layers
     "mtp_use_dedicated_embeddings",
 )
-SCALES = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "scale_emb", "moe_layer_freq")
+SCALE_FIELDS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "scale_emb", "moe_layer_freq")
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(DISABLED, OFF),
-    **dict.fromkeys(SCALES, ONE),
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(UNSUPPORTED_FIELDS, UNSET_VALUES),
+    **dict.fromkeys(SCALE_FIELDS, UNIT_VALUES),
     "is_causal": (None, True),
     "position_embedding_type": (None, "rope", "rotary"),
-    "dual_chunk_attention_config": (*OFF, {}),
+    "dual_chunk_attention_config": (*UNSET_VALUES, {}),
     "rope_interleave": (None, True),
     "moe_gate_act": (None, "softmax"),
 }
-"""Accepted values of each field, with which it does not change the model. 1 equals 1.0 here, and 0 equals false."""
+"""The values of each field that do not change the model; others are rejected. 1 equals 1.0 here, and 0 equals false."""
 
-ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function")
 
 UNUSED_SLIDING_WINDOW = ("qwen2", "qwen3", "qwen3-moe", "mimo")
 """Families whose configs have a `sliding_window` that is used only with `use_sliding_window`."""
 
 
-def check_supported(family: Family, fields: Fields, positions: int) -> None:
+def check_supported(family: Family, fields: ConfigFields, positions: int) -> None:
     """Raise UserError for a field that changes what the model computes and that the trainer does not implement."""
-    for key in ACTIVATIONS:
+    for key in ACTIVATION_FIELDS:
         activation = fields.raw.get(key) or "silu"
         if activation not in ("silu", "swish"):
-            raise UserError(f"model config: {key} {activation!r} is not supported; silu is")
+            raise UserError(f"model config: {key} {activation!r} is not supported; use silu")
     _check_biases(family, fields)
     for key, required in family.required_values:
         if (value := fields.raw.get(key)) not in (None, required):
             raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; {required!r} is")
-    for key, neutral in NEUTRAL.items():
+    for key, neutral in NEUTRAL_VALUES.items():
         value = fields.raw.get(key)
-        listed = family.windows and (key == "attention_chunk_size" or (key == "moe_layer_freq" and isinstance(value, list)))
-        if value not in neutral and not listed:
+        is_window_field = family.windows and (key == "attention_chunk_size" or (key == "moe_layer_freq" and isinstance(value, list)))
+        if value not in neutral and not is_window_field:
             raise UserError(f"model config: {key} {value!r} is not supported: the trainer would compute the model without it")
     if family.blocks:
         check_blocks(family.name, fields.raw)
@@ -228,10 +230,10 @@ def check_supported(family: Family, fields: Fields, positions: int) -> None:
     _check_router(family, fields)
 
 
-def _check_biases(family: Family, fields: Fields) -> None:
+def _check_biases(family: Family, fields: ConfigFields) -> None:
     for key in family.output_biases:
         if fields.boolean(key, False):
-            raise UserError(f"model config: {key} puts a bias on the output projections of {family.name}, which is not supported")
+            raise UserError(f"model config: {key} adds a bias to the output projections of {family.name}, which is not supported")
     expected = family.qkv_bias is True
     if "qkv_bias" in fields.raw and fields.boolean("qkv_bias", expected) != expected:
         raise UserError(
@@ -239,35 +241,35 @@ def _check_biases(family: Family, fields: Fields) -> None:
         )
 
 
-def _check_window_fields(family: Family, fields: Fields) -> None:
+def _check_window_fields(family: Family, fields: ConfigFields) -> None:
     """Reject a config of a family with windows that vLLM and transformers read differently, or whose window layers have other heads."""
     for key in WINDOW_FIELDS:
         if key not in fields.raw or (fields.raw[key] is None and key != "attention_value_scale"):
             raise UserError(f"model config: {key} is missing; {family.name} needs it, because the defaults of engines differ")
     pattern = fields.raw["hybrid_layer_pattern"]
-    kinds = [{0: "full_attention", 1: "sliding_attention"}.get(kind) for kind in pattern] if isinstance(pattern, list) else None
-    same = {
+    layer_types = [{0: "full_attention", 1: "sliding_attention"}.get(kind) for kind in pattern] if isinstance(pattern, list) else None
+    required_values = {
         "swa_num_attention_heads": fields.integer("num_attention_heads"),
         "swa_head_dim": fields.integer("head_dim"),
         "swa_v_head_dim": fields.integer("v_head_dim"),
         "sliding_window": fields.integer("sliding_window_size"),
-        "layer_types": kinds,
+        "layer_types": layer_types,
         "attention_bias": False,
         "add_full_attention_sink_bias": False,
         "routed_scaling_factor": 1,
         "n_shared_experts": 0,
         "moe_router_dtype": "float32",
     }
-    for key, value in same.items():
+    for key, value in required_values.items():
         if (stated := fields.raw.get(key)) not in (None, value):
             raise UserError(f"model config: {key} {stated!r} is not supported for {family.name} with this config; {value!r} is")
-    parameters, scaling = mapping(fields.raw, "rope_parameters"), mapping(fields.raw, "rope_scaling")
+    parameters, scaling = object_field(fields.raw, "rope_parameters"), object_field(fields.raw, "rope_scaling")
     if scaling.get("rope_type", scaling.get("type", "default")) != "default":
         raise UserError(f"model config: rope_scaling is not supported for {family.name}: vLLM ignores it")
     for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta")):
-        own = mapping(parameters, kind) or parameters
-        for key, stated in ((theta, own.get("rope_theta")), ("partial_rotary_factor", own.get("partial_rotary_factor"))):
-            if stated not in (None, fields.raw[key]) or own.get("rope_type", "default") != "default":
+        rope_of_kind = object_field(parameters, kind) or parameters
+        for key, stated in ((theta, rope_of_kind.get("rope_theta")), ("partial_rotary_factor", rope_of_kind.get("partial_rotary_factor"))):
+            if stated not in (None, fields.raw[key]) or rope_of_kind.get("rope_type", "default") != "default":
                 raise UserError(f"model config: rope_parameters of {kind} differ from {key}, which vLLM reads; make them equal")
     if int(fields.integer("head_dim") * fields.number("partial_rotary_factor", 1.0)) % 2:
         raise UserError(
@@ -277,23 +279,23 @@ def _check_window_fields(family: Family, fields: Fields) -> None:
         raise UserError(f"model config: v_head_dim above head_dim is not supported for {family.name}")
 
 
-def _check_windows(family: Family, fields: Fields, positions: int) -> None:
+def _check_windows(family: Family, fields: ConfigFields, positions: int) -> None:
     layers = fields.raw.get("no_rope_layers")
     if isinstance(layers, list) and not all(layers):
         raise UserError("model config: no_rope_layers is not supported: every layer has rotary embeddings")
     if family.windows:
         _check_window_fields(family, fields)
         return
-    kinds = fields.raw.get("layer_types")
-    if isinstance(kinds, list) and any(kind in ("sliding_attention", "chunked_attention") for kind in kinds):
+    layer_types = fields.raw.get("layer_types")
+    if isinstance(layer_types, list) and any(kind in ("sliding_attention", "chunked_attention") for kind in layer_types):
         raise UserError("model config: layer_types with windows are not supported: every token attends to all previous tokens")
     window = fields.raw.get("sliding_window", family.sliding_window)
-    unused = window in OFF or family.name in UNUSED_SLIDING_WINDOW or fields.raw.get("use_sliding_window") is False
-    if not unused and (not isinstance(window, int) or window < positions):
+    is_unused = window in UNSET_VALUES or family.name in UNUSED_SLIDING_WINDOW or fields.raw.get("use_sliding_window") is False
+    if not is_unused and (not isinstance(window, int) or window < positions):
         raise UserError(f"model config: sliding_window {window!r} is not supported: every token attends to all previous tokens")
 
 
-def _check_norms_and_gates(family: Family, fields: Fields) -> None:
+def _check_norms_and_gates(family: Family, fields: ConfigFields) -> None:
     for key in ("qk_norm", "use_qk_norm", "qk_layernorm"):
         if key != family.qk_norm and key in fields.raw and fields.boolean(key, False) != fields.flag(family.qk_norm):
             raise UserError(f"model config: {key} {str(fields.raw[key]).lower()} is not supported for {family.name}")
@@ -301,7 +303,7 @@ def _check_norms_and_gates(family: Family, fields: Fields) -> None:
         raise UserError(f"model config: attn_output_gate must be {str(family.gated_attention).lower()} for {family.name}")
 
 
-def _check_router(family: Family, fields: Fields) -> None:
+def _check_router(family: Family, fields: ConfigFields) -> None:
     if family.moe is None:
         return
     if not family.moe.unnormalised_topk and fields.raw.get("norm_topk_prob") is False:
@@ -314,15 +316,15 @@ def _check_router(family: Family, fields: Fields) -> None:
             raise UserError(f"model config: topk_method {value!r} is not supported for {family.name}; 'noaux_tc' is")
         if fields.integer("n_group", 1) > 1 and (experts := fields.integer("num_experts_per_tok")) // fields.integer("topk_group", 1) != 2:
             # Engines rank groups by their two best experts; Megatron by num_experts_per_tok // topk_group of them.
-            groups = fields.integer("topk_group", 1)
-            raise UserError(f"model config: topk_group {groups} with num_experts_per_tok {experts} is not supported; {experts // 2} is")
+            topk_group = fields.integer("topk_group", 1)
+            raise UserError(f"model config: topk_group {topk_group} with num_experts_per_tok {experts} is not supported; {experts // 2} is")
         return
     for key in ("routed_scaling_factor", "n_group", "topk_group"):
-        if (value := fields.raw.get(key)) not in (*OFF, 1):
+        if (value := fields.raw.get(key)) not in (*UNSET_VALUES, 1):
             raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; 1 is")
 
 
-class Block(NamedTuple):
+class BlockKind(NamedTuple):
     """A kind of layer: its names in transformers 5 and in legacy configs, its letter in a pattern, and its mixer."""
 
     name: str
@@ -331,50 +333,50 @@ class Block(NamedTuple):
     mixer: LayerKind
 
 
-KINDS = (
-    Block("linear_attention", "mamba", "M", "mamba"),
-    Block("full_attention", "attention", "*", "full_attention"),
-    Block("moe", "moe", "E", "none"),
-    Block("mlp", "mlp", "-", "none"),
+BLOCK_KINDS = (
+    BlockKind("linear_attention", "mamba", "M", "mamba"),
+    BlockKind("full_attention", "attention", "*", "full_attention"),
+    BlockKind("moe", "moe", "E", "none"),
+    BlockKind("mlp", "mlp", "-", "none"),
 )
 
-BLOCKS = "layers_block_type"
+BLOCKS_FIELD = "layers_block_type"
 """Config field with the kind of each layer. Older configs have a pattern of letters instead."""
 _MTP_BLOCKS = "mtp_layers_block_type"
-_PATTERNS = {BLOCKS: "hybrid_override_pattern", _MTP_BLOCKS: "mtp_hybrid_override_pattern"}
-_SUPPORTED_MTP = ["full_attention", "moe"]
+_PATTERN_FIELDS = {BLOCKS_FIELD: "hybrid_override_pattern", _MTP_BLOCKS: "mtp_hybrid_override_pattern"}
+_SUPPORTED_MTP_BLOCKS = ["full_attention", "moe"]
 _FIXED_VALUES = {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "use_conv_bias": True, "n_shared_experts": 1}
 """Config fields, each with the only supported value, which is also the default of engines."""
-_INFINITY: tuple[object, ...] = (math.inf, "Infinity", {"__float__": "Infinity"})
-"""Infinity, and the ways in which transformers writes it."""
+_INFINITIES: tuple[object, ...] = (math.inf, "Infinity", {"__float__": "Infinity"})
+"""The representations of infinity in configs."""
 
 
-def block_types(config: Mapping[str, object], key: str = BLOCKS) -> list[str]:
+def read_block_types(config: Mapping[str, object], key: str = BLOCKS_FIELD) -> list[str]:
     """The kind of each layer, by its name in transformers 5. Raises UserError if the config does not list them."""
-    stated, pattern = config.get(key), config.get(_PATTERNS[key])
+    stated, pattern = config.get(key), config.get(_PATTERN_FIELDS[key])
     if stated is None and isinstance(pattern, str):
         stated = list(pattern)
     if stated is None and key == _MTP_BLOCKS:
-        stated = _SUPPORTED_MTP
-    names = {spelling: kind.name for kind in KINDS for spelling in kind[:3]}
+        stated = _SUPPORTED_MTP_BLOCKS
+    names = {spelling: kind.name for kind in BLOCK_KINDS for spelling in kind[:3]}
     if not isinstance(stated, list) or not stated or not all(str(block) in names for block in stated):
-        raise UserError(f"model config: {key} must list {', '.join(kind.name for kind in KINDS)} for the layers, got {stated!r}")
+        raise UserError(f"model config: {key} must list {', '.join(kind.name for kind in BLOCK_KINDS)} for the layers, got {stated!r}")
     return [names[str(block)] for block in stated]
 
 
-def mixer_of(block: str) -> LayerKind:
-    return next(kind.mixer for kind in KINDS if kind.name == block)
+def mixer_of_block(block: str) -> LayerKind:
+    return next(kind.mixer for kind in BLOCK_KINDS if kind.name == block)
 
 
 def check_blocks(family: str, config: Mapping[str, object]) -> None:
     """Raise UserError for fields that an engine refuses or computes differently from the trainer."""
-    layers, mtp = len(block_types(config)), block_types(config, _MTP_BLOCKS)
+    layers, mtp_blocks = len(read_block_types(config)), read_block_types(config, _MTP_BLOCKS)
     if (stated := config.get("num_hidden_layers")) not in (None, layers):
-        raise UserError(f"model config: num_hidden_layers is {stated!r}, but {BLOCKS} has {layers}; make them equal")
-    if mtp != _SUPPORTED_MTP:
-        raise UserError(f"model config: {_MTP_BLOCKS} {mtp} is not supported for {family}; {_SUPPORTED_MTP} is")
+        raise UserError(f"model config: num_hidden_layers is {stated!r}, but {BLOCKS_FIELD} has {layers}; make them equal")
+    if mtp_blocks != _SUPPORTED_MTP_BLOCKS:
+        raise UserError(f"model config: {_MTP_BLOCKS} {mtp_blocks} is not supported for {family}; {_SUPPORTED_MTP_BLOCKS} is")
     for key, value in _FIXED_VALUES.items():
         if (stated := config.get(key)) not in (None, value):
             raise UserError(f"model config: {key} {stated!r} is not supported for {family}; {value!r} is")
-    if (limit := config.get("time_step_limit")) is not None and limit not in [[0, each] for each in _INFINITY]:
+    if (limit := config.get("time_step_limit")) is not None and limit not in [[0, infinity] for infinity in _INFINITIES]:
         raise UserError(f"model config: time_step_limit {limit!r} is not supported for {family}: vLLM ignores it; remove it")

@@ -1,4 +1,4 @@
-"""Selects the matrices that are stored in FP8 when a folder is quantized: those that engines read in FP8 and can compute with.
+"""Selects the matrices that are stored in FP8 when a folder is quantized: those that engines support in FP8.
 
 An engine multiplies some matrices as one, such as query, key and value projections. It rejects blocks that span two of them, and
 activations whose width is not a multiple of a block (vLLM: `validate_fp8_block_shape`, `per_token_group_quant_fp8`). Such matrices remain
@@ -26,69 +26,74 @@ def scale_shape(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
 
 
-_MERGED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
-"""Projections that engines merge into one matrix, in its order."""
-_GROUPS = {part: group for group in _MERGED for part in group}
-_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[a-z_]+")
+_MERGED_PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+)
+"""Groups of projections that engines merge into one matrix, in the order of their rows."""
+_MERGED_GROUP_OF = {part: group for group in _MERGED_PROJECTIONS for part in group}
+_EXPERT_MODULE = re.compile(r"(?P<experts>.*\.experts)\.\d+\.[a-z_]+")
 _REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Projections that are replicated on all tensor-parallel ranks."""
 _SPLIT_COLUMNS = ("o_proj", "down_proj", "out_proj")
 """Projections that tensor parallelism splits by columns. It splits others by rows."""
 _UNQUANTIZED = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a", "in_proj")
-"""Routers, gates, the projections of linear attention with one row per head, and the input projection of Mamba-2, which vLLM splits into
-five matrices over its ranks: the last has one row per head."""
+"""Routers, gates, the projections of linear attention with one row per head, and the input projection of Mamba-2: vLLM splits it into five
+matrices, of which the last has one row per head."""
 
 
 @cache
-def fp8_names(shape: ModelShape, *, drafter: bool = True) -> frozenset[str]:
+def select_fp8_names(shape: ModelShape, *, drafter: bool = True) -> frozenset[str]:
     """Names of the matrices to quantize: projections of attention, MLPs and experts in decoder and, with `drafter`, MTP layers.
 
     Embeddings, heads, routers, norms, biases, convolutions, the projection of MTP layers' two inputs, and drafters in the subfolder
     `drafter/` remain in their dtype.
     """
-    sizes = _matrices(shape)
-    accepted = {module for module, size in sizes.items() if _quantizable(module, size, shape)}
-    for module in sizes:
-        group = _merged_group(module, sizes)
-        rows = [sizes[each][0] for each in group]
-        if not accepted.issuperset(group) or any(each % FP8_BLOCK for each in rows[:-1]):
+    shapes = _matrix_shapes(shape)
+    accepted = {module for module, size in shapes.items() if _is_quantizable(module, size, shape)}
+    for module in shapes:
+        group = _merged_group(module, shapes)
+        rows = [shapes[member][0] for member in group]
+        if not accepted.issuperset(group) or any(member % FP8_BLOCK for member in rows[:-1]):
             accepted.difference_update(group)
     if shape.moe is not None and (shape.moe.ffn % FP8_BLOCK or shape.hidden % FP8_BLOCK):
-        accepted = {module for module in accepted if not _EXPERT.fullmatch(module)}
+        accepted = {module for module in accepted if not _EXPERT_MODULE.fullmatch(module)}
     names = frozenset(f"{module}.weight" for module in accepted)
     return names if drafter else frozenset(name for name in names if section_of(name, shape) == "target")
 
 
-def fp8_config(shape: ModelShape, quantized: Iterable[str], outside: Iterable[str] = ()) -> dict[str, object]:
+def fp8_config(shape: ModelShape, quantized: Iterable[str], other_modules: Iterable[str] = ()) -> dict[str, object]:
     """The `quantization_config` of a model with these matrices in FP8.
 
-    outside: modules outside the language model, such as a vision tower, which are not quantized.
+    other_modules: modules outside the language model, such as a vision tower. They are not quantized.
     """
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        "modules_to_not_convert": [*unquantized_modules(shape, quantized=quantized), *outside],
+        "modules_to_not_convert": [*list_unquantized_modules(shape, quantized=quantized), *other_modules],
     }
 
 
-def cut_blocks(shape: ModelShape, quantized: Iterable[str], tp: int) -> str | None:
-    """A matrix whose blocks `tp` ranks would split, and the size of a rank's part of it; None if there is none."""
+def find_split_block(shape: ModelShape, quantized: Iterable[str], tp: int) -> str | None:
+    """Describe a matrix whose FP8 blocks tensor parallelism over `tp` ranks would split; None if there is none."""
     if tp == 1:
         return None
-    sizes = tensor_shapes(shape)
+    shapes = tensor_shapes(shape)
     for name in sorted(quantized):
-        last = name.split(".")[-2]
-        if last in _REPLICATED:
+        projection = name.split(".")[-2]
+        if projection in _REPLICATED:
             continue
-        dim = 1 if last in _SPLIT_COLUMNS else 0
-        for length in _split_lengths(shape, last, sizes[name][dim]):
+        dim = 1 if projection in _SPLIT_COLUMNS else 0
+        for length in _split_lengths(shape, projection, shapes[name][dim]):
             # If there are fewer key and value heads than ranks, each is replicated.
-            heads = {"k_proj": length // shape.head_dim, "v_proj": length // shape.value_dim}.get(last, tp)
-            part = length // min(tp, heads)
-            if part % FP8_BLOCK:
-                return f"{name} ({part} of {length} {'columns' if dim else 'rows'} per rank)"
+            heads = {"k_proj": length // shape.head_dim, "v_proj": length // shape.value_dim}.get(projection, tp)
+            rank_length = length // min(tp, heads)
+            if rank_length % FP8_BLOCK:
+                return f"{name} ({rank_length} of {length} {'columns' if dim else 'rows'} per rank)"
     return None
 
 
@@ -100,17 +105,18 @@ def _split_lengths(shape: ModelShape, projection: str, length: int) -> list[int]
     return [*(delta.key_heads * delta.key_dim,) * 2, delta.value_heads * delta.value_dim]
 
 
-def unquantized_modules(shape: ModelShape, *, quantized: Iterable[str]) -> list[str]:
+def list_unquantized_modules(shape: ModelShape, *, quantized: Iterable[str]) -> list[str]:
     """The modules with a matrix that is not quantized, for `modules_to_not_convert`. Experts of a layer are one module.
 
-    vLLM compares with the whole name of its module. It has no `mtp_layers` or `mtp_block`, and numbers these layers after the decoder's.
+    vLLM compares these with the full names of its modules. In vLLM, MTP layers are numbered after the decoder layers, so they are also
+    listed under those names.
     """
-    stored = {name.removesuffix(".weight") for name in quantized}
+    quantized_modules = {name.removesuffix(".weight") for name in quantized}
     result: dict[str, None] = {}
-    for module in _matrices(shape):
-        if module in stored:
+    for module in _matrix_shapes(shape):
+        if module in quantized_modules:
             continue
-        expert = _EXPERT.fullmatch(module)
+        expert = _EXPERT_MODULE.fullmatch(module)
         module = expert["experts"] if expert else module
         result[module] = None
         for depth in range(shape.mtp_layers):
@@ -120,7 +126,7 @@ def unquantized_modules(shape: ModelShape, *, quantized: Iterable[str]) -> list[
     return list(result)
 
 
-def _matrices(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def _matrix_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The shapes of all matrices, by module. Embeddings are excluded."""
     matrices = {name.removesuffix(".weight"): size for name, size in tensor_shapes(shape).items() if name.endswith(".weight")}
     duplicates = {name.removesuffix(".weight") for name in aliases(shape)} | {shape.embedding_name.removesuffix(".weight")}
@@ -131,23 +137,25 @@ def _matrices(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _merged_group(module: str, sizes: dict[str, tuple[int, ...]]) -> list[str]:
+def _merged_group(module: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     """The matrices that are merged with a module's, including itself, in order."""
-    prefix, _, last = module.rpartition(".")
-    group = [f"{prefix}.{part}" for part in _GROUPS.get(last, ())]
-    return [each for each in group if each in sizes] or [module]
+    prefix, _, projection = module.rpartition(".")
+    group = [f"{prefix}.{part}" for part in _MERGED_GROUP_OF.get(projection, ())]
+    return [member for member in group if member in shapes] or [module]
 
 
-def _quantizable(module: str, size: tuple[int, ...], shape: ModelShape) -> bool:
-    last = module.rpartition(".")[2]
-    if module == "lm_head" or last in _UNQUANTIZED or size[1] % FP8_BLOCK:
+def _is_quantizable(module: str, size: tuple[int, ...], shape: ModelShape) -> bool:
+    projection = module.rpartition(".")[2]
+    if module == "lm_head" or projection in _UNQUANTIZED or size[1] % FP8_BLOCK:
         return False
     if shape.mtp is not None:
-        if any(module == shape.mtp.name(shape.mtp.projection, k, shape.layers).removesuffix(".weight") for k in range(shape.mtp_layers)):
+        if any(
+            module == shape.mtp.name(shape.mtp.projection, depth, shape.layers).removesuffix(".weight") for depth in range(shape.mtp_layers)
+        ):
             return False
-        layers = [shape.mtp.name(shape.mtp.layer, k, shape.layers) for k in range(shape.mtp_layers)]
-        if any(module == prefix + each for prefix in layers for each in shape.mtp.unquantized):
+        layer_prefixes = [shape.mtp.name(shape.mtp.layer, depth, shape.layers) for depth in range(shape.mtp_layers)]
+        if any(module == prefix + suffix for prefix in layer_prefixes for suffix in shape.mtp.unquantized):
             return False
-    if last in ("in_proj_qkv", "in_proj_z") and shape.delta is not None:
+    if projection in ("in_proj_qkv", "in_proj_z") and shape.delta is not None:
         return not (shape.delta.key_heads * shape.delta.key_dim % FP8_BLOCK or shape.delta.value_heads * shape.delta.value_dim % FP8_BLOCK)
     return True

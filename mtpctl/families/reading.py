@@ -7,7 +7,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.fields import BLOCKS, Fields, block_types, check_supported, mapping, mixer_of, rope_fields
+from mtpctl.families.fields import (
+    BLOCKS_FIELD,
+    ConfigFields,
+    check_supported,
+    mixer_of_block,
+    object_field,
+    read_block_types,
+    read_rope_fields,
+)
 from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family, MoeFields, check_architecture, missing_parts
 from mtpctl.families.shape import (
     DeltaShape,
@@ -30,14 +38,14 @@ DFLASH_ARCHITECTURE = "DFlashDraftModel"
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Config fields with the number of MTP layers, at the top level or in `text_config`."""
 
-MIMO_7B = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
+MIMO_7B_SIZES = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151680}
 MIMO_7B_POSITIONS = {640000: 32768}
 """Corrections of MiMo-7B's `max_position_embeddings`: some published configs state 640000, its `rope_theta`; it was trained with 32768."""
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Config fields with the number of routed experts."""
 
-CPU_LATENT = 576
+VLLM_CPU_LATENT_WIDTH = 576
 """Latent cache width per token that vLLM 0.32's CPU kernel is compiled for (DeepSeek-V3's)."""
 
 
@@ -47,13 +55,15 @@ def family_of(config: Mapping[str, object]) -> Family:
     architectures = _architectures(config)
     model_type = config.get("model_type")
     for family in FAMILIES:
-        if any(a in family.architectures for a in architectures) or (not architectures and model_type in family.model_types):
+        if any(architecture in family.architectures for architecture in architectures) or (
+            not architectures and model_type in family.model_types
+        ):
             return family
     field = f"architectures {architectures}" if architectures else f"model_type {model_type!r}"
     known = ", ".join(f"{family.name} ({family.architectures[0]})" for family in FAMILIES)
-    parts = missing_parts(config)
-    lacking = f", and the trainer has no {' and no '.join(parts)}" if parts else ""
-    raise UserError(f"model config: {field} is not a known family{lacking}; known are {known}")
+    lacking_parts = missing_parts(config)
+    hint = f", and the trainer has no {' and no '.join(lacking_parts)}" if lacking_parts else ""
+    raise UserError(f"model config: {field} is not a known family{hint}; known are {known}")
 
 
 def mtp_layers_of(config: Mapping[str, object]) -> int:
@@ -63,40 +73,40 @@ def mtp_layers_of(config: Mapping[str, object]) -> int:
     """
     if config.get(DRAFTER):
         return 1
-    parts = (config, mapping(config, "text_config"))
-    counts = (Fields(part).integer(key) for part in parts for key in MTP_COUNTS if part.get(key))
-    default = 0 if states_mtp_layers(config) else family_of(config).mtp_layers
+    sections = (config, object_field(config, "text_config"))
+    counts = (ConfigFields(section).integer(key) for section in sections for key in MTP_COUNTS if section.get(key))
+    default = 0 if has_mtp_layers_field(config) else family_of(config).mtp_layers
     return next(counts, default)
 
 
-def states_mtp_layers(config: Mapping[str, object]) -> bool:
+def has_mtp_layers_field(config: Mapping[str, object]) -> bool:
     """Whether a config has a field with the number of MTP layers."""
-    return any(part.get(key) is not None for part in (config, mapping(config, "text_config")) for key in MTP_COUNTS)
+    return any(section.get(key) is not None for section in (config, object_field(config, "text_config")) for key in MTP_COUNTS)
 
 
 def stated_positions(config: Mapping[str, object]) -> int:
     """`max_position_embeddings` of a config, corrected if the published file is wrong."""
     family = family_of(config)
-    positions = Fields({**config, **mapping(config, "text_config")}).integer("max_position_embeddings", family.max_positions)
-    mimo_7b = family.name == "mimo" and all(config.get(key) == size for key, size in MIMO_7B.items())
-    return MIMO_7B_POSITIONS.get(positions, positions) if mimo_7b else positions
+    positions = ConfigFields({**config, **object_field(config, "text_config")}).integer("max_position_embeddings", family.max_positions)
+    is_mimo_7b = family.name == "mimo" and all(config.get(key) == size for key, size in MIMO_7B_SIZES.items())
+    return MIMO_7B_POSITIONS.get(positions, positions) if is_mimo_7b else positions
 
 
 def shape_of(config: Mapping[str, object]) -> ModelShape:
     """The model that `config` (the fields of config.json) describes. Raises UserError for an unknown family or an invalid field."""
     family = family_of(config)
-    fields = Fields({**config, **mapping(config, "text_config")})
-    fields = Fields({**fields.raw, **{standard: fields.raw[name] for name, standard in family.renamed if name in fields.raw}})
+    fields = ConfigFields({**config, **object_field(config, "text_config")})
+    fields = ConfigFields({**fields.raw, **{standard: fields.raw[name] for name, standard in family.renamed if name in fields.raw}})
     positions = stated_positions(config)
-    blocks = block_types(fields.raw) if family.blocks else []
+    blocks = read_block_types(fields.raw) if family.blocks else []
     if blocks:
-        fields = Fields({**fields.raw, BLOCKS: blocks})
+        fields = ConfigFields({**fields.raw, BLOCKS_FIELD: blocks})
     check_supported(family, fields, positions)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    kinds = _layer_kinds(family, fields)
+    kinds = _read_layer_kinds(family, fields)
     layers, vocab = len(kinds), fields.integer("vocab_size")
     kv_heads = heads if family.latent else fields.integer("num_key_value_heads", heads)
-    latent = _latent_shape(fields) if family.latent else None
+    latent = _read_latent_shape(fields) if family.latent else None
     head_dim = latent.nope_dim + latent.rope_dim if latent else fields.integer("head_dim", family.head_dim or hidden // heads)
     if heads % kv_heads:
         raise UserError(f"model config: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -111,10 +121,10 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
     if mtp_layers > 1 and family.mtp is not None and family.mtp.shared:
         raise UserError(f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; 1 is")
-    moe = _moe_shape(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in blocks) else None
+    moe = _read_moe_shape(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in blocks) else None
     if family.blocks and mtp_layers and not has_drafter and (moe is None or "full_attention" not in kinds):
-        raise UserError(f"model config: {BLOCKS} needs at least one attention and one MoE layer, whose sizes the MTP layer uses")
-    rope = rope_fields(family, fields.raw, positions)
+        raise UserError(f"model config: {BLOCKS_FIELD} needs at least one attention and one MoE layer, whose sizes the MTP layer uses")
+    rope = read_rope_fields(family, fields.raw, positions)
     shape = ModelShape(
         family=family.name,
         architecture=next((a for a in _architectures(config) if a in family.architectures), family.architectures[0]),
@@ -133,25 +143,25 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         qkv_bias=fields.flag(family.qkv_bias),
         qk_norm=fields.flag(family.qk_norm),
         gated_attention=family.gated_attention,
-        tied=Fields(config if "tie_word_embeddings" in config else fields.raw).boolean("tie_word_embeddings", family.tied),
+        tied=ConfigFields(config if "tie_word_embeddings" in config else fields.raw).boolean("tie_word_embeddings", family.tied),
         max_positions=rope.positions,
         mtp_layers=mtp_layers,
         mtp=family.mtp if mtp_layers else None,
         moe=moe,
         latent=latent,
-        delta=_delta_shape(family, fields),
+        delta=_read_delta_shape(family, fields),
         layer_kinds=kinds,
         value_dim=latent.value_dim if latent else fields.integer("v_head_dim") if family.windows else head_dim,
         value_scale=fields.number("attention_value_scale", 1.0) if family.windows else 1.0,
-        window=_window_shape(fields, heads) if family.windows else None,
-        mamba=_mamba_shape(fields) if family.blocks else None,
+        window=_read_window_shape(fields, heads) if family.windows else None,
+        mamba=_read_mamba_shape(fields) if family.blocks else None,
         embedding=family.embedding,
         norm=family.norm,
     )
-    return _with_drafter(config, family, shape) if has_drafter else shape
+    return _add_drafter_shape(config, family, shape) if has_drafter else shape
 
 
-def _latent_shape(fields: Fields) -> LatentShape:
+def _read_latent_shape(fields: ConfigFields) -> LatentShape:
     """Ranks and widths of latent attention."""
     return LatentShape(
         q_rank=None if fields.raw.get("q_lora_rank") is None else fields.integer("q_lora_rank"),
@@ -162,7 +172,7 @@ def _latent_shape(fields: Fields) -> LatentShape:
     )
 
 
-def _window_shape(fields: Fields, heads: int) -> WindowShape:
+def _read_window_shape(fields: ConfigFields, heads: int) -> WindowShape:
     """Sizes of sliding-window attention."""
     kv_heads = fields.integer("swa_num_key_value_heads")
     if heads % kv_heads:
@@ -175,47 +185,47 @@ def _window_shape(fields: Fields, heads: int) -> WindowShape:
     )
 
 
-def _moe_shape(family: MoeFields, fields: Fields, layers: int) -> MoeShape:
+def _read_moe_shape(family: MoeFields, fields: ConfigFields, layers: int) -> MoeShape:
     """Counts and widths of the experts, and the dense layers."""
-    counts = [key for key in EXPERT_COUNTS if fields.raw.get(key) is not None]
+    count_fields = [key for key in EXPERT_COUNTS if fields.raw.get(key) is not None]
     ffn = fields.integer("moe_intermediate_size")
     if family.dense == "first":
-        dense = frozenset(range(min(layers, fields.integer("first_k_dense_replace", 0))))
+        dense_layers = frozenset(range(min(layers, fields.integer("first_k_dense_replace", 0))))
     elif family.dense == "interval":
         start, step = fields.integer("moe_layer_start_index", 0), fields.integer("moe_layer_interval", 1)
         # -1 is the last layer, as in transformers.
-        last = fields.raw.get("moe_layer_end_index")
-        end = layers - 1 if last in (None, -1) else fields.integer("moe_layer_end_index")
-        dense = frozenset(i for i in range(layers) if not start <= i <= end or (i + 1) % step)
+        end_index = fields.raw.get("moe_layer_end_index")
+        end = layers - 1 if end_index in (None, -1) else fields.integer("moe_layer_end_index")
+        dense_layers = frozenset(i for i in range(layers) if not start <= i <= end or (i + 1) % step)
     elif family.dense == "blocks":
-        dense = frozenset(i for i, block in enumerate(_blocks(fields)) if block == "mlp")
+        dense_layers = frozenset(i for i, block in enumerate(_block_list(fields)) if block == "mlp")
     elif family.dense == "listed":
-        dense = frozenset(i for i, sparse in enumerate(_per_layer(fields, "moe_layer_freq", layers)) if not sparse)
+        dense_layers = frozenset(i for i, sparse in enumerate(_read_layer_flags(fields, "moe_layer_freq", layers)) if not sparse)
     else:
         step, dense_only = fields.integer("decoder_sparse_step", 1), fields.raw.get("mlp_only_layers") or []
         if not isinstance(dense_only, list):
             raise UserError(f"model config: mlp_only_layers must be a list of layers, got {dense_only!r}")
-        dense = frozenset(i for i in range(layers) if i in dense_only or (i + 1) % step)
-    shared = {
+        dense_layers = frozenset(i for i in range(layers) if i in dense_only or (i + 1) % step)
+    shared_ffn = {
         "none": 0,
         "shared_expert": fields.integer("shared_expert_intermediate_size", 0),
         "shared_experts": fields.integer("n_shared_experts", int(family.dense == "blocks"))
         * (fields.integer("moe_shared_expert_intermediate_size") if family.dense == "blocks" else ffn),
     }[family.shared]
     return MoeShape(
-        experts=fields.integer(counts[0] if counts else EXPERT_COUNTS[0]),
+        experts=fields.integer(count_fields[0] if count_fields else EXPERT_COUNTS[0]),
         experts_per_token=fields.integer("num_experts_per_tok"),
         ffn=ffn,
-        shared_ffn=shared,
+        shared_ffn=shared_ffn,
         shared_name=family.shared,
         shared_gate=family.shared_gate,
         router_bias=family.router_bias,
         softmax_bias=family.softmax_bias,
-        dense_layers=dense,
+        dense_layers=dense_layers,
     )
 
 
-def _delta_shape(family: Family, fields: Fields) -> DeltaShape | None:
+def _read_delta_shape(family: Family, fields: ConfigFields) -> DeltaShape | None:
     """Sizes of linear attention; None if the family has none."""
     if family.delta == "none":
         return None
@@ -231,7 +241,7 @@ def _delta_shape(family: Family, fields: Fields) -> DeltaShape | None:
     )
 
 
-def _mamba_shape(fields: Fields) -> MambaShape:
+def _read_mamba_shape(fields: ConfigFields) -> MambaShape:
     """Sizes of Mamba-2."""
     heads, groups = fields.integer("mamba_num_heads"), fields.integer("n_groups")
     if heads % groups:
@@ -246,26 +256,26 @@ def _mamba_shape(fields: Fields) -> MambaShape:
     )
 
 
-def _blocks(fields: Fields) -> list[str]:
-    blocks = fields.raw[BLOCKS]
+def _block_list(fields: ConfigFields) -> list[str]:
+    blocks = fields.raw[BLOCKS_FIELD]
     assert isinstance(blocks, list)
     return blocks
 
 
-def _per_layer(fields: Fields, key: str, layers: int) -> list[int]:
+def _read_layer_flags(fields: ConfigFields, key: str, layers: int) -> list[int]:
     values = fields.raw.get(key)
     if not isinstance(values, list) or len(values) != layers or not all(value in (0, 1) for value in values):
         raise UserError(f"model config: {key} must be a list of 0 or 1 for each of {layers} layers, got {values!r}")
     return values
 
 
-def _layer_kinds(family: Family, fields: Fields) -> tuple[LayerKind, ...]:
+def _read_layer_kinds(family: Family, fields: ConfigFields) -> tuple[LayerKind, ...]:
     """The mixer of each decoder layer."""
     if family.blocks:
-        return tuple(mixer_of(block) for block in _blocks(fields))
+        return tuple(mixer_of_block(block) for block in _block_list(fields))
     layers = fields.integer("num_hidden_layers")
     if family.windows:
-        pattern = _per_layer(fields, "hybrid_layer_pattern", layers)
+        pattern = _read_layer_flags(fields, "hybrid_layer_pattern", layers)
         return tuple("sliding_attention" if kind else "full_attention" for kind in pattern)
     kinds: object = ["full_attention"] * layers
     if family.delta != "none":
@@ -277,37 +287,37 @@ def _layer_kinds(family: Family, fields: Fields) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
-def _with_drafter(config: Mapping[str, object], family: Family, shape: ModelShape) -> ModelShape:
+def _add_drafter_shape(config: Mapping[str, object], family: Family, shape: ModelShape) -> ModelShape:
     """The shape with the drafter in the subfolder `drafter/`.
 
     Raises UserError if the trainer does not compute it, or if it does not fit.
     """
-    stated = config[DRAFTER]
-    is_dflash = isinstance(stated, Mapping) and stated.get("architectures") == [DFLASH_ARCHITECTURE]
-    kind = "a DFlash" if is_dflash else "an EAGLE-3"
-    for part in (config, mapping(config, "text_config")):
-        if any(part.get(key) for key in MTP_COUNTS):
-            raise UserError(f"model config: the model has both MTP layers and {kind} drafter; keep one of them")
+    drafter_config = config[DRAFTER]
+    is_dflash = isinstance(drafter_config, Mapping) and drafter_config.get("architectures") == [DFLASH_ARCHITECTURE]
+    description = "a DFlash" if is_dflash else "an EAGLE-3"
+    for section in (config, object_field(config, "text_config")):
+        if any(section.get(key) for key in MTP_COUNTS):
+            raise UserError(f"model config: the model has both MTP layers and {description} drafter; keep one of them")
     if family.mtp is not None:
-        raise UserError(f"drafter config: {kind} drafter is not supported for {shape.family}; its MTP layers are")
+        raise UserError(f"drafter config: {description} drafter is not supported for {shape.family}; its MTP layers are")
     try:
-        drafter = mapping(config, DRAFTER)
+        drafter = object_field(config, DRAFTER)
         if is_dflash:
-            return replace(shape, mtp=DFLASH, dflash=_dflash_fields(drafter, shape))
-        return replace(shape, mtp=EAGLE3, eagle3=_eagle3_fields(drafter, shape))
+            return replace(shape, mtp=DFLASH, dflash=_read_dflash_shape(drafter, shape))
+        return replace(shape, mtp=EAGLE3, eagle3=_read_eagle3_shape(drafter, shape))
     except UserError as error:
         # The fields are read like those of a model.
         raise UserError(str(error).replace("model config:", "drafter config:", 1)) from error
 
 
-def _eagle3_fields(config: Mapping[str, object], shape: ModelShape) -> Eagle3Shape:
-    drafter, names = Fields(config), _architectures(config)
+def _read_eagle3_shape(config: Mapping[str, object], shape: ModelShape) -> Eagle3Shape:
+    drafter, names = ConfigFields(config), _architectures(config)
     if not any(name in EAGLE3_ARCHITECTURES for name in names):
         supported = f"{EAGLE3_ARCHITECTURES[0]} and {DFLASH_ARCHITECTURE} are"
         raise UserError(f"drafter config: architectures {names} is not supported; {supported}")
     heads = drafter.integer("num_attention_heads")
     defaults = {"num_key_value_heads": heads, "head_dim": shape.hidden // heads}
-    _check_fit(config, shape, "llama", defaults)
+    _check_drafter_fits(config, shape, "llama", defaults)
     if (value := drafter.integer("num_hidden_layers")) != 1:
         raise UserError(f"drafter config: num_hidden_layers {value} is not supported with this model; 1 is")
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
@@ -329,9 +339,9 @@ def _eagle3_fields(config: Mapping[str, object], shape: ModelShape) -> Eagle3Sha
     return Eagle3Shape(boundaries, drafter.integer("intermediate_size"))
 
 
-def _dflash_fields(config: Mapping[str, object], shape: ModelShape) -> DFlashShape:
-    drafter, own = Fields(config), mapping(config, "dflash_config")
-    _check_fit({key: value for key, value in config.items() if key != "is_causal"}, shape, "qwen3", {})
+def _read_dflash_shape(config: Mapping[str, object], shape: ModelShape) -> DFlashShape:
+    drafter, own = ConfigFields(config), object_field(config, "dflash_config")
+    _check_drafter_fits({key: value for key, value in config.items() if key != "is_causal"}, shape, "qwen3", {})
     for key, value in (("is_causal", True), ("is_neox_style", False)):
         if drafter.boolean(key, not value) == value:
             raise UserError(f"drafter config: {key}: {str(value).lower()} is not supported; leave it out")
@@ -355,12 +365,12 @@ def _dflash_fields(config: Mapping[str, object], shape: ModelShape) -> DFlashSha
     )
 
 
-def _check_fit(config: Mapping[str, object], shape: ModelShape, kind: str, defaults: Mapping[str, int]) -> None:
+def _check_drafter_fits(config: Mapping[str, object], shape: ModelShape, kind: str, defaults: Mapping[str, int]) -> None:
     """Raise UserError unless the drafter's sizes, norms and rotary embedding are the model's.
 
     kind: the family of the drafter's layers. defaults: engines' defaults for missing size fields.
     """
-    drafter, family = Fields(config), next(family for family in FAMILIES if family.name == kind)
+    drafter, family = ConfigFields(config), next(family for family in FAMILIES if family.name == kind)
     sizes = {
         "hidden_size": shape.hidden,
         "target_hidden_size": shape.hidden,
@@ -378,7 +388,7 @@ def _check_fit(config: Mapping[str, object], shape: ModelShape, kind: str, defau
         raise UserError(f"drafter config: rms_norm_eps {eps:g} is not supported with this model; {shape.rms_eps:g} is")
     positions = drafter.integer("max_position_embeddings", family.max_positions)
     check_supported(family, drafter, positions)
-    rope = rope_fields(family, config, positions)
+    rope = read_rope_fields(family, config, positions)
     if (rope.theta, rope.scaling) != (shape.rope_theta, shape.rope_scaling):
         raise UserError("drafter config: rope_theta and rope_scaling must be the model's; copy them from its config.json")
 
@@ -397,7 +407,7 @@ def _architectures(config: Mapping[str, object]) -> list[str]:
 
 def missing_fields(config: Mapping[str, object]) -> Iterator[str]:
     """Yield an error for each missing field whose default differs between engines and trainer."""
-    fields = {**config, **mapping(config, "text_config")}
+    fields = {**config, **object_field(config, "text_config")}
     for key, value in family_of(config).required_values:
         if fields.get(key) is None:
             yield f"model config: {key} is missing, and vLLM's default differs from what the trainer computes; add {key}: {value}"
@@ -407,10 +417,10 @@ def unsupported_by_vllm_cpu(shape: ModelShape, dtype: str) -> Iterator[str]:
     """Yield an error for each kind of layer in `dtype` (`fp32` or `bf16`) that vLLM 0.32's CPU kernels do not support."""
     if "linear_attention" in shape.layer_kinds and dtype != "bf16":
         yield f"train.precision: vLLM on a CPU computes the linear attention of {shape.family} only in bf16; set bf16"
-    if shape.latent is not None and (width := shape.latent.kv_rank + shape.latent.rope_dim) != CPU_LATENT:
+    if shape.latent is not None and (width := shape.latent.kv_rank + shape.latent.rope_dim) != VLLM_CPU_LATENT_WIDTH:
         yield (
             f"model config: kv_lora_rank and qk_rope_head_dim add up to {width}, but vLLM on a CPU supports only latent attention of "
-            f"{CPU_LATENT}; set them to {CPU_LATENT - 64} and 64, or use a GPU"
+            f"{VLLM_CPU_LATENT_WIDTH}; set them to {VLLM_CPU_LATENT_WIDTH - 64} and 64, or use a GPU"
         )
 
 
@@ -428,7 +438,7 @@ def check_importable(config: Mapping[str, object]) -> None:
 _ROPE_FIELDS = ("rope_scaling", "rope_parameters")
 
 
-def with_context(config: Mapping[str, object], context: int, scaling: Mapping[str, object] | None = None) -> dict[str, object]:
+def extend_context(config: Mapping[str, object], context: int, scaling: Mapping[str, object] | None = None) -> dict[str, object]:
     """Return a copy of `config` with `context` positions.
 
     Args:
@@ -443,23 +453,23 @@ def with_context(config: Mapping[str, object], context: int, scaling: Mapping[st
         raise UserError(f"model.context: the model has {original:,} positions, got {context:,}; use rollout.context for a shorter context")
     result = dict(config)
     for key in ("text_config", DRAFTER):
-        if nested := mapping(config, key):
-            result[key] = _extended(nested, context, scaling, trained=original)
+        if nested := object_field(config, key):
+            result[key] = _extend_fields(nested, context, scaling, trained=original)
     if "text_config" not in result:
-        result = _extended(result, context, scaling, trained=original)
+        result = _extend_fields(result, context, scaling, trained=original)
     if (covered := shape_of(result).max_positions) < context:
         raise UserError(f"model.rope_scaling: covers {covered:,} positions, but model.context is {context:,}; raise its factor")
     return result
 
 
-def _extended(fields: Mapping[str, object], context: int, scaling: Mapping[str, object] | None, *, trained: int) -> dict[str, object]:
+def _extend_fields(fields: Mapping[str, object], context: int, scaling: Mapping[str, object] | None, *, trained: int) -> dict[str, object]:
     """One level of a config with `context` positions. `trained`: the positions that the model was trained with."""
     result = {**fields, "max_position_embeddings": context}
     if scaling is not None:
         # All scalings except linear need the trained length, which max_position_embeddings no longer states.
         length = {} if scaling.get("rope_type") == "linear" else {"original_max_position_embeddings": trained}
         field = next((name for name in _ROPE_FIELDS if fields.get(name)), _ROPE_FIELDS[0])
-        result[field] = {**mapping(fields, field), **length, **scaling}
+        result[field] = {**object_field(fields, field), **length, **scaling}
     return result
 
 

@@ -1,6 +1,6 @@
 """The model families as data, and the models that are not supported. A new family is an entry here and a test of its tensor names.
 
-`UNSUPPORTED` has the parts that the trainer lacks for known models, according to their modules in transformers and vLLM. For other
+`UNSUPPORTED_MODELS` has the parts that the trainer lacks for known models, according to their modules in transformers and vLLM. For other
 architectures, `missing_parts` derives them from the fields of the config.
 """
 
@@ -14,15 +14,15 @@ from mtpctl.errors import UserError
 from mtpctl.families.shape import MtpConvention
 
 Flag = bool | str
-"""A constant for all models of a family, or the name of the config field with the value."""
+"""A value for all models of a family, or the name of the config field that has the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeFields:
     """The experts of a family.
 
-    dense: which layers are dense. first: the first ones; sparse_step: all except every n-th; interval: the same within a range of layers,
-    and all layers outside it; listed: those with 0 in `moe_layer_freq`; blocks: see `Family.blocks`. softmax_bias: see `MoeShape`.
+    dense: which layers are dense. first: the first ones; sparse_step: all except every n-th; interval: all outside a range of layers, and
+    all except every n-th within it; listed: those with 0 in `moe_layer_freq`; blocks: see `Family.blocks`. softmax_bias: see `MoeShape`.
     unnormalised_topk: whether routing weights may have a sum other than 1 (`norm_topk_prob: false`).
     """
 
@@ -296,7 +296,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-class Unsupported(NamedTuple):
+class UnsupportedModels(NamedTuple):
     """Models for which the trainer lacks the same parts.
 
     model_types: values of `model_type` in the config or its `text_config`. names: lower-case prefixes of hub names, without the
@@ -316,50 +316,50 @@ class Unsupported(NamedTuple):
         return f"{self.title} is not supported: the trainer has no {self.missing}; use {self.alternative}"
 
 
-UNSUPPORTED = (
-    Unsupported(
+UNSUPPORTED_MODELS = (
+    UnsupportedModels(
         "GLM-5", ("glm_moe_dsa", "glm5_next", "glm5_next_text"), ("glm-5",), "sparse attention with an indexer", "GLM-4.7 or GLM-4.7-Flash"
     ),
-    Unsupported("DeepSeek-V3.2", ("deepseek_v32",), ("deepseek-v3.2",), "sparse attention with an indexer", "DeepSeek-V3"),
-    Unsupported(
+    UnsupportedModels("DeepSeek-V3.2", ("deepseek_v32",), ("deepseek-v3.2",), "sparse attention with an indexer", "DeepSeek-V3"),
+    UnsupportedModels(
         "DeepSeek-V4", ("deepseek_v4",), ("deepseek-v4",), "sparse attention over compressed keys and no hyper-connections", "DeepSeek-V3"
     ),
-    Unsupported(
+    UnsupportedModels(
         "Kimi-K2",
         ("kimi_k2", "kimi_k25"),
         ("kimi-k2",),
         "configuration for its model_type, and its published weights have no MTP layers",
         "DeepSeek-V3, which has the same kinds of layers",
     ),
-    Unsupported(
+    UnsupportedModels(
         "Kimi Linear",
         ("kimi_linear", "kimi_k3"),
         ("kimi-linear", "kimi-k3"),
         "Kimi Delta Attention",
         "Qwen3.5, which has gated DeltaNet layers",
     ),
-    Unsupported(
+    UnsupportedModels(
         "gpt-oss",
         ("gpt_oss",),
         ("gpt-oss",),
         "attention sinks, sliding windows or biased experts",
         "Qwen3-30B-A3B with a drafter from mtpctl add-drafter",
     ),
-    Unsupported(
+    UnsupportedModels(
         "Qwen3.8-Flash",
         ("qwen4_exp", "qwen4_exp_text"),
         ("qwen3.8-flash",),
         "sparse attention with an indexer and no n-gram embeddings",
         "Qwen3.6-35B-A3B",
     ),
-    Unsupported(
+    UnsupportedModels(
         "MiMo-V2 after MiMo-V2-Flash",
         ("mimo_v2", "mimo_v2_omni"),
         ("mimo-v2-pro", "mimo-v2-omni", "mimo-v2.5", "mimo-v2.6"),
         "mapping for fused QKV weights",
         "MiMo-V2-Flash",
     ),
-    Unsupported(
+    UnsupportedModels(
         "Nemotron 3 Super or Ultra",
         (),
         ("nvidia-nemotron-3-super", "nvidia-nemotron-3-ultra", "nemotron-3-super", "nemotron-3-ultra"),
@@ -367,7 +367,7 @@ UNSUPPORTED = (
         "Nemotron 3 Nano or Nemotron 3.5 Lightning",
         (("nemotron_h", "moe_latent_size"),),
     ),
-    Unsupported(
+    UnsupportedModels(
         "Nemotron 3 Omni",
         ("nemotron_h_omni",),
         ("nvidia-nemotron-3-nano-omni", "nemotron-3-nano-omni"),
@@ -376,7 +376,7 @@ UNSUPPORTED = (
     ),
 )
 
-PARTS: dict[str, tuple[str, ...]] = {
+UNSUPPORTED_PARTS: dict[str, tuple[str, ...]] = {
     "sparse attention with an indexer": ("index_topk", "index_n_heads", "indexer_n_heads"),
     "Mamba layers outside Nemotron-H": ("ssm_state_size", "mamba_num_heads", "mamba_d_state", "hybrid_override_pattern"),
     "sliding windows": ("sliding_window", "sliding_window_size", "attention_chunk_size"),
@@ -388,28 +388,30 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def check_architecture(config: Mapping[str, object]) -> None:
-    """Raise UserError for a model whose `model_type` or fields are in `UNSUPPORTED`."""
-    fields = _with_text_config(config)
-    types = (config.get("model_type"), fields.get("model_type"))
-    for each in UNSUPPORTED:
-        if any(kind in each.model_types for kind in types) or any(kind in types and fields.get(key) for kind, key in each.fields):
-            raise UserError(f"model config: {each.reason}")
+    """Raise UserError for a model whose `model_type` or fields are in `UNSUPPORTED_MODELS`."""
+    fields = _merge_text_config(config)
+    model_types = (config.get("model_type"), fields.get("model_type"))
+    for entry in UNSUPPORTED_MODELS:
+        if any(model_type in entry.model_types for model_type in model_types) or any(
+            model_type in model_types and fields.get(key) for model_type, key in entry.fields
+        ):
+            raise UserError(f"model config: {entry.reason}")
 
 
 def check_hub_name(name: str) -> None:
-    """Raise UserError if the hub id `name` belongs to a model in `UNSUPPORTED`. Call it before the config is downloaded."""
-    short = name.rpartition("/")[2].lower()
-    for each in UNSUPPORTED:
-        if short.startswith(each.names):
-            raise UserError(f"{name}: {each.reason}")
+    """Raise UserError if the hub id `name` belongs to a model in `UNSUPPORTED_MODELS`. Call it before the config is downloaded."""
+    model_name = name.rpartition("/")[2].lower()
+    for entry in UNSUPPORTED_MODELS:
+        if model_name.startswith(entry.names):
+            raise UserError(f"{name}: {entry.reason}")
 
 
 def missing_parts(config: Mapping[str, object]) -> list[str]:
-    """The parts of `PARTS` that the fields of a config indicate."""
-    fields = _with_text_config(config)
-    return [part for part, keys in PARTS.items() if any(fields.get(key) not in (None, False, 0, "") for key in keys)]
+    """The parts of `UNSUPPORTED_PARTS` that the fields of a config indicate."""
+    fields = _merge_text_config(config)
+    return [part for part, keys in UNSUPPORTED_PARTS.items() if any(fields.get(key) not in (None, False, 0, "") for key in keys)]
 
 
-def _with_text_config(config: Mapping[str, object]) -> dict[str, object]:
-    text = config.get("text_config")
-    return {**config, **(text if isinstance(text, Mapping) else {})}
+def _merge_text_config(config: Mapping[str, object]) -> dict[str, object]:
+    text_config = config.get("text_config")
+    return {**config, **(text_config if isinstance(text_config, Mapping) else {})}

@@ -12,7 +12,7 @@ MlpKind = Literal["dense", "sparse", "none"]
 """The MLP of a layer. `none`: the layer has only a mixer (Nemotron-H)."""
 
 KV_HEADS = "key-value heads"
-"""Key of `ModelShape.tp_counts` for key-value heads that ranks may share."""
+"""Key of `ModelShape.tp_counts` for key-value heads that several ranks may share."""
 
 
 class RopeScaling(TypedDict, total=False):
@@ -77,8 +77,9 @@ class MtpConvention:
 class Eagle3Shape:
     """An EAGLE-3 drafter (arXiv 2503.01840), which is stored in the subfolder `drafter/` of the model's folder.
 
-    It is a Llama layer with the model's attention heads, whose attention reads token embedding and state side by side. `boundaries`: the
-    decoder layers whose inputs it reads at the first depth; the number of layers denotes the last layer's output. `ffn`: width of its MLP.
+    It is a Llama layer with the model's attention heads. Its attention reads the concatenation of token embedding and state. `boundaries`:
+    the decoder layers whose inputs it reads at the first depth; the number of layers denotes the last layer's output. `ffn`: width of its
+    MLP.
     """
 
     boundaries: tuple[int, ...]
@@ -158,7 +159,7 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class MambaShape:
-    """Mamba-2 (arXiv 2405.21060). Each of `groups` groups of heads shares its input and output projections of the state.
+    """Mamba-2 (arXiv 2405.21060). The heads of each of the `groups` share the input and output projections of the state.
 
     state: width of the state per channel. conv: width of the convolution. fp32_state: engines store the state in fp32.
     """
@@ -236,7 +237,7 @@ class ModelShape:
 
     @property
     def mlp_matrices(self) -> int:
-        """Number of matrices in an MLP or an expert: gate, up- and down-projection, or without a gate."""
+        """Number of matrices in an MLP or an expert: up- and down-projection, and the gate in families with gated MLPs."""
         return 3 if self.mamba is None else 2
 
     def mlp_of(self, layer: int) -> MlpKind:
@@ -287,5 +288,5 @@ class ModelShape:
 
 
 def tp_divides(tp: int, name: str, count: int) -> bool:
-    """Whether `tp` ranks can split an entry of `tp_counts`: ranks get equally many, or neighboring ranks share one of `KV_HEADS`."""
+    """Whether `tp` ranks can split an entry of `tp_counts` equally, or, for `KV_HEADS`, share heads between neighboring ranks."""
     return count % tp == 0 or (name == KV_HEADS and tp % count == 0)

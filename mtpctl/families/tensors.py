@@ -12,14 +12,14 @@ from typing import Literal
 from mtpctl.families.shape import DFlashShape, Eagle3Shape, LayerKind, MambaShape, MlpKind, ModelShape, MtpConvention
 
 Shape = tuple[int, ...]
-Named = Iterator[tuple[str, Shape]]
+TensorShapes = Iterator[tuple[str, Shape]]
 
 MTP_EXPERT_LAYER = "mtp.layers.1."
-"""Prefix of the experts of Nemotron-H's MTP layer, which folders and vLLM number as a layer."""
+"""Prefix of the experts of Nemotron-H's MTP layer. Folders and vLLM number the experts as a separate layer."""
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
-    """Every tensor of the checkpoint: embedding, decoder layers, final norm, head, MTP layers. A tied head is not stored.
+    """The shapes of the checkpoint's tensors: embedding, decoder layers, final norm, head, MTP layers. A tied head is not stored.
 
     Each expert has its own tensors, although some published folders pack them. Vision towers are excluded.
     """
@@ -27,13 +27,15 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     for index, kind in enumerate(shape.layer_kinds):
         prefix, mlp = f"{shape.prefix}layers.{index}.", shape.mlp_of(index)
         tensors.update(
-            _layer(shape, prefix, kind, mlp == "sparse") if shape.mamba is None else _block(shape, shape.mamba, prefix, kind, mlp)
+            _layer_tensors(shape, prefix, kind, mlp == "sparse")
+            if shape.mamba is None
+            else _block_tensors(shape, shape.mamba, prefix, kind, mlp)
         )
     tensors[shape.norm_name] = (shape.hidden,)
     if not shape.tied:
         tensors["lm_head.weight"] = (shape.vocab, shape.hidden)
     for depth in range(shape.mtp_layers):
-        tensors.update(_mtp_layer(shape, depth))
+        tensors.update(_mtp_tensors(shape, depth))
     return tensors
 
 
@@ -59,13 +61,13 @@ def section_of(name: str, shape: ModelShape) -> Literal["target", "draft"]:
         return "draft" if name.startswith(f"{root}.") else "target"
     inputs = (shape.mtp.embedding_norm, shape.mtp.hidden_norm, shape.mtp.projection)
     for template in (shape.mtp.layer, *inputs):
-        if (matched := _pattern(template).match(name)) is not None:
-            return "draft" if int(matched.groupdict().get("n", shape.layers)) >= shape.layers else "target"
+        if (match := _template_pattern(template).match(name)) is not None:
+            return "draft" if int(match.groupdict().get("n", shape.layers)) >= shape.layers else "target"
     return "target"
 
 
 @cache
-def _pattern(template: str) -> re.Pattern[str]:
+def _template_pattern(template: str) -> re.Pattern[str]:
     """Matches names of this template of `MtpConvention`, for any depth `k` and layer `n`."""
     return re.compile(re.escape(template).replace(r"\{k\}", "[0-9]+").replace(r"\{n\}", "(?P<n>[0-9]+)"))
 
@@ -73,75 +75,79 @@ def _pattern(template: str) -> re.Pattern[str]:
 def count_parameters(shape: ModelShape) -> dict[str, int]:
     """Parameter counts: `total`, and the parts `mtp`, `embedding`, `head` and `experts` (routed). Aliases count once."""
     if shape.moe is None or shape.moe.experts <= 2:
-        return _count(shape)
-    # Every count is linear in the number of experts. Listing all of them takes seconds for the largest models.
-    one, two = (_count(replace(shape, moe=replace(shape.moe, experts=experts))) for experts in (1, 2))
-    return {part: one[part] + (two[part] - one[part]) * (shape.moe.experts - 1) for part in one}
+        return _count_by_part(shape)
+    # Every count is linear in the number of experts. Listing all experts takes seconds for the largest models.
+    with_one_expert, with_two_experts = (_count_by_part(replace(shape, moe=replace(shape.moe, experts=experts))) for experts in (1, 2))
+    return {
+        part: with_one_expert[part] + (with_two_experts[part] - with_one_expert[part]) * (shape.moe.experts - 1) for part in with_one_expert
+    }
 
 
-def _count(shape: ModelShape) -> dict[str, int]:
+def _count_by_part(shape: ModelShape) -> dict[str, int]:
     duplicates = aliases(shape)
     sizes = {name: prod(size) for name, size in tensor_shapes(shape).items() if name not in duplicates}
     return {
         "total": sum(sizes.values()),
-        "mtp": sum(n for name, n in sizes.items() if section_of(name, shape) == "draft"),
+        "mtp": sum(count for name, count in sizes.items() if section_of(name, shape) == "draft"),
         "embedding": sizes[shape.embedding_name],
         "head": sizes.get("lm_head.weight", 0),
-        "experts": sum(n for name, n in sizes.items() if ".experts." in name),
+        "experts": sum(count for name, count in sizes.items() if ".experts." in name),
     }
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Named:
+def _linear_tensors(name: str, rows: int, columns: int, bias: bool = False) -> TensorShapes:
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
 
 
-def _layer(shape: ModelShape, prefix: str, kind: LayerKind, sparse: bool, mlp_norm: str = "post_attention_layernorm") -> Named:
+def _layer_tensors(
+    shape: ModelShape, prefix: str, kind: LayerKind, sparse: bool, mlp_norm: str = "post_attention_layernorm"
+) -> TensorShapes:
     yield f"{prefix}input_layernorm.weight", (shape.hidden,)
     if kind == "linear_attention":
-        yield from _delta(shape, f"{prefix}linear_attn.")
+        yield from _delta_tensors(shape, f"{prefix}linear_attn.")
     elif shape.latent:
-        yield from _latent(shape, f"{prefix}self_attn.")
+        yield from _latent_tensors(shape, f"{prefix}self_attn.")
     else:
-        yield from _attention(shape, f"{prefix}self_attn.", kind)
+        yield from _attention_tensors(shape, f"{prefix}self_attn.", kind)
     yield f"{prefix}{mlp_norm}.weight", (shape.hidden,)
     if sparse:
-        yield from _experts(shape, f"{prefix}mlp.")
+        yield from _expert_tensors(shape, f"{prefix}mlp.")
     else:
-        yield from _mlp(shape, f"{prefix}mlp.", shape.ffn)
+        yield from _mlp_tensors(shape, f"{prefix}mlp.", shape.ffn)
 
 
-def _block(shape: ModelShape, mamba: MambaShape, prefix: str, kind: LayerKind, mlp: MlpKind) -> Named:
+def _block_tensors(shape: ModelShape, mamba: MambaShape, prefix: str, kind: LayerKind, mlp: MlpKind) -> TensorShapes:
     """A layer of Nemotron-H: one norm, and one mixer or MLP."""
     yield f"{prefix}norm.weight", (shape.hidden,)
     mixer = f"{prefix}mixer."
     if kind == "mamba":
-        yield from _mamba(shape, mamba, mixer)
+        yield from _mamba_tensors(shape, mamba, mixer)
     elif kind == "full_attention":
-        yield from _attention(shape, mixer, kind)
+        yield from _attention_tensors(shape, mixer, kind)
     elif mlp == "sparse":
-        yield from _experts(shape, mixer)
+        yield from _expert_tensors(shape, mixer)
     else:
-        yield from _mlp(shape, mixer, shape.ffn)
+        yield from _mlp_tensors(shape, mixer, shape.ffn)
 
 
-def _mamba(shape: ModelShape, mamba: MambaShape, prefix: str) -> Named:
+def _mamba_tensors(shape: ModelShape, mamba: MambaShape, prefix: str) -> TensorShapes:
     for name in ("A_log", "D", "dt_bias"):
         yield f"{prefix}{name}", (mamba.heads,)
     yield f"{prefix}conv1d.weight", (mamba.channels, 1, mamba.conv)
     yield f"{prefix}conv1d.bias", (mamba.channels,)
-    yield from _linear(f"{prefix}in_proj", mamba.inner + mamba.channels + mamba.heads, shape.hidden)
+    yield from _linear_tensors(f"{prefix}in_proj", mamba.inner + mamba.channels + mamba.heads, shape.hidden)
     yield f"{prefix}norm.weight", (mamba.inner,)
-    yield from _linear(f"{prefix}out_proj", shape.hidden, mamba.inner)
+    yield from _linear_tensors(f"{prefix}out_proj", shape.hidden, mamba.inner)
 
 
-def _attention(shape: ModelShape, prefix: str, kind: LayerKind) -> Named:
+def _attention_tensors(shape: ModelShape, prefix: str, kind: LayerKind) -> TensorShapes:
     q, kv_heads = shape.heads * shape.head_dim, shape.kv_heads_of(kind)
-    yield from _linear(f"{prefix}q_proj", q * (2 if shape.gated_attention else 1), shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{prefix}k_proj", kv_heads * shape.head_dim, shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{prefix}v_proj", kv_heads * shape.value_dim, shape.hidden, shape.qkv_bias)
-    yield from _linear(f"{prefix}o_proj", shape.hidden, shape.heads * shape.value_dim)
+    yield from _linear_tensors(f"{prefix}q_proj", q * (2 if shape.gated_attention else 1), shape.hidden, shape.qkv_bias)
+    yield from _linear_tensors(f"{prefix}k_proj", kv_heads * shape.head_dim, shape.hidden, shape.qkv_bias)
+    yield from _linear_tensors(f"{prefix}v_proj", kv_heads * shape.value_dim, shape.hidden, shape.qkv_bias)
+    yield from _linear_tensors(f"{prefix}o_proj", shape.hidden, shape.heads * shape.value_dim)
     if kind == "sliding_attention" and shape.window is not None and shape.window.sinks:
         yield f"{prefix}attention_sink_bias", (shape.heads,)
     if shape.qk_norm:
@@ -149,23 +155,23 @@ def _attention(shape: ModelShape, prefix: str, kind: LayerKind) -> Named:
         yield f"{prefix}k_norm.weight", (shape.head_dim,)
 
 
-def _latent(shape: ModelShape, prefix: str) -> Named:
+def _latent_tensors(shape: ModelShape, prefix: str) -> TensorShapes:
     latent = shape.latent
     assert latent is not None
     q = shape.heads * (latent.nope_dim + latent.rope_dim)
     if latent.q_rank is None:
-        yield from _linear(f"{prefix}q_proj", q, shape.hidden)
+        yield from _linear_tensors(f"{prefix}q_proj", q, shape.hidden)
     else:
-        yield from _linear(f"{prefix}q_a_proj", latent.q_rank, shape.hidden)
+        yield from _linear_tensors(f"{prefix}q_a_proj", latent.q_rank, shape.hidden)
         yield f"{prefix}q_a_layernorm.weight", (latent.q_rank,)
-        yield from _linear(f"{prefix}q_b_proj", q, latent.q_rank)
-    yield from _linear(f"{prefix}kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, shape.hidden)
+        yield from _linear_tensors(f"{prefix}q_b_proj", q, latent.q_rank)
+    yield from _linear_tensors(f"{prefix}kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, shape.hidden)
     yield f"{prefix}kv_a_layernorm.weight", (latent.kv_rank,)
-    yield from _linear(f"{prefix}kv_b_proj", shape.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
-    yield from _linear(f"{prefix}o_proj", shape.hidden, shape.heads * latent.value_dim)
+    yield from _linear_tensors(f"{prefix}kv_b_proj", shape.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    yield from _linear_tensors(f"{prefix}o_proj", shape.hidden, shape.heads * latent.value_dim)
 
 
-def _delta(shape: ModelShape, prefix: str) -> Named:
+def _delta_tensors(shape: ModelShape, prefix: str) -> TensorShapes:
     delta = shape.delta
     assert delta is not None
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
@@ -173,25 +179,25 @@ def _delta(shape: ModelShape, prefix: str) -> Named:
     yield f"{prefix}dt_bias", (delta.value_heads,)
     yield f"{prefix}conv1d.weight", (2 * keys + values, 1, delta.conv)
     if delta.fused_projections:
-        yield from _linear(f"{prefix}in_proj_qkvz", 2 * keys + 2 * values, shape.hidden)
-        yield from _linear(f"{prefix}in_proj_ba", 2 * delta.value_heads, shape.hidden)
+        yield from _linear_tensors(f"{prefix}in_proj_qkvz", 2 * keys + 2 * values, shape.hidden)
+        yield from _linear_tensors(f"{prefix}in_proj_ba", 2 * delta.value_heads, shape.hidden)
     else:
-        yield from _linear(f"{prefix}in_proj_qkv", 2 * keys + values, shape.hidden)
-        yield from _linear(f"{prefix}in_proj_z", values, shape.hidden)
-        yield from _linear(f"{prefix}in_proj_b", delta.value_heads, shape.hidden)
-        yield from _linear(f"{prefix}in_proj_a", delta.value_heads, shape.hidden)
+        yield from _linear_tensors(f"{prefix}in_proj_qkv", 2 * keys + values, shape.hidden)
+        yield from _linear_tensors(f"{prefix}in_proj_z", values, shape.hidden)
+        yield from _linear_tensors(f"{prefix}in_proj_b", delta.value_heads, shape.hidden)
+        yield from _linear_tensors(f"{prefix}in_proj_a", delta.value_heads, shape.hidden)
     yield f"{prefix}norm.weight", (delta.value_dim,)
-    yield from _linear(f"{prefix}out_proj", shape.hidden, values)
+    yield from _linear_tensors(f"{prefix}out_proj", shape.hidden, values)
 
 
-def _mlp(shape: ModelShape, prefix: str, ffn: int) -> Named:
+def _mlp_tensors(shape: ModelShape, prefix: str, ffn: int) -> TensorShapes:
     if shape.mamba is None:
-        yield from _linear(f"{prefix}gate_proj", ffn, shape.hidden)
-    yield from _linear(f"{prefix}up_proj", ffn, shape.hidden)
-    yield from _linear(f"{prefix}down_proj", shape.hidden, ffn)
+        yield from _linear_tensors(f"{prefix}gate_proj", ffn, shape.hidden)
+    yield from _linear_tensors(f"{prefix}up_proj", ffn, shape.hidden)
+    yield from _linear_tensors(f"{prefix}down_proj", shape.hidden, ffn)
 
 
-def _experts(shape: ModelShape, prefix: str) -> Named:
+def _expert_tensors(shape: ModelShape, prefix: str) -> TensorShapes:
     moe = shape.moe
     assert moe is not None
     yield f"{prefix}gate.weight", (moe.experts, shape.hidden)
@@ -200,20 +206,20 @@ def _experts(shape: ModelShape, prefix: str) -> Named:
     elif moe.router_bias:
         yield f"{prefix}gate.e_score_correction_bias", (moe.experts,)
     for expert in range(moe.experts):
-        yield from _mlp(shape, f"{prefix}experts.{expert}.", moe.ffn)
+        yield from _mlp_tensors(shape, f"{prefix}experts.{expert}.", moe.ffn)
     if moe.shared_ffn:
-        yield from _mlp(shape, f"{prefix}{moe.shared_name}.", moe.shared_ffn)
+        yield from _mlp_tensors(shape, f"{prefix}{moe.shared_name}.", moe.shared_ffn)
         if moe.shared_gate:
             yield f"{prefix}{moe.shared_name}_gate.weight", (1, shape.hidden)
 
 
-def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
+def _mtp_tensors(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
     mtp, hidden = shape.mtp, shape.hidden
     assert mtp is not None
     if shape.eagle3 is not None:
-        return _eagle3(shape, shape.eagle3, mtp)
+        return _eagle3_tensors(shape, shape.eagle3, mtp)
     if shape.dflash is not None:
-        return _dflash(shape, shape.dflash, mtp)
+        return _dflash_tensors(shape, shape.dflash, mtp)
     templates: dict[str | None, Shape] = {
         mtp.embedding_norm: (hidden,),
         mtp.hidden_norm: (hidden,),
@@ -224,37 +230,37 @@ def _mtp_layer(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
     }
     tensors = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
     if shape.mamba is not None:
-        tensors.update(_block(shape, shape.mamba, mtp.layer, "full_attention", "none"))
-        tensors.update(_block(shape, shape.mamba, MTP_EXPERT_LAYER, "none", "sparse"))
+        tensors.update(_block_tensors(shape, shape.mamba, mtp.layer, "full_attention", "none"))
+        tensors.update(_block_tensors(shape, shape.mamba, MTP_EXPERT_LAYER, "none", "sparse"))
         return tensors
     sparse = shape.moe is not None and not mtp.dense
-    tensors.update(_layer(shape, mtp.name(mtp.layer, depth, shape.layers), mtp.kind, sparse, mtp.mlp_norm))
+    tensors.update(_layer_tensors(shape, mtp.name(mtp.layer, depth, shape.layers), mtp.kind, sparse, mtp.mlp_norm))
     return tensors
 
 
-def _eagle3(shape: ModelShape, eagle3: Eagle3Shape, names: MtpConvention) -> Mapping[str, Shape]:
+def _eagle3_tensors(shape: ModelShape, eagle3: Eagle3Shape, mtp: MtpConvention) -> Mapping[str, Shape]:
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = f"{names.layer}self_attn."
-    assert names.final_norm is not None
+    attention = f"{mtp.layer}self_attn."
+    assert mtp.final_norm is not None
     return {
-        names.projection: (hidden, hidden * len(eagle3.boundaries)),
-        names.embedding_norm: (hidden,),
-        names.hidden_norm: (hidden,),
+        mtp.projection: (hidden, hidden * len(eagle3.boundaries)),
+        mtp.embedding_norm: (hidden,),
+        mtp.hidden_norm: (hidden,),
         f"{attention}q_proj.weight": (q, 2 * hidden),
         f"{attention}k_proj.weight": (kv, 2 * hidden),
         f"{attention}v_proj.weight": (kv, 2 * hidden),
         f"{attention}o_proj.weight": (hidden, q),
-        f"{names.layer}post_attention_layernorm.weight": (hidden,),
-        **dict(_mlp(shape, f"{names.layer}mlp.", eagle3.ffn)),
-        names.final_norm: (hidden,),
+        f"{mtp.layer}post_attention_layernorm.weight": (hidden,),
+        **dict(_mlp_tensors(shape, f"{mtp.layer}mlp.", eagle3.ffn)),
+        mtp.final_norm: (hidden,),
     }
 
 
-def _dflash(shape: ModelShape, dflash: DFlashShape, names: MtpConvention) -> Mapping[str, Shape]:
+def _dflash_tensors(shape: ModelShape, dflash: DFlashShape, mtp: MtpConvention) -> Mapping[str, Shape]:
     hidden = shape.hidden
     layer_shape = replace(shape, ffn=dflash.ffn, qkv_bias=False, qk_norm=True, gated_attention=False)
-    assert names.final_norm is not None
-    tensors = {names.projection: (hidden, hidden * len(dflash.boundaries)), names.hidden_norm: (hidden,), names.final_norm: (hidden,)}
+    assert mtp.final_norm is not None
+    tensors = {mtp.projection: (hidden, hidden * len(dflash.boundaries)), mtp.hidden_norm: (hidden,), mtp.final_norm: (hidden,)}
     for index in range(dflash.layers):
-        tensors.update(_layer(layer_shape, f"drafter.layers.{index}.", "full_attention", sparse=False))
+        tensors.update(_layer_tensors(layer_shape, f"drafter.layers.{index}.", "full_attention", sparse=False))
     return tensors

@@ -14,7 +14,7 @@ import yaml
 
 from mtpctl.checkpoint.finding import choose_checkpoint
 from mtpctl.errors import MtpctlError, RuntimeFailure, UserError
-from mtpctl.families.drafters import Kind, with_drafter
+from mtpctl.families.drafters import DrafterKind, add_drafter_config
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.loading import load_recipe
@@ -38,7 +38,7 @@ class DrafterOptions:
         sets: further keys of the run's recipe, as KEY=VALUE.
     """
 
-    kind: Kind | None = None
+    kind: DrafterKind | None = None
     layers: int = 1
     data: Path | None = None
     samples: int = 16384
@@ -55,7 +55,7 @@ def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: b
     if the model does not exist or has a drafter, or if the data, the target or an option is invalid.
     """
     config = _check_arguments(source, target)
-    with_drafter(config, options.kind, options.layers)
+    add_drafter_config(config, options.kind, options.layers)
     if not options.steps:
         from mtpctl.convert.drafter import add_drafter as create
         from mtpctl.convert.drafter import copy_with_drafter

@@ -23,7 +23,7 @@ from mtpctl.data.prompts import check_lengths
 from mtpctl.data.sets import first_problems, row_sources
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, UserError
-from mtpctl.families.drafters import Drafting, drafting_of
+from mtpctl.families.drafters import Drafting, describe_drafting
 from mtpctl.families.reading import check_importable, shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
@@ -174,7 +174,7 @@ def dry_run(recipe: Recipe) -> Plan:
     return Plan(
         recipe,
         shape,
-        drafting_of(config, shape),
+        describe_drafting(config, shape),
         source,
         placement,
         [name for name, _ in named_hosts or []],

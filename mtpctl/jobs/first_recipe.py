@@ -20,7 +20,7 @@ from typing import Any
 from mtpctl.data.messages import NotRendered
 from mtpctl.data.tokenizers import Tokenizer, load_plain_tokenizer, load_tokenizer
 from mtpctl.errors import EnvironmentMissing, UserError
-from mtpctl.families.drafters import with_drafter
+from mtpctl.families.drafters import add_drafter_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
@@ -344,7 +344,7 @@ DRAFTER = (
 def _accepts_drafter(config: Mapping[str, object]) -> bool:
     """Whether a drafter can be added to the model."""
     try:
-        with_drafter(config)
+        add_drafter_config(config)
     except UserError:
         return False
     return True

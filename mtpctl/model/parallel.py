@@ -47,7 +47,7 @@ class ProcessGroups:
         cpu_device.install()
         try:
             _join(rank)
-            with cpu_device.shared_groups_of_one():
+            with cpu_device.share_single_rank_groups():
                 parallel_state.initialize_model_parallel(
                     tensor_model_parallel_size=parallel.tp,
                     pipeline_model_parallel_size=parallel.pp,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from mtpctl.families.quantization import SCALE, scale_shape, unquantized_modules
+from mtpctl.families.quantization import SCALE, list_unquantized_modules, scale_shape
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES
@@ -385,7 +385,7 @@ def plan_quantization(recipe: Recipe, shape: ModelShape) -> QuantizationPlan | N
     specs = [spec for section in sections for spec in wire_tensors(shape, section, dtype, names)]
     quantized_bytes = sum(spec.nbytes for spec in specs if spec.name.removesuffix(SCALE) in names)
     unquantized = sum(spec.nbytes for section in sections for spec in wire_tensors(shape, section, dtype))
-    modules = dict.fromkeys(module.rpartition(".")[2] for module in unquantized_modules(shape, quantized=names))
+    modules = dict.fromkeys(module.rpartition(".")[2] for module in list_unquantized_modules(shape, quantized=names))
     return QuantizationPlan(
         matrices=len(names),
         bytes=quantized_bytes,

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
-from mtpctl.families.drafters import Kind, with_drafter
-from mtpctl.families.reading import DRAFTER, describe_context, shape_of, with_context
+from mtpctl.families.drafters import DrafterKind, add_drafter_config
+from mtpctl.families.reading import DRAFTER, describe_context, extend_context, shape_of
 from mtpctl.families.registry import FAMILIES, check_hub_name
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.section import Complaints, Fraction, HomePath, NonNegativeFloat, PositiveInt, Section
@@ -32,7 +32,7 @@ LONG_CONTEXT = "model_with_context"
 class DrafterConfig(Section):
     """A drafter that the run adds to a model without one, and trains in the stage draft."""
 
-    kind: Kind | None = Field(
+    kind: DrafterKind | None = Field(
         None,
         description="mtp: MTP layers of the model's architecture; eagle3: an EAGLE-3 drafter; dflash: a DFlash drafter, which drafts a "
         "block of mtp.repeat tokens in one pass. Default: mtp if vLLM supports MTP layers with the model's trunk, else eagle3.",
@@ -243,17 +243,17 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
     """
     config = _base_config(model, fetch=fetch, field=field)
     if config is not None and model.context is not None:
-        config = with_context(config, model.context, model.rope_scaling)
+        config = extend_context(config, model.context, model.rope_scaling)
     if model.drafter is None or config is None:
         return config
-    return with_drafter(config, model.drafter.kind, model.drafter.layers)
+    return add_drafter_config(config, model.drafter.kind, model.drafter.layers)
 
 
 def context_note(model: ModelConfig) -> str | None:
     """Describe in one line how the model reaches `model.context`. None if it is not set, or if the config is not on this machine."""
     if model.context is None or (config := _base_config(model, fetch=False, field="model.path")) is None:
         return None
-    return describe_context(shape_of(config), shape_of(with_context(config, model.context, model.rope_scaling)))
+    return describe_context(shape_of(config), shape_of(extend_context(config, model.context, model.rope_scaling)))
 
 
 def _base_config(model: ModelConfig, *, fetch: bool, field: str) -> dict[str, object] | None:

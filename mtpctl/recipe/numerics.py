@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Literal
 
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import FP8_BLOCK, cut_blocks, fp8_names
+from mtpctl.families.quantization import FP8_BLOCK, find_split_block, select_fp8_names
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import section_of
 from mtpctl.recipe.model import model_folder, tensor_names
@@ -186,7 +186,7 @@ def sent_in_fp8(recipe: Recipe, shape: ModelShape) -> frozenset[str]:
     """The matrices that a weight sync sends to the engines in FP8."""
     rollout = recipe.rollout
     drafter = rollout.drafter_quantization == "fp8" and recipe.mtp.mode != "off"
-    return fp8_names(shape, drafter=drafter) if rollout.quantization == "fp8" else frozenset()
+    return select_fp8_names(shape, drafter=drafter) if rollout.quantization == "fp8" else frozenset()
 
 
 def sends_unquantized_too(recipe: Recipe) -> bool:
@@ -232,7 +232,7 @@ def _check_blocks(recipe: Recipe, shape: ModelShape) -> Complaints:
             f"{_FIELD}: no matrix of the model fits blocks of {FP8_BLOCK} x {FP8_BLOCK} (hidden size {shape.hidden}, MLP {shape.ffn}); "
             "set rollout.quantization: none, or use a model whose sizes are multiples"
         )
-    elif (cut_matrix := cut_blocks(shape, names, recipe.rollout.tp)) is not None:
+    elif (cut_matrix := find_split_block(shape, names, recipe.rollout.tp)) is not None:
         yield f"rollout.tp: {recipe.rollout.tp} ranks cut the FP8 blocks of {cut_matrix}; lower it, or set rollout.quantization: none"
     folder = model_folder(recipe.model)
     if folder is not None and (stored_names := tensor_names(folder)):

@@ -27,7 +27,7 @@ from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParam
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mtpctl.compat.megatron_core import fill_buffers, without_router_updates
+from mtpctl.compat.megatron_core import fuse_gradient_accumulation, without_router_updates
 from mtpctl.kernels.grouped import WeightStack
 from mtpctl.kernels.products import accumulate_weight_grad, is_buffered, mark_stale, take_stale
 from mtpctl.model.experts import Experts
@@ -223,7 +223,7 @@ class Gradients:
         self._other_weights = [weight for weight in self.model.params_with_grad if weight not in expert_weights]
         layers = [part for part in _linear_layers(module) if part.weight not in expert_weights and is_buffered(part.weight)]
         # Layers split by tp use upstream's backward pass, which then calls this function; `ReplicatedLinear` has its own.
-        fill_buffers([part for part in layers if not isinstance(part, ReplicatedLinear)], accumulate_weight_grad)
+        fuse_gradient_accumulation([part for part in layers if not isinstance(part, ReplicatedLinear)], accumulate_weight_grad)
         overwritten_weights = [part.weight for part in layers]
         if head_uses_kernels and module.post_process and not module.share_embeddings_and_output_weights:
             head = module.output_layer.weight

@@ -76,7 +76,7 @@ class Optimizer:
         mtp_lr = 0.0 if mtp_frozen else config.mtp_lr
         if mtp_lr is not None:
             overrides[ParamKey(name="*.mtp.*")] = {"max_lr": mtp_lr, "min_lr": mtp_lr * config.min_lr_ratio}
-        with cpu_device.cuda_type_names():
+        with cpu_device.use_cuda_type_names():
             self.inner = get_megatron_optimizer(settings, [model], config_overrides=overrides)
         self.host_memory: HostMemory | None = None
         if offload:

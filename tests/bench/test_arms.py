@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.bench.arms import WARM, Arm, Experiment, select_arms
+from mtpctl.bench.arms import WARM_START, Arm, Experiment, select_arms
 from mtpctl.errors import UserError
 from mtpctl.recipe.loading import dump_resolved, load_recipe
 from mtpctl.telemetry.metrics_file import Row
@@ -24,7 +24,7 @@ def experiment(out: Path, *sets: str) -> Experiment:
 
 def converted(out: Path) -> Path:
     """The converted folder of a warm start, with what the checks of a recipe read."""
-    folder = out / f"{WARM}-0.hf"
+    folder = out / f"{WARM_START}-0.hf"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(load_recipe("tiny_mtp").recipe.model.config))
     (folder / "model.safetensors").touch()
@@ -58,7 +58,7 @@ def test_custom_arm_has_a_name_and_keys() -> None:
         (["foo: a=1"], False, "there is no foo: a=1; the arms are frozen, trained, none$"),
         (["frozen: a=1"], True, "'frozen' cannot name a custom arm"),
         (["a: x=1", "a: x=2"], True, "'a' cannot name a custom arm"),
-        ([f"{WARM}: x=1"], True, "cannot name a custom arm"),
+        ([f"{WARM_START}: x=1"], True, "cannot name a custom arm"),
         (["../a: x=1"], True, "'../a' cannot name"),
         (["a: 'x=1"], True, "no closing quotation; write NAME: KEY=VALUE"),
     ],
@@ -76,21 +76,21 @@ def test_run_has_its_directory_and_the_keys_of_its_arm(tmp_path: Path) -> None:
 
 def test_arm_starts_from_the_converted_warm_start(tmp_path: Path) -> None:
     folder = converted(tmp_path)
-    start = experiment(tmp_path)._warm_start(0, say=print)
+    start = experiment(tmp_path)._warm_start(0, report=print)
     recipe = experiment(tmp_path).load("frozen-0", 0, [*ARM.sets, *start])
     assert recipe.model.path == str(folder) and recipe.model.config is None
     assert recipe.model.init == "weights" and recipe.train.stages == ["rl"]
 
 
 def test_arm_without_a_supervised_stage_starts_from_the_recipes_model(tmp_path: Path) -> None:
-    assert experiment(tmp_path, "train.stages=[rl]")._warm_start(0, say=print) == []
+    assert experiment(tmp_path, "train.stages=[rl]")._warm_start(0, report=print) == []
 
 
 def test_finished_run_is_not_started_again(tmp_path: Path) -> None:
     converted(tmp_path)
     checkpoint(tmp_path / "frozen-0", "end", ["rl"])
     messages: list[str] = []
-    (outcome,) = experiment(tmp_path).run([ARM], [0], say=messages.append)
+    (outcome,) = experiment(tmp_path).run([ARM], [0], report=messages.append)
     assert outcome.history.rows == [] and not (tmp_path / "frozen-0.log").exists()
     assert messages == ["seed 0: frozen"]
 
@@ -103,7 +103,7 @@ def measured(out: Path, run: str, updates: int) -> None:
 
 def test_run_without_checkpoints_is_finished_after_all_updates(tmp_path: Path) -> None:
     finished(tmp_path, "train.rl.steps=6", "train.keep_checkpoints=0")
-    (outcome,) = experiment(tmp_path, "train.rl.steps=6", "train.keep_checkpoints=0").run([ARM], [0], say=print)
+    (outcome,) = experiment(tmp_path, "train.rl.steps=6", "train.keep_checkpoints=0").run([ARM], [0], report=print)
     assert outcome.updates == 6 and not (tmp_path / "frozen-0.log").exists()
     assert outcome.versions == collect_versions()
 
@@ -114,7 +114,7 @@ def finished(out: Path, *sets: str) -> None:
     measured(out, "frozen-0", 6)
     settings = experiment(out, *sets)
     (out / "frozen-0" / "recipe.resolved.yaml").write_text(
-        dump_resolved(settings.load("frozen-0", 0, [*ARM.sets, *settings._warm_start(0, say=print)]))
+        dump_resolved(settings.load("frozen-0", 0, [*ARM.sets, *settings._warm_start(0, report=print)]))
     )
 
 
@@ -126,14 +126,14 @@ def test_finished_run_of_another_recipe_is_rejected(tmp_path: Path, change: str,
     sets = ("train.rl.steps=6", "train.keep_checkpoints=0")
     finished(tmp_path, *sets)
     with pytest.raises(UserError, match=rf"--out: .*frozen-0 has {message}.*; name another --out, or remove that run"):
-        experiment(tmp_path, *sets, change).run([ARM], [0], say=print)
+        experiment(tmp_path, *sets, change).run([ARM], [0], report=print)
     assert not (tmp_path / "frozen-0.log").exists()
 
 
 def warmed(out: Path, *sets: str) -> None:
     """A finished warm start and its recipe."""
     converted(out)
-    run = out / f"{WARM}-0"
+    run = out / f"{WARM_START}-0"
     checkpoint(run, "end", ["sft"])
     (run / "recipe.resolved.yaml").write_text(dump_resolved(experiment(out, *sets, "train.stages=[sft]").load(run.name, 0)))
 
@@ -149,16 +149,16 @@ def warmed(out: Path, *sets: str) -> None:
 def test_warm_start_of_another_recipe_is_rejected(tmp_path: Path, change: str, message: str, both: bool) -> None:
     warmed(tmp_path, "train.sft.steps=8")
     if not both:
-        (tmp_path / f"{WARM}-0.hf").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=rf"--out: .*{WARM}-0 has {message} is requested; .*remove that run and .*{WARM}-0\.hf"):
-        experiment(tmp_path, "train.sft.steps=8", change).run([ARM], [0], say=print)
-    assert not (tmp_path / f"{WARM}-0.log").exists() and not (tmp_path / "frozen-0.log").exists()
+        (tmp_path / f"{WARM_START}-0.hf").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=rf"--out: .*{WARM_START}-0 has {message} is requested; .*remove that run and .*{WARM_START}-0\.hf"):
+        experiment(tmp_path, "train.sft.steps=8", change).run([ARM], [0], report=print)
+    assert not (tmp_path / f"{WARM_START}-0.log").exists() and not (tmp_path / "frozen-0.log").exists()
 
 
 @pytest.mark.parametrize("change", ["train.rl.steps=3", "train.eval_every=7", "rollout.temperature=0.5", "async.sync_every=2"])
 def test_warm_start_is_reused_for_recipes_that_differ_only_in_rl(tmp_path: Path, change: str) -> None:
     warmed(tmp_path, "train.sft.steps=8")
-    assert experiment(tmp_path, "train.sft.steps=8", change)._warm_start(0, say=print)
+    assert experiment(tmp_path, "train.sft.steps=8", change)._warm_start(0, report=print)
 
 
 def test_measured_runs_are_read_by_their_own_recipes_without_starting_any(tmp_path: Path) -> None:
@@ -169,21 +169,21 @@ def test_measured_runs_are_read_by_their_own_recipes_without_starting_any(tmp_pa
     (tmp_path / "frozen-14").mkdir()
     before = sorted(tmp_path.rglob("*"))
     messages: list[str] = []
-    outcomes = experiment(tmp_path).load_outcomes([ARM], None, say=messages.append)
+    outcomes = experiment(tmp_path).load_outcomes([ARM], None, report=messages.append)
     assert [(o.seed, o.updates, o.requested_updates) for o in outcomes] == [(3, 6, 6), (12, 2, 6)]
     assert messages == ["frozen-3: 6 updates", "frozen-12: 2 of 6 updates", "frozen-13: 0 of 6 updates, skipped"]
-    assert [o.seed for o in experiment(tmp_path).load_outcomes([ARM], [12], say=print)] == [12]
+    assert [o.seed for o in experiment(tmp_path).load_outcomes([ARM], [12], report=print)] == [12]
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_folder_without_runs_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--out .*holds no run with an update of the arms frozen; leave --measured-only out"):
-        experiment(tmp_path / "none").load_outcomes([ARM], None, say=print)
+        experiment(tmp_path / "none").load_outcomes([ARM], None, report=print)
 
 
 def test_arm_that_the_recipe_does_not_allow_is_rejected_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.stages"):
-        experiment(tmp_path, "train.stages=[sft]").run([ARM], [0], say=print)
+        experiment(tmp_path, "train.stages=[sft]").run([ARM], [0], report=print)
     with pytest.raises(UserError):
-        experiment(tmp_path, "rollout.max_tokens=0").run([ARM], [0], say=print)
+        experiment(tmp_path, "rollout.max_tokens=0").run([ARM], [0], report=print)
     assert not list(tmp_path.iterdir())

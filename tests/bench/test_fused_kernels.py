@@ -31,10 +31,10 @@ def test_each_kind_of_work_has_a_floor_own_cases_and_a_peer(results: list[bench.
 def test_missed_bounds_are_reported() -> None:
     case = bench.Case("forward", "own", lambda x: bench.Output(), 1.12, 0.5)
     reference, larger = bench.Shape(8192, 4096, 151680), bench.Shape(32768, 4096, 151680)
-    assert bench.misses(case, reference, 1.10, 0.4) == ()
-    assert bench.misses(case, reference, 1.20, 0.6) == ("1.20x, bound 1.12x", "0.60 GiB, bound 0.50")
-    assert bench.misses(case, larger, 1.20, 1.9) == ()
-    assert bench.misses(case, larger, 1.24, 2.1) == ("1.24x, bound 1.23x", "2.10 GiB, bound 2.00")
+    assert bench.find_misses(case, reference, 1.10, 0.4) == ()
+    assert bench.find_misses(case, reference, 1.20, 0.6) == ("1.20x, bound 1.12x", "0.60 GiB, bound 0.50")
+    assert bench.find_misses(case, larger, 1.20, 1.9) == ()
+    assert bench.find_misses(case, larger, 1.24, 2.1) == ("1.24x, bound 1.23x", "2.10 GiB, bound 2.00")
 
 
 def test_json_has_the_environment_and_every_result() -> None:

@@ -7,27 +7,27 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mtpctl.bench.logprob import MIN_SHARE, Finding, Load, Report, as_json, table
+from mtpctl.bench.logprob import MIN_SHARE, Load, Measurement, Report, format_table, to_document
 from mtpctl.cli.app import app
 
 
 def test_bound_is_missed_only_on_its_side() -> None:
-    assert Finding("share", MIN_SHARE - 0.01, "", MIN_SHARE, at_least=True).missed
-    assert not Finding("share", MIN_SHARE, "", MIN_SHARE, at_least=True).missed
-    assert Finding("added", 5.01, "ms", 5.0).missed and not Finding("added", -1.0, "ms", 5.0).missed
-    assert not Finding("memory", None, "GiB", 1.0).missed and not Finding("bare", 9e9, "tokens/s").missed
+    assert Measurement("share", MIN_SHARE - 0.01, "", MIN_SHARE, at_least=True).missed
+    assert not Measurement("share", MIN_SHARE, "", MIN_SHARE, at_least=True).missed
+    assert Measurement("added", 5.01, "ms", 5.0).missed and not Measurement("added", -1.0, "ms", 5.0).missed
+    assert not Measurement("memory", None, "GiB", 1.0).missed and not Measurement("bare", 9e9, "tokens/s").missed
 
 
 def test_nan_misses_every_bound() -> None:
-    assert Finding("difference", math.nan, "nats", 0.1).missed and Finding("share", math.nan, "", 0.8, at_least=True).missed
+    assert Measurement("difference", math.nan, "nats", 0.1).missed and Measurement("share", math.nan, "", 0.8, at_least=True).missed
 
 
 def test_table_has_bounds_ratios_and_figures_not_measured() -> None:
-    report = Report([Finding("added", 10.0, "ms", 5.0, detail="12 in all"), Finding("memory", None, "GiB", 1.0)])
-    lines = table(report).splitlines()
+    report = Report([Measurement("added", 10.0, "ms", 5.0, detail="12 in all"), Measurement("memory", None, "GiB", 1.0)])
+    lines = format_table(report).splitlines()
     assert lines[2] == "| added | 10 ms | ≤ 5 ms | 2.00 | **missed** · 12 in all |"
     assert lines[3].startswith("| memory | not measured on a CPU | ≤ 1 GiB |")
-    document = as_json(report, {"device": "CPU"}, Load((2, 3)))
+    document = to_document(report, {"device": "CPU"}, Load((2, 3)))
     assert [finding["missed"] for finding in document["findings"]] == [True, False] and document["timer"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mtpctl.bench.mtp import ARMS, drafter_arms, gain, summarise, table
+from mtpctl.bench.mtp import ARMS, compute_gain, format_table, make_drafter_arms, summarize
 from mtpctl.cli.app import app
 from mtpctl.recipe.loading import load_recipe
 from tests.fakes.bench_results import drafting_run, mtp_outcome, write_run
@@ -19,7 +19,7 @@ def test_last_updates_of_all_seeds_are_pooled() -> None:
         mtp_outcome("trained", drafting_run([0.1, 0.1, 0.8, 0.9])),
         mtp_outcome("trained", drafting_run([0.2, 0.2, 0.6, 0.7]), seed=1),
     ]
-    (result,) = summarise(outcomes, last=2)
+    (result,) = summarize(outcomes, last=2)
     assert (result.drafted, result.accepted, result.seeds, result.updates) == (4000, 3000, 2, [4, 4])
     assert result.acceptance == pytest.approx(0.75) and result.by_seed == pytest.approx([0.85, 0.65])
     assert result.by_position == pytest.approx([0.75]) and result.accept_length == pytest.approx(1.75)
@@ -30,29 +30,29 @@ def test_last_updates_of_all_seeds_are_pooled() -> None:
 def test_expected_acceptance_is_of_the_draft_method() -> None:
     greedy, sampled = (mtp_outcome("trained", drafting_run([0.5] * 2)) for _ in range(2))
     for each, expected in ((greedy, 0.51), (replace(sampled, draft_method="probabilistic"), 0.49)):
-        (result,) = summarise([each], last=2)
+        (result,) = summarize([each], last=2)
         assert result.expected_by_position == pytest.approx([expected])
-        assert "| 50.0% | " + f"{expected:.1%}" in table([result], 2)
+        assert "| 50.0% | " + f"{expected:.1%}" in format_table([result], 2)
 
 
 def test_throughput_is_over_all_time_and_over_time_with_requests() -> None:
-    (result,) = summarise([mtp_outcome("none", drafting_run([0.0, 0.0], drafted=0))], last=2)
+    (result,) = summarize([mtp_outcome("none", drafting_run([0.0, 0.0], drafted=0))], last=2)
     assert (result.tokens_per_s, result.tokens_per_busy_s) == (200, 400)
     assert result.acceptance is None and result.by_position == []
 
 
 def test_gain_is_in_points_relative_and_in_standard_errors() -> None:
-    results = summarise([mtp_outcome("frozen", drafting_run([0.5] * 3)), mtp_outcome("trained", drafting_run([0.6] * 3))], last=3)
-    difference = gain(results)
+    results = summarize([mtp_outcome("frozen", drafting_run([0.5] * 3)), mtp_outcome("trained", drafting_run([0.6] * 3))], last=3)
+    difference = compute_gain(results)
     assert difference is not None
     assert difference.points == pytest.approx(10) and difference.relative == pytest.approx(0.2)
     assert difference.standard_errors == pytest.approx(0.1 / ((0.5 * 0.5 + 0.6 * 0.4) / 3000) ** 0.5)
-    assert gain(results[:1]) is None
+    assert compute_gain(results[:1]) is None
 
 
 def test_every_arm_is_a_row() -> None:
     outcomes = [mtp_outcome("none", drafting_run([0.0, 0.0], drafted=0)), mtp_outcome("trained", drafting_run([0.4, 0.6]))]
-    text = table(summarise(outcomes, last=2), 2)
+    text = format_table(summarize(outcomes, last=2), 2)
     assert "| no speculation | 2 of 4 | – |" in text and "| drafter trained and synced | 2 of 4 | 50.0% (1000/2000)" in text
     assert "+0.0%" in text
 
@@ -63,16 +63,16 @@ def test_arms_differ_only_in_the_mtp_layers() -> None:
 
 
 def test_arms_combine_loss_draft_method_and_number_of_drafts() -> None:
-    arms = drafter_arms(["ce", "tv"], ["greedy", "probabilistic"], [1, 3], layers=1)
+    arms = make_drafter_arms(["ce", "tv"], ["greedy", "probabilistic"], [1, 3], layers=1)
     assert [arm.name for arm in arms][:3] == ["ce-greedy-k1", "ce-probabilistic-k1", "tv-greedy-k1"] and len(arms) == 9
     recipe = load_recipe("tiny_mtp", sets=list(arms[-2].sets)).recipe
     assert (recipe.mtp.loss, recipe.mtp.repeat) == ("tv", 3)
     assert (recipe.rollout.speculation.draft_method, recipe.rollout.speculation.num_tokens) == ("probabilistic", 3)
     first = load_recipe("tiny_mtp", sets=list(arms[-1].sets)).recipe
     assert (arms[-1].name, first.mtp.loss, first.mtp.repeat, first.rollout.speculation.num_tokens) == ("first-k3", "ce", 1, 3)
-    (several_layers,) = drafter_arms(["tv"], ["greedy"], [3], layers=3)
+    (several_layers,) = make_drafter_arms(["tv"], ["greedy"], [3], layers=3)
     assert "mtp.repeat=1" in several_layers.sets
-    (block,) = drafter_arms(["tv"], ["greedy"], [3], layers=1, is_block=True)
+    (block,) = make_drafter_arms(["tv"], ["greedy"], [3], layers=1, is_block=True)
     assert "mtp.repeat=3" in block.sets
 
 

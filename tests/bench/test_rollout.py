@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional as F
 
-from mtpctl.bench.rollout import Bench, Options, Result, Send, allowed_gain, alternate, line, row, verdict
+from mtpctl.bench.rollout import Bench, Options, Result, Send, allowed_gain, format_row, format_verdict, make_row, send_alternately
 from mtpctl.bench.rollout_engines import TINY, Load, Run, enter_all, expected_answer, make_load, write_cycle_model
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
@@ -118,24 +118,24 @@ def test_every_way_has_a_warmup_and_every_other_round_is_reversed() -> None:
 
         return send
 
-    runs = asyncio.run(alternate(LOAD, {"a": way("a"), "b": way("b")}, 2))
+    runs = asyncio.run(send_alternately(LOAD, {"a": way("a"), "b": way("b")}, 2))
     assert sent == ["b", "a", "a", "b", "b", "a"]
     assert {name: [run.tokens for run in of_way] for name, of_way in runs.items()} == {"a": [3, 6], "b": [4, 5]}
-    assert asyncio.run(alternate(LOAD, {"a": way("a")}, 1, warm=False))["a"][0].tokens == 7
+    assert asyncio.run(send_alternately(LOAD, {"a": way("a")}, 1, warm_up=False))["a"][0].tokens == 7
 
 
 def test_ratio_is_of_runs_of_the_same_round() -> None:
     ours, theirs = [Run(1.0, tokens, 0) for tokens in (100, 200, 90)], [Run(1.0, tokens, 0) for tokens in (100, 100, 100)]
-    result = row("ours", LOAD, ours, theirs, 0.95)
+    result = make_row("ours", LOAD, ours, theirs, 0.95)
     assert (result.tokens_per_s, result.rates) == (100, (100, 200, 90))
     assert result.ratios == (1.0, 2.0, 0.9) and result.ratio == 1.0 and not result.misses
-    slowed = row("ours", LOAD, [Run(2.0, 100, 0), Run(1.0, 90, 0)], [Run(2.0, 100, 0), Run(1.0, 100, 0)], 0.96)
+    slowed = make_row("ours", LOAD, [Run(2.0, 100, 0), Run(1.0, 90, 0)], [Run(2.0, 100, 0), Run(1.0, 100, 0)], 0.96)
     assert slowed.misses == ("0.950, bound 0.96",)
-    assert row("theirs", LOAD, theirs).ratio is None
+    assert make_row("theirs", LOAD, theirs).ratio is None
 
 
 def test_wrong_answers_and_empty_slots_are_misses() -> None:
-    result = row("ours", LOAD, [Run(1.0, 100, 2, idle=0.1), Run(1.0, 100, 0, idle=0.04), Run(1.0, 100, 0, idle=0.02)])
+    result = make_row("ours", LOAD, [Run(1.0, 100, 2, idle=0.1), Run(1.0, 100, 0, idle=0.04), Run(1.0, 100, 0, idle=0.02)])
     assert result.misses == ("2 answers are not the model's", "slots empty 4.0% of the time, bound 3%")
 
 
@@ -177,10 +177,13 @@ def test_verdict_names_missed_bounds() -> None:
         Result("2 drafts", "batch 8", 150.0, (149.0, 151.0), 1.5, (1.4, 1.5, 1.6), 0.7, 2.2, 0.0021, 93.4, 0.0101, 1.8, drafts=2),
         Result("auto", "batch 8", 90.0, (89.0, 91.0), 0.9, drafts=0, misses=("0.900, bound 0.98",)),
     ]
-    assert line(rows[1]) == "| 2 drafts | batch 8 | 150 (149 – 151) | 1.500 (1.400 – 1.600) | 70.0% | 2.20 | 93, 10.10 | 2.10 | 1.80 | – |"
-    assert line(rows[0]).endswith("| – | – | – | – | 1.00 | – |")
-    assert line(rows[2]).startswith("| auto → 0 drafts | batch 8 | 90 ")
-    assert verdict(rows) == [
+    assert (
+        format_row(rows[1])
+        == "| 2 drafts | batch 8 | 150 (149 – 151) | 1.500 (1.400 – 1.600) | 70.0% | 2.20 | 93, 10.10 | 2.10 | 1.80 | – |"
+    )
+    assert format_row(rows[0]).endswith("| – | – | – | – | 1.00 | – |")
+    assert format_row(rows[2]).startswith("| auto → 0 drafts | batch 8 | 90 ")
+    assert format_verdict(rows) == [
         "batch 8: best with 2 drafts, 1.50 of no speculation",
         "MISSED auto, batch 8: 0.900, bound 0.98",
     ]

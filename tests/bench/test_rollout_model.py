@@ -16,16 +16,16 @@ from mtpctl.bench.rollout_engines import TINY, write_cycle_model
 from mtpctl.bench.rollout_model import (
     OFFLINE,
     Arm,
-    Measured,
+    Measurement,
     ModelBench,
     Options,
-    _result,
+    _make_result,
     cpu_seconds,
     default_arms,
-    line,
+    format_row,
     make_load,
-    prompts_of,
-    run,
+    make_prompts,
+    run_benchmark,
 )
 from mtpctl.data.tokenizers import load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.errors import UserError
@@ -41,16 +41,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_prompts_are_ordinary_tokens_or_texts_of_a_file(folder: Path) -> None:
     tokenizer = load_plain_tokenizer(folder)
-    prompts = prompts_of(Options(folder, "cpu", 200), 20)
+    prompts = make_prompts(Options(folder, "cpu", 200), 20)
     assert {len(prompt) for prompt in prompts} == {200} and len(set(map(tuple, prompts))) == 20
     assert not {token for prompt in prompts for token in prompt} & tokenizer.special_ids
-    texts = prompts_of(Options(folder, "cpu", prompts=("one", "two more")), 3)
+    texts = make_prompts(Options(folder, "cpu", prompts=("one", "two more")), 3)
     assert [tokenizer.decode(ids) for ids in texts] == ["one", "two more", "one"]
 
 
 def test_a_load_fills_all_slots_and_repeats_the_prompt_of_a_group(folder: Path) -> None:
     options = Options(folder, "cpu", 8, 40, group=4, requests=3)
-    prompts = prompts_of(options, 48)
+    prompts = make_prompts(options, 48)
     load = make_load(options, prompts, 32, 2)
     assert len(load.prompts) == len(load.lengths) == 32 * 3 * 2
     assert [load.prompts[number] for number in range(4)] == [prompts[0]] * 4 and load.prompts[4] == prompts[1]
@@ -75,12 +75,12 @@ def test_cpu_time_includes_descendants_and_no_others() -> None:
 
 def test_a_row_compares_with_vllm_in_the_same_round() -> None:
     arm = Arm("3 engines", 3, 256)
-    rounds = [Measured(2.0, 400, loop_s=0.2, engines_s=9.0), Measured(4.0, 400, loop_s=0.4, engines_s=18.0)]
-    result = _result(arm, rounds, [Measured(8.0, 400), Measured(8.0, 400)])
+    rounds = [Measurement(2.0, 400, loop_s=0.2, engines_s=9.0), Measurement(4.0, 400, loop_s=0.4, engines_s=18.0)]
+    result = _make_result(arm, rounds, [Measurement(8.0, 400), Measurement(8.0, 400)])
     assert (result.rates, result.ratios) == ((200.0, 100.0), (4.0, 2.0))
     assert (result.loop, result.busy) == (pytest.approx(0.1), pytest.approx(1.5))
-    assert line(result) == "| 3 engines | 256 | 150 (100 – 200) | 3.00 | 0.10 | 1.50 |"
-    assert line(_result(Arm(OFFLINE, 0, 8), [Measured(1.0, 5)], None)) == "| vLLM LLM.generate | 8 | 5 (5 – 5) | – | – | – |"
+    assert format_row(result) == "| 3 engines | 256 | 150 (100 – 200) | 3.00 | 0.10 | 1.50 |"
+    assert format_row(_make_result(Arm(OFFLINE, 0, 8), [Measurement(1.0, 5)], None)) == "| vLLM LLM.generate | 8 | 5 (5 – 5) | – | – | – |"
 
 
 def test_arms_with_the_same_engines_share_them_and_the_gpu(folder: Path) -> None:
@@ -125,8 +125,8 @@ def test_options_of_a_users_model_are_checked_before_anything_starts(
 def test_a_model_is_measured_with_one_engine_and_without_mtpctl(folder: Path) -> None:
     lines: list[str] = []
     began = time.monotonic()
-    results = run(Options(folder, "cpu", 8, 12, group=4, requests=2, rounds=1), default_arms([8], 1), lines.append)
-    assert [result.what for result in results] == [OFFLINE, "one engine"] and lines[1:] == [line(result) for result in results]
+    results = run_benchmark(Options(folder, "cpu", 8, 12, group=4, requests=2, rounds=1), default_arms([8], 1), lines.append)
+    assert [result.what for result in results] == [OFFLINE, "one engine"] and lines[1:] == [format_row(result) for result in results]
     vllm, ours = results
     assert vllm.ratios == (1.0,) and ours.ratios == (ours.rates[0] / vllm.rates[0],)
     assert 0 < (ours.loop or 0) <= 1 and 0 < (ours.busy or 0) <= 2

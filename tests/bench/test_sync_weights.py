@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mtpctl.bench import sync_weights
-from mtpctl.bench.sync_ends import Load
-from mtpctl.bench.sync_weights import extra_gib, misses, table
+from mtpctl.bench.sync_ends import RequestLoad
+from mtpctl.bench.sync_weights import compute_extra_gib, find_misses, format_table
 from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.memory import GIB
 from tests.fakes.bench_results import SYNC_OPTIONS, sync_result
@@ -20,19 +20,19 @@ from tests.fakes.bench_results import SYNC_OPTIONS, sync_result
 
 def test_trainer_and_engine_use_gpus_visible_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert sync_weights.gpus_of(SYNC_OPTIONS) == ("4", "6")
-    assert sync_weights.gpus_of(replace(SYNC_OPTIONS, shared=True)) == ("4", "4")
+    assert sync_weights.select_gpus(SYNC_OPTIONS) == ("4", "6")
+    assert sync_weights.select_gpus(replace(SYNC_OPTIONS, shared=True)) == ("4", "4")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert sync_weights.gpus_of(SYNC_OPTIONS) == ("0", "1")
-    assert sync_weights.gpus_of(replace(SYNC_OPTIONS, device="cpu")) == ("", "")
+    assert sync_weights.select_gpus(SYNC_OPTIONS) == ("0", "1")
+    assert sync_weights.select_gpus(replace(SYNC_OPTIONS, device="cpu")) == ("", "")
 
 
 async def steady(engine: Any) -> None:
     """Wait for a load of one request on `engine`."""
     options = replace(SYNC_OPTIONS, device="cpu", batch=1)
-    load = Load(engine, options)
+    load = RequestLoad(engine, options)
     try:
-        await sync_weights._steady(load, options)
+        await sync_weights._wait_until_steady(load, options)
     finally:
         load.end()
 
@@ -81,18 +81,18 @@ def test_store_in_memory_is_removed_when_a_sync_fails(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sync_weights, "model_bytes", lambda options: 0)
     with pytest.raises(RuntimeError, match="out of memory"):
         options = replace(SYNC_OPTIONS, device="cpu", folder=tmp_path, batch=1)
-        asyncio.run(sync_weights._measure_transport(options, sync_weights.recipe_of(options), Trainer(), Engine(), "shm", 0, print))  # type: ignore[arg-type]
+        asyncio.run(sync_weights._measure_transport(options, sync_weights.make_recipe(options), Trainer(), Engine(), "shm", 0, print))  # type: ignore[arg-type]
     assert not memory.exists()
 
 
 def test_medians_within_the_bounds_miss_nothing() -> None:
-    assert misses(sync_result(), SYNC_OPTIONS) == []
+    assert find_misses(sync_result(), SYNC_OPTIONS) == []
     assert sync_result().link_seconds == 0.1
 
 
 def test_missed_bounds_are_reported_with_their_figures() -> None:
     slow = sync_result(seconds=[0.6], stall_seconds=[0.7], wire_seconds=[0.3], trainer_gib=3.5, engine_gib=4.0)
-    assert misses(slow, SYNC_OPTIONS) == [
+    assert find_misses(slow, SYNC_OPTIONS) == [
         "wire over link 3.000 x, bound 2",
         "a sync 0.600 s, bound 0.15",
         "a stall 0.700 s, bound 0.6",
@@ -102,20 +102,20 @@ def test_missed_bounds_are_reported_with_their_figures() -> None:
 
 
 def test_link_bound_applies_to_nccl_and_the_tiny_bound_to_a_cpu() -> None:
-    assert misses(sync_result("ipc", wire_seconds=[5.0]), SYNC_OPTIONS) == []
-    assert misses(sync_result("shm", seconds=[0.06]), replace(SYNC_OPTIONS, device="cpu")) == ["a sync 0.060 s, bound 0.05"]
+    assert find_misses(sync_result("ipc", wire_seconds=[5.0]), SYNC_OPTIONS) == []
+    assert find_misses(sync_result("shm", seconds=[0.06]), replace(SYNC_OPTIONS, device="cpu")) == ["a sync 0.060 s, bound 0.05"]
 
 
 def test_fp8_has_its_own_bound_for_a_sync() -> None:
-    assert misses(sync_result(seconds=[0.1]), replace(SYNC_OPTIONS, fp8=True)) == ["a sync 0.100 s, bound 0.09"]
+    assert find_misses(sync_result(seconds=[0.1]), replace(SYNC_OPTIONS, fp8=True)) == ["a sync 0.100 s, bound 0.09"]
 
 
 def test_table_has_medians_with_least_and_most() -> None:
-    assert "| nccl | 10.000 | 10 | 100.0 | 0.190 (0.150–0.200) | 1.90 | 0.140 (0.130–9.000) |" in table([sync_result()])
+    assert "| nccl | 10.000 | 10 | 100.0 | 0.190 (0.150–0.200) | 1.90 | 0.140 (0.130–9.000) |" in format_table([sync_result()])
 
 
 def test_extra_memory_has_tensors_reserved_memory_and_other_buffers() -> None:
     before = {"allocated": 10 * GIB, "peak": 10 * GIB, "reserved": 12 * GIB, "peak_reserved": 12 * GIB, "used": 13 * GIB}
     after = {"allocated": 10 * GIB, "peak": 13 * GIB, "reserved": 16 * GIB, "peak_reserved": 16 * GIB, "used": 18 * GIB}
-    assert extra_gib(before, after, exclusive=True) == 3 + 1 + 1
-    assert extra_gib(before, after, exclusive=False) == 3 + 1
+    assert compute_extra_gib(before, after, exclusive=True) == 3 + 1 + 1
+    assert compute_extra_gib(before, after, exclusive=False) == 3 + 1

@@ -43,7 +43,7 @@ def test_streams_do_nothing():
 
 
 def test_cuda_type_names_apply_within_the_block_only():
-    with cpu_device.cuda_type_names():
+    with cpu_device.use_cuda_type_names():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
         assert torch.zeros(1).type(torch.int64).dtype == torch.int64
@@ -64,7 +64,7 @@ def test_purposes_of_a_single_rank_share_a_group():
 
 def test_megatron_core_without_create_group_is_rejected(monkeypatch):
     monkeypatch.delattr(parallel_state, "create_group")
-    with pytest.raises(RuntimeError, match="create_group"), cpu_device.shared_groups_of_one():
+    with pytest.raises(RuntimeError, match="create_group"), cpu_device.share_single_rank_groups():
         pass
 
 
@@ -73,7 +73,7 @@ def test_dispatcher_without_its_function_is_rejected(monkeypatch):
 
     monkeypatch.delattr(token_dispatcher, "maybe_move_tensor_to_cpu")
     with pytest.raises(RuntimeError, match="maybe_move_tensor_to_cpu"):
-        cpu_device._move_split_sizes()
+        cpu_device._patch_split_sizes()
 
 
 def test_device_contexts_apply_after_the_installation():

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.ssm.gated_delta_net import common
 
 from mtpctl.compat import megatron_core
-from mtpctl.compat.megatron_core import ROUTER_SEARCHES, fill_buffers, without_router_updates
+from mtpctl.compat.megatron_core import ROUTER_UPDATE_FUNCTIONS, fuse_gradient_accumulation, without_router_updates
 
 FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 
@@ -65,7 +65,7 @@ def test_delta_net_without_its_flag_is_rejected(monkeypatch: pytest.MonkeyPatch)
         pass
 
 
-@pytest.mark.parametrize("name", ROUTER_SEARCHES)
+@pytest.mark.parametrize("name", ROUTER_UPDATE_FUNCTIONS)
 def test_router_search_is_skipped_within_the_block_only(name: str) -> None:
     before = getattr(FINALIZE, name)
     with pytest.raises(KeyError), without_router_updates():
@@ -74,13 +74,13 @@ def test_router_search_is_skipped_within_the_block_only(name: str) -> None:
     assert getattr(FINALIZE, name) is before
 
 
-@pytest.mark.parametrize("name", ROUTER_SEARCHES)
+@pytest.mark.parametrize("name", ROUTER_UPDATE_FUNCTIONS)
 def test_renamed_router_search_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    upstream = {each: getattr(FINALIZE, each) for each in ROUTER_SEARCHES}
+    upstream = {each: getattr(FINALIZE, each) for each in ROUTER_UPDATE_FUNCTIONS}
     monkeypatch.delattr(FINALIZE, name)
     with pytest.raises(RuntimeError, match=f"no longer updates routers by {name}"), without_router_updates():
         pass
-    assert all(getattr(FINALIZE, each) is upstream[each] for each in ROUTER_SEARCHES if each != name)
+    assert all(getattr(FINALIZE, each) is upstream[each] for each in ROUTER_UPDATE_FUNCTIONS if each != name)
 
 
 def test_weight_gradients_are_passed_with_states_and_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_weight_gradients_are_passed_with_states_and_buffer(monkeypatch: pytest.
     calls: list[tuple[torch.Tensor, ...]] = []
     layer = torch.nn.Module()
     vars(layer)["gradient_accumulation_fusion"] = False
-    fill_buffers([layer], lambda *arguments: calls.append(arguments))
+    fuse_gradient_accumulation([layer], lambda *arguments: calls.append(arguments))
     assert vars(layer)["gradient_accumulation_fusion"]
     x, grad = torch.randn(4, 1, 5, requires_grad=True), torch.randn(4, 1, 3)
     output = layers.linear_with_grad_accumulation_and_async_allreduce(x, weight, None, True, False, False, tp_group=SimpleNamespace())
@@ -108,4 +108,4 @@ def test_weight_gradients_are_passed_with_states_and_buffer(monkeypatch: pytest.
 
 def test_layers_without_gradient_fusion_are_rejected() -> None:
     with pytest.raises(RuntimeError, match="no longer take"):
-        fill_buffers([torch.nn.Linear(2, 2)], lambda *_: None)
+        fuse_gradient_accumulation([torch.nn.Linear(2, 2)], lambda *_: None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mtpctl.families.quantization import fp8_names
+from mtpctl.families.quantization import select_fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
 from tests.fakes.family_runs import command, recipe, updates
@@ -49,7 +49,7 @@ def test_run_completes_and_resumes(family: str, tmp_path: Path) -> None:
     assert "resume: rl resumes after step 2" in resumed
     rows = updates(tmp_path / "fp8")
     shape = shape_of(tree["model"]["config"])
-    names = fp8_names(shape)
+    names = select_fp8_names(shape)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert {row["sync/verified"] for row in rows} == {len(tensor_shapes(shape)) + len(names)}, "values and scales"
     assert any(row["rollout/spec_drafted"] for row in rows)

@@ -12,7 +12,7 @@ import pytest
 from mtpctl.controller.prepare import open_model, open_version_store, prepare
 from mtpctl.controller.rollout_loop import build_request
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import fp8_names
+from mtpctl.families.quantization import select_fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
 from mtpctl.recipe.loading import load_recipe
@@ -96,7 +96,7 @@ def test_store_has_room_for_both_forms_of_quantized_weights(monkeypatch: pytest.
     fp8 = created.model_copy(update={"rollout": created.rollout.model_copy(update={"quantization": "fp8"})})
     for each in (created, fp8):
         open_version_store(tmp_path, each, shape)
-    matrices = fp8_names(shape)
+    matrices = select_fp8_names(shape)
     quantized = sum(prod(tensor_shapes(shape)[name]) for name in matrices)
     # One byte instead of two for each quantized value, without scales, and embeddings as they are.
     assert quantized > 0.1 * sizes[0] and 0 <= sizes[1] - (2 * sizes[0] - quantized) < 0.01 * sizes[0]

@@ -16,7 +16,7 @@ from mtpctl.convert.drafter import MTP_FILE, add_drafter, copy_with_drafter
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.errors import UserError
-from mtpctl.families.drafters import Kind
+from mtpctl.families.drafters import DrafterKind
 from mtpctl.families.tensors import section_of
 from mtpctl.recipe.model import MtpConfig
 from tests.fakes.convert_models import change_config, converted
@@ -30,7 +30,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 QWEN2 = {**without(SIZES, "head_dim"), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
-MODELS: dict[str, tuple[dict[str, Any], Kind]] = {
+MODELS: dict[str, tuple[dict[str, Any], DrafterKind]] = {
     "llama": (without(LLAMA_EAGLE3, "drafter") | {"num_nextn_predict_layers": 0}, "eagle3"),
     "qwen3-moe": (without(QWEN3_MOE_EAGLE3, "drafter"), "eagle3"),
     "llama with DFlash": (without(LLAMA_EAGLE3, "drafter") | {"num_nextn_predict_layers": 0}, "dflash"),

@@ -17,7 +17,7 @@ from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.source import inspect
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import ThresholdMissed, UserError
-from mtpctl.families.quantization import FP8_BLOCK, fp8_names, unquantized_modules
+from mtpctl.families.quantization import FP8_BLOCK, list_unquantized_modules, select_fp8_names
 from mtpctl.families.tensors import aliases
 from mtpctl.kernels.block_fp8 import dequantize, quantize
 from mtpctl.rollout.vllm.fp8_loading import quantized_names
@@ -30,7 +30,7 @@ from tests.fakes.peft_files import spoiled, trained
 def assert_quantized(folder: Path, source: ModelWeights) -> None:
     """Every tensor of the folder is the source's: quantized and dequantized, or in bf16."""
     result = ModelWeights(folder)
-    names = fp8_names(source.shape)
+    names = select_fp8_names(source.shape)
     assert set(result) == set(source) and names
     for name, value in source.items():
         stored = result.quantized(name)
@@ -52,10 +52,10 @@ def test_folder_reads_back_as_the_quantized_model(tmp_path: Path, case: str) -> 
     assert conversion.verified is not None and conversion.verified.tensors == len(source) + len(source.extras)
     assert 0.01 < (conversion.verified.relative_error or 0) < 0.04
     assert conversion.verified.logits > 0
-    raw, names = FolderWeights(tmp_path / "fp8"), fp8_names(source.shape)
+    raw, names = FolderWeights(tmp_path / "fp8"), select_fp8_names(source.shape)
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     quantization = config["quantization_config"]
-    excluded = unquantized_modules(source.shape, quantized=names)
+    excluded = list_unquantized_modules(source.shape, quantized=names)
     outside = [name.removesuffix(".weight") for name in source.extras if name.endswith(".weight") and len(raw.entries[name].shape) == 2]
     assert quantization.pop("modules_to_not_convert") == excluded + outside
     assert bool(outside) == (case == "qwen3.5-vl")
@@ -134,7 +134,7 @@ def test_merged_adapter(tmp_path: Path) -> None:
     conversion = converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True, dtype="fp8", verify=True)
     assert conversion.verified is not None and 0.01 < (conversion.verified.relative_error or 0) < 0.04
     result = ModelWeights(tmp_path / "merged")
-    for name in fp8_names(result.shape):
+    for name in select_fp8_names(result.shape):
         assert torch.equal(result[name], dequantize(*quantize(published[name], name), torch.bfloat16)), name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.families.quantization import fp8_names
+from mtpctl.families.quantization import select_fp8_names
 from mtpctl.families.tensors import section_of
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.samples import GenerationRequest, Sample
@@ -107,7 +107,7 @@ class Model:
         self.store = VersionStore(root / "store")
 
     def options(self, *, drafter: bool = True, quantized: bool = True) -> Any:
-        names = fp8_names(self.shape, drafter=drafter) if quantized else frozenset()
+        names = select_fp8_names(self.shape, drafter=drafter) if quantized else frozenset()
         return {"bucket_bytes": 1 << 16, "section_of": lambda name: section_of(name, self.shape), "quantized": names}
 
     def publisher(self, *, delta: bool = False, **options: bool) -> Publisher:

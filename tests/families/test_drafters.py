@@ -8,9 +8,9 @@ import pytest
 
 from mtpctl.errors import UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
-from mtpctl.families.drafters import default_kind, support_of, with_drafter
+from mtpctl.families.drafters import add_drafter_config, check_support, default_drafter_kind
 from mtpctl.families.reading import default_boundaries, mtp_layers_of, shape_of
-from mtpctl.families.registry import UNSUPPORTED, check_hub_name, missing_parts
+from mtpctl.families.registry import UNSUPPORTED_MODELS, check_hub_name, missing_parts
 from mtpctl.families.tensors import count_parameters, section_of, tensor_shapes
 from tests.fakes.toys import DEEPSEEK_V3, DFLASH, EAGLE3, GLM4_MOE, LLAMA_DFLASH, LLAMA_EAGLE3, MIMO, QWEN3_MOE_EAGLE3, SIZES, TOYS
 
@@ -34,13 +34,13 @@ KINDS = dict.fromkeys(HEADLESS, "mtp") | dict.fromkeys(("llama", "mistral", "qwe
 
 @pytest.mark.parametrize("family", HEADLESS)
 def test_default_kind_is_mtp_if_engines_have_mtp_layers_for_the_trunk(family: str) -> None:
-    assert default_kind(HEADLESS[family]) == KINDS[family]
+    assert default_drafter_kind(HEADLESS[family]) == KINDS[family]
 
 
 @pytest.mark.parametrize("family", HEADLESS)
 def test_config_with_a_drafter_has_the_trunk_of_the_model(family: str) -> None:
     config = HEADLESS[family]
-    result = with_drafter(config)
+    result = add_drafter_config(config)
     before, shape = shape_of(config), shape_of(result)
     assert mtp_layers_of(result) == shape.mtp_layers == 1 and (shape.eagle3 is not None) == (KINDS[family] == "eagle3")
     assert shape.family == {"qwen2": "mimo"}.get(family, before.family)
@@ -54,7 +54,7 @@ def test_config_with_a_drafter_has_the_trunk_of_the_model(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "count"), [("qwen2", 3), ("glm4-moe", 2), ("qwen3.5", 1)])
 def test_number_of_mtp_layers_is_written_under_the_key_of_the_family(family: str, count: int) -> None:
-    result = with_drafter(HEADLESS[family], "mtp", count)
+    result = add_drafter_config(HEADLESS[family], "mtp", count)
     assert shape_of(result).mtp_layers == count
     assert result["mtp_num_hidden_layers" if family == "qwen3.5" else "num_nextn_predict_layers"] == count
 
@@ -63,17 +63,17 @@ def test_parameters_of_an_eagle3_drafter() -> None:
     """fc reads 3 states of 96; q, k and v read pairs; one MLP as wide as the model's; norms of embedding, state, MLP and output."""
     hidden, q, kv, ffn = 96, 3 * 32, 1 * 32, 104
     expected = 3 * hidden * hidden + 2 * hidden * (q + 2 * kv) + q * hidden + 3 * hidden * ffn + 4 * hidden
-    assert count_parameters(shape_of(with_drafter(LLAMA)))["mtp"] == expected
+    assert count_parameters(shape_of(add_drafter_config(LLAMA)))["mtp"] == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_dflash_drafter_has_layers_of_its_own_and_reads_the_end_token_as_mask(family: str, layers: int) -> None:
-    result = with_drafter(HEADLESS[family], "dflash", layers)
+    result = add_drafter_config(HEADLESS[family], "dflash", layers)
     before, shape = shape_of(HEADLESS[family]), shape_of(result)
     assert shape.dflash is not None and shape.mtp_layers == 1 and shape.eagle3 is None
     assert (shape.dflash.layers, shape.dflash.mask_token) == (layers, SIZES["eos_token_id"])
-    assert shape.boundaries == shape_of(with_drafter(HEADLESS[family], "eagle3")).boundaries
+    assert shape.boundaries == shape_of(add_drafter_config(HEADLESS[family], "eagle3")).boundaries
     tensors = tensor_shapes(shape)
     assert {name: size for name, size in tensors.items() if section_of(name, shape) == "target"} == tensor_shapes(before)
     width = shape.heads * shape.head_dim
@@ -83,14 +83,14 @@ def test_dflash_drafter_has_layers_of_its_own_and_reads_the_end_token_as_mask(fa
 
 
 def test_first_of_several_end_tokens_is_the_mask_of_a_dflash_drafter() -> None:
-    shape = shape_of(with_drafter(LLAMA | {"eos_token_id": [7, 8]}, "dflash"))
+    shape = shape_of(add_drafter_config(LLAMA | {"eos_token_id": [7, 8]}, "dflash"))
     assert shape.dflash is not None and shape.dflash.mask_token == 7
     with pytest.raises(UserError, match=r"^model config: eos_token_id is missing; add it, because a DFlash drafter uses it"):
-        with_drafter(without(LLAMA, "eos_token_id"), "dflash")
+        add_drafter_config(without(LLAMA, "eos_token_id"), "dflash")
 
 
 def test_drafter_of_a_sparse_model_is_as_wide_as_its_active_experts() -> None:
-    drafter = with_drafter(without(QWEN3_MOE_EAGLE3, "drafter", "intermediate_size") | {"intermediate_size": 0})["drafter"]
+    drafter = add_drafter_config(without(QWEN3_MOE_EAGLE3, "drafter", "intermediate_size") | {"intermediate_size": 0})["drafter"]
     assert isinstance(drafter, dict) and drafter["intermediate_size"] == 2 * 40
 
 
@@ -109,14 +109,14 @@ def test_default_boundaries_are_those_of_vllm() -> None:
     config = {**LLAMA_EAGLE3, "num_hidden_layers": 30, "drafter": without(EAGLE3, "eagle_aux_hidden_state_layer_ids")}
     eagle3 = shape_of(config).eagle3
     assert eagle3 is not None and eagle3.boundaries == expected
-    added = with_drafter({**LLAMA, "num_hidden_layers": 30})["drafter"]
+    added = add_drafter_config({**LLAMA, "num_hidden_layers": 30})["drafter"]
     assert isinstance(added, dict) and added["eagle_aux_hidden_state_layer_ids"] == list(expected)
 
 
 @pytest.mark.parametrize(("layers", "boundaries"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (5, [1, 3, 5]), (6, [1, 3, 6]), (7, [2, 3, 4])])
 def test_boundaries_of_shallow_models_are_within_them(layers: int, boundaries: list[int]) -> None:
     """With fewer than three boundaries, vLLM needs their number."""
-    drafter = with_drafter({**LLAMA, "num_hidden_layers": layers})["drafter"]
+    drafter = add_drafter_config({**LLAMA, "num_hidden_layers": layers})["drafter"]
     assert isinstance(drafter, dict)
     assert (drafter["eagle_aux_hidden_state_layer_ids"], drafter["num_aux_hidden_states"]) == (boundaries, len(boundaries))
 
@@ -133,7 +133,7 @@ def test_eagle3_drafter_has_the_rotary_embedding_of_the_model(family: str) -> No
             "original_max_position_embeddings": 64,
         },
     }
-    drafter = with_drafter(HEADLESS[family] | scaled)["drafter"]
+    drafter = add_drafter_config(HEADLESS[family] | scaled)["drafter"]
     assert isinstance(drafter, dict) and {key: drafter[key] for key in scaled} == scaled
     shape_of({**HEADLESS[family], **scaled, "drafter": drafter})
 
@@ -153,14 +153,14 @@ def test_eagle3_drafter_has_the_rotary_embedding_of_the_model(family: str) -> No
 )
 def test_drafters_that_no_engine_serves_are_rejected(family: str, kind: Any, layers: int, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        with_drafter(HEADLESS[family], kind, layers)
+        add_drafter_config(HEADLESS[family], kind, layers)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["mimo", "llama with EAGLE-3"])
 def test_second_drafter_is_rejected(name: str) -> None:
     with pytest.raises(UserError, match=r"^model: this \S+ already has a drafter \(1 layers\); train it without adding one$"):
-        with_drafter(TOYS[name])
+        add_drafter_config(TOYS[name])
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -180,9 +180,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 2}, "drafter config: num_hidden_layers 2 is not supported with this model; 1 is"),
     ({"intermediate_size": None}, "drafter config: intermediate_size is missing"),
     ({"rms_norm_eps": 1e-5}, "drafter config: rms_norm_eps 1e-05 is not supported with this model; 1e-06 is"),
-    ({"hidden_act": "gelu"}, "drafter config: hidden_act 'gelu' is not supported; silu is"),
-    ({"attention_bias": True}, "drafter config: attention_bias puts a bias on"),
-    ({"mlp_bias": True}, "drafter config: mlp_bias puts a bias on"),
+    ({"hidden_act": "gelu"}, "drafter config: hidden_act 'gelu' is not supported; use silu"),
+    ({"attention_bias": True}, "drafter config: attention_bias adds a bias on"),
+    ({"mlp_bias": True}, "drafter config: mlp_bias adds a bias on"),
     ({"logit_scale": 0.5}, "drafter config: logit_scale 0.5 is not supported"),
     ({"rope_theta": 5000.0}, "drafter config: rope_theta and rope_scaling must be the model's"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "drafter config: rope_theta and rope_scaling must be the model's"),
@@ -223,7 +223,7 @@ def test_drafter_does_not_fit_a_model_with_mtp_layers() -> None:
 DFLASH_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": None}, "drafter config: num_key_value_heads is missing"),
     ({"head_dim": 64}, "drafter config: head_dim 64 is not supported with this model; 32 is"),
-    ({"attention_bias": True}, "drafter config: attention_bias puts a bias on the output projections"),
+    ({"attention_bias": True}, "drafter config: attention_bias adds a bias on the output projections"),
     ({"rope_theta": 5000.0}, "drafter config: rope_theta and rope_scaling must be the model's"),
     ({"is_causal": True}, "drafter config: is_causal: true is not supported; leave it out"),
     ({"is_neox_style": False}, "drafter config: is_neox_style: false is not supported; leave it out"),
@@ -265,42 +265,42 @@ def test_dflash_fields_that_change_nothing_are_accepted() -> None:
 
 @pytest.mark.parametrize("name", TOYS)
 def test_every_toy_is_supported_and_drafts_in_vllm(name: str) -> None:
-    support = support_of(TOYS[name])
+    support = check_support(TOYS[name])
     assert support.shape.mtp_layers == 1 and support.drafting.vllm
     assert bool(support.drafting.sglang) == (" with " not in name)
 
 
 def test_one_mtp_layer_is_repeated_and_several_are_used_at_their_depths() -> None:
-    assert support_of(MIMO).drafting.drafter == "1 MTP layer"
-    assert "repeated" in support_of(MIMO).drafting.vllm
-    several = support_of(MIMO | {"num_nextn_predict_layers": 3}).drafting
+    assert check_support(MIMO).drafting.drafter == "1 MTP layer"
+    assert "repeated" in check_support(MIMO).drafting.vllm
+    several = check_support(MIMO | {"num_nextn_predict_layers": 3}).drafting
     assert several.drafter == "3 MTP layers" and "each MTP layer at its depth" in several.vllm
 
 
 def test_model_without_a_drafter_names_the_one_that_can_be_added() -> None:
     plain = {key: value for key, value in LLAMA_EAGLE3.items() if key != "drafter"}
-    drafting = support_of(plain).drafting
+    drafting = check_support(plain).drafting
     assert drafting.drafter == "none; mtpctl add-drafter creates an EAGLE-3 drafter" and drafting.sglang == ""
-    qwen2 = support_of(SIZES | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}).drafting
+    qwen2 = check_support(SIZES | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}).drafting
     assert qwen2.drafter == "none; mtpctl add-drafter creates an MTP layer" and qwen2.sglang
 
 
 def test_conditions_of_vllm_on_a_cpu_are_listed() -> None:
-    assert support_of(MIMO).cpu_limits == ()
-    (limit,) = support_of(TOYS["qwen3.5"]).cpu_limits
+    assert check_support(MIMO).cpu_limits == ()
+    (limit,) = check_support(TOYS["qwen3.5"]).cpu_limits
     assert "only in bf16" in limit
-    (limit,) = support_of(DEEPSEEK_V3 | {"kv_lora_rank": 256}).cpu_limits
+    (limit,) = check_support(DEEPSEEK_V3 | {"kv_lora_rank": 256}).cpu_limits
     assert "latent attention of 576" in limit
 
 
 def test_missing_field_whose_default_differs_is_an_error() -> None:
     with pytest.raises(UserError, match="scoring_func is missing"):
-        support_of({key: value for key, value in DEEPSEEK_V3.items() if key != "scoring_func"})
+        check_support({key: value for key, value in DEEPSEEK_V3.items() if key != "scoring_func"})
 
 
 @pytest.mark.parametrize("hub_id", HUB_CONFIGS)
 def test_every_hub_config_is_supported(hub_id: str) -> None:
-    assert support_of(hub_config(hub_id)).shape.layers > 0
+    assert check_support(hub_config(hub_id)).shape.layers > 0
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -322,7 +322,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("config", "message"), CONFIGS, ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "")
 def test_unsupported_model_gives_one_line_with_reason_and_alternative(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        support_of({**SIZES, **config})
+        check_support({**SIZES, **config})
     assert "\n" not in str(caught.value)
 
 
@@ -342,7 +342,7 @@ def test_unsupported_hub_model_is_recognized_by_its_name(hub_id: str) -> None:
 
 
 def test_names_and_types_of_supported_models_are_not_unsupported() -> None:
-    types = {kind for each in UNSUPPORTED for kind in each.model_types}
+    types = {kind for each in UNSUPPORTED_MODELS for kind in each.model_types}
     for hub_id, config in HUB_CONFIGS.items():
         check_hub_name(hub_id)
         assert config["model_type"] not in types

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.families.quantization import cut_blocks, fp8_names, unquantized_modules
+from mtpctl.families.quantization import find_split_block, list_unquantized_modules, select_fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
@@ -66,26 +66,26 @@ def kinds(names: frozenset[str], prefix: str) -> set[str]:
 
 def test_mimo_quantizes_every_projection_of_decoder_and_mtp_layers() -> None:
     shape = shape_of(MIMO_7B)
-    names = fp8_names(shape)
+    names = select_fp8_names(shape)
     layer = {f"self_attn.{part}_proj.weight" for part in "qkvo"} | {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
     for prefix in ("model.layers.0.", "model.layers.1.", "model.mtp_layers.0."):
         assert kinds(names, prefix) == layer
     assert len(names) == 21
     # vLLM numbers MTP layers after the decoder's.
-    assert unquantized_modules(shape, quantized=names) == ["lm_head", "model.mtp_layers.0.input_proj", "model.layers.2.input_proj"]
+    assert list_unquantized_modules(shape, quantized=names) == ["lm_head", "model.mtp_layers.0.input_proj", "model.layers.2.input_proj"]
 
 
 def test_deepseek_quantizes_what_its_checkpoints_do() -> None:
     """Including `kv_b_proj`, and `kv_a_proj_with_mqa` whose 576 rows are no multiple of a block."""
     shape = shape_of(DEEPSEEK_V3)
-    names = fp8_names(shape)
+    names = select_fp8_names(shape)
     attention = {f"self_attn.{part}.weight" for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
     parts = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
     assert kinds(names, "model.layers.0.") == attention | {f"mlp.{part}" for part in parts}
     sparse = attention | {f"mlp.{owner}.{part}" for owner in ("experts.0", "experts.1", "shared_experts") for part in parts}
     assert kinds(names, "model.layers.3.") == kinds(names, "model.layers.4.") == sparse
     expected = ["model.layers.3.mlp.gate", "lm_head", "model.layers.4.eh_proj", "model.layers.4.mlp.gate"]
-    assert unquantized_modules(shape, quantized=names) == expected
+    assert list_unquantized_modules(shape, quantized=names) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,32 +98,32 @@ def test_deepseek_quantizes_what_its_checkpoints_do() -> None:
 )
 def test_merged_matrices_that_do_not_fit_blocks_are_excluded_together(fields: dict[str, int], excluded: set[str]) -> None:
     shape = shape_of(MIMO_7B | fields)
-    names = fp8_names(shape)
+    names = select_fp8_names(shape)
     assert names and not any(name.removesuffix(".weight").endswith(tuple(excluded)) for name in names)
-    modules = unquantized_modules(shape, quantized=names)
+    modules = list_unquantized_modules(shape, quantized=names)
     for prefix in ("model.layers.0.", "model.mtp_layers.0.", "model.layers.2."):
         assert {f"{prefix}{part}" for part in excluded} <= set(modules)
 
 
 def test_experts_of_a_layer_are_one_excluded_module() -> None:
     shape = shape_of(DEEPSEEK_V3 | {"moe_intermediate_size": 1984})
-    names = fp8_names(shape)
+    names = select_fp8_names(shape)
     assert not any(".experts." in name or ".shared_experts." in name for name in names)
-    modules = unquantized_modules(shape, quantized=names)
+    modules = list_unquantized_modules(shape, quantized=names)
     assert "model.layers.3.mlp.experts" in modules and not any(".experts." in module for module in modules)
 
 
 def test_narrow_models_have_nothing_to_quantize() -> None:
     shape = shape_of(MIMO_7B | {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 100})
-    assert not fp8_names(shape)
+    assert not select_fp8_names(shape)
 
 
 def test_names_are_matrices_of_the_model_without_embeddings_and_norms() -> None:
     shape: ModelShape = replace(shape_of(MIMO_7B), tied=True)
     sizes = tensor_shapes(shape)
-    for name in fp8_names(shape):
+    for name in select_fp8_names(shape):
         assert len(sizes[name]) == 2 and "embed" not in name and "norm" not in name and "lm_head" not in name
-    assert "lm_head" not in unquantized_modules(shape, quantized=fp8_names(shape))
+    assert "lm_head" not in list_unquantized_modules(shape, quantized=select_fp8_names(shape))
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,13 @@ def test_names_are_matrices_of_the_model_without_embeddings_and_norms() -> None:
 )
 def test_ranks_that_cut_blocks_are_found(fields: dict[str, Any], tp: int, cut: str | None) -> None:
     shape = shape_of(fields)
-    assert cut_blocks(shape, fp8_names(shape), tp) == cut
+    assert find_split_block(shape, select_fp8_names(shape), tp) == cut
 
 
 def test_trunk_alone() -> None:
     shape = shape_of(MIMO_7B)
-    assert fp8_names(shape) - fp8_names(shape, drafter=False) == {name for name in fp8_names(shape) if ".mtp_layers." in name}
-    modules = unquantized_modules(shape, quantized=fp8_names(shape, drafter=False))
+    assert select_fp8_names(shape) - select_fp8_names(shape, drafter=False) == {
+        name for name in select_fp8_names(shape) if ".mtp_layers." in name
+    }
+    modules = list_unquantized_modules(shape, quantized=select_fp8_names(shape, drafter=False))
     assert {"model.mtp_layers.0.mlp.gate_proj", "model.layers.2.mlp.gate_proj"} <= set(modules)

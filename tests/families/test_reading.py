@@ -8,7 +8,7 @@ import pytest
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
-from mtpctl.families.reading import MTP_COUNTS, check_importable, describe_context, shape_of, with_context
+from mtpctl.families.reading import MTP_COUNTS, check_importable, describe_context, extend_context, shape_of
 from mtpctl.families.registry import FAMILIES
 from tests.fakes.toys import LLAMA_EAGLE3, SIZES, TOYS
 
@@ -118,10 +118,10 @@ def test_full_attention_layers_follow_the_interval() -> None:
         ({"architectures": "MiMoForCausalLM"}, "architectures must be a list, got 'MiMoForCausalLM'"),
         (
             {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True, "num_nextn_predict_layers": 0},
-            "attention_bias puts a bias on the output projections of qwen3, which is not supported",
+            "attention_bias adds a bias on the output projections of qwen3, which is not supported",
         ),
-        ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "num_nextn_predict_layers": 0}, "mlp_bias puts a bias .* of llama"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported; linear, llama3 and yarn are"),
+        ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "num_nextn_predict_layers": 0}, "mlp_bias adds a bias .* of llama"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported; use linear, llama3 or yarn"),
         ({"rope_scaling": {"type": ["yarn"]}}, r"RoPE scaling \['yarn'\] is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "RoPE scaling 'linear' lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1}}, "'llama3' lacks high_freq_factor"),
@@ -135,7 +135,7 @@ def test_full_attention_layers_follow_the_interval() -> None:
             {"architectures": ["Qwen3_5ForCausalLM"], "num_nextn_predict_layers": None, "mtp_num_hidden_layers": 2},
             "2 MTP layers of qwen3.5 would share one projection, which is not supported; 1 is",
         ),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; silu is"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use silu"),
         ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ({"architectures": ["Glm4MoeForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob false is not supported for glm4-moe"),
         ({"architectures": ["Qwen3NextForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob false is not supported for qwen3-next"),
@@ -230,7 +230,7 @@ def test_a_field_that_changes_the_model_is_an_error(family: str, key: str, value
         ("llama", {"qkv_bias": True}, "qkv_bias true is not supported for llama"),
         ("qwen2", {"qk_norm": True}, "qk_norm true is not supported for qwen2"),
         ("qwen3", {"use_qk_norm": False}, "use_qk_norm false is not supported for qwen3"),
-        ("deepseek-v3", {"attention_bias": True}, "attention_bias puts a bias on the output projections of deepseek-v3"),
+        ("deepseek-v3", {"attention_bias": True}, "attention_bias adds a bias on the output projections of deepseek-v3"),
         ("deepseek-v3", {"rope_interleave": False}, "rope_interleave False is not supported"),
         ("deepseek-v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for deepseek-v3"),
         (
@@ -258,7 +258,7 @@ def test_a_field_that_changes_the_model_is_an_error(family: str, key: str, value
         ("nemotron-h", {"mtp_hybrid_override_pattern": "ME"}, "mtp_layers_block_type .* is not supported for nemotron-h"),
         ("nemotron-h", {"hybrid_override_pattern": "M*M*M*"}, "layers_block_type needs at least one attention and one MoE layer, whose"),
         ("nemotron-h", {"n_groups": 4}, "mamba_num_heads 6 is not a multiple of n_groups 4"),
-        ("nemotron-h", {"use_bias": True}, "use_bias puts a bias on the output projections of nemotron-h"),
+        ("nemotron-h", {"use_bias": True}, "use_bias adds a bias on the output projections of nemotron-h"),
         ("mimo-v2-flash", {"swa_head_dim": 64}, "swa_head_dim 64 is not supported for mimo-v2-flash with this config; 32 is"),
         ("mimo-v2-flash", {"swa_num_attention_heads": 6}, "swa_num_attention_heads 6 is not supported .*; 3 is"),
         ("mimo-v2-flash", {"swa_num_key_value_heads": 2}, "num_attention_heads 3 is not a multiple of swa_num_key_value_heads 2"),
@@ -341,29 +341,29 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 @pytest.mark.parametrize("name", ["XiaomiMiMo/MiMo-7B-RL", "Qwen/Qwen3.5-35B-A3B", "zai-org/GLM-4.5-Air"])
 def test_positions_are_raised_and_rope_stays(name: str) -> None:
     config = hub_config(name)
-    before, after = shape_of(config), shape_of(with_context(config, 524_288))
+    before, after = shape_of(config), shape_of(extend_context(config, 524_288))
     assert (after.max_positions, after.rope_scaling, after.rope_theta) == (524_288, before.rope_scaling, before.rope_theta)
     assert "so later positions are extrapolated" in describe_context(before, after)
 
 
 def test_scaling_refers_to_the_length_of_the_config() -> None:
     config = hub_config("XiaomiMiMo/MiMo-7B-RL")
-    after = shape_of(with_context(config, 131_072, YARN))
+    after = shape_of(extend_context(config, 131_072, YARN))
     assert after.rope_scaling == {**YARN, "original_max_position_embeddings": 32_768}
     assert describe_context(shape_of(config), after) == "131,072 positions, 4 times those of the config; RoPE scaled by yarn, factor 4"
 
 
 def test_eagle3_drafter_gets_the_context_of_its_model() -> None:
     context = 2 * shape_of(LLAMA_EAGLE3).max_positions
-    longer = with_context(LLAMA_EAGLE3, context, YARN)
+    longer = extend_context(LLAMA_EAGLE3, context, YARN)
     drafter = longer["drafter"]
     assert isinstance(drafter, dict) and drafter["max_position_embeddings"] == context
     assert shape_of(longer).eagle3 is not None
 
 
 def test_same_context_is_the_same_config() -> None:
-    longer = with_context(hub_config("XiaomiMiMo/MiMo-7B-RL"), 131_072, YARN)
-    assert with_context(longer, 131_072) == longer
+    longer = extend_context(hub_config("XiaomiMiMo/MiMo-7B-RL"), 131_072, YARN)
+    assert extend_context(longer, 131_072) == longer
 
 
 @pytest.mark.parametrize(
@@ -376,4 +376,4 @@ def test_same_context_is_the_same_config() -> None:
 )
 def test_mistakes_are_rejected(context: int, scaling: dict[str, object] | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        with_context(hub_config("XiaomiMiMo/MiMo-7B-RL"), context, scaling)
+        extend_context(hub_config("XiaomiMiMo/MiMo-7B-RL"), context, scaling)

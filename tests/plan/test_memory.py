@@ -9,7 +9,7 @@ import pytest
 
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.families.configs import hub_config
-from mtpctl.families.quantization import fp8_names
+from mtpctl.families.quantization import select_fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters, tensor_shapes
@@ -298,7 +298,7 @@ def test_fp8_weights_take_one_byte_and_their_share_of_scales() -> None:
     fp8 = ["rollout.quantization=fp8", "rollout.kv_cache_bytes=10000000000"]
     sizes = tensor_shapes(MIMO)
     for drafter in ("fp8", "none"):
-        quantized = sum(prod(sizes[name]) for name in fp8_names(MIMO, drafter=drafter == "fp8"))
+        quantized = sum(prod(sizes[name]) for name in select_fp8_names(MIMO, drafter=drafter == "fp8"))
         memory = engine_memory(recipe(*fp8, f"rollout.speculation.quantization={drafter}"), MIMO)
         plain = engine_memory(recipe(fp8[1]), MIMO)
         assert plain.weights - memory.weights == quantized - quantized * 4 // 128**2

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.bench.train_step import create_config_folder, samples
+from mtpctl.bench.train_step import create_config_folder, make_samples
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.model.packing import Packing
@@ -167,7 +167,7 @@ def test_saved_activations_fit_the_memory_plan(tmp_path: Path) -> None:
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            trainer.forward_backward(samples(32000, tokens, 8, 0.02), NextToken())
+            trainer.forward_backward(make_samples(32000, tokens, 8, 0.02), NextToken())
         peak = torch.cuda.max_memory_allocated() - before
     shape, parallel = folder.shape, ParallelConfig()
     # Beside the five layers: embeddings, both MTP inputs and their concatenation, the head's states and their gradients.

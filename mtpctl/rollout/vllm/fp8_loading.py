@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import fp8_config, fp8_names
+from mtpctl.families.quantization import fp8_config, select_fp8_names
 from mtpctl.families.reading import DRAFTER, shape_of
 from mtpctl.families.tensors import section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES, read_config, tensor_names
@@ -43,7 +43,7 @@ def quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
     if config.get("quantization_config"):
         raise UserError(f"{folder}: {QUANTIZED_FOLDER}")
     shape, stored = shape_of(config), tensor_names(folder)
-    names = fp8_names(shape, drafter=drafter and any(section_of(name, shape) == "draft" for name in stored))
+    names = select_fp8_names(shape, drafter=drafter and any(section_of(name, shape) == "draft" for name in stored))
     if not names:
         raise UserError(f"rollout.quantization: no matrix of {folder} fits blocks of 128 x 128; set rollout.quantization: none")
     if (reason := missing_matrix(folder, stored, names)) is not None:

@@ -12,7 +12,7 @@ import torch
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import SCALE, fp8_names
+from mtpctl.families.quantization import SCALE, select_fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import section_of
 from mtpctl.kernels.block_fp8 import dequantize, quantize
@@ -50,7 +50,7 @@ def test_three_syncs_leave_what_a_new_engine_loads_from_the_exported_folder(mode
     engine = start(run, model.root / "hf", model.case, quantization="fp8")
     loaded = parameters(engine)
     publisher = model.publisher(delta=True)
-    names = fp8_names(model.shape)
+    names = select_fp8_names(model.shape)
     for version in (1, 2, 3):
         manifest = model.publish(publisher, version)
         entries = {name: entry for plan in manifest.sections.values() for name, entry in plan.tensors().items()}
@@ -75,7 +75,7 @@ def test_engine_computes_with_the_dequantized_weights(model: Model, run: Loop) -
     """On a CPU activations are not quantized, so an unquantized engine with these weights computes the same, up to the order of sums."""
     if model.case not in DEFAULT:
         pytest.skip("one dense model and one with experts are enough")
-    names, folder = fp8_names(model.shape), model.root / "dequantized"
+    names, folder = select_fp8_names(model.shape), model.root / "dequantized"
     folder.mkdir()
     (folder / "config.json").write_bytes((model.root / "hf" / "config.json").read_bytes())
     write(folder, {n: dequantize(*quantize(w, n), torch.bfloat16) if n in names else w.clone() for n, w in model.weights.items()})
@@ -96,7 +96,7 @@ def test_drafter_alone_stays_unquantized(model: Model, run: Loop) -> None:
         pytest.skip("one drafter is enough")
     engine = start(run, model.root / "hf", model.case, quantization="fp8", speculation={"num_tokens": 1, "quantization": "none"})
     live = parameters(engine)
-    names = fp8_names(model.shape, drafter=False)
+    names = select_fp8_names(model.shape, drafter=False)
     manifest = model.publish(model.publisher(drafter=False), 4)
     verified = run(engine.update(manifest, verify=True)).verified
     with pytest.raises(PlanMismatch, match="is sent as float8_e4m3fn, but the engine stores"):
@@ -125,7 +125,7 @@ def test_fp8_weights_are_pushed(model: Model, run: Loop, tmp_path: Path, transpo
     if model.case != "mimo":
         pytest.skip("transports do not depend on the model")
     engine = start(run, model.root / "hf", model.case, quantization="fp8")
-    names, pipes = fp8_names(model.shape), CONTEXT.Pipe()
+    names, pipes = select_fp8_names(model.shape), CONTEXT.Pipe()
     order = sorted(model.weights.items(), key=lambda item: section_of(item[0], model.shape) == "draft")
     process = CONTEXT.Process(target=_send, args=(pipes[1], transport, tmp_path, names, order), daemon=True)
     process.start()
@@ -157,7 +157,7 @@ def test_fp8_weights_in_object_storage(model: Model, run: Loop, tmp_path: Path) 
     for version in (1, 2):
         manifest = model.publish(publisher, version)
         assert (manifest.transport, manifest.base) == ("storage", 1 if version == 2 else None)
-        assert run(engine.update(manifest, verify=True)).verified == len(model.weights) + len(fp8_names(model.shape))
+        assert run(engine.update(manifest, verify=True)).verified == len(model.weights) + len(select_fp8_names(model.shape))
     run(engine.shutdown())
     store.close()
 

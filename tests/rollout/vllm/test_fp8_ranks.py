@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.families.quantization import cut_blocks, fp8_names
+from mtpctl.families.quantization import find_split_block, select_fp8_names
 from mtpctl.rollout.vllm.client import VllmClient
 from mtpctl.rollout.vllm.engine import VllmEngine
 from tests.fakes.engines import START_S, Loop, cpu_settings
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, int]] = {
 def test_each_rank_has_what_a_new_engine_loads(case: str, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # The core forks its ranks.
     model = Model(tmp_path, case, **CASES[case])
-    assert cut_blocks(model.shape, fp8_names(model.shape), 2) is None
+    assert find_split_block(model.shape, select_fp8_names(model.shape), 2) is None
 
     def start(folder: Path, **rollout: Any) -> VllmEngine:
         drafts = int(model.shape.mtp_layers > 0)
