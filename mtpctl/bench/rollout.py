@@ -395,7 +395,8 @@ def format_row(result: Result) -> str:
     return (
         f"| {r.what}{selected} | {r.load} | {r.tokens_per_s:,.0f} ({min(r.rates):,.0f} – {max(r.rates):,.0f}) "
         f"| {format_number(r.ratio, '.3f')}{spread} | {format_number(r.accept_rate, '.1%')} | {format_number(r.accept_length, '.2f')} "
-        f"| {steps} | {format_number(r.draft_s and r.draft_s * 1e3, '.2f')} | {format_number(r.allowed, '.2f')} | {format_number(r.idle, '.2%')} |"
+        f"| {steps} | {format_number(r.draft_s and r.draft_s * 1e3, '.2f')} "
+        f"| {format_number(r.allowed, '.2f')} | {format_number(r.idle, '.2%')} |"
     )
 
 
