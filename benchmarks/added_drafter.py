@@ -47,7 +47,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LoadResult:
     """Seconds and counts of one load."""
 
     in_flight: int
@@ -60,7 +60,7 @@ class Measured:
         return [count / max(1, self.counts.steps) for count in self.counts.accepted_by_position]
 
 
-async def measure(options: Options, drafts: int, method: Literal["greedy", "probabilistic"]) -> list[Measured]:
+async def measure(options: Options, drafts: int, method: Literal["greedy", "probabilistic"]) -> list[LoadResult]:
     from mtpctl.rollout.vllm.engine import VllmEngine
 
     config = VllmConfig(
@@ -72,36 +72,36 @@ async def measure(options: Options, drafts: int, method: Literal["greedy", "prob
     )
     engine = await VllmEngine.start(engine_settings(config, model=options.model, precision=options.precision, device=options.device))
     try:
-        await one_load(engine, options, max(options.in_flight), warm=True)
-        return [await one_load(engine, options, in_flight) for in_flight in options.in_flight]
+        await send_load(engine, options, max(options.in_flight), warm=True)
+        return [await send_load(engine, options, in_flight) for in_flight in options.in_flight]
     finally:
         await engine.shutdown()
 
 
-async def one_load(engine: VllmEngine, options: Options, in_flight: int, *, warm: bool = False) -> Measured:
+async def send_load(engine: VllmEngine, options: Options, in_flight: int, *, warm: bool = False) -> LoadResult:
     slots, counts = asyncio.Semaphore(in_flight), SpecStats()
     count = in_flight if warm else max(options.requests, 2 * in_flight)
 
-    async def answer(number: int) -> None:
+    async def answer(index: int) -> None:
         async with slots:
-            sample = Sample("p", "g", options.prompts[number % len(options.prompts)], index=number)
+            sample = Sample("p", "g", options.prompts[index % len(options.prompts)], index=index)
             result = await engine.generate(
-                GenerationRequest(sample, options.tokens, temperature=options.temperature, seed=number, stop_token_ids=options.ends)
+                GenerationRequest(sample, options.tokens, temperature=options.temperature, seed=index, stop_token_ids=options.ends)
             )
         counts.add(result.speculation, len(result.response_ids))
 
     began = time.perf_counter()
-    await asyncio.gather(*(answer(number) for number in range(count)))
-    return Measured(in_flight, time.perf_counter() - began, counts)
+    await asyncio.gather(*(answer(index) for index in range(count)))
+    return LoadResult(in_flight, time.perf_counter() - began, counts)
 
 
-def _child(options: Options, drafts: int, method: Literal["greedy", "probabilistic"], out: multiprocessing.Queue[list[Measured]]) -> None:
+def _child(options: Options, drafts: int, method: Literal["greedy", "probabilistic"], out: multiprocessing.Queue[list[LoadResult]]) -> None:
     out.put(asyncio.run(measure(options, drafts, method)))
 
 
-def in_separate_process(options: Options, drafts: int, method: Literal["greedy", "probabilistic"]) -> list[Measured]:
+def measure_in_process(options: Options, drafts: int, method: Literal["greedy", "probabilistic"]) -> list[LoadResult]:
     context = multiprocessing.get_context("spawn")
-    out: multiprocessing.Queue[list[Measured]] = context.Queue()
+    out: multiprocessing.Queue[list[LoadResult]] = context.Queue()
     process = context.Process(target=_child, args=(options, drafts, method, out))
     process.start()
     result = out.get()
@@ -109,24 +109,27 @@ def in_separate_process(options: Options, drafts: int, method: Literal["greedy",
     return result
 
 
-def row(name: str, measured: Measured, baseline: Measured) -> str:
-    speed, before = measured.counts.tokens / measured.seconds, baseline.counts.tokens / baseline.seconds
+def format_row(name: str, measured: LoadResult, baseline: LoadResult) -> str:
+    speed, baseline_speed = measured.counts.tokens / measured.seconds, baseline.counts.tokens / baseline.seconds
     rates = " ".join(f"{rate:.1%}" for rate in measured.rates) or "-"
     per_step = 1 + sum(measured.rates)
-    return f"| {name} | {measured.in_flight} | {speed:,.0f} | {speed / before:.2f} | {rates} | {per_step:.2f} |"
+    return f"| {name} | {measured.in_flight} | {speed:,.0f} | {speed / baseline_speed:.2f} | {rates} | {per_step:.2f} |"
 
 
-def options_of(arguments: argparse.Namespace, model: str) -> Options:
+def parse_load_options(arguments: argparse.Namespace, model: str) -> Options:
     """The options of a script with `add_load_options`, for a model folder."""
     import torch
 
     cuda, folder = torch.cuda.is_available(), Path(model)
     tokenizer = load_tokenizer(folder)
     questions = [json.loads(line)[arguments.column] for line in arguments.prompts.read_text().splitlines()]
-    chat = (folder / "chat_template.jinja").is_file()
+    has_chat_template = (folder / "chat_template.jinja").is_file()
     return Options(
         model=model,
-        prompts=[tokenizer.chat([{"role": "user", "content": each}]) if chat else tokenizer.encode(each) for each in questions],
+        prompts=[
+            tokenizer.chat([{"role": "user", "content": question}]) if has_chat_template else tokenizer.encode(question)
+            for question in questions
+        ],
         ends=[tokenizer.eos_id],
         in_flight=arguments.in_flight,
         requests=arguments.requests,
@@ -150,7 +153,7 @@ def add_load_options(options_parser: argparse.ArgumentParser) -> None:
     options_parser.add_argument("--gpu-memory", type=float, default=0.5)
 
 
-def print_heading(options: Options) -> None:
+def print_table_heading(options: Options) -> None:
     print_environment()
     lengths = [len(prompt) for prompt in options.prompts]
     print(f"{len(lengths)} prompts of {statistics.median(lengths):.0f} tokens (median), at temperature {options.temperature:g}\n")
@@ -165,15 +168,15 @@ def main() -> None:
     options_parser.add_argument("--methods", nargs="+", choices=["greedy", "probabilistic"], default=["greedy", "probabilistic"])
     add_load_options(options_parser)
     arguments = options_parser.parse_args()
-    options = options_of(arguments, arguments.model)
-    print_heading(options)
-    plain = in_separate_process(options, 0, "greedy")
-    for each in plain:
-        print(row("none", each, each), flush=True)
+    options = parse_load_options(arguments, arguments.model)
+    print_table_heading(options)
+    baselines = measure_in_process(options, 0, "greedy")
+    for load_result in baselines:
+        print(format_row("none", load_result, load_result), flush=True)
     for drafts in arguments.drafts:
         for method in arguments.methods:
-            for measured, baseline in zip(in_separate_process(options, drafts, method), plain, strict=True):
-                print(row(f"{drafts}, {method}", measured, baseline), flush=True)
+            for measured, baseline in zip(measure_in_process(options, drafts, method), baselines, strict=True):
+                print(format_row(f"{drafts}, {method}", measured, baseline), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,16 @@
 Each part runs in separate processes, and a failure does not stop the next part. Output is printed line by line. The logs of the processes
 are in `--logs`. If a process fails, the last lines of its log are printed.
 
-1. `operations`: is a row's result independent of the other rows, are engine's and trainer's equal, what does each cost
-   (`benchmarks/bitwise_operations.py`).
-2. `small`: a random model of four layers in engines with CUDA graphs and 0, 1 and 3 drafts (greedy or sampled), in one with graphs for
+1. `operations`: for each operation, whether a row's result is independent of the other rows, whether engine and trainer agree, and the
+   time (`benchmarks/bitwise_operations.py`).
+2. `run_small_model`: a random model of four layers in engines with CUDA graphs and 0, 1 and 3 drafts (greedy or sampled), in one with
+graphs for
    steps without prefill only, and in an eager one; chunked prompts, prefix cache hits, and many requests in flight. Prints the largest
    difference of log-probs from the trainer's: it must be 0.
 3. `mismatch`: the first module of this model whose outputs differ between engine and trainer (`mtpctl doctor --mismatch`).
 4. `large`: random weights with the widths of a published model: MiMo-7B, Qwen3-8B, Qwen3-30B-A3B (12 layers). Differences and tokens per
    second with `bitwise`, the trainer's forward and backward pass in both modes, then tokens per second with the default numerics. Skipped
-   if `small` finds a difference.
+   if `run_small_model` finds a difference.
 
 Models of families other than MiMo have an EAGLE-3 drafter.
 """
@@ -43,20 +44,20 @@ from typing import IO
 from bitwise_model import FAMILIES
 
 PARTS = ("operations", "small", "mismatch", "large")
-TAIL = 25
+LOG_TAIL_LINES = 25
 """Lines of a failed process's log that are printed."""
-ANOTHER_ENGINE_S = 90.0
-"""Seconds that another engine of the large model takes at least."""
+MIN_ENGINE_S = 90.0
+"""Minimum time that another engine of the large model takes, in seconds."""
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print(text, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
 
 
-Started = tuple[str, "subprocess.Popen[bytes]", IO[bytes]]
+StartedProcess = tuple[str, "subprocess.Popen[bytes]", IO[bytes]]
 """Name, process and log."""
 
 
@@ -75,15 +76,15 @@ class Runner:
         values = [str(value) for name, option in options.items() for value in (f"--{name}", option)]
         return [Path(__file__).with_name("bitwise_model.py"), part, "--device", self.device, "--family", self.family, *values]
 
-    def start(self, name: str, command: Many[object], **environment: str) -> Started:
+    def start(self, name: str, command: Many[object], **environment: str) -> StartedProcess:
         log = (self.logs / f"{name}.log").open("wb")
         process = subprocess.Popen(
             [sys.executable, "-u", *map(str, command)], env=os.environ | environment, stderr=log, start_new_session=True
         )
         return name, process, log
 
-    def wait(self, started: Started, seconds: float) -> bool:
-        """Whether the process succeeded. Ends it and its children after `seconds`, or at the deadline."""
+    def wait(self, started: StartedProcess, seconds: float) -> bool:
+        """Wait for a process, and kill it and its children after `seconds` or at the deadline. Returns whether it succeeded."""
         name, process, log = started
         began = time.monotonic()
         try:
@@ -95,11 +96,11 @@ class Runner:
         if code == 0:
             return True
         self.failed.append(name)
-        lines = (self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-TAIL:]
-        say(f"  FAILED: {name}: {code}\n" + "\n".join(f"    {line[:300]}" for line in lines))
+        lines = (self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        report(f"  FAILED: {name}: {code}\n" + "\n".join(f"    {line[:300]}" for line in lines))
         return False
 
-    def stop(self, started: Started) -> None:
+    def stop(self, started: StartedProcess) -> None:
         """End the process and its children."""
         _, process, _ = started
         if process.poll() is None:
@@ -123,17 +124,17 @@ def main() -> None:
     runner, parts = Runner(options.device, options.family, logs, time.monotonic() + options.deadline), options.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         arguments.error(f"--parts: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
-    say(f"logs in {logs}")
+    report(f"logs in {logs}")
     with tempfile.TemporaryDirectory(prefix="bitwise-") as scratch:
         run_parts(runner, parts, Path(scratch))
-    say(f"\nfailed: {', '.join(runner.failed) or 'nothing'}; {options.deadline - (runner.deadline - time.monotonic()):.0f} s")
+    report(f"\nfailed: {', '.join(runner.failed) or 'nothing'}; {options.deadline - (runner.deadline - time.monotonic()):.0f} s")
 
 
 def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
     device, began, agree = runner.device, time.monotonic(), True
 
     def title(text: str) -> None:
-        say(f"\n## {text} ({time.monotonic() - began:.0f} s)")
+        report(f"\n## {text} ({time.monotonic() - began:.0f} s)")
 
     if "operations" in parts:
         title("operations: rows of a call, engine against trainer, times")
@@ -144,7 +145,7 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
     with ExitStack() as stack:
         large = None
         if "large" in parts:
-            large = Large(runner, scratch, stack.enter_context(memory_folder(scratch)))
+            large = Large(runner, scratch, stack.enter_context(create_memory_folder(scratch)))
             large.start()
         if {"small", "mismatch"} & set(parts):
             title("small model: engines and trainer; first module that differs, with one draft in an eager engine")
@@ -152,7 +153,7 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
             command = runner.child("mismatch", folder=scratch / "small", out=scratch)
             mismatch = runner.start("mismatch", command) if "mismatch" in parts else None
             if "small" in parts:
-                agree = small(runner, scratch)
+                agree = run_small_model(runner, scratch)
             if mismatch is not None:
                 runner.wait(mismatch, 150)
         if large is not None:
@@ -160,25 +161,25 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
             large.run(agree)
 
 
-def small(runner: Runner, scratch: Path) -> bool:
-    """Whether all log-probs of the small model agree. The engines run at the same time."""
+def run_small_model(runner: Runner, scratch: Path) -> bool:
+    """Run the small model's engines concurrently. Returns whether all log-probs agree."""
     device, cases = runner.device, ["graphs-0", "graphs-1", "graphs-3", "sampled-3", "eager-1", "decode-1"]
     if device == "cpu":
         cases = ["eager-1", "eager-3"]
     started, files = [], []
     for case in cases:
-        kind, drafts = case.split("-")
+        variant, drafts = case.split("-")
         file = scratch / f"{case}.json"
         files.append(file)
-        graphs, method = "decode" if kind == "decode" else "all", "probabilistic" if kind == "sampled" else "greedy"
-        choices = {"eager": int(kind == "eager"), "graphs": graphs, "method": method}
+        graphs, method = "decode" if variant == "decode" else "all", "probabilistic" if variant == "sampled" else "greedy"
+        choices = {"eager": int(variant == "eager"), "graphs": graphs, "method": method}
         command = runner.child("engine", folder=scratch / "small", drafts=drafts, out=file, **choices)
         started.append(runner.start(f"engine-{file.stem}", command))
-    ran = [runner.wait(each, 170) for each in started]
-    present = [file for file, ok in zip(files, ran, strict=True) if ok]
-    if not present:
+    succeeded = [runner.wait(process, 170) for process in started]
+    files_present = [file for file, ok in zip(files, succeeded, strict=True) if ok]
+    if not files_present:
         return False
-    command = runner.child("score", folder=scratch / "small", samples=",".join(map(str, present)), out=scratch / "differences.json")
+    command = runner.child("score", folder=scratch / "small", samples=",".join(map(str, files_present)), out=scratch / "differences.json")
     if not runner.run("score", command, 90):
         return False
     differences: dict[str, float] = json.loads((scratch / "differences.json").read_text())
@@ -195,7 +196,7 @@ class Large:
     def __init__(self, runner: Runner, scratch: Path, folder: Path) -> None:
         self.runner, self.scratch, self.folder, self.device = runner, scratch, folder, runner.device
         self.shared = {"folder": folder, "size": "large", "flight": 64, "tokens": 512 if runner.device == "cuda" else 8}
-        self.started: dict[str, Started] = {}
+        self.started: dict[str, StartedProcess] = {}
 
     def start(self) -> None:
         self.started["folder"] = self.runner.start("folder-large", self.runner.child("folder", folder=self.folder, size="large"))
@@ -205,7 +206,7 @@ class Large:
 
     def run(self, agree: bool) -> None:
         if not agree:
-            say("  skipped: the small model's log-probs differ, or were not compared. To run it nevertheless: --parts large")
+            report("  skipped: the small model's log-probs differ, or were not compared. To run it nevertheless: --parts large")
         if not agree or not self.runner.wait(self.started["folder"], 120):
             for name in ("bitwise", "default"):
                 self.runner.stop(self.started[name])
@@ -216,10 +217,10 @@ class Large:
                 self._score(self._file(numerics))
         self._ratio("engine", [self._file(numerics) for numerics in ("default", "bitwise")], "tokens_per_s", 0.75)
         self._trainers()
-        # If time is left: other numbers of drafts, and steps with prefill without graphs.
+        # In the remaining time: other numbers of drafts, and steps with prefill without graphs.
         for graphs, drafts in (("all", 0), ("all", 3), ("decode", 1)) if self.device == "cuda" else ():
             file = self.scratch / f"large-{graphs}-{drafts}.json"
-            if self.runner.deadline - time.monotonic() > ANOTHER_ENGINE_S:
+            if self.runner.deadline - time.monotonic() > MIN_ENGINE_S:
                 command = self._engine(512, file, graphs=graphs, drafts=drafts)
                 if self.runner.run(f"engine-{file.stem}", command, 150):
                     self._score(file)
@@ -249,12 +250,12 @@ class Large:
 
     def _ratio(self, name: str, files: list[Path], key: str, bound: float) -> None:
         if all(file.is_file() for file in files):
-            second, first = (json.loads(file.read_text())[key] for file in files)
-            say(f"  {name}: {first / second:.2f} of the default's speed (bound {bound})")
+            default_value, bitwise_value = (json.loads(file.read_text())[key] for file in files)
+            report(f"  {name}: {bitwise_value / default_value:.2f} of the default's speed (bound {bound})")
 
 
 @contextmanager
-def memory_folder(scratch: Path) -> Iterator[Path]:
+def create_memory_folder(scratch: Path) -> Iterator[Path]:
     """A folder for 16 GB of weights, in memory if there is room."""
     memory = Path("/dev/shm")
     has_room = memory.is_dir() and shutil.disk_usage(memory).free > 20 << 30

@@ -104,24 +104,24 @@ QWEN3_5_9B = QWEN3_8B | {
     "linear_num_value_heads": 32,
     "layer_types": 5 * ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }
-DELTA_TOY = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
-PRIOR = 3.0
+TOY_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+PRIOR_STD = 3.0
 """Standard deviation of tokens' mean logits in models with an EAGLE-3 drafter, in nats."""
-PRIOR_STATE = 8.0
+PRIOR_EMBEDDING = 8.0
 """First dimension of all embeddings in these models; the others are about 1."""
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print(text, flush=True)
 
 
-def config_of(family: str, size: str, device: str) -> dict[str, Any]:
+def make_config(family: str, size: str, device: str) -> dict[str, Any]:
     """A model's config. Responses have their full length, because no token ends them."""
     from mtpctl.bench.train_step import load_named_config
 
     config = SMALL | FAMILIES[family]
     if device == "cpu":
-        config |= TOY | (DELTA_TOY if family == "qwen3.5" else {})
+        config |= TOY | (TOY_DELTA if family == "qwen3.5" else {})
     elif size == "large":
         if family == "mimo":
             config = dict(load_named_config(""))
@@ -160,7 +160,7 @@ def create_folder(options: argparse.Namespace) -> None:
     from mtpctl.families.reading import DRAFTER, shape_of
     from mtpctl.families.tensors import tensor_shapes
 
-    config = config_of(options.family, options.size, options.device)
+    config = make_config(options.family, options.size, options.device)
     has_prior = "drafter" in config
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     generator = torch.Generator(options.device).manual_seed(0)
@@ -168,31 +168,31 @@ def create_folder(options: argparse.Namespace) -> None:
     tensors = {}
     shape = shape_of(config)
     for name, size in tensor_shapes(shape).items():
-        drawn = torch.randn(size, generator=generator, device=options.device)
+        values = torch.randn(size, generator=generator, device=options.device)
         if len(size) == 1:
             is_centered = shape.delta is not None and not name.endswith("linear_attn.norm.weight")
-            drawn = 0.2 * drawn + (0.0 if is_centered or name.endswith("bias") else 1.0)
+            values = 0.2 * values + (0.0 if is_centered or name.endswith("bias") else 1.0)
         elif name.endswith("input_proj.weight"):
-            drawn = torch.eye(size[0], device=options.device).repeat(1, 2)
-            drawn[:, : size[0]] = 0.0
+            values = torch.eye(size[0], device=options.device).repeat(1, 2)
+            values[:, : size[0]] = 0.0
         elif name == "mtp.fc.weight":
-            drawn = torch.eye(*size, device=options.device)
+            values = torch.eye(*size, device=options.device)
         elif name.endswith("conv1d.weight"):
-            drawn *= size[-1] ** -0.5
+            values *= size[-1] ** -0.5
         elif name.endswith("fc.weight"):  # of an EAGLE-3 drafter: the state after the last layer
-            drawn = torch.eye(size[0], device=options.device).repeat(1, 3)
-            drawn[:, : 2 * size[0]] = 0.0
+            values = torch.eye(size[0], device=options.device).repeat(1, 3)
+            values[:, : 2 * size[0]] = 0.0
         elif "embed_tokens" not in name:
-            drawn *= size[1] ** -0.5
+            values *= size[1] ** -0.5
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-            drawn *= 0.6 * config["num_hidden_layers"] ** -0.5
+            values *= 0.6 * config["num_hidden_layers"] ** -0.5
         elif "lm_head" in name:
-            drawn *= 3.0
+            values *= 3.0
         if has_prior and "embed_tokens" in name:
-            drawn[:, 0] = PRIOR_STATE
+            values[:, 0] = PRIOR_EMBEDDING
         elif has_prior and "lm_head" in name:
-            drawn[:, 0] = PRIOR / PRIOR_STATE * torch.randn(size[0], generator=generator, device=options.device)
-        tensors[name] = drawn.to(dtype).cpu()
+            values[:, 0] = PRIOR_STD / PRIOR_EMBEDDING * torch.randn(size[0], generator=generator, device=options.device)
+        tensors[name] = values.to(dtype).cpu()
     target, drafter = split_drafter(tensors)
     save_file(target, options.folder / "model.safetensors", metadata={"format": "pt"})
     if drafter:
@@ -205,15 +205,15 @@ def run_engine(options: argparse.Namespace) -> None:
     """Generate responses and write them to `--out`. Prints tokens per second."""
     if options.device == "cpu":
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-    samples, seconds, engine = asyncio.run(_generate(options))
+    samples, seconds, start_s = asyncio.run(_generate(options))
     tokens = sum(len(sample.response_ids) for sample in samples)
     drafted, accepted = (sum(getattr(sample.speculation, name) for sample in samples) for name in ("drafted", "accepted"))
     cached = sum(sample.cached_tokens or 0 for sample in samples)
     options.out.write_text(json.dumps({"samples": [sample.to_dict() for sample in samples], "tokens_per_s": tokens / seconds}))
-    say(
+    report(
         f"  {options.size}, {options.numerics}, {'eager' if options.eager else f'graphs: {options.graphs}'}, {options.drafts} drafts: "
         f"{len(samples)} responses, {tokens} tokens, {tokens / seconds:.0f} tokens/s; {accepted} of {drafted} drafts accepted, "
-        f"{cached} prompt tokens cached; engine started in {engine:.0f} s"
+        f"{cached} prompt tokens cached; engine started in {start_s:.0f} s"
     )
 
 
@@ -246,12 +246,12 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
         settings.args["compilation_config"]["cudagraph_mode"] = "FULL_DECODE_ONLY"
     draw = random.Random(options.drafts)
     vocab = 500 if not cuda else 8000
-    shared = [draw.randrange(vocab) for _ in range(150)]
+    shared_prefix = [draw.randrange(vocab) for _ in range(150)]
     lengths = [256] if is_large else [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 400]
     prompts = []
     for index in range(options.responses):
-        own = [draw.randrange(vocab) for _ in range(lengths[index % len(lengths)])]
-        prompts.append(own if is_large or index % 2 else shared + own)
+        unique_tokens = [draw.randrange(vocab) for _ in range(lengths[index % len(lengths)])]
+        prompts.append(unique_tokens if is_large or index % 2 else shared_prefix + unique_tokens)
     while not (options.folder / "config.json").exists():  # written last
         await asyncio.sleep(0.1)
     began = time.monotonic()
@@ -259,22 +259,22 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
     started = time.monotonic() - began
     slots = asyncio.Semaphore(options.flight)
 
-    async def respond(number: int, tokens: int) -> Sample:
+    async def respond(index: int, tokens: int) -> Sample:
         async with slots:
-            return await engine.generate(GenerationRequest(Sample(f"p{number}", "g", ids_of(prompts[number])), tokens, temperature=1.0))
+            return await engine.generate(GenerationRequest(Sample(f"p{index}", "g", ids_of(prompts[index])), tokens, temperature=1.0))
 
     try:
-        await asyncio.gather(*(respond(number, 8) for number in range(min(options.responses, options.flight))))  # warm-up
+        await asyncio.gather(*(respond(index, 8) for index in range(min(options.responses, options.flight))))  # warm-up
         while options.go and not options.go.exists():
             await asyncio.sleep(0.1)
         began = time.monotonic()
-        samples = await asyncio.gather(*(respond(number, options.tokens) for number in range(options.responses)))
+        samples = await asyncio.gather(*(respond(index, options.tokens) for index in range(options.responses)))
         return samples, time.monotonic() - began, started
     finally:
         await engine.shutdown()
 
 
-def _trainer(options: argparse.Namespace, numerics: str, **fields: Any) -> Any:
+def _start_trainer(options: argparse.Namespace, numerics: str, **fields: Any) -> Any:
     from harness import parser  # noqa: F401  installs stand-ins for CUDA calls before Megatron is imported
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.recipe.section import ParallelConfig
@@ -293,45 +293,45 @@ def run_score(options: argparse.Namespace) -> None:
     from mtpctl.samples import Sample
     from mtpctl.trainer.batch import Sequence
 
-    largest: dict[str, float] = {}
+    largest_errors: dict[str, float] = {}
     for numerics in ("bitwise",) if options.size == "large" else ("bitwise", "default"):
-        trainer = _trainer(options, numerics, train=False)
+        trainer = _start_trainer(options, numerics, train=False)
         try:
             for file in options.samples.split(","):
                 samples = [Sample.from_dict(each) for each in json.loads(Path(file).read_text())["samples"]]
                 inputs = [Sequence(list(sample.token_ids), len(sample.prompt_ids), list(sample.loss_mask)) for sample in samples]
                 began = time.monotonic()
                 scores = trainer.score(inputs)
-                took = time.monotonic() - began
-                own = np.concatenate([np.asarray(score.logprobs, np.float32) for score in scores])
+                seconds = time.monotonic() - began
+                trainer_logprobs = np.concatenate([np.asarray(score.logprobs, np.float32) for score in scores])
                 behaviour = np.concatenate([np.asarray(sample.behaviour_logprobs, np.float32) for sample in samples])
-                errors = np.abs(own - behaviour)
-                say(
+                errors = np.abs(trainer_logprobs - behaviour)
+                report(
                     f"  {Path(file).stem}, trainer {numerics}: {int((errors != 0).sum())} of {len(errors)} log-probs differ, at most "
                     f"{errors.max():.3g}, {errors.mean():.3g} on average; log-prob {behaviour.mean():.2f} on average, "
-                    f"{sum(len(each.token_ids) for each in inputs) / took:.0f} tokens/s scored"
+                    f"{sum(len(each.token_ids) for each in inputs) / seconds:.0f} tokens/s scored"
                 )
                 if numerics == "bitwise":
-                    largest[file] = float(errors.max()) if np.isfinite(errors).all() else float("inf")
-                    _locate(samples, own != behaviour)
+                    largest_errors[file] = float(errors.max()) if np.isfinite(errors).all() else float("inf")
+                    _locate(samples, trainer_logprobs != behaviour)
         finally:
             trainer.close()
-    options.out.write_text(json.dumps(largest))
+    options.out.write_text(json.dumps(largest_errors))
 
 
-def _locate(samples: list[Any], different: Any) -> None:
+def _locate(samples: list[Any], is_different: Any) -> None:
     """Print where log-probs differ: a pattern in positions points to an operation that depends on the shape of a step."""
-    if not different.any():
+    if not is_different.any():
         return
     positions, start = [], 0
     for sample in samples:
         prompt, count = len(sample.prompt_ids), len(sample.response_ids)
-        positions += [(index, prompt + index) for index in range(count) if different[start + index]]
+        positions += [(index, prompt + index) for index in range(count) if is_different[start + index]]
         start += count
     first = sum(index == 0 for index, _ in positions)
-    say(
-        f"    of these, {first} are first tokens (computed in prefill); contexts from {min(at for _, at in positions)} to "
-        f"{max(at for _, at in positions)}; in {sum(1 for index, _ in positions if index > 0)} decoded positions"
+    report(
+        f"    of these, {first} are first tokens (computed in prefill); contexts from {min(context for _, context in positions)} to "
+        f"{max(context for _, context in positions)}; in {sum(1 for index, _ in positions if index > 0)} decoded positions"
     )
 
 
@@ -341,7 +341,7 @@ def run_trainer(options: argparse.Namespace) -> None:
     from mtpctl.bench.train_step import make_samples, synchronize
     from mtpctl.trainer.objective import NextToken
 
-    trainer = _trainer(options, options.numerics, random_seed=0)
+    trainer = _start_trainer(options, options.numerics, random_seed=0)
     try:
         batch, times, losses = make_samples(trainer.folder.shape.vocab, 8192, 10, 0.33), [], []
         for _ in range(6):
@@ -354,7 +354,7 @@ def run_trainer(options: argparse.Namespace) -> None:
         trainer.close()
     median = statistics.median(times[2:])
     options.out.write_text(json.dumps({"milliseconds": median}))
-    say(f"  trainer, {options.numerics}: forward and backward {median:.0f} ms for 8,192 tokens, loss {losses[-1]:.6f}")
+    report(f"  trainer, {options.numerics}: forward and backward {median:.0f} ms for 8,192 tokens, loss {losses[-1]:.6f}")
 
 
 def run_mismatch(options: argparse.Namespace) -> None:
@@ -378,13 +378,13 @@ def run_mismatch(options: argparse.Namespace) -> None:
     file.write_text(recipe.model_dump_json(by_alias=True, exclude_unset=True))  # JSON is YAML
     result = examine_mismatch(str(file))
     for module in result.modules:
-        say(
+        report(
             f"  {result.label(module.name):28} same inputs: mean {module.mean:.1e}, worst {module.worst:.1e}; "
             f"own inputs: {module.total:.1e}; prefill against decoding: {module.prefill:.1e}"
         )
     for line in result.logprobs:
-        say(f"  {line.source:28} log-probs: mean {line.mean:.1e}, largest {line.largest:.1e}")
-    say(f"  verdict: {result.verdict}")
+        report(f"  {line.source:28} log-probs: mean {line.mean:.1e}, largest {line.largest:.1e}")
+    report(f"  verdict: {result.verdict}")
 
 
 PARTS = {"folder": create_folder, "engine": run_engine, "score": run_score, "trainer": run_trainer, "mismatch": run_mismatch}

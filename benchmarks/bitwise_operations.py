@@ -35,7 +35,7 @@ from mtpctl.kernels.qkv import HeadLayout, split_heads_triton
 from mtpctl.kernels.rows import expert_order
 
 Call = Callable[[Tensor], Tensor]
-TENSOR_CORES_OF_AMPERE = (Tile(16, 64, 4, 6), Tile(32, 64, 4, 6))
+AMPERE_TILES = (Tile(16, 64, 4, 6), Tile(32, 64, 4, 6))
 """Tiles of fewer than 64 rows, which Hopper computes with Ampere's instructions; `TILES` has none."""
 
 
@@ -52,7 +52,7 @@ class Sizes:
         self.lengths = (1, 2, 63, 64, 65, 127, 128, 129, 200, 517, 1000, 1537) if self.cuda else (1, 64, 65, 83)
         self.generator = torch.Generator(self.device).manual_seed(0)
 
-    def drawn(self, *shape: int, scale: float = 1.0) -> Tensor:
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, device=self.device, generator=self.generator)).to(self.dtype)
 
     @property
@@ -67,11 +67,11 @@ class Sizes:
         }
 
 
-def say(name: str, *parts: str) -> None:
+def print_result(name: str, *parts: str) -> None:
     print(f"  {name:46} " + " | ".join(parts), flush=True)
 
 
-def attempt(title: str, run: Callable[[Sizes], None], sizes: Sizes) -> None:
+def run_section(title: str, run: Callable[[Sizes], None], sizes: Sizes) -> None:
     """Run one section. A failure is printed, and the next section runs."""
     print(f"\n{title}", flush=True)
     try:
@@ -81,25 +81,27 @@ def attempt(title: str, run: Callable[[Sizes], None], sizes: Sizes) -> None:
         traceback.print_exc()
 
 
-def dependence(call: Call, x: Tensor, counts: tuple[int, ...]) -> str:
+def describe_row_dependence(call: Call, x: Tensor, counts: tuple[int, ...]) -> str:
     """The numbers of rows for which a call on consecutive rows of x differs from the call on all of x."""
-    whole, different = call(x), []
+    full_result, differing_counts = call(x), []
     for count in counts:
         starts = {0, min(5, len(x) - count), len(x) - count}
-        wrong = sum(int((call(x[start : start + count]) != whole[start : start + count]).flatten(1).any(1).sum()) for start in starts)
-        if wrong:
-            different.append(f"{count} ({wrong} of {count * len(starts)})")
-    return "same" if not different else "DIFFERS at rows: " + ", ".join(different)
+        num_wrong = sum(
+            int((call(x[start : start + count]) != full_result[start : start + count]).flatten(1).any(1).sum()) for start in starts
+        )
+        if num_wrong:
+            differing_counts.append(f"{count} ({num_wrong} of {count * len(starts)})")
+    return "same" if not differing_counts else "DIFFERS at rows: " + ", ".join(differing_counts)
 
 
-def equality(a: Tensor, b: Tensor) -> str:
+def describe_equality(a: Tensor, b: Tensor) -> str:
     if torch.equal(a, b):
         return "equal"
     error = (a.double() - b.double()).abs()
     return f"{float((error > 0).double().mean()):.1%} of elements differ, by {float(error.max()):.1e} at most"
 
 
-def milliseconds(run: Callable[[], object], sizes: Sizes) -> float:
+def median_ms(run: Callable[[], object], sizes: Sizes) -> float:
     """Median time of a call on an idle GPU; 0 in the interpreter."""
     if not sizes.cuda:
         return 0.0
@@ -117,131 +119,138 @@ def milliseconds(run: Callable[[], object], sizes: Sizes) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def against(ours: Callable[[], object], usual: Callable[[], object], sizes: Sizes) -> str:
-    first, second = milliseconds(ours, sizes), milliseconds(usual, sizes)
-    return f"{first:.3f} ms, usual {second:.3f} ms" + (f", ratio {second / first:.2f}" if first else "")
+def compare_times(own_run: Callable[[], object], usual_run: Callable[[], object], sizes: Sizes) -> str:
+    own_ms, usual_ms = median_ms(own_run, sizes), median_ms(usual_run, sizes)
+    return f"{own_ms:.3f} ms, usual {usual_ms:.3f} ms" + (f", ratio {usual_ms / own_ms:.2f}" if own_ms else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def products(sizes: Sizes) -> None:
+def compare_products(sizes: Sizes) -> None:
     for name, (outputs, inputs) in sizes.linears.items():
-        x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs, scale=inputs**-0.5)
-        say(f"{name}, bitwise", dependence(partial(invariant.linear, weight=weight), x, sizes.counts))
-        say(f"{name}, cuBLAS", dependence(partial(F.linear, weight=weight), x, sizes.counts))
-        say(f"{name}, bitwise against cuBLAS", equality(invariant.linear(x, weight), F.linear(x, weight)))
+        x, weight = sizes.random(sizes.rows, inputs), sizes.random(outputs, inputs, scale=inputs**-0.5)
+        print_result(f"{name}, bitwise", describe_row_dependence(partial(invariant.linear, weight=weight), x, sizes.counts))
+        print_result(f"{name}, cuBLAS", describe_row_dependence(partial(F.linear, weight=weight), x, sizes.counts))
+        print_result(f"{name}, bitwise against cuBLAS", describe_equality(invariant.linear(x, weight), F.linear(x, weight)))
         for rows in (64, 256, sizes.rows) if sizes.cuda else ():
             part = x[:rows]
-            say(
+            print_result(
                 f"{name}, time of {rows} rows",
-                against(partial(invariant.linear, part, weight), partial(F.linear, part, weight), sizes),
+                compare_times(partial(invariant.linear, part, weight), partial(F.linear, part, weight), sizes),
             )
 
 
-def head(sizes: Sizes) -> None:
-    x, weight = sizes.drawn(sizes.rows, sizes.hidden), sizes.drawn(sizes.vocab, sizes.hidden, scale=0.05)
-    say("logits, bitwise", dependence(lambda rows: invariant.logits(rows, weight), x, sizes.counts))
+def compare_head(sizes: Sizes) -> None:
+    x, weight = sizes.random(sizes.rows, sizes.hidden), sizes.random(sizes.vocab, sizes.hidden, scale=0.05)
+    print_result("logits, bitwise", describe_row_dependence(lambda rows: invariant.logits(rows, weight), x, sizes.counts))
     logits = invariant.logits(x, weight)
-    say("log-prob, bitwise", dependence(invariant.log_softmax, logits, sizes.counts))
+    print_result("log-prob, bitwise", describe_row_dependence(invariant.log_softmax, logits, sizes.counts))
     padded = F.pad(logits, (0, 37))[:, : sizes.vocab]
-    say("log-prob, padded against contiguous rows", equality(invariant.log_softmax(padded), invariant.log_softmax(logits)))
-    say("log-prob, torch.log_softmax", dependence(lambda rows: rows.log_softmax(-1), logits, sizes.counts))
+    print_result(
+        "log-prob, padded against contiguous rows", describe_equality(invariant.log_softmax(padded), invariant.log_softmax(logits))
+    )
+    print_result("log-prob, torch.log_softmax", describe_row_dependence(lambda rows: rows.log_softmax(-1), logits, sizes.counts))
     tokens = torch.zeros(len(logits), 1, dtype=torch.long, device=sizes.device)
-    say(
+    print_result(
         f"log-prob, time of {len(logits)} rows",
-        against(lambda: invariant.token_logprobs(logits, tokens), lambda: logits.log_softmax(-1).gather(1, tokens), sizes),
+        compare_times(lambda: invariant.token_logprobs(logits, tokens), lambda: logits.log_softmax(-1).gather(1, tokens), sizes),
     )
     for rows in (64, 256, sizes.rows) if sizes.cuda else ():
         part = x[:rows]
-        say(f"logits, time of {rows} rows", against(partial(invariant.logits, part, weight), partial(F.linear, part, weight), sizes))
+        print_result(
+            f"logits, time of {rows} rows", compare_times(partial(invariant.logits, part, weight), partial(F.linear, part, weight), sizes)
+        )
 
 
-def tiles(sizes: Sizes) -> None:
+def compare_tiles(sizes: Sizes) -> None:
     outputs, inputs = sizes.linears["down"]
-    x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs, scale=inputs**-0.5)
-    whole = invariant.linear(x, weight, torch.float32, invariant.TILES[-1])
-    for tile in (*invariant.TILES, *TENSOR_CORES_OF_AMPERE):
-        say(f"{tile.rows} x {tile.columns}, against the largest tile", equality(invariant.linear(x, weight, torch.float32, tile), whole))
+    x, weight = sizes.random(sizes.rows, inputs), sizes.random(outputs, inputs, scale=inputs**-0.5)
+    reference = invariant.linear(x, weight, torch.float32, invariant.TILES[-1])
+    for tile in (*invariant.TILES, *AMPERE_TILES):
+        print_result(
+            f"{tile.rows} x {tile.columns}, against the largest tile",
+            describe_equality(invariant.linear(x, weight, torch.float32, tile), reference),
+        )
     for name, (outputs, inputs) in sizes.linears.items() if sizes.cuda else ():
-        x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs)
+        x, weight = sizes.random(sizes.rows, inputs), sizes.random(outputs, inputs)
         for rows in (64, 256, sizes.rows):
             times = {
-                f"{tile.rows}x{tile.columns}": milliseconds(partial(invariant.linear, x[:rows], weight, tile=tile), sizes)
-                for tile in (*invariant.TILES, *(TENSOR_CORES_OF_AMPERE if rows == 64 else ()))
+                f"{tile.rows}x{tile.columns}": median_ms(partial(invariant.linear, x[:rows], weight, tile=tile), sizes)
+                for tile in (*invariant.TILES, *(AMPERE_TILES if rows == 64 else ()))
             }
-            chosen = invariant.tile_for(rows, outputs, invariant._multiprocessors(sizes.device))
-            best = min(times, key=times.__getitem__)
-            ranked = ", ".join(f"{each} {spent:.3f}" for each, spent in sorted(times.items(), key=itemgetter(1)))
-            say(f"{name}, {rows} rows", f"best {best}, chosen {chosen.rows}x{chosen.columns}", f"ms: {ranked}")
+            selected_tile = invariant.tile_for(rows, outputs, invariant._multiprocessors(sizes.device))
+            fastest = min(times, key=times.__getitem__)
+            ranked = ", ".join(f"{tile_name} {tile_ms:.3f}" for tile_name, tile_ms in sorted(times.items(), key=itemgetter(1)))
+            print_result(f"{name}, {rows} rows", f"best {fastest}, chosen {selected_tile.rows}x{selected_tile.columns}", f"ms: {ranked}")
 
 
-def elementwise(sizes: Sizes) -> None:
-    x, weight = sizes.drawn(sizes.rows, sizes.hidden), 1 + sizes.drawn(sizes.hidden, scale=0.2)
-    say("norm, bitwise", dependence(lambda rows: invariant.rms_norm(rows, weight, 1e-5), x, sizes.counts))
-    say("norm, engine against trainer", equality(invariant.rms_norm(x, weight, 1e-5), rms_norm_by_row(x, weight, 1e-5)))
+def compare_elementwise(sizes: Sizes) -> None:
+    x, weight = sizes.random(sizes.rows, sizes.hidden), 1 + sizes.random(sizes.hidden, scale=0.2)
+    print_result("norm, bitwise", describe_row_dependence(lambda rows: invariant.rms_norm(rows, weight, 1e-5), x, sizes.counts))
+    print_result("norm, engine against trainer", describe_equality(invariant.rms_norm(x, weight, 1e-5), rms_norm_by_row(x, weight, 1e-5)))
     usual = F.rms_norm(x, (sizes.hidden,), weight, 1e-5)
-    say("norm, bitwise against PyTorch", equality(invariant.rms_norm(x, weight, 1e-5), usual))
-    say(
+    print_result("norm, bitwise against PyTorch", describe_equality(invariant.rms_norm(x, weight, 1e-5), usual))
+    print_result(
         f"norm, time of {sizes.rows} rows",
-        against(lambda: invariant.rms_norm(x, weight, 1e-5), lambda: F.rms_norm(x, (sizes.hidden,), weight, 1e-5), sizes),
+        compare_times(lambda: invariant.rms_norm(x, weight, 1e-5), lambda: F.rms_norm(x, (sizes.hidden,), weight, 1e-5), sizes),
     )
-    gate_up = sizes.drawn(sizes.rows, 2 * sizes.ffn)
-    say("SwiGLU, bitwise", dependence(invariant.swiglu, gate_up, sizes.counts))
+    gate_up = sizes.random(sizes.rows, 2 * sizes.ffn)
+    print_result("SwiGLU, bitwise", describe_row_dependence(invariant.swiglu, gate_up, sizes.counts))
     if sizes.cuda:
-        say("SwiGLU, engine against trainer", equality(invariant.swiglu(gate_up), activations.swiglu(gate_up)))
+        print_result("SwiGLU, engine against trainer", describe_equality(invariant.swiglu(gate_up), activations.swiglu(gate_up)))
     layout = HeadLayout(sizes.groups, sizes.heads // sizes.groups, sizes.width)
-    mixed = sizes.drawn(sizes.rows, sizes.groups * sum(layout.sizes))
+    mixed = sizes.random(sizes.rows, sizes.groups * sum(layout.sizes))
     positions = torch.randint(0, 4000, (sizes.rows,), device=sizes.device, generator=sizes.generator)
     angles = torch.rand(4000, sizes.width // 2, device=sizes.device, generator=sizes.generator) * 6
     cos, sin = angles.cos(), angles.sin()
     turns = torch.arange(32768.0)[:, None] * torch.tensor([1.0, 0.37, 1e-3])
     tables = exact.cos_sin(turns.to(sizes.device)), exact.cos_sin(turns)
-    say("cosines and sines, trainer against engine", *(equality(a.cpu(), b) for a, b in zip(*tables, strict=True)))
+    print_result("cosines and sines, trainer against engine", *(describe_equality(a.cpu(), b) for a, b in zip(*tables, strict=True)))
     grouped = mixed.unflatten(1, (sizes.groups, -1, sizes.width))
     packed = torch.cat([grouped[:, :, :-2].flatten(1), grouped[:, :, -2].flatten(1), grouped[:, :, -1].flatten(1)], 1)  # as in vLLM
     queries = packed[:, : sizes.heads * sizes.width].unflatten(1, (-1, sizes.width))
     trainers = split_heads_triton(mixed, layout, None, (cos[positions], sin[positions]))[0]
-    say("rotation, engine against trainer", equality(invariant.rotate(queries, positions, cos, sin), trainers))
+    print_result("rotation, engine against trainer", describe_equality(invariant.rotate(queries, positions, cos, sin), trainers))
 
 
-def attention(sizes: Sizes) -> None:
+def compare_attention(sizes: Sizes) -> None:
     scale, mixed_heads = sizes.width**-0.5, sizes.heads + 2 * sizes.groups
-    wholes = [sizes.drawn(length, mixed_heads, sizes.width) for length in sizes.lengths]
-    alone = []
+    wholes = [sizes.random(length, mixed_heads, sizes.width) for length in sizes.lengths]
+    single_results = []
     for whole in wholes:
         query, key, value = (part.contiguous() for part in whole.split([sizes.heads, sizes.groups, sizes.groups], 1))
         starts = torch.tensor([0, len(whole)], dtype=torch.int32, device=sizes.device)
-        alone.append(invariant.attention(query, key, value, starts, len(whole), scale, lse=True)[0])
-    together = torch.cat(wholes)
+        single_results.append(invariant.attention(query, key, value, starts, len(whole), scale, lse=True)[0])
+    concatenated = torch.cat(wholes)
     starts = torch.tensor([0, *sizes.lengths], device=sizes.device).cumsum(0).int()
-    query, key, value = (part.contiguous() for part in together.split([sizes.heads, sizes.groups, sizes.groups], 1))
+    query, key, value = (part.contiguous() for part in concatenated.split([sizes.heads, sizes.groups, sizes.groups], 1))
     packed, _ = invariant.attention(query, key, value, starts, max(sizes.lengths), scale, lse=True)
-    say("packed samples against single samples", equality(packed, torch.cat(alone)))
-    pages = paged(sizes, wholes)
+    print_result("packed samples against single samples", describe_equality(packed, torch.cat(single_results)))
+    pages = make_paged_cache(sizes, wholes)
     for count in (1, 2, 3, 4, 16, max(sizes.lengths)):
         counts = [min(count, length) for length in sizes.lengths]
         ends = torch.tensor([0, *counts], device=sizes.device).cumsum(0).int()
         queries = torch.cat([whole[len(whole) - n :, : sizes.heads] for whole, n in zip(wholes, counts, strict=True)])
         out = torch.empty_like(queries)
         invariant.paged_attention(queries, pages, ends, max(counts), scale, out)
-        expected = torch.cat([rows[len(rows) - n :] for rows, n in zip(alone, counts, strict=True)])
-        say(f"engine, {count} queries a request, against trainer", equality(out, expected))
+        expected = torch.cat([rows[len(rows) - n :] for rows, n in zip(single_results, counts, strict=True)])
+        print_result(f"engine, {count} queries a request, against trainer", describe_equality(out, expected))
     if sizes.cuda:
         compare_flash(sizes, query, key, value, starts)
 
 
-def paged(sizes: Sizes, wholes: list[Tensor], size: int = 16) -> PagedKV:
+def make_paged_cache(sizes: Sizes, wholes: list[Tensor], size: int = 16) -> PagedKV:
     """The keys and values of these requests in a cache whose free slots are NaN, with pages in random order."""
-    needed = [-(-len(whole) // size) for whole in wholes]
-    order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)) + 1).tolist()
-    cache = torch.full((sum(needed) + 1, sizes.groups, size, 2 * sizes.width), float("nan"), dtype=sizes.dtype, device=sizes.device)
-    table = torch.zeros(len(wholes), max(needed), dtype=torch.int32)
+    num_pages = [-(-len(whole) // size) for whole in wholes]
+    order = (torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(1)) + 1).tolist()
+    cache = torch.full((sum(num_pages) + 1, sizes.groups, size, 2 * sizes.width), float("nan"), dtype=sizes.dtype, device=sizes.device)
+    table = torch.zeros(len(wholes), max(num_pages), dtype=torch.int32)
     for request, whole in enumerate(wholes):
-        joined = torch.cat(whole[:, sizes.heads :].split(sizes.groups, 1), -1)
-        for page in range(needed[request]):
+        keys_and_values = torch.cat(whole[:, sizes.heads :].split(sizes.groups, 1), -1)
+        for page in range(num_pages[request]):
             table[request, page] = slot = order.pop()
-            rows = joined[page * size : (page + 1) * size]
+            rows = keys_and_values[page * size : (page + 1) * size]
             cache[slot, :, : len(rows)] = rows.transpose(0, 1)
     lengths = torch.tensor([len(whole) for whole in wholes], dtype=torch.int32, device=sizes.device)
     return PagedKV(cache[..., : sizes.width], cache[..., sizes.width :], table.to(sizes.device), lengths)
@@ -267,30 +276,30 @@ def compare_flash(sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, start
         q, k, v = (x.detach().clone().requires_grad_() for x in (query, key, value))
         out = run(q, k, v, packing, scale)
         results.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
-    for name, ours, usual in zip(("output", "query", "key", "value"), *results, strict=True):
-        error = float((ours.double() - usual.double()).norm() / usual.double().norm())
-        say("relative difference from flash: " + ("output" if name == "output" else f"gradient of {name}"), f"{error:.1e}")
+    for name, own_result, flash_result in zip(("output", "query", "key", "value"), *results, strict=True):
+        error = float((own_result.double() - flash_result.double()).norm() / flash_result.double().norm())
+        print_result("relative difference from flash: " + ("output" if name == "output" else f"gradient of {name}"), f"{error:.1e}")
     with torch.no_grad():
-        say(
+        print_result(
             f"time of {len(query)} packed tokens",
-            against(
+            compare_times(
                 lambda: invariant_attention(query, key, value, packing, scale),
                 lambda: flash_attention(query, key, value, flash_arguments(packing), scale),
                 sizes,
             ),
         )
-    pages = paged(sizes, [sizes.drawn(1000, sizes.heads + 2 * sizes.groups, sizes.width)] * 64)
+    pages = make_paged_cache(sizes, [sizes.random(1000, sizes.heads + 2 * sizes.groups, sizes.width)] * 64)
     for count in (1, 2, 4):
-        queries, ends = sizes.drawn(64 * count, sizes.heads, sizes.width), torch.arange(65, device=sizes.device).int() * count
+        queries, ends = sizes.random(64 * count, sizes.heads, sizes.width), torch.arange(65, device=sizes.device).int() * count
         run_ours = partial(invariant.paged_attention, queries, pages, ends, count, scale, torch.empty_like(queries))
-        say(
+        print_result(
             f"time of 64 requests, 1000 keys, {count} queries",
-            f"{milliseconds(run_ours, sizes):.3f} ms",
-            *flash_3(sizes, queries, pages, ends, count),
+            f"{median_ms(run_ours, sizes):.3f} ms",
+            *time_flash_3(sizes, queries, pages, ends, count),
         )
 
 
-def flash_3(sizes: Sizes, queries: Tensor, pages: PagedKV, ends: Tensor, count: int) -> list[str]:
+def time_flash_3(sizes: Sizes, queries: Tensor, pages: PagedKV, ends: Tensor, count: int) -> list[str]:
     """Times of vLLM's kernel with any number of splits, and with one."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
@@ -301,15 +310,15 @@ def flash_3(sizes: Sizes, queries: Tensor, pages: PagedKV, ends: Tensor, count: 
         flash_attn_varlen_func, queries, keys, values, max_seqlen_q=count, cu_seqlens_q=ends, max_seqlen_k=1000,
         block_table=pages.block_table, seqused_k=pages.lengths, causal=True, fa_version=3,
     )  # fmt: skip
-    return [f"FlashAttention 3, {splits} splits: {milliseconds(partial(run, num_splits=splits), sizes):.3f} ms" for splits in (0, 1)]
+    return [f"FlashAttention 3, {splits} splits: {median_ms(partial(run, num_splits=splits), sizes):.3f} ms" for splits in (0, 1)]
 
 
-def experts(sizes: Sizes) -> None:
+def compare_experts(sizes: Sizes) -> None:
     """Qwen3-30B-A3B's sizes. A call's rows are tokens; each has several experts."""
     count, k, hidden, width = (128, 8, 2048, 768) if sizes.cuda else (6, 2, 64, 48)
-    x, router = sizes.drawn(sizes.rows, hidden), sizes.drawn(count, hidden, scale=hidden**-0.5)
-    gate_up = sizes.drawn(count, 2 * width, hidden, scale=hidden**-0.5)
-    down = sizes.drawn(count, hidden, width, scale=width**-0.5)
+    x, router = sizes.random(sizes.rows, hidden), sizes.random(count, hidden, scale=hidden**-0.5)
+    gate_up = sizes.random(count, 2 * width, hidden, scale=hidden**-0.5)
+    down = sizes.random(count, hidden, width, scale=width**-0.5)
     logits = invariant.logits(x, router)
     chosen = exact_experts.top_experts(logits, k)
     routes = exact_experts.routes_of(chosen, count)
@@ -317,9 +326,14 @@ def experts(sizes: Sizes) -> None:
     ends, rows = order.counts.cumsum(0, dtype=torch.int32), x.index_select(0, order.token_of)
     product = exact_experts.grouped_linear_triton(rows, ends, gate_up, reverse=True)
     parts = zip(rows.tensor_split(ends[:-1].cpu().long()), gate_up.flip(0), strict=True)
-    say("experts, grouped against separate products", equality(product, torch.cat([invariant.linear(*part) for part in parts])))
-    say("router logits, bitwise", dependence(partial(invariant.logits, weight=router), x, sizes.counts))
-    say("probs against softmax", equality(exact_experts.chosen_probs_triton(logits, routes, of_all=True), logits.softmax(-1) * routes))
+    print_result(
+        "experts, grouped against separate products", describe_equality(product, torch.cat([invariant.linear(*part) for part in parts]))
+    )
+    print_result("router logits, bitwise", describe_row_dependence(partial(invariant.logits, weight=router), x, sizes.counts))
+    print_result(
+        "probs against softmax",
+        describe_equality(exact_experts.chosen_probs_triton(logits, routes, of_all=True), logits.softmax(-1) * routes),
+    )
 
     def run(states: Tensor) -> Tensor:
         own = invariant.logits(states, router)
@@ -327,23 +341,25 @@ def experts(sizes: Sizes) -> None:
 
     if not sizes.cuda:  # the interpreter runs single kernels only
         return
-    say("mixture of experts, bitwise", dependence(run, x, sizes.counts))
+    print_result("mixture of experts, bitwise", describe_row_dependence(run, x, sizes.counts))
     for tokens in (64, 256, sizes.rows):
         part = order if tokens == sizes.rows else expert_order(routes[:tokens].contiguous(), k, 1)
-        some, bounds = x[:tokens].index_select(0, part.token_of), part.counts.cumsum(0, dtype=torch.int32)
-        ours = partial(exact_experts.grouped_linear, some, bounds, gate_up, reverse=True)
-        say(f"experts, time of {tokens} tokens", against(ours, partial(F.grouped_mm, some, gate_up.mT, offs=bounds), sizes))
+        selected_rows, bounds = x[:tokens].index_select(0, part.token_of), part.counts.cumsum(0, dtype=torch.int32)
+        ours = partial(exact_experts.grouped_linear, selected_rows, bounds, gate_up, reverse=True)
+        print_result(
+            f"experts, time of {tokens} tokens", compare_times(ours, partial(F.grouped_mm, selected_rows, gate_up.mT, offs=bounds), sizes)
+        )
 
 
-def library(sizes: Sizes) -> None:
+def compare_library(sizes: Sizes) -> None:
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     for name, (outputs, inputs) in sizes.linears.items():
-        x, weight = sizes.drawn(sizes.rows, inputs), sizes.drawn(outputs, inputs, scale=inputs**-0.5)
-        say(f"{name}, cuBLASLt", dependence(partial(F.linear, weight=weight), x, sizes.counts))
-        say(f"{name}, against bitwise", equality(F.linear(x, weight), invariant.linear(x, weight)))
-        times = [f"{rows} rows {milliseconds(partial(F.linear, x[:rows], weight), sizes):.3f} ms" for rows in (64, 256, sizes.rows)]
-        say(f"{name}, time", *times)
+        x, weight = sizes.random(sizes.rows, inputs), sizes.random(outputs, inputs, scale=inputs**-0.5)
+        print_result(f"{name}, cuBLASLt", describe_row_dependence(partial(F.linear, weight=weight), x, sizes.counts))
+        print_result(f"{name}, against bitwise", describe_equality(F.linear(x, weight), invariant.linear(x, weight)))
+        times = [f"{rows} rows {median_ms(partial(F.linear, x[:rows], weight), sizes):.3f} ms" for rows in (64, 256, sizes.rows)]
+        print_result(f"{name}, time", *times)
 
 
 def main() -> None:
@@ -354,18 +370,18 @@ def main() -> None:
     sizes = Sizes(options.device)
     began = time.monotonic()
     if options.library:
-        attempt("cuBLASLt without workspace", library, sizes)
+        run_section("cuBLASLt without workspace", compare_library, sizes)
     else:
         sections = (
-            ("Attention", attention),
-            ("Products", products),
-            ("LM head and log-prob", head),
-            ("Norm, activation, rotation", elementwise),
-            ("Tiles of products", tiles),
-            ("Experts", experts),
+            ("Attention", compare_attention),
+            ("Products", compare_products),
+            ("LM head and log-prob", compare_head),
+            ("Norm, activation, rotation", compare_elementwise),
+            ("Tiles of products", compare_tiles),
+            ("Experts", compare_experts),
         )
         for title, run in sections:
-            attempt(title, run, sizes)
+            run_section(title, run, sizes)
     print(f"\n{time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -51,9 +51,9 @@ from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.session import Telemetry
 from mtpctl.trainer.share import BatchTable, Share, partition
 
-PROMPT = 256
+PROMPT_TOKENS = 256
 IN_FLIGHT = 512
-ACTORS = 2
+NUM_ACTORS = 2
 
 
 class FakeRanks:
@@ -72,8 +72,8 @@ class FakeTrainer(TrainerGroup):
 
         self.recipe = recipe
         remote = ray.remote(FakeRanks).options(num_cpus=0)
-        actors = [cast(Any, remote).remote() for _ in range(ACTORS)]
-        self.ranks = [actors[rank % ACTORS] for rank in range(recipe.train.parallel.world_size)]
+        actors = [cast(Any, remote).remote() for _ in range(NUM_ACTORS)]
+        self.ranks = [actors[rank % NUM_ACTORS] for rank in range(recipe.train.parallel.world_size)]
         self.seconds: list[float] = []
 
     def _put_shares(self, samples: Any) -> Any:
@@ -88,23 +88,23 @@ class FakeEngines:
 
     def __init__(self, tokens: int, responses: int = 0) -> None:
         draw = random.Random(0)
-        sample = Sample("p", "g", [draw.randrange(97, 122) for _ in range(PROMPT)])
+        sample = Sample("p", "g", [draw.randrange(97, 122) for _ in range(PROMPT_TOKENS)])
         for version in (0, 1):
-            count = (tokens - PROMPT) // 2
+            count = (tokens - PROMPT_TOKENS) // 2
             sample.append([draw.randrange(97, 122) for _ in range(count)], [-draw.random() for _ in range(count)], version)
         sample.finish_reason = "length"
         self.sample, self.message = sample, pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)
-        self.room, self.left = asyncio.Semaphore(IN_FLIGHT), responses
+        self.slots, self.remaining = asyncio.Semaphore(IN_FLIGHT), responses
 
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         async for request in requests:
-            await self.room.acquire()
-            if not self.left:  # The request is not part of a measured step.
+            await self.slots.acquire()
+            if not self.remaining:  # The request is not part of a measured step.
                 await asyncio.Event().wait()
-            self.left -= 1
+            self.remaining -= 1
             sample: Sample = pickle.loads(self.message)
-            of_request = request.sample
-            sample.prompt_id, sample.group_id, sample.index = of_request.prompt_id, of_request.group_id, of_request.index
+            requested = request.sample
+            sample.prompt_id, sample.group_id, sample.index = requested.prompt_id, requested.group_id, requested.index
             yield sample
 
     async def score(self, sample: Sample) -> Sample:
@@ -112,7 +112,7 @@ class FakeEngines:
         return sample
 
 
-class Rows:
+class FakeTelemetry:
     """Telemetry that stores the metrics of each step."""
 
     def __init__(self) -> None:
@@ -132,17 +132,17 @@ class Memory:
 
     def __init__(self) -> None:
         self._process, self._ended = psutil.Process(), threading.Event()
-        self.before = self.most = self._process.memory_info().rss
+        self.start_bytes = self.peak = self._process.memory_info().rss
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while not self._ended.wait(0.05):
-            self.most = max(self.most, self._process.memory_info().rss)
+            self.peak = max(self.peak, self._process.memory_info().rss)
 
-    def grown(self) -> int:
+    def growth(self) -> int:
         """Growth of the peak since the start, in bytes."""
         self._ended.set()
-        return self.most - self.before
+        return self.peak - self.start_bytes
 
 
 @contextlib.asynccontextmanager
@@ -165,7 +165,7 @@ async def record_stall(stalls: list[float]) -> AsyncIterator[None]:
         stalls.append(longest)
 
 
-def recipe_of(samples: int, ranks: int, group: int, steps: int) -> Recipe:
+def make_recipe(samples: int, ranks: int, group: int, steps: int) -> Recipe:
     rl = {"steps": steps, "prompts_per_step": samples // group, "group_size": group, "dynamic_sampling": False}
     return Recipe.model_validate(
         {
@@ -182,9 +182,9 @@ async def run_steps(recipe: Recipe, tokens: int, folder: Path) -> dict[str, floa
     """Run the RL stage. Returns figures per step, except for memory, which is that of all steps."""
     count, samples = recipe.train.rl.steps, recipe.train.rl.prompts_per_step * recipe.train.rl.group_size
     make_byte_tokenizer(folder / "tokenizer")
-    problems = [Problem(f"p{i}", "a" * PROMPT, "1") for i in range(2 * recipe.train.rl.prompts_per_step)]
+    problems = [Problem(f"p{i}", "a" * PROMPT_TOKENS, "1") for i in range(2 * recipe.train.rl.prompts_per_step)]
     prepared = Prepared(cast(Any, None), load_plain_tokenizer(folder / "tokenizer"), ProblemSets(problems, [], []), context=tokens)
-    engines, trainer, rows, longest = FakeEngines(tokens, count * samples), FakeTrainer(recipe), Rows(), list[float]()
+    engines, trainer, rows, stalls = FakeEngines(tokens, count * samples), FakeTrainer(recipe), FakeTelemetry(), list[float]()
 
     async def sync(version: int) -> dict[str, float]:
         return {"sync/seconds": 0.0}
@@ -196,21 +196,21 @@ async def run_steps(recipe: Recipe, tokens: int, folder: Path) -> dict[str, floa
         stage = RlStage(recipe, prepared, trainer, cast(Generator, engines), sync, rewards, cast(Telemetry, rows), state, engines.score)
         add = stage.buffer.add
 
-        def added(sample: Sample) -> Group | None:
-            engines.room.release()
+        def add_and_release(sample: Sample) -> Group | None:
+            engines.slots.release()
             return add(sample)
 
-        stage.buffer.add = added  # type: ignore[method-assign]
-        memory, wall, busy = Memory(), time.perf_counter(), time.thread_time()
-        async with record_stall(longest):
+        stage.buffer.add = add_and_release  # type: ignore[method-assign]
+        memory, wall_seconds, loop_seconds = Memory(), time.perf_counter(), time.thread_time()
+        async with record_stall(stalls):
             await stage.run()
-        busy, wall = time.thread_time() - busy, time.perf_counter() - wall
+        loop_seconds, wall_seconds = time.thread_time() - loop_seconds, time.perf_counter() - wall_seconds
     assert len(rows.rows) == count and all(row["perf/tokens_per_s"] > 0 for row in rows.rows)
     return {
-        "loop_s": busy / count,
-        "step_s": wall / count,
-        "stall_s": longest[0],
-        "mib_beyond_tokens": (memory.grown() - 4 * samples * tokens) / 2**20,
+        "loop_s": loop_seconds / count,
+        "step_s": wall_seconds / count,
+        "stall_s": stalls[0],
+        "mib_beyond_tokens": (memory.growth() - 4 * samples * tokens) / 2**20,
         "share_s": sum(trainer.seconds) / count,
         "store_bytes_a_token": rows.rows[-1]["bytes"] * recipe.train.parallel.dp / (samples * tokens),
     }
@@ -218,14 +218,14 @@ async def run_steps(recipe: Recipe, tokens: int, folder: Path) -> dict[str, floa
 
 async def save_buffer(count: int, tokens: int, group: int, folder: Path) -> dict[str, float]:
     """Measure a checkpoint of a buffer with `count` samples."""
-    engines, buffer, longest = FakeEngines(tokens), SampleBuffer(), list[float]()
+    engines, buffer, stalls = FakeEngines(tokens), SampleBuffer(), list[float]()
     for number in range(count // group):
         samples = [await engines.score(pickle.loads(engines.message)) for _ in range(group)]
         await buffer.put(Group(number, Problem(f"p{number}", "1", "1"), group, samples))
     began = time.perf_counter()
-    async with record_stall(longest):
+    async with record_stall(stalls):
         await asyncio.to_thread(buffer.snapshot_writer(folder / "buffer.jsonl"))
-    return {"buffer_s": time.perf_counter() - began, "buffer_stall_s": longest[0]}
+    return {"buffer_s": time.perf_counter() - began, "buffer_stall_s": stalls[0]}
 
 
 def main() -> None:
@@ -247,13 +247,13 @@ def main() -> None:
     engines = FakeEngines(options.tokens)
     sample = asyncio.run(engines.score(engines.sample))
     columns = (sample.prompt_ids, sample.response_ids, sample.loss_mask, sample.behaviour_logprobs, sample.old_logprobs)
-    figures["bytes_a_token"] = sum(sys.getsizeof(each) for each in columns) / options.tokens
+    figures["bytes_a_token"] = sum(sys.getsizeof(column) for column in columns) / options.tokens
     store = max(256 << 20, 24 * options.samples * options.tokens)
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     ray.init(address="local", num_cpus=2, object_store_memory=store, include_dashboard=False, log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            recipe = recipe_of(options.samples, options.ranks, options.group, options.steps)
+            recipe = make_recipe(options.samples, options.ranks, options.group, options.steps)
             figures |= asyncio.run(run_steps(recipe, options.tokens, Path(folder)))
             if options.saved:
                 figures |= asyncio.run(save_buffer(options.saved, options.tokens, options.group, Path(folder)))

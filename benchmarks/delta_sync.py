@@ -6,8 +6,8 @@
 The weights have the shapes of RECIPE's model, in bf16 with random values; a share of them changes from version to version. The trainer's
 end finds the changes and writes them to a version store in shared memory (`encode`). The link copies the store's files to another folder
 at the given rate; 0: as fast as memory. The receiver's end writes them into live weights on the device (`apply`), which are compared bit by
-bit. `--layers` cuts the model. It needs host memory for four
-copies of the weights, three of them in shared memory, and two more on the device.
+bit. `--layers` reduces the model. The script needs host memory for four copies of the weights, three of them in shared memory, and
+memory for two more on the device.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from mtpctl.sync.receiver import Inbox, StepReceiver, UpdateStep, begin_step
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
 
-PIECE = 1 << 20
+LINK_CHUNK_BYTES = 1 << 20
 """Bytes that the link sends at once."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 @torch.no_grad()
-def change(tensors: Tensors, share: float) -> None:
+def flip_bits(tensors: Tensors, share: float) -> None:
     """Flip the lowest bit of this share of the elements."""
     for tensor in tensors.values():
         words = tensor.view(-1).view(torch.int16)
@@ -50,15 +50,15 @@ def change(tensors: Tensors, share: float) -> None:
 
 def copy_over_link(source: Path, destination: Path, gbit: float) -> float:
     """Copy the files of a version at this rate. Returns the seconds."""
-    began, sent = time.perf_counter(), 0
+    began, sent_bytes = time.perf_counter(), 0
     destination.mkdir()
     for file in sorted(source.glob("*.bin")):
         with file.open("rb", buffering=0) as reading, (destination / file.name).open("wb", buffering=0) as writing:
-            while data := reading.read(PIECE):
+            while data := reading.read(LINK_CHUNK_BYTES):
                 writing.write(data)
-                sent += len(data)
+                sent_bytes += len(data)
                 if gbit:
-                    time.sleep(max(0.0, began + sent * 8 / gbit / 1e9 - time.perf_counter()))
+                    time.sleep(max(0.0, began + sent_bytes * 8 / gbit / 1e9 - time.perf_counter()))
     return time.perf_counter() - began
 
 
@@ -119,7 +119,7 @@ def main() -> None:
             for kind in ("delta", "complete")
         }
         for version in range(1, options.versions + 2):
-            change(tensors, options.share)
+            flip_bits(tensors, options.share)
             for kind, sender in senders.items():
                 if not sender.plans:
                     sender.plan(specs)
@@ -127,10 +127,10 @@ def main() -> None:
                 began = time.perf_counter()
                 manifest = sender.publish(iter(tensors.items()), version)
                 encode = time.perf_counter() - began
-                arrived = Path(root) / "arrived"
-                link = copy_over_link(Path(manifest.address), arrived, options.gbit)
-                apply = receiver.apply(replace(manifest, address=str(arrived)))
-                shutil.rmtree(arrived)
+                received = Path(root) / "arrived"
+                link = copy_over_link(Path(manifest.address), received, options.gbit)
+                apply = receiver.apply(replace(manifest, address=str(received)))
+                shutil.rmtree(received)
                 if kind == "complete":
                     sender.store.discard(version)
                 assert all(torch.equal(receiver.live[n].view(torch.int16), t.view(torch.int16)) for n, t in tensors.items()), (

@@ -1,10 +1,10 @@
-"""What it costs an MTP depth to learn the trunk's whole distribution instead of the sampled tokens.
+"""The cost of training an MTP depth on the trunk's whole distribution instead of the sampled tokens.
 
     python benchmarks/draft_losses.py                     # the reference shape on a GPU, a small one on a CPU
     python benchmarks/draft_losses.py --shape 24x16x300
 
-Each loss is measured alone, and as a training step computes it, in the policy loss's own slices; the cost of a depth in a step is what it
-adds to the policy loss alone. With `ce` the depth is a separate call, as in a training step. Ratios are to `ce`. Exit code 6 if `tv` in a
+Each loss is measured alone, and in the slices of the policy loss, as in a training step. The cost of a depth in a step is the time that it
+adds to the policy loss. With `ce` the depth is a separate call, as in a training step. Ratios are to `ce`. Exit code 6 if `tv` in a
 step misses a bound. Timer, memory and rounds are those of `mtpctl bench fused-kernels`; `kernel_errors.py` measures the errors.
 """
 
@@ -37,15 +37,15 @@ def cross_entropy(x: Inputs, state: Tensor, workspace: int, detach: bool) -> Out
         return -logprob.sum(), {}
 
     out = linear_policy_loss(state, x.weight, x.labels, token_loss, hit=True, detach_weight=detach, workspace_bytes=workspace)
-    return gradients(out.loss_sum, state, None if detach else x.weight)
+    return compute_gradients(out.loss_sum, state, None if detach else x.weight)
 
 
-def against_trunk(x: Inputs, state: Tensor, loss: DraftLoss, workspace: int, detach: bool) -> Output:
+def trunk_loss(x: Inputs, state: Tensor, loss: DraftLoss, workspace: int, detach: bool) -> Output:
     out = linear_draft_loss(state, x.hidden, x.weight, x.labels, loss=loss, detach_weight=detach, workspace_bytes=workspace)
-    return gradients(out.loss_sum, state, None if detach else x.weight)
+    return compute_gradients(out.loss_sum, state, None if detach else x.weight)
 
 
-def gradients(loss: Tensor, state: Tensor, weight: Tensor | None) -> Output:
+def compute_gradients(loss: Tensor, state: Tensor, weight: Tensor | None) -> Output:
     if weight is None:
         return Output(hidden_grad=torch.autograd.grad(loss, state)[0])
     return Output(None, None, *torch.autograd.grad(loss, (state, weight)))
@@ -85,23 +85,23 @@ def main() -> None:
         for loss in LOSSES:
             if loss != "ce":
                 draft = Draft(state, loss=loss, detach_weight=detach)
-                runs[mode, ALONE, loss] = lambda loss=loss, detach=detach: against_trunk(x, state, loss, workspace, detach)  # type: ignore[misc]
+                runs[mode, ALONE, loss] = lambda loss=loss, detach=detach: trunk_loss(x, state, loss, workspace, detach)  # type: ignore[misc]
                 runs[mode, STEP, loss] = lambda draft=draft: policy_step(x, [draft], workspace)  # type: ignore[misc]
     for run in runs.values():
         run()
     peaks = {key: measure_peak_gib(run, device) for key, run in runs.items()}
     times = time_in_turns(runs, device)
-    medians = {key: statistics.median(taken) for key, taken in times.items()}
+    medians = {key: statistics.median(run_times) for key, run_times in times.items()}
 
-    def cost(mode: str, where: str, loss: str) -> float:
-        return medians[mode, where, loss] - (medians[mode, where, "none"] if where == STEP else 0.0)
+    def cost(mode: str, setting: str, loss: str) -> float:
+        return medians[mode, setting, loss] - (medians[mode, setting, "none"] if setting == STEP else 0.0)
 
     rows, misses = [], []
-    for (mode, where, name), taken in times.items():
-        ratio, peak = cost(mode, where, name) / cost(mode, where, "ce"), peaks[mode, where, name]
-        of_depth = ("–", "–") if name == "none" else (f"{cost(mode, where, name):.2f}", f"{ratio:.2f}")
-        rows.append((mode, name, where, format_spread(taken, ".2f"), *of_depth, format_number(peak, ".2f")))
-        if (where, name, device) == (STEP, "tv", "cuda"):
+    for (mode, setting, name), run_times in times.items():
+        ratio, peak = cost(mode, setting, name) / cost(mode, setting, "ce"), peaks[mode, setting, name]
+        depth_cells = ("–", "–") if name == "none" else (f"{cost(mode, setting, name):.2f}", f"{ratio:.2f}")
+        rows.append((mode, name, setting, format_spread(run_times, ".2f"), *depth_cells, format_number(peak, ".2f")))
+        if (setting, name, device) == (STEP, "tv", "cuda"):
             if ratio > MAX_RATIO:
                 misses.append(f"{mode} tv: {ratio:.2f} × ce, bound {MAX_RATIO}")
             if peak is not None and peak > MAX_GIB * shape.scale:

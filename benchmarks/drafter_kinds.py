@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from added_drafter import add_load_options, in_separate_process, options_of, print_heading, row
+from added_drafter import add_load_options, format_row, measure_in_process, parse_load_options, print_table_heading
 from harness import parser
 
 
@@ -35,7 +35,7 @@ def create(arguments: argparse.Namespace, kind: str, drafts: int) -> Path:
             "--steps": arguments.steps,
         }
         words = [str(word) for pair in options.items() for word in pair]
-        sets = [word for each in (f"data.columns.prompt={arguments.column}", *arguments.sets) for word in ("--set", each)]
+        sets = [word for setting in (f"data.columns.prompt={arguments.column}", *arguments.sets) for word in ("--set", setting)]
         command = [sys.executable, "-m", "mtpctl", "add-drafter", arguments.model, str(target), *words, *sets, "--plain"]
         subprocess.run(command, check=True, stdout=sys.stderr)
     return target
@@ -55,15 +55,15 @@ def main() -> None:
     add_load_options(options_parser)
     arguments = options_parser.parse_args()
     arms = {f"{kind}, {drafts}": (create(arguments, kind, drafts), drafts) for kind in arguments.kinds for drafts in arguments.drafts}
-    options = options_of(arguments, arguments.model)
-    print_heading(options)
-    plain = in_separate_process(options, 0, "greedy")
-    for each in plain:
-        print(row("none", each, each), flush=True)
+    options = parse_load_options(arguments, arguments.model)
+    print_table_heading(options)
+    baselines = measure_in_process(options, 0, "greedy")
+    for load_result in baselines:
+        print(format_row("none", load_result, load_result), flush=True)
     for name, (folder, drafts) in arms.items():
         for method in ("greedy", "probabilistic"):
-            for measured, baseline in zip(in_separate_process(replace(options, model=str(folder)), drafts, method), plain, strict=True):
-                print(row(f"{name}, {method}", measured, baseline), flush=True)
+            for measured, baseline in zip(measure_in_process(replace(options, model=str(folder)), drafts, method), baselines, strict=True):
+                print(format_row(f"{name}, {method}", measured, baseline), flush=True)
 
 
 if __name__ == "__main__":

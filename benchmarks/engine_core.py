@@ -21,7 +21,7 @@ from mtpctl.bench.rollout_engines import TINY, write_cycle_model
 PROMPT = list(range(10, 138))
 
 
-def engine_core(folder: Path, requests: int) -> Any:
+def start_engine_core(folder: Path, requests: int) -> Any:
     """An engine core with asynchronous scheduling, as on a GPU, and a model runner that takes no time."""
     import numpy as np
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -68,7 +68,7 @@ def engine_core(folder: Path, requests: int) -> Any:
     return EngineCore(config, InstantExecutor, log_stats=False)
 
 
-def step_ms(core: Any, requests: int, tokens: int, deferred: bool) -> float:
+def measure_step_ms(core: Any, requests: int, tokens: int, deferred: bool) -> float:
     """Mean milliseconds per step while generating responses of `tokens` tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -77,7 +77,7 @@ def step_ms(core: Any, requests: int, tokens: int, deferred: bool) -> float:
 
     from mtpctl.rollout.vllm.patches.logprobs import DEFERRED
 
-    for number in range(requests):
+    for index in range(requests):
         sampling = SamplingParams(
             max_tokens=tokens,
             ignore_eos=True,
@@ -88,7 +88,7 @@ def step_ms(core: Any, requests: int, tokens: int, deferred: bool) -> float:
             extra_args=dict(DEFERRED) if deferred else None,
         )
         request = EngineCoreRequest(
-            request_id=f"{deferred} {number} {time.monotonic()}",
+            request_id=f"{deferred} {index} {time.monotonic()}",
             prompt_token_ids=PROMPT,
             mm_features=None,
             sampling_params=sampling,
@@ -119,16 +119,16 @@ def main() -> None:
 
     install()
     with tempfile.TemporaryDirectory() as scratch:
-        core = engine_core(write_cycle_model(Path(scratch), TINY, acceptance=0.75, device="cpu"), options.requests)
+        core = start_engine_core(write_cycle_model(Path(scratch), TINY, acceptance=0.75, device="cpu"), options.requests)
         ways = {
-            "with every token": lambda: step_ms(core, options.requests, options.tokens, False),
-            "with the end of a response": lambda: step_ms(core, options.requests, options.tokens, True),
+            "with every token": lambda: measure_step_ms(core, options.requests, options.tokens, False),
+            "with the end of a response": lambda: measure_step_ms(core, options.requests, options.tokens, True),
         }
         times = alternate(ways, options.rounds)
         core.shutdown()
     print_environment()
-    for name, taken in times.items():
-        print_spread(f"log-probs {name}", taken, f"ms a step, {options.requests} requests")
+    for name, step_times in times.items():
+        print_spread(f"log-probs {name}", step_times, f"ms a step, {options.requests} requests")
 
 
 if __name__ == "__main__":

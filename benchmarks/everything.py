@@ -99,8 +99,8 @@ ON_CPU = [
 
 def run(task: Task, out: Path) -> int | None:
     """Run a task. Returns its exit code; None if it exceeded its time limit, after which all its processes are killed."""
-    program, *rest = task.words(out)
-    command = [sys.executable, *(["-m", "mtpctl"] if program == "mtpctl" else [program]), *rest]
+    program, *command_arguments = task.words(out)
+    command = [sys.executable, *(["-m", "mtpctl"] if program == "mtpctl" else [program]), *command_arguments]
     with (out / f"{task.name}.out").open("wb") as output, (out / f"{task.name}.log").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=log, start_new_session=True)
         try:

@@ -74,43 +74,47 @@ print("result", json.dumps([[entry[token].logprob for token, entry in row] for r
 """
 
 
-def convert(*words: object) -> None:
+def run_conversion(*words: object) -> None:
     subprocess.run([sys.executable, "-m", "mtpctl", "convert-hf", *map(str, words), "--force"], check=True, stdout=sys.stderr)
 
 
-def logprobs(folder: Path, *, drafts: bool, options: dict[str, Any], prompts: list[list[int]]) -> list[float]:
+def score_prompts(folder: Path, *, drafts: bool, options: dict[str, Any], prompts: list[list[int]]) -> list[float]:
     """Log-probs of the prompts' tokens, from vLLM in a separate process."""
     command = [sys.executable, "-c", SERVE, str(folder), json.dumps(drafts), json.dumps(options), json.dumps(prompts)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"VLLM_PLUGINS": ""})
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("result "))
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"VLLM_PLUGINS": ""})
+    (line,) = (line for line in process.stdout.splitlines() if line.startswith("result "))
     return [value for row in json.loads(line.removeprefix("result ")) for value in row]
 
 
-def difference(one: list[float], other: list[float]) -> tuple[float, float]:
+def compare_logprobs(first: list[float], second: list[float]) -> tuple[float, float]:
     """Mean and largest absolute difference."""
-    values = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    values = [abs(a - b) for a, b in zip(first, second, strict=True)]
     return sum(values) / len(values), max(values)
 
 
-def measure(name: str, source: Path, work: Path, options: dict[str, Any], bound: float, tokens: int) -> bool:
+def measure_model(name: str, source: Path, work: Path, options: dict[str, Any], bound: float, tokens: int) -> bool:
     """Serve the three folders and print a row. Returns whether the difference is within the bound."""
     from mtpctl.convert.hf_folder import HfFolder
 
     shape = HfFolder.open(source).shape
     checkpoint, plain, fp8 = work / "checkpoint", work / "bf16", work / "fp8"
-    convert(source, checkpoint)
-    convert(checkpoint, plain, "--dtype", "bf16")
-    convert(checkpoint, fp8, "--dtype", "fp8", "--verify")
-    convert(fp8, work / "fp8-checkpoint")
-    convert(work / "fp8-checkpoint", work / "dequantized")
+    run_conversion(source, checkpoint)
+    run_conversion(checkpoint, plain, "--dtype", "bf16")
+    run_conversion(checkpoint, fp8, "--dtype", "fp8", "--verify")
+    run_conversion(fp8, work / "fp8-checkpoint")
+    run_conversion(work / "fp8-checkpoint", work / "dequantized")
     prompts = [[(7919 * (i + 1) + 104729 * row) % min(shape.vocab, VOCAB) for i in range(tokens)] for row in range(8)]
     drafts = shape.mtp_layers > 0
-    rows = [logprobs(folder, drafts=drafts, options=options, prompts=prompts) for folder in (plain, fp8, work / "dequantized")]
-    weights, whole, activations = difference(rows[0], rows[2]), difference(rows[0], rows[1]), difference(rows[1], rows[2])
+    rows = [score_prompts(folder, drafts=drafts, options=options, prompts=prompts) for folder in (plain, fp8, work / "dequantized")]
+    weight_difference, fp8_difference, activation_difference = (
+        compare_logprobs(rows[0], rows[2]),
+        compare_logprobs(rows[0], rows[1]),
+        compare_logprobs(rows[1], rows[2]),
+    )
     size = [sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9 for folder in (plain, fp8)]
-    cells = [f"{mean:.4f} (max {largest:.3f})" for mean, largest in (whole, weights, activations)]
+    cells = [f"{mean:.4f} (max {largest:.3f})" for mean, largest in (fp8_difference, weight_difference, activation_difference)]
     print(f"| {name} | {size[0]:.2f} -> {size[1]:.2f} | {' | '.join(cells)} |", flush=True)
-    return activations[0] <= 2 * weights[0] + bound
+    return activation_difference[0] <= 2 * weight_difference[0] + bound
 
 
 def main() -> int:
@@ -126,12 +130,12 @@ def main() -> int:
 
     print_environment()
     print("| model | GB | FP8 - bf16 | dequantized - bf16 | FP8 - dequantized |\n|---|---|---|---|---|", flush=True)
-    passed = True
+    is_within_bound = True
     tokens = 32 if arguments.toy else 512
     engine = TOY_ENGINE if arguments.toy else json.loads(arguments.options)
     with tempfile.TemporaryDirectory(dir=arguments.work) as root:
         if arguments.model:
-            return 0 if measure(arguments.model.name, arguments.model, Path(root), engine, arguments.bound, tokens) else 1
+            return 0 if measure_model(arguments.model.name, arguments.model, Path(root), engine, arguments.bound, tokens) else 1
         import torch
 
         for name, fields in SHAPES.items():
@@ -139,8 +143,8 @@ def main() -> int:
             work.mkdir()
             fields = fields | TOY if arguments.toy else fields
             create_hf_folder(COMMON | fields | {"num_hidden_layers": arguments.layers}, work / "hf", 0, dtype=torch.bfloat16)
-            passed &= measure(name, work / "hf", work, engine, arguments.bound, tokens)
-    return 0 if passed else 1
+            is_within_bound &= measure_model(name, work / "hf", work, engine, arguments.bound, tokens)
+    return 0 if is_within_bound else 1
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fp8_folder import COMMON, SHAPES, TOY, convert
+from fp8_folder import COMMON, SHAPES, TOY, run_conversion
 from harness import finish, parser, print_environment
 
 BOUNDS = {"dense": 1.2, "experts": 1.3, "drafts": 1.15}
 
 
-def settings(folder: str, quantization: str, drafts: int, options: dict[str, Any]) -> Any:
+def make_settings(folder: str, quantization: str, drafts: int, options: dict[str, Any]) -> Any:
     from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
     from mtpctl.rollout.vllm.settings import engine_settings
 
@@ -41,17 +41,17 @@ def settings(folder: str, quantization: str, drafts: int, options: dict[str, Any
     return engine_settings(config, model=folder, precision="bf16", device=device)  # type: ignore[arg-type]
 
 
-async def rate(engine: Any, requests: int, prompt: int, tokens: int, vocab: int) -> tuple[float, float | None]:
+async def measure_rate(engine: Any, requests: int, prompt: int, tokens: int, vocab: int) -> tuple[float, float | None]:
     """Generated tokens/s, and the share of drafts that were accepted."""
     from mtpctl.samples import GenerationRequest, Sample
 
-    async def one(index: int) -> Any:
+    async def respond(index: int) -> Any:
         ids = [(7919 * (i + 1) + 104729 * index) % vocab for i in range(prompt)]
         return await engine.generate(GenerationRequest(Sample(str(index), "g", ids), tokens, seed=index, temperature=1.0))
 
-    await asyncio.gather(*map(one, range(8)))
+    await asyncio.gather(*map(respond, range(8)))
     began = time.perf_counter()
-    samples = await asyncio.gather(*map(one, range(requests)))
+    samples = await asyncio.gather(*map(respond, range(requests)))
     seconds = time.perf_counter() - began
     drafted = sum(sample.speculation.drafted for sample in samples)
     accepted = sum(sample.speculation.accepted for sample in samples)
@@ -63,22 +63,23 @@ async def serve(order: dict[str, Any]) -> dict[str, Any]:
     from mtpctl.rollout.vllm.client import VllmClient
     from mtpctl.rollout.vllm.engine import VllmEngine
 
-    engine = await VllmEngine.start(settings(order["folder"], order["quantization"], order["drafts"], order))
+    engine = await VllmEngine.start(make_settings(order["folder"], order["quantization"], order["drafts"], order))
     result: dict[str, Any] = {"rates": {}}
     try:
         for requests in order["requests"]:
-            result["rates"][requests] = await rate(engine, requests, order["prompt"], order["tokens"], order["vocab"])
+            result["rates"][requests] = await measure_rate(engine, requests, order["prompt"], order["tokens"], order["vocab"])
         if order["check"]:
-            await update(engine, Path(order["work"]), syncs=order["syncs"])
+            await apply_updates(engine, Path(order["work"]), syncs=order["syncs"])
             (result["live"],) = await VllmClient(engine._llm).rpc("mtpctl_live_sums")
     finally:
         await engine.shutdown()
     return result
 
 
-async def update(engine: Any, work: Path, *, syncs: int) -> None:
+async def apply_updates(engine: Any, work: Path, *, syncs: int) -> None:
     """Update the engine with changed weights, and last with those of the folder `last`; verify each of the `syncs`."""
-    from mtpctl.convert.model_weights import ModelWeights
+    from mtpctl.run_conversion.model_weights import ModelWeights
+
     from mtpctl.families.quantization import select_fp8_names
     from mtpctl.families.tensors import section_of
     from mtpctl.sync.sender import Publisher
@@ -97,31 +98,31 @@ async def update(engine: Any, work: Path, *, syncs: int) -> None:
             await engine.update(publisher.publish(export, version, checksums=True), verify=True)
 
 
-def run(order: dict[str, Any]) -> dict[str, Any]:
+def serve_in_process(order: dict[str, Any]) -> dict[str, Any]:
     """`serve` in a separate process."""
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if order["toy"] else {})
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, __file__, "--serve", json.dumps(order)], stdout=subprocess.PIPE, text=True, check=True, env=environment
     )
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("result "))
+    (line,) = (line for line in process.stdout.splitlines() if line.startswith("result "))
     result: dict[str, Any] = json.loads(line.removeprefix("result "))
     return result
 
 
-def measure(name: str, folder: Path, work: Path, arguments: Any) -> list[str]:
+def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[str]:
     """Print the rows of one model. Returns the missed bounds."""
-    from mtpctl.convert.hf_folder import HfFolder
+    from mtpctl.run_conversion.hf_folder import HfFolder
 
     shape, misses = HfFolder.open(folder).shape, []
     (work / "last").symlink_to(folder.resolve())
-    convert(folder, work / "checkpoint")
-    convert(work / "checkpoint", work / "fp8", "--dtype", "fp8")
+    run_conversion(folder, work / "checkpoint")
+    run_conversion(work / "checkpoint", work / "fp8", "--dtype", "fp8")
     order = {"toy": arguments.toy, "work": str(work), "vocab": shape.vocab, "requests": arguments.requests, "prompt": arguments.prompt}
     order |= {"tokens": arguments.tokens, "syncs": 3, "eager": False}
     for drafts in (0, 1) if shape.mtp_layers else (0,):
         rows, check = {}, drafts == min(shape.mtp_layers, 1)
         for quantization in ("none", "fp8"):
-            rows[quantization] = run(
+            rows[quantization] = serve_in_process(
                 order | {"folder": str(folder), "quantization": quantization, "drafts": drafts, "check": check and quantization == "fp8"}
             )
         for requests in map(str, arguments.requests):
@@ -135,13 +136,14 @@ def measure(name: str, folder: Path, work: Path, arguments: Any) -> list[str]:
             continue
         # vLLM itself loads the exported folder.
         exported = {"folder": str(work / "fp8"), "quantization": "none", "drafts": drafts, "eager": True}
-        fresh = run(order | exported | {"check": True, "syncs": 0, "requests": []})
-        different = [key for key, value in rows["fp8"]["live"].items() if fresh["live"].get(key) != value]
+        new_engine = serve_in_process(order | exported | {"check": True, "syncs": 0, "requests": []})
+        differing_tensors = [key for key, value in rows["fp8"]["live"].items() if new_engine["live"].get(key) != value]
         print(
-            f"{name}, {drafts} draft tokens: {len(fresh['live'])} live tensors after 3 syncs, {len(different)} differ from a new engine's"
+            f"{name}, {drafts} draft tokens: {len(new_engine['live'])} live tensors after 3 syncs, "
+            f"{len(differing_tensors)} differ from a new engine's"
         )
-        if different or rows["fp8"]["live"].keys() != fresh["live"].keys():
-            misses.append(f"{name}: after 3 syncs {different[:3] or 'some'} differ from a new engine's")
+        if differing_tensors or rows["fp8"]["live"].keys() != new_engine["live"].keys():
+            misses.append(f"{name}: after 3 syncs {differing_tensors[:3] or 'some'} differ from a new engine's")
     return misses
 
 
@@ -168,18 +170,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.work) as root:
         if arguments.model:
             work = Path(root)
-            misses = measure(arguments.model.name, arguments.model.resolve(), work, arguments)
+            misses = measure_model(arguments.model.name, arguments.model.resolve(), work, arguments)
         else:
             import torch
-
-            from mtpctl.convert.hf_folder import create_hf_folder
+            from mtpctl.run_conversion.hf_folder import create_hf_folder
 
             for name in [arguments.only] if arguments.only else SHAPES:
                 fields, work = SHAPES[name], Path(root) / name
                 work.mkdir()
                 fields = fields | TOY if arguments.toy else fields
                 create_hf_folder(COMMON | fields | {"num_hidden_layers": arguments.layers}, work / "hf", 0, dtype=torch.bfloat16)
-                misses += measure(name, work / "hf", work, arguments)
+                misses += measure_model(name, work / "hf", work, arguments)
     finish(misses)
 
 

@@ -1,4 +1,4 @@
-"""The cost of the gateway: tokens/s of conversations over HTTP against the same ones sent to the engines directly.
+"""The cost of the gateway: tokens/s of conversations over HTTP, relative to the same conversations sent to the engines directly.
 
     python benchmarks/gateway.py                    # a simulated engine, on any machine
     python benchmarks/gateway.py --shape mimo7b     # vLLM on a GPU, with a model of known answers; --shape tiny on a CPU
@@ -37,9 +37,9 @@ from mtpctl.environments.turns import ChatReplies
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.server import listen
 
-BOUND = 0.95
+MIN_SHARE = 0.95
 """Minimum tokens/s through the gateway relative to those without it."""
-TEMPLATE = len("user: \nassistant: <eos>")
+TEMPLATE_CHARACTERS = len("user: \nassistant: <eos>")
 """Maximum number of characters that the chat template adds to a turn. Each is a token of the byte tokenizer."""
 Messages = list[dict[str, str]]
 
@@ -56,7 +56,7 @@ class Talk:
     def questions(self, number: int) -> Messages:
         """The user messages of conversation `number`."""
         texts = (f"question {turn} of conversation {number} " for turn in range(self.turns))
-        return [{"role": "user", "content": text.ljust(self.question - TEMPLATE, ".")} for text in texts]
+        return [{"role": "user", "content": text.ljust(self.question - TEMPLATE_CHARACTERS, ".")} for text in texts]
 
     def figures(self, seconds: float, cpu_s: float) -> tuple[float, float]:
         """Tokens/s, and CPU milliseconds of this process per answer."""
@@ -161,7 +161,7 @@ class Measurement:
 
 
 @asynccontextmanager
-async def engine(bench: Bench | None, tokens: int, step_s: float) -> AsyncIterator[Generate]:
+async def open_engine(bench: Bench | None, tokens: int, step_s: float) -> AsyncIterator[Generate]:
     """A pool with one engine, or the simulated engine if there is no `bench`."""
     if bench is None:
         yield SimulatedEngine(tokens, step_s)
@@ -189,7 +189,7 @@ def main() -> None:
 
     async def measure(bench: Bench | None, tokenizer: Any, pipe: Connection) -> None:
         context, vocab = (bench.context, bench.shape.vocab) if bench else (1 << 20, None)
-        async with engine(bench, options.tokens, options.step_ms / 1e3) as generate:
+        async with open_engine(bench, options.tokens, options.step_ms / 1e3) as generate:
             measurement = Measurement(generate, tokenizer, context, pipe, vocab)
             freeze_heap()
             for batch in batches:
@@ -222,7 +222,13 @@ def main() -> None:
         with bench.cluster() if bench else nullcontext():
             asyncio.run(measure(bench, tokenizer, pipe))
         pipe.send(None)
-    finish([f"{batch} conversations: {share:.1%} of the tokens/s, bound {BOUND:.0%}" for batch, share in shares.items() if share < BOUND])
+    finish(
+        [
+            f"{batch} conversations: {share:.1%} of the tokens/s, bound {MIN_SHARE:.0%}"
+            for batch, share in shares.items()
+            if share < MIN_SHARE
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -24,24 +24,24 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def alternate(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def alternate(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Run all ways in turn, `rounds` times after a warm-up round. Returns the values that they return, by name."""
-    figures: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(-1, rounds):
-        for name, run in ways.items():
-            figure = run()
-            if number >= 0:
-                figures[name].append(figure)
-    return figures
+    results: dict[str, list[float]] = {name: [] for name in cases}
+    for round_number in range(-1, rounds):
+        for name, run in cases.items():
+            result = run()
+            if round_number >= 0:
+                results[name].append(result)
+    return results
 
 
 def print_environment() -> None:
     print(f"{format_environment(describe_machine())}\n", flush=True)
 
 
-def print_spread(name: str, values: Sequence[float], unit: str, form: str = ".2f") -> float:
+def print_spread(name: str, values: Sequence[float], unit: str, format_spec: str = ".2f") -> float:
     """Print median, minimum and maximum. Returns the median."""
-    print(f"{name}: {format_spread(values, form)} {unit}", flush=True)
+    print(f"{name}: {format_spread(values, format_spec)} {unit}", flush=True)
     return statistics.median(values)
 
 

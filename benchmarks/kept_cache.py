@@ -5,13 +5,13 @@
     python benchmarks/kept_cache.py speed --requests 64 --prompt 2048 --tokens 1024
     python benchmarks/kept_cache.py speed --requests 8 --prompt 128 --tokens 256 --shape tiny            # on a CPU
 
-`learn` trains RECIPE from one warm start with both settings. Reported are means over the updates: the difference between trainer and engine
-at equal weights, of tokens without and with a stale KV cache, the share of the latter, the update's seconds, tokens/s, and the time for
-which a sync stalls generation; and the mean held-out accuracy of the last four evaluations. Runs in --out are reused. --arm runs only one
-of the settings.
+`compare_learning` trains RECIPE from one warm start with both settings. Reported are means over the updates: the difference between trainer
+and engine at equal weights, of tokens without and with a stale KV cache, the share of the latter, the update's seconds, tokens/s, and the
+time for which a sync stalls generation; and the mean held-out accuracy of the last four evaluations. Runs in --out are reused. --arm runs
+only one of the settings.
 
-`speed` pauses an engine under load when its requests are at half of their responses, as a sync does, and resumes it at once. Reported are
-the seconds until every request has sampled 8 more tokens, and the tokens/s until then, alternating with undisturbed phases.
+`compare_speed` pauses an engine under load when its requests are at half of their responses, as a sync does, and resumes it at once.
+Reported are the seconds until every request has sampled 8 more tokens, and the tokens/s until then, alternating with undisturbed phases.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ MEANS = {
     "timing_s/step": ("update, s", ".2f"),
     "reward/mean": ("reward", ".3f"),
 }
-MORE_TOKENS = 8
-"""Tokens that each request samples in a phase of `speed`."""
+PHASE_TOKENS = 8
+"""Tokens that each request samples in a phase of `compare_speed`."""
 
 
-def mean_of(outcome: Outcome, name: str) -> float | None:
+def mean_metric(outcome: Outcome, name: str) -> float | None:
     values = [row.metrics[name] for row in outcome.history.rows if row.phase == "rl" and name in row.metrics]
     return statistics.fmean(values) if values else None
 
 
-def learn(options: argparse.Namespace) -> None:
+def compare_learning(options: argparse.Namespace) -> None:
     experiment = Experiment(options.recipe, (), tuple(options.sets), options.out)
     arms = [arm for arm in ARMS if options.arm in (None, arm.name)]
     if options.measured_only:
@@ -71,7 +71,7 @@ def learn(options: argparse.Namespace) -> None:
         outcomes = experiment.run(arms, options.seeds, report=print)
     rows = []
     for outcome in outcomes:
-        figures = [(mean_of(outcome, name), form) for name, (_, form) in MEANS.items()]
+        figures = [(mean_metric(outcome, name), form) for name, (_, form) in MEANS.items()]
         accuracy = [value for _, value in outcome.history.series("eval/accuracy", "rl")][-4:]
         cells = ["–" if value is None else format(value, form) for value, form in figures]
         rows.append([outcome.arm.name, outcome.seed, outcome.updates, *cells, f"{statistics.fmean(accuracy):.1%}" if accuracy else "–"])
@@ -94,7 +94,7 @@ class Progress:
         from vllm.sampling_params import RequestOutputKind
 
         # A different prompt in each turn, so that the prefix cache does not have it.
-        prompt = [3 + (slot * 7 + self._turn * 11 + place * (1 + slot % 5)) % 200 for place in range(self._options.prompt)]
+        prompt = [3 + (slot * 7 + self._turn * 11 + position * (1 + slot % 5)) % 200 for position in range(self._options.prompt)]
         sampling = SamplingParams(
             max_tokens=self._options.tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, logprobs=0
         )
@@ -102,9 +102,9 @@ class Progress:
             self.counts[slot] += len(step.outputs[0].token_ids)
             self.arrived.set()
 
-    async def until(self, wanted: list[int]) -> None:
+    async def until(self, targets: list[int]) -> None:
         """Wait until each request has sampled so many tokens."""
-        while any(count < least for count, least in zip(self.counts, wanted, strict=True)):
+        while any(count < target for count, target in zip(self.counts, targets, strict=True)):
             for task in self.tasks:
                 if task.done():
                     task.result()
@@ -112,24 +112,24 @@ class Progress:
             await self.arrived.wait()
 
 
-async def phase(llm: AsyncLLM, options: argparse.Namespace, turn: int, way: str) -> tuple[float, float]:
-    """Seconds until each request has sampled `MORE_TOKENS` more tokens, and tokens/s until then."""
+async def measure_phase(llm: AsyncLLM, options: argparse.Namespace, turn: int, mode: str) -> tuple[float, float]:
+    """Seconds until each request has sampled `PHASE_TOKENS` more tokens, and tokens/s until then."""
     from mtpctl.rollout.vllm.patches import pauses
 
     progress = Progress(llm, options, turn)
     await progress.until([options.tokens // 2] * options.requests)
-    before, began = progress.counts[:], time.perf_counter()
-    if way != "undisturbed":
-        await pauses.pause(llm, "keep", clear_cache=way == "recompute")
+    counts_before, began = progress.counts[:], time.perf_counter()
+    if mode != "undisturbed":
+        await pauses.pause(llm, "keep", clear_cache=mode == "recompute")
         await llm.resume_generation()
-    await progress.until([count + MORE_TOKENS for count in before])
+    await progress.until([count + PHASE_TOKENS for count in counts_before])
     seconds = time.perf_counter() - began
-    rate = (sum(progress.counts) - sum(before)) / seconds
+    rate = (sum(progress.counts) - sum(counts_before)) / seconds
     await asyncio.gather(*progress.tasks)
     return seconds, rate
 
 
-async def speed(options: argparse.Namespace) -> None:
+async def compare_speed(options: argparse.Namespace) -> None:
     from mtpctl.rollout.vllm.engine import VllmEngine
     from mtpctl.rollout.vllm.settings import engine_settings
 
@@ -154,23 +154,23 @@ async def speed(options: argparse.Namespace) -> None:
         )
         engine = await VllmEngine.start(settings)
         try:
-            figures: dict[str, list[tuple[float, float]]] = {way: [] for way in ("undisturbed", "recompute", "keep")}
+            figures: dict[str, list[tuple[float, float]]] = {mode: [] for mode in ("undisturbed", "recompute", "keep")}
             turn = 0
-            for number in range(-1, options.rounds):
-                for way, measured in figures.items():
+            for round_number in range(-1, options.rounds):
+                for mode, results in figures.items():
                     turn += 1
-                    figure = await phase(engine._llm, options, turn, way)
-                    if number >= 0:
-                        measured.append(figure)
-                        print(f"{way}: {figure[0]:.3f} s, {figure[1]:,.0f} tokens/s", flush=True)
+                    figure = await measure_phase(engine._llm, options, turn, mode)
+                    if round_number >= 0:
+                        results.append(figure)
+                        print(f"{mode}: {figure[0]:.3f} s, {figure[1]:,.0f} tokens/s", flush=True)
         finally:
             await engine.shutdown()
     rows = [
-        [way, *(format_spread(column, form) for column, form in zip(zip(*f, strict=True), (".3f", ",.0f"), strict=True))]
-        for way, f in figures.items()
+        [mode, *(format_spread(column, form) for column, form in zip(zip(*f, strict=True), (".3f", ",.0f"), strict=True))]
+        for mode, f in figures.items()
     ]
     print()
-    print(markdown_table(["sync.kv", f"seconds for {MORE_TOKENS} tokens each", "tokens/s"], rows))
+    print(markdown_table(["sync.kv", f"seconds for {PHASE_TOKENS} tokens each", "tokens/s"], rows))
 
 
 def main() -> None:
@@ -192,9 +192,9 @@ def main() -> None:
     options = arguments.parse_args()
     print_environment()
     if options.part == "learn":
-        learn(options)
+        compare_learning(options)
     else:
-        asyncio.run(speed(options))
+        asyncio.run(compare_speed(options))
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ from mtpctl.plan.memory import GIB
 MAX_OF_TORCH = 1.5
 MAX_FORWARD = 5e-5
 """Bound on the error of log-probs by the Triton kernels, whose logits are fp32."""
-ROWS_AT_ONCE, SAMPLED = 512, 128
+ROWS_PER_CHUNK, MAX_COMPARED = 512, 128
 Errors = dict[str, float | None]
 
 
-def distance(computed: Tensor, exact: Tensor) -> float:
+def relative_error(computed: Tensor, exact: Tensor) -> float:
     """The relative error ‖computed − exact‖ / ‖exact‖; NaN if `computed` contains NaN."""
     return ((computed.double() - exact).norm() / exact.norm()).item()
 
@@ -56,15 +56,15 @@ class Exact:
     @torch.no_grad()
     def of(cls, x: Inputs) -> Exact:
         weight, count, slices = x.weight.double(), len(x.hidden), []
-        for start in range(0, count, ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
+        for start in range(0, count, ROWS_PER_CHUNK):
+            part = slice(start, start + ROWS_PER_CHUNK)
             logits = x.hidden[part].double() @ weight.T
             lse = logits.logsumexp(1)
             logp = logits.sub_(lse.unsqueeze(1))
             slices.append((lse, logp.gather(1, x.labels[part].unsqueeze(1)).squeeze(1), -(logp.exp() * logp).sum(1)))
         lse, logprob, entropy = (torch.cat(parts) for parts in zip(*slices, strict=True))
-        rows = torch.arange(0, count, max(1, count // SAMPLED), device=weight.device)[:SAMPLED]
-        evenly = torch.arange(0, len(weight), max(1, len(weight) // SAMPLED), device=weight.device)[:SAMPLED]
+        rows = torch.arange(0, count, max(1, count // MAX_COMPARED), device=weight.device)[:MAX_COMPARED]
+        evenly = torch.arange(0, len(weight), max(1, len(weight) // MAX_COMPARED), device=weight.device)[:MAX_COMPARED]
         return cls(x, lse, logprob, entropy, rows, torch.cat([evenly, x.labels[rows]]).unique())
 
     @torch.no_grad()
@@ -72,8 +72,8 @@ class Exact:
         """Gradients of hidden at `rows` and of weight at `entries`, given the gradients of log-probs and entropies [N]."""
         weight, hidden = self.x.weight.double(), self.x.hidden
         weight_grad = torch.zeros(len(self.entries), hidden.shape[1], dtype=torch.float64, device=hidden.device)
-        for start in range(0, len(hidden), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
+        for start in range(0, len(hidden), ROWS_PER_CHUNK):
+            part = slice(start, start + ROWS_PER_CHUNK)
             h = hidden[part].double()
             weight_grad += self._logit_grad(h @ weight[self.entries].T, part, by_logprob, by_entropy, self.entries).T @ h
         every = torch.arange(len(weight), device=weight.device)
@@ -89,7 +89,7 @@ class Exact:
         return grad
 
 
-def errors_of(case: Case, output: Output, exact: Exact) -> Errors:
+def compute_errors(case: Case, output: Output, exact: Exact) -> Errors:
     """Errors of the outputs of a case; None for outputs that it does not compute."""
     x, by_entropy = exact.x, None
     by_logprob = x.upstream
@@ -100,10 +100,10 @@ def errors_of(case: Case, output: Output, exact: Exact) -> Errors:
         by_logprob, by_entropy = logprob.grad, entropy.grad
     hidden_grad, weight_grad = exact.grads(by_logprob, by_entropy)
     return {
-        "log-prob": None if output.logprob is None else distance(output.logprob, exact.logprob),
-        "entropy": None if output.entropy is None else distance(output.entropy, exact.entropy),
-        "hidden grad": None if output.hidden_grad is None else distance(output.hidden_grad[exact.rows], hidden_grad),
-        "weight grad": None if output.weight_grad is None else distance(output.weight_grad[exact.entries], weight_grad),
+        "log-prob": None if output.logprob is None else relative_error(output.logprob, exact.logprob),
+        "entropy": None if output.entropy is None else relative_error(output.entropy, exact.entropy),
+        "hidden grad": None if output.hidden_grad is None else relative_error(output.hidden_grad[exact.rows], hidden_grad),
+        "weight grad": None if output.weight_grad is None else relative_error(output.weight_grad[exact.entries], weight_grad),
     }
 
 
@@ -127,8 +127,8 @@ def exact_draft_grads(x: Inputs, state: Tensor, loss: DraftLoss, rows: Tensor, e
     weight = x.weight.detach().double()
     weight_grad = torch.zeros(len(entries), weight.shape[1], dtype=torch.float64, device=weight.device)
     hidden_grads = []
-    for start in range(0, len(state), ROWS_AT_ONCE):
-        h, trunk = (s.detach()[start : start + ROWS_AT_ONCE].double() for s in (state, x.hidden))
+    for start in range(0, len(state), ROWS_PER_CHUNK):
+        h, trunk = (s.detach()[start : start + ROWS_PER_CHUNK].double() for s in (state, x.hidden))
         logits = (h @ weight.T).requires_grad_()
         (logit_grad,) = torch.autograd.grad(draft_loss(loss, logits, trunk @ weight.T), logits)
         weight_grad += logit_grad[:, entries].T @ h
@@ -136,15 +136,15 @@ def exact_draft_grads(x: Inputs, state: Tensor, loss: DraftLoss, rows: Tensor, e
     return torch.cat(hidden_grads), weight_grad
 
 
-def draft_errors(x: Inputs, state: Tensor, loss: DraftLoss, exact: Exact) -> tuple[Errors, Errors]:
+def compute_draft_errors(x: Inputs, state: Tensor, loss: DraftLoss, exact: Exact) -> tuple[Errors, Errors]:
     """Errors of the kernel's gradients, and of plain torch's."""
     grads = exact_draft_grads(x, state, loss, exact.rows, exact.entries)
 
     def errors(compute: Callable[[], Tensor]) -> Errors:
         hidden_grad, weight_grad = torch.autograd.grad(compute(), (state, x.weight))
         return {
-            "hidden grad": distance(hidden_grad[exact.rows], grads[0]),
-            "weight grad": distance(weight_grad[exact.entries], grads[1]),
+            "hidden grad": relative_error(hidden_grad[exact.rows], grads[0]),
+            "weight grad": relative_error(weight_grad[exact.entries], grads[1]),
         }
 
     kernel = errors(lambda: linear_draft_loss(state, x.hidden, x.weight, x.labels, loss=loss, workspace_bytes=GIB // 2).loss_sum)
@@ -163,15 +163,15 @@ def main() -> None:
     plain = next(
         (c for c in make_peer_cases(device) if c.work == "forward+backward" and c.name.startswith("torch") and can_run(c, x)), None
     )
-    torch_errors = errors_of(plain, plain.run(x), exact) if plain else {}
+    torch_errors = compute_errors(plain, plain.run(x), exact) if plain else {}
     measured: list[tuple[str, str, Errors, Errors]] = [
-        (c.work, c.name, errors_of(c, c.run(x), exact), torch_errors) for c in make_cases(shape, device)
+        (c.work, c.name, compute_errors(c, c.run(x), exact), torch_errors) for c in make_cases(shape, device)
     ]
     noise = torch.randn(x.hidden.shape, device=device, generator=torch.Generator(device=device).manual_seed(1))
     state = (0.6 * x.hidden.detach().float() + 0.8 * noise).to(x.hidden.dtype).requires_grad_()
     for loss in get_args(DraftLoss):
         if loss != "ce":
-            measured.append(("draft loss", loss, *draft_errors(x, state, loss, exact)))
+            measured.append(("draft loss", loss, *compute_draft_errors(x, state, loss, exact)))
 
     print_environment()
     rows, misses = [], []

@@ -50,8 +50,8 @@ def measure(transport: str, count: int, gib: float, rounds: int, root: Path) -> 
     devices = [f"cuda:{number % gpus}" if gpus else "cpu" for number in range(count + 1)]
     elements = int(gib * (1 << 30)) // 2
     specs = [TensorSpec(f"model.layers.{number}.w", (elements // 32,), "bfloat16") for number in range(32)]
-    sends = Sender(VersionStore(root), transport, devices[0], host="127.0.0.1", deadline_s=60.0, bucket_bytes=min(BUCKET, elements // 4))
-    sends.plan(specs)
+    sender = Sender(VersionStore(root), transport, devices[0], host="127.0.0.1", deadline_s=60.0, bucket_bytes=min(BUCKET, elements // 4))
+    sender.plan(specs)
     queues = [CONTEXT.Queue() for _ in range(count)]
     processes = [CONTEXT.Process(target=receive, args=(q, device), daemon=True) for q, device in zip(queues, devices[1:], strict=True)]
     for process in processes:
@@ -59,12 +59,12 @@ def measure(transport: str, count: int, gib: float, rounds: int, root: Path) -> 
     seconds, nbytes = [], 0
     try:
         for number in range(1, rounds + 2):
-            manifest = sends.announce(number, [f"receiver {each}" for each in range(count)])
+            manifest = sender.announce(number, [f"receiver {receiver}" for receiver in range(count)])
             for queue in queues:
                 queue.put(Manifest(-number, manifest.transport, manifest.address, manifest.sections))
-            sent = sends.probe(number)
-            nbytes = sent.nbytes
-            seconds.append(sent.wire_seconds or sent.seconds - sent.wait_seconds)
+            stats = sender.probe(number)
+            nbytes = stats.nbytes
+            seconds.append(stats.wire_seconds or stats.seconds - stats.wait_seconds)
             time.sleep(0.1)
     finally:
         for queue in queues:
@@ -72,7 +72,7 @@ def measure(transport: str, count: int, gib: float, rounds: int, root: Path) -> 
         for process in processes:
             process.join(30)
             process.kill()
-        sends.close()
+        sender.close()
     return nbytes, seconds[1:]
 
 

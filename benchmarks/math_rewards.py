@@ -36,18 +36,18 @@ def workers_cpu_s() -> float:
     return sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
 
 
-async def measure(answers: int, every: int) -> dict[str, float]:
-    """Measure the rewards of `answers` correct answers, with one hanging answer per `every` of them; none if `every` is 0."""
+async def measure(answers: int, hang_interval: int) -> dict[str, float]:
+    """Measure the rewards of `answers` correct answers, with one hanging answer per `hang_interval` of them (0: none)."""
     sample = Sample("rows.jsonl:1", "0", [1])
     async with Rewarder(RewardConfig(function="math")) as reward:
         await asyncio.gather(*(reward(*case(answers + number), sample) for number in range(WARMUP)))
         workers_s, controller_s, began = workers_cpu_s(), time.process_time(), time.monotonic()
         correct, hanging = [], []
         for number in range(answers):
-            if every and number % every == every // 2:
+            if hang_interval and number % hang_interval == hang_interval // 2:
                 hanging.append(asyncio.create_task(reward(HANGS, case(number)[1], sample)))
             correct.append(asyncio.create_task(reward(*case(number), sample)))
-        wrong = sum(outcome.reward != 1.0 for outcome in await asyncio.gather(*correct))
+        num_wrong = sum(outcome.reward != 1.0 for outcome in await asyncio.gather(*correct))
         seconds = time.monotonic() - began
         workers_s, controller_s = workers_cpu_s() - workers_s, time.process_time() - controller_s
         for task in hanging:
@@ -58,7 +58,7 @@ async def measure(answers: int, every: int) -> dict[str, float]:
         "answers_per_s": round(answers / seconds),
         "cpu_ms_per_answer": round(1e3 * workers_s / answers, 2),
         "controller_ms_per_answer": round(1e3 * controller_s / answers, 2),
-        "wrong": wrong,
+        "wrong": num_wrong,
         "load": round(os.getloadavg()[0], 1),
     }
 

@@ -38,7 +38,7 @@ WARMUP, STEPS = 4, 12
 SAMPLES = 8
 
 
-def timed(step: Callable[[], object]) -> list[float]:
+def time_steps(step: Callable[[], object]) -> list[float]:
     """Time steps after a warm-up. Returns milliseconds."""
     times = []
     torch.cuda.reset_peak_memory_stats()
@@ -51,7 +51,7 @@ def timed(step: Callable[[], object]) -> list[float]:
     return times[WARMUP:]
 
 
-def own_step(config: dict[str, Any], tokens: int, trace: Path | None) -> tuple[list[float], float]:
+def time_mtpctl(config: dict[str, Any], tokens: int, trace: Path | None) -> tuple[list[float], float]:
     """Milliseconds of mtpctl's steps, and the number of floating-point operations of a step."""
     settings = EngineConfig(
         parallel=ParallelConfig(),
@@ -66,20 +66,20 @@ def own_step(config: dict[str, Any], tokens: int, trace: Path | None) -> tuple[l
         folder = create_config_folder(config, Path(scratch))
         engine = MegatronEngine(folder, settings)
     batch = make_samples(folder.shape.vocab, tokens, SAMPLES, 0.02)
-    times = timed(lambda: engine.forward_backward(batch, NextToken()))
+    times = time_steps(lambda: engine.forward_backward(batch, NextToken()))
     if trace is not None:
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(2):
                 engine.forward_backward(batch, NextToken())
             torch.cuda.synchronize()
-        profiled.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(trace))
     engine.close()
     return times, update_flops(folder.shape, batch, 0, isolated=False)
 
 
-def transformers_step(config: dict[str, Any], tokens: int) -> list[float]:
+def time_transformers(config: dict[str, Any], tokens: int) -> list[float]:
     """Milliseconds of transformers' steps."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -91,7 +91,7 @@ def transformers_step(config: dict[str, Any], tokens: int) -> list[float]:
     model.set_experts_implementation("grouped_mm")
     model.train()
     ids = torch.randint(model_config.vocab_size, (SAMPLES, tokens // SAMPLES), device="cuda")
-    return timed(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward())
+    return time_steps(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward())
 
 
 def main() -> None:
@@ -119,11 +119,11 @@ def main() -> None:
         tokens_per_s, share = 1000 * options.tokens / median, flops / median / 1e9 / rate
         print(f"| {name} | {format_spread(times, '.1f')} | {tokens_per_s:.0f} | {share:.1%} | {peak:.1f} |", flush=True)
 
-    times, flops = own_step(config, options.tokens, options.profile)
+    times, flops = time_mtpctl(config, options.tokens, options.profile)
     print_row("mtpctl", times)
     torch.cuda.empty_cache()
     if options.peer:
-        print_row("transformers, grouped_mm", transformers_step(config, options.tokens))
+        print_row("transformers, grouped_mm", time_transformers(config, options.tokens))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ FAILED = 6
 
 @dataclass(frozen=True)
 class Convention:
-    """What a trainer may choose.
+    """The choices that trainers make differently.
 
     supervised: `target` counts row t at depth k if token t + k + 1 was sampled; `chain` if all of t + 1 … t + k + 1 were. trunk_state:
     whether depth 1 reads the trunk's state after its final norm (`normed`: DeepSeek-V3, Megatron) or before it (`unnormed`: MiMo).
@@ -111,7 +111,7 @@ class Case:
         ranks = []
         for letters in self.ranks:
             samples = [Sample([draw.randrange(1, VOCAB) for _ in text], [int(letter == "r") for letter in text]) for text in letters]
-            ranks.append([Row([each], self.alignment) for each in samples] if self.split else [Row(samples, self.alignment)])
+            ranks.append([Row([sample], self.alignment) for sample in samples] if self.split else [Row(samples, self.alignment)])
         return ranks
 
     def samples(self) -> Iterator[Sample]:
@@ -214,7 +214,7 @@ def reference(case: Case, convention: Convention) -> Result:
 
 
 def verdict(result: Result, expected: Result) -> str:
-    """`pass`, or by which factors the losses and the gradient differ from the expected ones.
+    """Return `pass`, or the factors by which the losses and the gradient differ from the expected ones.
 
     The gradient's factor is that of its component along the expected gradient; its error is relative to the norm of the latter.
     """
@@ -242,7 +242,11 @@ def pin(result: Result) -> dict[str, object]:
 
 def pins() -> dict[str, dict[str, Any]]:
     """The contents of the file of pins: an entry for each case and convention."""
-    return {f"{case.name} | {way.supervised} | {way.trunk_state}": pin(reference(case, way)) for case in CASES for way in CONVENTIONS}
+    return {
+        f"{case.name} | {convention.supervised} | {convention.trunk_state}": pin(reference(case, convention))
+        for case in CASES
+        for convention in CONVENTIONS
+    }
 
 
 def trainers_in(file: Path) -> dict[str, Trainer]:
@@ -265,7 +269,7 @@ def main() -> None:
         print("| case | supervised | losses, state normed | losses, state unnormed |\n|---|---|---|---|")
         for case in CASES:
             for supervised in ("target", "chain"):
-                cells = [reference(case, way).losses for way in CONVENTIONS if way.supervised == supervised]
+                cells = [reference(case, convention).losses for convention in CONVENTIONS if convention.supervised == supervised]
                 print(f"| {case.name} | {supervised} | {' | '.join(', '.join(f'{loss:.6f}' for loss in cell) for cell in cells)} |")
     else:
         trainers = trainers_in(arguments.trainer)
@@ -273,7 +277,7 @@ def main() -> None:
         failed = False
         for case in CASES:
             verdicts = [verdict(trainer.run(case), reference(case, trainer.convention)) for trainer in trainers.values()]
-            failed |= any(each != "pass" for each in verdicts)
+            failed |= any(case_verdict != "pass" for case_verdict in verdicts)
             print(f"| {case.name} | {' | '.join(verdicts)} |", flush=True)
         sys.exit(FAILED if failed else 0)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from harness import finish, parser, print_environment
-from kernel_errors import distance, draft_loss
+from kernel_errors import draft_loss, relative_error
 from mtpctl.bench.fused_kernels import TIMER, Inputs, Output, Shape, make_inputs, measure_peak_gib, time_in_turns
 from mtpctl.bench.report import format_number, format_spread, markdown_table
 from mtpctl.kernels.backend import DraftLoss
@@ -78,16 +78,17 @@ class Depths:
 
 
 @torch.no_grad()
-def chain_weights(depths: Depths, loss: str, wide: torch.dtype) -> list[Tensor]:
-    """The weights of the chains, from the logits of all rows. Logits are computed in float64 if `wide` is float64, else in bf16."""
-    x, head = depths.x, depths.x.weight.detach().double() if wide == torch.float64 else depths.x.weight.detach()
+def chain_weights(depths: Depths, loss: str, softmax_dtype: torch.dtype) -> list[Tensor]:
+    """The weights of the chains, from the logits of all rows: in float64 if `softmax_dtype` is float64, else in bf16."""
+    x, head = depths.x, depths.x.weight.detach().double() if softmax_dtype == torch.float64 else depths.x.weight.detach()
     accepted = []
     for rows, state in zip(depths.rows, depths.states, strict=True):
         parts = []
         for start in range(0, len(state), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
             p, q = (
-                (each.to(head.dtype) @ head.T).to(wide).softmax(1) for each in (x.hidden.detach()[rows.tokens[part]], state.detach()[part])
+                (states.to(head.dtype) @ head.T).to(softmax_dtype).softmax(1)
+                for states in (x.hidden.detach()[rows.tokens[part]], state.detach()[part])
             )
             parts.append(torch.minimum(p, q).sum(1) if loss == "e2e_tv" else p.gather(1, q.argmax(1, keepdim=True)).squeeze(1))
         accepted.append(torch.cat(parts))
@@ -96,15 +97,16 @@ def chain_weights(depths: Depths, loss: str, wide: torch.dtype) -> list[Tensor]:
     return chains.weights
 
 
-def state_grads(depths: Depths, loss: str, wide: torch.dtype) -> list[Tensor]:
-    """Gradients of each depth's states at the rows `sample`, by autograd, with the softmax in `wide`."""
+def state_grads(depths: Depths, loss: str, softmax_dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of each depth's states at the rows `sample`, by autograd, with the softmax in `softmax_dtype`."""
     x, grads = depths.x, []
-    weight = x.weight.detach().double() if wide == torch.float64 else x.weight.detach()
-    for rows, state, row_weights in zip(depths.rows, depths.states, chain_weights(depths, loss, wide), strict=True):
-        at = sample(state)
-        h = state.detach()[at].to(weight.dtype).requires_grad_()
-        trunk = x.hidden.detach()[rows.tokens[at]].to(weight.dtype)
-        value = draft_loss(loss, (h @ weight.T).to(wide), (trunk @ weight.T).to(wide), row_weights[at].to(wide))  # type: ignore[arg-type]
+    weight = x.weight.detach().double() if softmax_dtype == torch.float64 else x.weight.detach()
+    for rows, state, row_weights in zip(depths.rows, depths.states, chain_weights(depths, loss, softmax_dtype), strict=True):
+        indices = sample(state)
+        h = state.detach()[indices].to(weight.dtype).requires_grad_()
+        trunk = x.hidden.detach()[rows.tokens[indices]].to(weight.dtype)
+        draft_logits, trunk_logits = ((states @ weight.T).to(softmax_dtype) for states in (h, trunk))
+        value = draft_loss(loss, draft_logits, trunk_logits, row_weights[indices].to(softmax_dtype))  # type: ignore[arg-type]
         grads.append(torch.autograd.grad(value, h)[0])
     return grads
 
@@ -137,14 +139,14 @@ def main() -> None:
     of_states = sum(state.nbytes for state in depths.states) / GIB
     peaks = {loss: measure_peak_gib(lambda run=run: output(run), device) for loss, run in runs.items()}  # type: ignore[misc]
     times = time_in_turns(runs, device)
-    medians = {loss: statistics.median(taken) for loss, taken in times.items()}
+    medians = {loss: statistics.median(run_times) for loss, run_times in times.items()}
     rows, misses = [], []
-    for loss, taken in times.items():
+    for loss, run_times in times.items():
         cost, peak = medians[loss] - medians[NONE], peaks[loss]
         if peak is not None and loss != NONE:
             peak -= of_states
         ratio = cost / (medians["tv"] - medians[NONE])
-        rows.append((loss, format_spread(taken, ".2f"), f"{cost:.2f}", f"{ratio:.2f}", format_number(peak, ".2f")))
+        rows.append((loss, format_spread(run_times, ".2f"), f"{cost:.2f}", f"{ratio:.2f}", format_number(peak, ".2f")))
         if device == "cuda" and loss in CHAINED:
             if ratio > MAX_RATIO:
                 misses.append(f"{loss}: {ratio:.2f} × tv, bound {MAX_RATIO}")
@@ -158,7 +160,7 @@ def main() -> None:
         computed = runs[loss]()[2:]
         exact, plain = state_grads(depths, loss, torch.float64), state_grads(depths, loss, torch.float32)
         for depth, (got, right, of_torch) in enumerate(zip(computed, exact, plain, strict=True), start=1):
-            error, bound = distance(got[sample(got)], right), distance(of_torch, right)
+            error, bound = relative_error(got[sample(got)], right), relative_error(of_torch, right)
             errors.append((str(loss), str(depth), f"{error:.1e}", f"{bound:.1e}"))
             if not error <= MAX_OF_TORCH * bound:  # so that NaN is a miss
                 misses.append(f"{loss}, depth {depth}: error {error:.1e}, torch's {bound:.1e}")

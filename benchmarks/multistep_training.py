@@ -90,14 +90,14 @@ def gradient_loss(chain: Chain, target: Target, loss: DraftLoss) -> Tensor:
 @torch.no_grad()
 def tokens_per_step(chain: Chain, target: Target) -> tuple[float, float]:
     """Tokens per step with sampled and with greedy drafts: 1 + Σ over depths of the probability that the draft is reached and accepted."""
-    totals, reached = [1.0, 1.0], [torch.ones(len(chain.labels[0]))] * 2
+    totals, reach_probabilities = [1.0, 1.0], [torch.ones(len(chain.labels[0]))] * 2
     for state, teacher, labels in zip(chain.states, chain.teachers, chain.labels, strict=True):
-        q, p = ((each @ target.head.T).softmax(1) for each in (state, teacher))
+        q, p = ((states @ target.head.T).softmax(1) for states in (state, teacher))
         at, best = labels.unsqueeze(1), q.argmax(1)
         accepted = [torch.minimum(p, q).sum(1), p.gather(1, best.unsqueeze(1)).squeeze(1)]
         survived = [(q / p).gather(1, at).squeeze(1).clamp(max=1), (best == labels).float()]
-        totals = [total + float((r * a).mean()) for total, r, a in zip(totals, reached, accepted, strict=True)]
-        reached = [r * s for r, s in zip(reached, survived, strict=True)]
+        totals = [total + float((r * a).mean()) for total, r, a in zip(totals, reach_probabilities, accepted, strict=True)]
+        reach_probabilities = [r * s for r, s in zip(reach_probabilities, survived, strict=True)]
     return totals[0], totals[1]
 
 

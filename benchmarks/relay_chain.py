@@ -132,13 +132,13 @@ def main() -> None:
                 for chain in (False, True):
                     figures.setdefault((chain, count), []).append(measure(root, url, files, count, rate, chain=chain))
     medians = {key: statistics.median(values) for key, values in figures.items()}
-    alone = (medians[False, 1] + medians[True, 1]) / 2
+    single_host = (medians[False, 1] + medians[True, 1]) / 2
     longest = max(*options.hosts, 3)
-    second = medians[True, 2] - alone
+    second = medians[True, 2] - single_host
     further = (medians[True, longest] - medians[True, 2]) / (longest - 2)
     rows = []
     for count in sorted({1, 2, 3, *options.hosts, *options.extrapolate}):
-        modelled = {False: count * alone, True: alone + (second + (count - 2) * further if count > 1 else 0.0)}
+        modelled = {False: count * single_host, True: single_host + (second + (count - 2) * further if count > 1 else 0.0)}
         cells = []
         for chain in (False, True):
             measured = format_spread(figures[chain, count], ".2f") if (chain, count) in figures else "–"

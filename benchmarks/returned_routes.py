@@ -44,16 +44,16 @@ TOY = hub_config("Qwen/Qwen3-30B-A3B") | {
 
 def recipe_of(config: dict[str, object], folder: Path, options: Namespace) -> Recipe:
     """The recipe of each of the two engines."""
-    toy, most = options.toy, max(options.batch)
+    toy, max_batch = options.toy, max(options.batch)
     kv_bytes = kv_bytes_per_token(shape_of(config), 1, 4 if toy else 2, drafting=False)
     rollout: dict[str, object] = {
         "engine": "vllm",
-        "max_in_flight": most,
+        "max_in_flight": max_batch,
         "max_tokens": options.tokens,
         "speculation": {"num_tokens": 0},
         "eager": toy,
         "threads": 1 if toy else 0,
-        "kv_cache_bytes": most * (PROMPT + options.tokens + 32) * kv_bytes,
+        "kv_cache_bytes": max_batch * (PROMPT + options.tokens + 32) * kv_bytes,
         "engine_args": {"load_format": "dummy"},
     }
     if not toy:

@@ -69,7 +69,7 @@ def run_rank(rank: int, ranks: int, shape: Shape, store: str, device: str, answe
     dist.init_process_group(backend, store=join_store(store, JOIN_S), rank=rank, world_size=ranks, device_id=device_id)
     x = make_inputs(shape, torch.bfloat16 if device == "cuda" else torch.float32, device, seed=0)
     shard = x.weight.detach().chunk(ranks)[rank].clone().requires_grad_()
-    alone = cases(x, None)
+    single_cases = cases(x, None)
     for name, run in cases(replace(x, weight=shard), dist.group.WORLD).items():
         slowest = []
         for number in range(WARMUP + SAMPLES):
@@ -79,8 +79,8 @@ def run_rank(rank: int, ranks: int, shape: Shape, store: str, device: str, answe
             if number >= WARMUP:
                 slowest.append(ms.item())
         if rank == 0:
-            time_runs(alone[name], device, WARMUP)
-            answers.put((name, statistics.median(slowest), statistics.median(time_runs(alone[name], device, SAMPLES))))
+            time_runs(single_cases[name], device, WARMUP)
+            answers.put((name, statistics.median(slowest), statistics.median(time_runs(single_cases[name], device, SAMPLES))))
         dist.barrier()
     dist.destroy_process_group()
 

@@ -66,19 +66,19 @@ class Options:
 
 def recipe_of(name: str, options: Options, folder: Path) -> Recipe:
     """The recipe of one of the four engines."""
-    k, most, gpu = options.drafts, max(options.batches), options.device == "cuda"
+    k, max_batch, gpu = options.drafts, max(options.batches), options.device == "cuda"
     drafts = 0 if name == OFF else k
     rollout: dict[str, object] = {
-        "max_in_flight": most,
+        "max_in_flight": max_batch,
         "max_tokens": options.tokens,
         "threads": 0 if gpu else 1,
         "speculation": {"num_tokens": drafts, "auto": name == AUTO},
     }
     engine_args: dict[str, object] = {}
     if gpu:
-        rollout["kv_cache_bytes"] = most * options.context * kv_bytes_per_token(shape_of(options.config), 1, 2, drafting=True)
+        rollout["kv_cache_bytes"] = max_batch * options.context * kv_bytes_per_token(shape_of(options.config), 1, 2, drafting=True)
         rollout["gpu_memory"] = GPU_SHARE / 4
-        counts = sorted({1, 2, 4, *options.batches, *range(32, most + 1, 32)})
+        counts = sorted({1, 2, 4, *options.batches, *range(32, max_batch + 1, 32)})
         sizes = sorted({count * width for count in counts for width in range(1, drafts + 2)})
         engine_args["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     if name == VLLM:
@@ -165,7 +165,7 @@ async def _row(options: Options, pools: dict[str, ReplicaPool], batch: int, *, w
             ratios[name].append(rate / rates[OFF])
     state = (await pools[AUTO].speculate())[0]
     cells = [_cell(ratios[name], accepted[name]) for name in (FIXED, AUTO, VLLM)]
-    scheduled = next(drafts for least, most, drafts in options.schedule if least <= batch <= most)
+    scheduled = next(drafts for low, high, drafts in options.schedule if low <= batch <= high)
     return (
         f"| {'weak' if weak else 'good'} | {batch} | {statistics.median(off):,.0f} | {cells[0]} | {looking[AUTO] / looking[OFF]:.3f} "
         f"| {cells[1]}, {state['drafts']} drafts | {cells[2]}, {scheduled} drafts |"
@@ -176,14 +176,14 @@ def _cell(ratios: list[float], tokens: float) -> str:
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} – {max(ratios):.3f}), {tokens:.2f} tokens/step"
 
 
-def parse_schedule(text: str, k: int, most: int) -> list[tuple[int, int, int]]:
+def parse_schedule(text: str, k: int, max_requests: int) -> list[tuple[int, int, int]]:
     """Parse a schedule such as `64:3,256:1`: 3 drafts with up to 64 requests, 1 draft with up to 256."""
     schedule, first = [], 1
     for entry in text.split(","):
         last, drafts = map(int, entry.split(":"))
         schedule.append((first, last, min(drafts, k)))
         first = last + 1
-    assert first > most, f"--schedule: must reach {most} requests"
+    assert first > max_requests, f"--schedule: must reach {max_requests} requests"
     return schedule
 
 

@@ -107,10 +107,10 @@ def compare(rl: Outcome, taught: Outcome, window: int) -> list[str]:
     kl = [statistics.fmean(part) for part in batched(values, window) if len(part) == window]
     falls = all(after < before for before, after in pairwise(kl))
     times = [run["seconds_to_level"] for run in runs]
-    share = times[1] / times[0] if all(isinstance(each, float) for each in times) else None  # type: ignore[operator]
+    share = times[1] / times[0] if all(isinstance(value, float) for value in times) else None  # type: ignore[operator]
     headings = ("learns by", "updates", "s an update", "updates to the level", "seconds to it", "held-out accuracy by update")
     print(f"The teacher solves {accuracy:.1%} of the held-out problems; the level is {level:.1%}.\n\n{markdown_table(headings, rows)}\n")
-    print(f"KL to the teacher by windows of {window} updates, 1e-3 nats a token: {', '.join(f'{1000 * each:.1f}' for each in kl)}")
+    print(f"KL to the teacher by windows of {window} updates, 1e-3 nats a token: {', '.join(f'{1000 * value:.1f}' for value in kl)}")
     document = {"teacher_accuracy": accuracy, "level": level, "share": share, "kl_windows": kl, "runs": runs}
     print(json.dumps({"environment": merge_machines([rl.versions, taught.versions]), **document}))
     misses = [] if share is not None and share <= BOUND else [f"share of RL's seconds {format_number(share, '.3f')}, bound {BOUND:.3f}"]

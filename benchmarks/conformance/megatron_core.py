@@ -140,7 +140,7 @@ def run(case: Case, *, per_token: bool) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(rank_main, (case, per_token, folder), nprocs=len(case.ranks) * case.cp, start_method="fork")
         losses, gradients = torch.load(Path(folder) / "result.pt")
-    for name in [each for each in gradients if each.startswith("layers.")]:
+    for name in [gradient_name for gradient_name in gradients if gradient_name.startswith("layers.")]:
         _, index, module, *_ = name.split(".")
         layer, gradient = f"{int(index) + 1}.", gradients.pop(name)
         if module == "eh_proj":

@@ -25,15 +25,15 @@ HEADS, KV_HEADS, WIDTH = 9, 3, 64
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of each sequence separately, in the precision of the arguments."""
     rows = []
-    for each in zip(*(tensor.split(LENGTHS) for tensor in (q, k, v)), strict=True):
-        query, key, value = (part.transpose(0, 1)[None] for part in each)
+    for sample_tensors in zip(*(tensor.split(LENGTHS) for tensor in (q, k, v)), strict=True):
+        query, key, value = (part.transpose(0, 1)[None] for part in sample_tensors)
         rows.append(functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(rows)
 
 
 def results(attention: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
     """Output and gradients."""
-    leaves = [each.detach().clone().requires_grad_() for each in inputs]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = attention(*leaves)
     out.backward(weight.to(out.dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -50,12 +50,12 @@ def main() -> None:
         out: Tensor = flash_attn_varlen_func(q, k, v, ends, ends, max(LENGTHS), max(LENGTHS), causal=True)
         return out
 
-    exact = results(reference, [each.double() for each in inputs], weight)
+    exact = results(reference, [value.double() for value in inputs], weight)
     failed = False
     for name, packed_result, torch_result, true in zip(
         ["out", "dq", "dk", "dv"], results(packed, inputs, weight), results(reference, inputs, weight), exact, strict=True
     ):
-        error, bound = ((each.double() - true).norm().item() / true.norm().item() for each in (packed_result, torch_result))
+        error, bound = ((value.double() - true).norm().item() / true.norm().item() for value in (packed_result, torch_result))
         failed |= not error <= 2 * bound
         print(f"{name}: relative error {error:.2e}, of scaled_dot_product_attention {bound:.2e}")
     logits = torch.randn(4096, 49152, device="cuda", dtype=torch.bfloat16)

@@ -94,7 +94,7 @@ def main() -> None:
     stop.set()
     if not options.no_gpu:
         sampler.join()
-    parts = "".join(json.dumps(each) + "\n" for each in parts_of_updates(options.out))
+    parts = "".join(json.dumps(line) + "\n" for line in parts_of_updates(options.out))
     (options.out / "parts.jsonl").write_text(parts, encoding="utf-8")
     (options.out / "run.json").write_text(
         json.dumps({"start": start, "end": time.time(), "code": code, "command": command}), encoding="utf-8"

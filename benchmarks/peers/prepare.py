@@ -50,9 +50,9 @@ def write_rows(folder: Path, train: list[Row], held_out: list[Row]) -> None:
     prompts = {row["question"] for row in train}
     for name, parquet, split, rows in (("rows", "train", "train", train), ("held_out", "held_out", "held_out", held_out)):
         rows = [
-            {"question": each["question"], "answer": each["answer"], "split": split, "key": f"{split}/{index}"}
-            | {"in_training": each["question"] in prompts}
-            for index, each in enumerate(rows)
+            {"question": row["question"], "answer": row["answer"], "split": split, "key": f"{split}/{index}"}
+            | {"in_training": row["question"] in prompts}
+            for index, row in enumerate(rows)
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         table = [
@@ -89,7 +89,7 @@ def system(folder: Path, tokenizer: Path, shape: str) -> None:
     write_rows(folder, rows, rows[:8])
     shutil.copy(Path(__file__).with_name("peer_reward.py"), folder / "reward.py")
     tokens = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = max(max(tokens["model"]["vocab"].values()), *(each["id"] for each in tokens["added_tokens"])) + 1
+    vocabulary = max(max(tokens["model"]["vocab"].values()), *(token["id"] for token in tokens["added_tokens"])) + 1
     for name, limit in RESPONSE.items():
         # A random model samples an end token with probability len(ends) / vocabulary, so lengths are exponential in every engine.
         ends = (
@@ -139,7 +139,7 @@ def weights(folder: Path) -> None:
         model.save_pretrained(target / "saved", max_shard_size="50GB")
         (target / "saved" / "model.safetensors").replace(target / "model.safetensors")
         shutil.rmtree(target / "saved")
-        print(f"{target}: {sum(each.numel() for each in model.parameters()) / 1e6:.0f}M parameters", flush=True)
+        print(f"{target}: {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f}M parameters", flush=True)
 
 
 def recipe(name: str, model: str, layout: str, *, response: int, context: int, rate: float, warmup: int, eval_every: int) -> str:

@@ -135,17 +135,17 @@ def learning(runs: Iterable[Run]) -> str:
     ]
     for run in runs:
         first = run.updates[0]["time"] if run.updates else float("nan")
-        for each in run.evaluations():
-            elapsed = each.time - run.start
+        for evaluation in run.evaluations():
+            elapsed = evaluation.time - run.start
             cells = [
                 f"{elapsed:.0f}",
-                f"{max(0.0, each.time - first):.0f}",
+                f"{max(0.0, evaluation.time - first):.0f}",
                 f"{elapsed * run.gpus:.0f}",
-                f"{sum(line['time'] <= each.time for line in run.updates)}",
-                f"{sum(line['time'] <= each.time for line in run.train)}",
-                f"{each.accuracy:.1%}".rstrip("%"),
-                f"{each.unseen:.1%}".rstrip("%"),
-                f"{each.tokens:.1f}",
+                f"{sum(line['time'] <= evaluation.time for line in run.updates)}",
+                f"{sum(line['time'] <= evaluation.time for line in run.train)}",
+                f"{evaluation.accuracy:.1%}".rstrip("%"),
+                f"{evaluation.unseen:.1%}".rstrip("%"),
+                f"{evaluation.tokens:.1f}",
             ]
             rows.append(f"| {run.name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
@@ -158,10 +158,12 @@ def parts(runs: Iterable[Run], warmup: int) -> str:
         seconds: dict[str, list[float]] = {}
         for line in run.parts:
             if line["update"] > warmup:
-                for name, each in line["parts"].items():
-                    seconds.setdefault(name, []).append(each)
-        for name, each in sorted(seconds.items(), key=lambda item: -statistics.median(item[1])):
-            rows.append(f"| {run.name} | {name} | {len(each)} | {statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f}) |")
+                for name, values in line["parts"].items():
+                    seconds.setdefault(name, []).append(values)
+        for name, values in sorted(seconds.items(), key=lambda item: -statistics.median(item[1])):
+            rows.append(
+                f"| {run.name} | {name} | {len(values)} | {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f}) |"
+            )
     return "\n".join(rows)
 
 
@@ -170,7 +172,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--warmup", type=int, default=3, help="updates that the speed leaves out")
     options = parser.parse_args()
-    runs = [read(name, Path(folder)) for name, _, folder in (each.rpartition("=") for each in options.runs)]
+    runs = [read(name, Path(folder)) for name, _, folder in (argument.rpartition("=") for argument in options.runs)]
     print(f"Speed after {options.warmup} updates, evaluations included:\n\n{speed(runs, options.warmup)}")
     if any(run.parts for run in runs):
         print(f"\nParts of an update:\n\n{parts(runs, options.warmup)}")

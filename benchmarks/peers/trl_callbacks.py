@@ -23,8 +23,10 @@ class Updates(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
         if not logs or "loss" not in logs:
             return
-        times = {name: each for name, each in logs.items() if name == "step_time" or (name.startswith("perf/") and name.endswith("_s"))}
-        self.times.update({name.removeprefix("perf/"): each for name, each in times.items() if each is not None and "tok_s" not in name})
+        times = {name: logged for name, logged in logs.items() if name == "step_time" or (name.startswith("perf/") and name.endswith("_s"))}
+        self.times.update(
+            {name.removeprefix("perf/"): logged for name, logged in times.items() if logged is not None and "tok_s" not in name}
+        )
         if state.global_step % self.minibatches == 0:
             parts = [f"timing_s/{name}:{seconds:.4f}" for name, seconds in self.times.items()]
             print(" - ".join([f"step:{state.global_step // self.minibatches}", *parts]), flush=True)

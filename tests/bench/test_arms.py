@@ -120,7 +120,7 @@ def finished(out: Path, *sets: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [("train.rl.steps=4", "train.rl.steps 6, and 4 is requested"), ("rollout.temperature=0.5", r"rollout.temperature 1\.0, and 0\.5")],
+    [("train.rl.steps=4", "train.rl.steps 6, but 4 is requested"), ("rollout.temperature=0.5", r"rollout.temperature 1\.0, but 0\.5")],
 )
 def test_finished_run_of_another_recipe_is_rejected(tmp_path: Path, change: str, message: str) -> None:
     sets = ("train.rl.steps=6", "train.keep_checkpoints=0")
@@ -141,8 +141,8 @@ def warmed(out: Path, *sets: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("train.sft.steps=9", "train.sft.steps 8, and 9"),
-        ("mtp.loss_scale=0.5", r"mtp.loss_scale 0\.\d+, and 0\.5"),
+        ("train.sft.steps=9", "train.sft.steps 8, but 9"),
+        ("mtp.loss_scale=0.5", r"mtp.loss_scale 0\.\d+, but 0\.5"),
     ],
 )
 @pytest.mark.parametrize("both", [True, False], ids=["converted", "to be converted"])
@@ -177,7 +177,7 @@ def test_measured_runs_are_read_by_their_own_recipes_without_starting_any(tmp_pa
 
 
 def test_folder_without_runs_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--out .*holds no run with an update of the arms frozen; leave --measured-only out"):
+    with pytest.raises(UserError, match=r"--out .*contains no run with an update of the arms frozen; remove --measured-only"):
         experiment(tmp_path / "none").load_outcomes([ARM], None, report=print)
 
 

@@ -77,7 +77,7 @@ def test_other_families_are_rejected(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"tokens": 300}, "--tokens: 300 is too long for a vocabulary of 1024; at most 255"),
-        ({"prompt": 900}, "--prompt: 900 tokens and answers of up to 64 take 1028 positions, the model has 1024"),
+        ({"prompt": 900}, "--prompt: 900 tokens and answers of up to 64 need 1028 positions, but the model has 1024"),
     ],
 )
 def test_requests_too_long_for_the_model_are_rejected_before_it_is_written(tmp_path: Path, fields: dict[str, int], message: str) -> None:

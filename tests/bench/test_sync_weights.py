@@ -77,7 +77,7 @@ def test_store_in_memory_is_removed_when_a_sync_fails(tmp_path: Path, monkeypatc
     async def steady(*inputs: Any) -> None: ...
 
     monkeypatch.setattr("mtpctl.sync.store.default_root", lambda *inputs: memory)
-    monkeypatch.setattr(sync_weights, "_steady", steady)
+    monkeypatch.setattr(sync_weights, "_wait_until_steady", steady)
     monkeypatch.setattr(sync_weights, "model_bytes", lambda options: 0)
     with pytest.raises(RuntimeError, match="out of memory"):
         options = replace(SYNC_OPTIONS, device="cpu", folder=tmp_path, batch=1)

@@ -12,7 +12,7 @@ import kernel_errors
 import multistep_loss
 import multistep_training
 import sharded_head
-from kernel_errors import Exact, distance, exact_draft_grads
+from kernel_errors import Exact, exact_draft_grads, relative_error
 from mtpctl.bench.fused_kernels import Shape, make_inputs
 
 
@@ -24,10 +24,10 @@ def test_oracle_is_autograd_in_float64() -> None:
     logprob, entropy = logp.gather(1, x.labels.unsqueeze(1)).squeeze(1), -(logp.exp() * logp).sum(1)
     expected = torch.autograd.grad((logprob * x.upstream).sum() + (entropy * x.advantage).sum(), (hidden, weight))
     hidden_grad, weight_grad = exact.grads(x.upstream, x.advantage)
-    assert distance(exact.logprob, logprob) < 1e-12
-    assert distance(exact.entropy, entropy) < 1e-12
-    assert distance(hidden_grad, expected[0][exact.rows]) < 1e-12
-    assert distance(weight_grad, expected[1][exact.entries]) < 1e-12
+    assert relative_error(exact.logprob, logprob) < 1e-12
+    assert relative_error(exact.entropy, entropy) < 1e-12
+    assert relative_error(hidden_grad, expected[0][exact.rows]) < 1e-12
+    assert relative_error(weight_grad, expected[1][exact.entries]) < 1e-12
 
 
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "tv", "e2e_tv", "e2e_greedy"])

@@ -107,5 +107,5 @@ def test_weight_gradients_are_passed_with_states_and_buffer(monkeypatch: pytest.
 
 
 def test_layers_without_gradient_fusion_are_rejected() -> None:
-    with pytest.raises(RuntimeError, match="no longer take"):
+    with pytest.raises(RuntimeError, match="no longer use"):
         fuse_gradient_accumulation([torch.nn.Linear(2, 2)], lambda *_: None)

@@ -102,8 +102,8 @@ def test_mismatched_adapters_are_rejected(tmp_path: Path) -> None:
         converted(tmp_path / "step-1", tmp_path / "merged", model=other.path, merge=True)
     with pytest.raises(UserError, match="does not name its model"):
         converted(tmp_path / "step-1", tmp_path / "merged", merge=True)
-    with pytest.raises(UserError, match="--dtype: an adapter's folder keeps the dtype of its training"):
+    with pytest.raises(UserError, match="--dtype: an adapter is written in the dtype of its training"):
         converted(tmp_path / "step-1", tmp_path / "adapter", model=folder.path, dtype="fp16")
-    with pytest.raises(UserError, match="holds no adapter"):
+    with pytest.raises(UserError, match="contains no adapter"):
         converted(folder.path, tmp_path / "checkpoint", merge=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "other", "step-1"]

@@ -32,7 +32,7 @@ def test_missing_mtp_layers_are_accepted_with_mode_off(tmp_path):
     folder = mimo(tmp_path / "model")
     drop(folder, *(name for name in load_file(folder.path / "model.safetensors") if "mtp" in name))
     with (
-        pytest.raises(UserError, match=r"names MTP layers, and the weights lack model.mtp_layers.0.*and .* more; .*mtp.mode: off"),
+        pytest.raises(UserError, match=r"names MTP layers, but the weights lack model.mtp_layers.0.*and .* more; .*mtp.mode: off"),
         engine(folder),
     ):
         pass
@@ -45,7 +45,7 @@ def test_weights_of_another_shape(tmp_path):
     file = folder.path / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"][:60].clone()}, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"config.json makes lm_head.weight \[64, 32\], the weights hold \[60, 32\]"), engine(folder):
+    with pytest.raises(UserError, match=r"config.json requires lm_head.weight as \[64, 32\], it is \[60, 32\]"), engine(folder):
         pass
 
 

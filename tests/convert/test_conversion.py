@@ -78,7 +78,7 @@ def test_unmapped_parameters_are_rejected(tmp_path: Path, monkeypatch: pytest.Mo
         self.tasks = [task for task in self.tasks if "mlp.linear_fc2" not in task.param_name]
 
     monkeypatch.setattr(StreamMap, "__init__", poorer)
-    with pytest.raises(UserError, match=r"no tensor is known for decoder\.layers\.0\.mlp\.linear_fc2\.weight"):
+    with pytest.raises(UserError, match=r"no Hugging Face tensor is known for decoder\.layers\.0\.mlp\.linear_fc2\.weight"):
         converted(tmp_path / "hf", tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
 

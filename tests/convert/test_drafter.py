@@ -188,7 +188,7 @@ def test_trained_checkpoint_converts_to_the_dtype_of_the_option_in_both_configs(
 
 def quantized(source: Path) -> str:
     change_config(source, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    return f"{source}: its weights are quantized; convert them first"
+    return f"{source}: its weights are quantized; first convert them"
 
 
 def quantized_by_another_method(source: Path) -> str:

@@ -88,5 +88,5 @@ def test_every_fused_expert_is_compared_and_exported_under_its_name(tmp_path: Pa
     assert second.tensors == len(names) and second.verified == first.verified
     assert_same_tensors(tmp_path / "back", tmp_path / "hf")
     change_config(tmp_path / "hf", moe_intermediate_size=20)
-    with pytest.raises(UserError, match=r"config.json makes .*experts\.(gate_up|down)_proj"):
+    with pytest.raises(UserError, match=r"config.json requires .*experts\.(gate_up|down)_proj"):
         ModelWeights(tmp_path / "hf")

@@ -153,7 +153,7 @@ def test_other_quantization_is_rejected(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf").path
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(UserError, match="quant_method 'gptq' cannot be undone; only fp8 can"):
+    with pytest.raises(UserError, match="quant_method 'gptq' is not supported; only fp8 is"):
         converted(folder, tmp_path / "checkpoint")
 
 

@@ -104,13 +104,15 @@ class TestRefused:
     def test_fp8_with_scales_of_other_blocks_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
         fp8_dense(tmp_path / "hf")
         change_config(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [8, 16]})
-        with pytest.raises(UserError, match=r"q_proj.weight_scale_inv holds \[2, 2\], blocks of \[8, 16\] in \[32, 32\] make \[4, 2\]$"):
+        with pytest.raises(
+            UserError, match=r"q_proj.weight_scale_inv is \[2, 2\], but blocks of \[8, 16\] in \[32, 32\] require \[4, 2\]$"
+        ):
             started()
 
     def test_truncated_shard_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
         file = mimo(tmp_path / "hf").path / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
-        with pytest.raises(UserError, match=r"model.safetensors: model\S+: its data ends at byte \d+, the file at \d+; the file is cut"):
+        with pytest.raises(UserError, match=r"model.safetensors: model\S+: its data ends at byte \d+, but the file at \d+; fetch it again"):
             started()
 
     def test_truncated_pickled_shard_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
@@ -123,7 +125,7 @@ class TestRefused:
     def test_missing_shard_is_rejected(self, tmp_path: Path, started: Callable[[], None]) -> None:
         pickled(tmp_path / "hf")
         (tmp_path / "hf" / "pytorch_model-00002-of-00002.bin").unlink()
-        with pytest.raises(UserError, match=r"index.json: lists pytorch_model-00002-of-00002.bin, which .* lacks; fetch what is missing"):
+        with pytest.raises(UserError, match=r"index.json: lists pytorch_model-00002-of-00002.bin, which are missing in .*; fetch them"):
             started()
 
     def test_weights_of_another_model(self, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_full_attention_layers_follow_the_interval() -> None:
         ({"architectures": "MiMoForCausalLM"}, "architectures must be a list, got 'MiMoForCausalLM'"),
         (
             {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True, "num_nextn_predict_layers": 0},
-            "attention_bias adds a bias on the output projections of qwen3, which is not supported",
+            "attention_bias adds a bias to the output projections of qwen3, which is not supported",
         ),
         ({"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "num_nextn_predict_layers": 0}, "mlp_bias adds a bias .* of llama"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported; use linear, llama3 or yarn"),
@@ -230,7 +230,7 @@ def test_a_field_that_changes_the_model_is_an_error(family: str, key: str, value
         ("llama", {"qkv_bias": True}, "qkv_bias true is not supported for llama"),
         ("qwen2", {"qk_norm": True}, "qk_norm true is not supported for qwen2"),
         ("qwen3", {"use_qk_norm": False}, "use_qk_norm false is not supported for qwen3"),
-        ("deepseek-v3", {"attention_bias": True}, "attention_bias adds a bias on the output projections of deepseek-v3"),
+        ("deepseek-v3", {"attention_bias": True}, "attention_bias adds a bias to the output projections of deepseek-v3"),
         ("deepseek-v3", {"rope_interleave": False}, "rope_interleave False is not supported"),
         ("deepseek-v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for deepseek-v3"),
         (
@@ -258,7 +258,7 @@ def test_a_field_that_changes_the_model_is_an_error(family: str, key: str, value
         ("nemotron-h", {"mtp_hybrid_override_pattern": "ME"}, "mtp_layers_block_type .* is not supported for nemotron-h"),
         ("nemotron-h", {"hybrid_override_pattern": "M*M*M*"}, "layers_block_type needs at least one attention and one MoE layer, whose"),
         ("nemotron-h", {"n_groups": 4}, "mamba_num_heads 6 is not a multiple of n_groups 4"),
-        ("nemotron-h", {"use_bias": True}, "use_bias adds a bias on the output projections of nemotron-h"),
+        ("nemotron-h", {"use_bias": True}, "use_bias adds a bias to the output projections of nemotron-h"),
         ("mimo-v2-flash", {"swa_head_dim": 64}, "swa_head_dim 64 is not supported for mimo-v2-flash with this config; 32 is"),
         ("mimo-v2-flash", {"swa_num_attention_heads": 6}, "swa_num_attention_heads 6 is not supported .*; 3 is"),
         ("mimo-v2-flash", {"swa_num_key_value_heads": 2}, "num_attention_heads 3 is not a multiple of swa_num_key_value_heads 2"),
