@@ -438,8 +438,8 @@ def _format_legend(results: Sequence[Result], levels: dict[int, float], toleranc
         level_texts.append(f"{level:.1%} (seed {seed}{source})")
     origin = "as given" if is_level_given else f"late means minus {100 * LEVEL_MARGIN:g} points"
     return (
-        f"Held-out accuracy. Late mean: of the last {LATE_EVALUATIONS} evaluations. Worst fall: of an evaluation under the best one before it, in "
-        "points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a run "
-        f"reaches it if no later evaluation, of one at least, is more than {100 * tolerance:g} points below it.\n"
+        f"Held-out accuracy. Late mean: of the last {LATE_EVALUATIONS} evaluations. Worst fall: of an evaluation under the best one before "
+        "it, in points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a "
+        f"run reaches it if no later evaluation, of one at least, is more than {100 * tolerance:g} points below it.\n"
         f"Levels, {origin}: {', '.join(level_texts) or 'none, since no run was evaluated after an update'}."
     )

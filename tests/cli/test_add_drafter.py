@@ -197,7 +197,7 @@ def no_mtp_layers(folder: Path) -> tuple[list[str], str]:
 
 def quantized(folder: Path) -> tuple[list[str], str]:
     change_config(folder, quantization_config={"quant_method": "awq"})
-    return ["model", "pair", "--steps", "0"], "model/config.json: quantization_config.quant_method 'awq' cannot be undone"
+    return ["model", "pair", "--steps", "0"], "model/config.json: quantization_config.quant_method 'awq' is not supported"
 
 
 def damaged(folder: Path) -> tuple[list[str], str]:

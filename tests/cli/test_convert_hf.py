@@ -120,13 +120,13 @@ def cut(folder: Path) -> str:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     size = file.stat().st_size
-    return f"{file}: model.norm.weight: its data ends at byte {size + 100}, the file at {size}; the file is cut, fetch it again"
+    return f"{file}: model.norm.weight: its data ends at byte {size + 100}, but the file at {size}; fetch it again"
 
 
 def no_header(folder: Path) -> str:
     file = folder / "model.safetensors"
     file.write_bytes(b"\xff" * 4000)
-    return f"{file}: byte 0: announces a header of"
+    return f"{file}: byte 0: states a header of"
 
 
 def broken_header(folder: Path) -> str:
@@ -159,17 +159,17 @@ def climbing_index(folder: Path) -> str:
 def index_of_other_files(folder: Path) -> str:
     files = shards(folder)
     index(folder, files | {"model.extra.weight": "model-00001-of-00003.safetensors"})
-    return "model.extra.weight is listed in model-00001-of-00003.safetensors, which does not hold it"
+    return "model.extra.weight is listed in model-00001-of-00003.safetensors, which does not contain it"
 
 
 def other_width(folder: Path) -> str:
     change_config(folder, intermediate_size=40)
-    return "config.json makes model.layers.0.mlp.gate_proj.weight [40, 32], the weights hold [48, 32]"
+    return "config.json requires model.layers.0.mlp.gate_proj.weight as [40, 32], it is [48, 32]"
 
 
 def fewer_layers(folder: Path) -> str:
     change_config(folder, num_hidden_layers=1)
-    return "config.json says num_hidden_layers 1, the weights hold a layer 1"
+    return "config.json says num_hidden_layers 1, but the weights have a layer 1"
 
 
 def more_layers(folder: Path) -> str:
@@ -207,7 +207,7 @@ def not_utf8(folder: Path) -> str:
 
 def no_weights(folder: Path) -> str:
     (folder / "model.safetensors").unlink()
-    return "holds no weights"
+    return "contains no weights"
 
 
 MISTAKES = [
@@ -289,7 +289,7 @@ def test_checkpoint_without_a_model_path_requires_the_option(convert: Callable[.
     message = convert(tmp_path / "checkpoint", tmp_path / "back", "--model", wider)
     assert (
         message.code == 2
-        and "holds decoder.layers.mlp.linear_fc1.weight as [2, 96, 32], its model's config makes it [2, 128, 32]" in message.error
+        and "decoder.layers.mlp.linear_fc1.weight is [2, 96, 32], but the model's config requires [2, 128, 32]" in message.error
     )
     assert not (tmp_path / "back").exists() and not (tmp_path / "back.partial").exists()
 

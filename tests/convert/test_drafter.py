@@ -193,7 +193,7 @@ def quantized(source: Path) -> str:
 
 def quantized_by_another_method(source: Path) -> str:
     change_config(source, quantization_config={"quant_method": "awq"})
-    return f"{source / 'config.json'}: quantization_config.quant_method 'awq' cannot be undone"
+    return f"{source / 'config.json'}: quantization_config.quant_method 'awq' is not supported"
 
 
 def pickled(source: Path) -> str:

@@ -74,7 +74,7 @@ def no_mtp_layer(folder: Path) -> None:
     [
         (truncated, "its data ends at byte .*; the file is cut, fetch it again"),
         (pointer, "model.safetensors: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"),
-        (other_width, r"config.json makes model.layers.0.mlp.gate_proj.weight \[40, 32\], the weights hold \[48, 32\]"),
+        (other_width, r"config.json requires model.layers.0.mlp.gate_proj.weight as \[40, 32\], it is \[48, 32\]"),
         (shard_is_missing, "lists model-00001-of-00002.safetensors, which"),
         (no_mtp_layer, "config.json names MTP layers, but the weights lack model.mtp_layers.1"),
     ],
