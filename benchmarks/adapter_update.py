@@ -40,7 +40,7 @@ class LocalRanks:
     async def call(self, method: str, *args: Any) -> Any:
         return getattr(self.rank, method)(*args)
 
-    async def where(self) -> list[Any]:
+    async def locations(self) -> list[Any]:
         return []
 
     async def end(self) -> None:

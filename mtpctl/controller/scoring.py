@@ -17,7 +17,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import encode_prompt, with_hint
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.logprob.protocol import Late, ScoreRequest
+from mtpctl.logprob.protocol import DeadlineExceeded, ScoreRequest
 from mtpctl.logprob.server import ATTEMPTS, LogprobServer
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.rl import TeacherConfig
@@ -61,7 +61,7 @@ class OldLogprobScorer:
         for _ in range(ATTEMPTS):
             try:
                 scores = await self.server.score(request)
-            except Late:
+            except DeadlineExceeded:
                 self._late_count += 1
                 continue
             sample.old_logprobs, sample.old_version = scores.logprobs, scores.version
@@ -145,7 +145,7 @@ class LocalSource:
         )
         try:
             scores = await self.server.score(request)
-        except Late as late:
+        except DeadlineExceeded as late:
             raise TimeoutError from late
         return TeacherScores(scores.logprobs, scores.topk_ids, scores.topk_logprobs)
 

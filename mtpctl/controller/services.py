@@ -23,7 +23,7 @@ from mtpctl.data.sets import UNNAMED
 from mtpctl.data.tokenizers import has_tokenizer, load_tokenizer
 from mtpctl.environments.turns import load_turns
 from mtpctl.errors import ClusterResources
-from mtpctl.logprob.server import NAMES, LogprobServer, start_server
+from mtpctl.logprob.server import ROLE_NAMES, LogprobServer, start_server
 from mtpctl.plan.placement import Actor, Placement, place
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import POLICY, TeacherConfig
@@ -192,7 +192,7 @@ class Services:
             role=role,
             log=self._report_restart,
         )
-        name = NAMES[role]
+        name = ROLE_NAMES[role]
         title = name if role == "teacher" else f"{name} server"
         with self._starting(title, [f"{name} replica {i} rank 0" for i in range(recipe.logprob.replicas)]):
             ready_server = await within(server, recipe.cluster.actor_deadline_s, f"{title}, start")

@@ -2,12 +2,12 @@
 
 An idle replica gets a batch immediately, even if the batch is not full. A busy replica gets one full batch in advance, so that it never
 waits for its next batch. Queued tokens are split evenly over free replicas. Batches of a replica that dies go to the others. A batch
-is scored with one weight version, which its answers name.
+is scored with one weight version, and its answers contain the version.
 
-Callers share the server by tokens: each has its own queue and an account of the tokens it was served, and the next request is that of the
-caller with the smallest account (start-time fair queueing, Goyal et al. 1996). A caller that returns after a pause starts level with the
-others, so no caller saves up a share. A batch is filled up to its budget. A request that does not fit waits at the head of its queue and
-is first in the next batch, so a long request does not wait forever.
+Callers share the server by tokens. Each caller has a queue and an account of the tokens that were scored for it, and the next request is
+from the caller with the smallest account (start-time fair queueing, Goyal et al. 1996). A caller that returns after a pause starts with the
+current account level, so callers cannot accumulate a share. A batch is filled up to its budget. A request that does not fit waits at the
+head of its queue and is first in the next batch, so a long request does not wait forever.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from dataclasses import dataclass, field
 from mtpctl.cluster.replicas import Replicas, Slot
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.protocol import QueueFull, ReplicaDead, Scored, ScoreRequest, VersionGone
-from mtpctl.logprob.replica import END_S, Replica
+from mtpctl.logprob.replica import RANK_DEADLINE_S, Replica
 
-CALLERS = 1024
-"""Number of callers above which accounts without requests are dropped."""
+MAX_CALLERS = 1024
+"""Maximum number of callers. If there are more, accounts without requests are dropped."""
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """A queued request; the caller awaits `answer`.
 
-    `alone`: it gets a separate batch, because a pass with it failed. `attempts`: replicas that died over such a batch.
+    `isolated`: it gets a separate batch, because a pass with it failed. `attempts`: number of replicas that died in a separate batch.
     """
 
     request: ScoreRequest
     answer: asyncio.Future[Scored]
     attempts: int = 0
-    alone: bool = False
+    isolated: bool = False
 
     @property
     def tokens(self) -> int:
@@ -48,86 +48,86 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class _Line:
+class _CallerQueue:
     account: float
-    waiting: deque[Waiting] = field(default_factory=deque)
+    waiting: deque[QueuedRequest] = field(default_factory=deque)
 
 
 class FairQueue:
-    """Requests by caller. `tokens`, `requests` and `pinned` (requests for a specific version) are totals over the queue."""
+    """Queued requests by caller, with the total numbers of `tokens`, `requests` and `pinned` requests (for a specific version)."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line] = {}
+        self._queues: dict[str, _CallerQueue] = {}
         self._level = 0.0
         self.tokens = 0
         self.requests = 0
         self.pinned = 0
 
-    def put(self, item: Waiting, *, first: bool = False) -> None:
-        """Append to the caller's queue. With `first`, insert at its head: for the requests of a failed batch."""
+    def put(self, item: QueuedRequest, *, first: bool = False) -> None:
+        """Append to the caller's queue. With `first`, insert at its head, for the requests of a failed batch."""
         caller = item.request.caller
-        line = self._lines.setdefault(caller, _Line(self._level))
+        queue = self._queues.setdefault(caller, _CallerQueue(self._level))
         if first:
-            line.waiting.appendleft(item)
-            line.account -= item.tokens
+            queue.waiting.appendleft(item)
+            queue.account -= item.tokens
         else:
-            if not line.waiting:
-                line.account = max(line.account, self._level)
-            line.waiting.append(item)
+            if not queue.waiting:
+                queue.account = max(queue.account, self._level)
+            queue.waiting.append(item)
         self._count(item, 1)
 
-    def take(self, budget: int, ready: Callable[[ScoreRequest], bool]) -> list[Waiting]:
+    def take(self, budget: int, ready: Callable[[ScoreRequest], bool]) -> list[QueuedRequest]:
         """Remove and return the next batch: `ready` requests within `budget` tokens, or a single longer one."""
-        batch: list[Waiting] = []
-        room = budget
-        turns = [(line.account, caller) for caller, line in self._lines.items() if line.waiting]
+        batch: list[QueuedRequest] = []
+        remaining_tokens = budget
+        turns = [(queue.account, caller) for caller, queue in self._queues.items() if queue.waiting]
         heapq.heapify(turns)
         while turns:
             _, caller = heapq.heappop(turns)
-            line = self._lines[caller]
-            index = next((i for i, item in enumerate(line.waiting) if ready(item.request)), None)
+            queue = self._queues[caller]
+            index = next((i for i, item in enumerate(queue.waiting) if ready(item.request)), None)
             if index is None:
                 continue
-            item = line.waiting[index]
-            if batch and (item.tokens > room or item.alone):
+            item = queue.waiting[index]
+            if batch and (item.tokens > remaining_tokens or item.isolated):
                 continue
-            del line.waiting[index]
-            self._level = max(self._level, line.account)
-            line.account += item.tokens
-            self._left(item)
+            del queue.waiting[index]
+            self._level = max(self._level, queue.account)
+            queue.account += item.tokens
+            self._on_removed(item)
             batch.append(item)
-            room -= item.tokens
-            if item.alone or room <= 0:
+            remaining_tokens -= item.tokens
+            if item.isolated or remaining_tokens <= 0:
                 break
-            if line.waiting:
-                heapq.heappush(turns, (line.account, caller))
+            if queue.waiting:
+                heapq.heappush(turns, (queue.account, caller))
         return batch
 
-    def remove(self, unwanted: Callable[[Waiting], bool]) -> list[Waiting]:
-        """Remove and return the requests for which `unwanted` is true."""
-        removed = [item for item in self if unwanted(item)]
+    def remove(self, should_remove: Callable[[QueuedRequest], bool]) -> list[QueuedRequest]:
+        """Remove and return the requests for which `should_remove` is true."""
+        removed = [item for item in self if should_remove(item)]
         for item in removed:
-            self._lines[item.request.caller].waiting.remove(item)
-            self._left(item)
+            self._queues[item.request.caller].waiting.remove(item)
+            self._on_removed(item)
         return removed
 
-    def __iter__(self) -> Iterator[Waiting]:
-        for line in self._lines.values():
-            yield from line.waiting
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        for queue in self._queues.values():
+            yield from queue.waiting
 
-    def _count(self, item: Waiting, sign: int) -> None:
+    def _count(self, item: QueuedRequest, sign: int) -> None:
         self.tokens += sign * item.tokens
         self.requests += sign
         self.pinned += sign * (item.request.version is not None)
 
-    def _left(self, item: Waiting) -> None:
+    def _on_removed(self, item: QueuedRequest) -> None:
         self._count(item, -1)
         if not self.requests:
-            self._lines.clear()
+            self._queues.clear()
             self._level = 0.0
-        elif len(self._lines) > CALLERS:
-            for idle in [name for name, line in self._lines.items() if not line.waiting]:
-                del self._lines[idle]
+        elif len(self._queues) > MAX_CALLERS:
+            for caller in [caller_name for caller_name, queue in self._queues.items() if not queue.waiting]:
+                del self._queues[caller]
 
 
 SMOOTHING = 0.8
@@ -135,7 +135,7 @@ SMOOTHING = 0.8
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class _RoomWaiter:
     tokens: int
     admitted: asyncio.Future[None]
     done: bool = False
@@ -148,20 +148,20 @@ class BoundedQueue(FairQueue):
         super().__init__()
         self.limit = limit
         self._reserved = 0
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: deque[_RoomWaiter] = deque()
         self._tokens = self._seconds = 0.0
 
     def check_capacity(self, tokens: int) -> None:
-        """Raise QueueFull if there is no room for `tokens` more."""
+        """Raise QueueFull if there is no room for `tokens` more tokens."""
         if self._full(tokens):
-            over = self.tokens + min(tokens, self.limit) - self.limit
-            raise QueueFull(self.tokens, float(max(1, math.ceil(over * self._seconds / self._tokens))) if self._tokens else 1.0)
+            excess_tokens = self.tokens + min(tokens, self.limit) - self.limit
+            raise QueueFull(self.tokens, float(max(1, math.ceil(excess_tokens * self._seconds / self._tokens))) if self._tokens else 1.0)
 
     async def wait_for_room(self, tokens: int) -> None:
-        """Wait for room for `tokens` more. The caller must `put` them immediately, because the room is no longer reserved."""
+        """Wait for room for `tokens` more tokens. The caller must `put` them immediately, because the room is no longer reserved."""
         if not self._waiters and not self._full(tokens):
             return
-        waiter = _Waiter(tokens, asyncio.get_running_loop().create_future())
+        waiter = _RoomWaiter(tokens, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
             await waiter.admitted
@@ -190,7 +190,7 @@ class BoundedQueue(FairQueue):
         return queued > 0 and queued + tokens > self.limit
 
 
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """A request fails after this many replicas died while scoring it in a separate batch."""
 
 
@@ -198,8 +198,8 @@ ATTEMPTS = 3
 class ServerLimits:
     """Limits of a server.
 
-    tokens_per_batch: tokens of a forward pass. queue_tokens: maximum queued tokens. batch_deadline_s: a replica that takes longer counts
-    as dead. sync_deadline_s: for a restarted replica to apply a weight version.
+    tokens_per_batch: maximum tokens of a forward pass. queue_tokens: maximum queued tokens. batch_deadline_s: deadline of a batch, after
+    which a replica counts as dead. sync_deadline_s: deadline for a restarted replica to apply a weight version.
     """
 
     tokens_per_batch: int
@@ -213,8 +213,8 @@ class ServerLimits:
 class Counters:
     """Sums since the server started.
 
-    busy_s: seconds of replicas in batches. wait_s: seconds of requests from submission to answer. stall_s: seconds paused for weight
-    updates.
+    busy_s: seconds that replicas spent on batches. wait_s: seconds of requests from submission to answer. stall_s: seconds of pauses for
+    weight updates.
     """
 
     requests: int = 0
@@ -230,7 +230,7 @@ class Counters:
 
 
 class Dispatcher:
-    """Sends the queue's batches to replicas, which `Replicas` restarts. Call `settle` after every change of either."""
+    """Sends the queue's batches to replicas. Call `settle` after every change of the queue or the replicas."""
 
     def __init__(self, replicas: Replicas[Replica], limits: ServerLimits) -> None:
         self.replicas, self.limits = replicas, limits
@@ -244,7 +244,7 @@ class Dispatcher:
         self._ended_at: dict[int, float] = {}
 
     def available_versions(self) -> list[int]:
-        """Weight versions that some replica can use."""
+        """Weight versions that at least one replica has."""
         return sorted({version for _, replica in self.replicas.live() for version in replica.versions})
 
     async def pause(self) -> None:
@@ -254,7 +254,7 @@ class Dispatcher:
         await self._idle.wait()
 
     def resume(self) -> float:
-        """Continue sending batches. Returns the seconds since the pause, which count as stall; 0 without one."""
+        """Continue sending batches. Returns the seconds since the pause, which count as stall; 0 if not paused."""
         stall = 0.0
         if self._paused_at is not None:
             stall = time.monotonic() - self._paused_at
@@ -273,7 +273,7 @@ class Dispatcher:
     def settle(self) -> None:
         """Send all batches that can be sent, and fail requests that no replica will ever answer."""
         if self._closed:
-            self.refuse(lambda item: True, _ended())
+            self.refuse(lambda item: True, _ended_error())
             self.queue.admit_waiters()
             return
         self._fail_unanswerable()
@@ -282,14 +282,14 @@ class Dispatcher:
         self.queue.admit_waiters()
 
     def _send_batch(self) -> bool:
-        """Send one batch to the least busy replica with room. False if there is none, or nothing to send."""
+        """Send one batch to the least busy replica with room. Returns False if there is none, or nothing to send."""
         live = self.replicas.live()
         free = [(slot, replica) for slot, replica in live if slot.busy == 0]
-        full = self.limits.tokens_per_batch
-        # Only a full batch in advance: a smaller one should wait for more requests.
-        ahead = [(slot, replica) for slot, replica in live if slot.busy == 1 and self.queue.tokens >= full]
-        budget = min(full, math.ceil(self.queue.tokens / len(free))) if free else full
-        for slot, replica in (*free, *ahead):
+        batch_tokens = self.limits.tokens_per_batch
+        # A batch is sent in advance only if it is full, because a smaller one should wait for more requests.
+        prefetching = [(slot, replica) for slot, replica in live if slot.busy == 1 and self.queue.tokens >= batch_tokens]
+        budget = min(batch_tokens, math.ceil(self.queue.tokens / len(free))) if free else batch_tokens
+        for slot, replica in (*free, *prefetching):
             for version in replica.versions:
                 batch = self.queue.take(budget, lambda r, v=version, now=replica.version: _answers_with(r, v, now))  # type: ignore[misc]
                 if batch:
@@ -300,31 +300,31 @@ class Dispatcher:
         return False
 
     async def _run(
-        self, slot: Slot[Replica], replica: Replica, batch: list[Waiting], version: int, answers: Awaitable[list[Scored]]
+        self, slot: Slot[Replica], replica: Replica, batch: list[QueuedRequest], version: int, scoring: Awaitable[list[Scored]]
     ) -> None:
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
-            scored = await asyncio.wait_for(answers, self.limits.batch_deadline_s * slot.busy)
+            scored = await asyncio.wait_for(scoring, self.limits.batch_deadline_s * slot.busy)
         except (ReplicaDead, TimeoutError) as error:
             self.replicas.lost(slot, replica, error)
-            self._again(batch, error, died=True)
+            self._requeue(batch, error, died=True)
         except asyncio.CancelledError:
             for item in batch:
                 if not item.answer.done():
-                    item.answer.set_exception(_ended())
+                    item.answer.set_exception(_ended_error())
             raise
         except Exception as error:
-            # The pass failed, perhaps because another rank has died. Ranks that hang in a collective do not answer the ping either.
+            # The pass failed, perhaps because another rank has died. In that case ranks hang in a collective and do not answer the ping.
             if not await self.check_alive(slot, replica):
-                self._again(batch, error, died=True)
+                self._requeue(batch, error, died=True)
             elif len(batch) > 1:
-                self._again(batch, error, died=False)
+                self._requeue(batch, error, died=False)
             elif not batch[0].answer.done():
-                batch[0].answer.set_exception(_failed(error))
+                batch[0].answer.set_exception(_caller_error(error))
         else:
-            # A batch that was sent in advance began when the previous one ended.
-            began, now = max(began, self._ended_at.get(slot.index, began)), time.monotonic()
-            seconds, self._ended_at[slot.index] = now - began, now
+            # A batch that was sent in advance starts when the previous one ends.
+            started_at, now = max(started_at, self._ended_at.get(slot.index, started_at)), time.monotonic()
+            seconds, self._ended_at[slot.index] = now - started_at, now
             tokens = sum(item.tokens for item in batch)
             self.queue.served(tokens, seconds)
             self.counters.batches += 1
@@ -340,16 +340,16 @@ class Dispatcher:
                 self._idle.set()
             self.settle()
 
-    def _again(self, batch: list[Waiting], error: Exception, *, died: bool) -> None:
-        """Put the requests of a failed batch back at the head of the queue, each in a separate batch, to isolate the failing one."""
+    def _requeue(self, batch: list[QueuedRequest], error: Exception, *, died: bool) -> None:
+        """Requeue the requests of a failed batch at the head of the queue, each in a separate batch, to isolate the failing one."""
         for item in reversed(batch):
             if item.answer.done():
                 continue
-            item.attempts += died and item.alone
-            if item.attempts >= ATTEMPTS:
-                item.answer.set_exception(RuntimeFailure(f"scoring the request ended {ATTEMPTS} replicas, the last by {error}"))
+            item.attempts += died and item.isolated
+            if item.attempts >= MAX_ATTEMPTS:
+                item.answer.set_exception(RuntimeFailure(f"scoring the request ended {MAX_ATTEMPTS} replicas, the last by {error}"))
                 continue
-            item.alone = True
+            item.isolated = True
             self.counters.retried += 1
             self.queue.put(item, first=True)
 
@@ -362,40 +362,40 @@ class Dispatcher:
         if not available or not self.queue.pinned:
             return
 
-        def gone(item: Waiting) -> bool:
+        def is_unavailable(item: QueuedRequest) -> bool:
             pinned = item.request.version
             return pinned is not None and pinned < max(available) and pinned not in available
 
-        def never(item: Waiting) -> bool:
-            pinned, least = item.request.version, item.request.at_least
-            return pinned is not None and least is not None and pinned < least
+        def is_contradictory(item: QueuedRequest) -> bool:
+            pinned, at_least = item.request.version, item.request.at_least
+            return pinned is not None and at_least is not None and pinned < at_least
 
-        self.refuse(gone, VersionGone(f"version: those weights are no longer available; there are {available}"))
-        self.refuse(never, VersionGone("at_least: is above the pinned version; leave one of them out"))
+        self.refuse(is_unavailable, VersionGone(f"version: those weights are no longer available; there are {available}"))
+        self.refuse(is_contradictory, VersionGone("at_least: is above the pinned version; leave one of them out"))
 
-    def refuse(self, unwanted: Callable[[Waiting], bool], error: Exception) -> None:
-        """Remove requests for which `unwanted` is true from the queue, and fail them with `error`."""
-        for item in self.queue.remove(unwanted):
+    def refuse(self, should_refuse: Callable[[QueuedRequest], bool], error: Exception) -> None:
+        """Remove requests for which `should_refuse` is true from the queue, and fail them with `error`."""
+        for item in self.queue.remove(should_refuse):
             if not item.answer.done():
                 item.answer.set_exception(error)
 
     async def check_alive(self, slot: Slot[Replica], replica: Replica) -> bool:
         """Ping a replica, and restart it if it does not answer. Returns whether it answered."""
         try:
-            await asyncio.wait_for(replica.ping(), END_S)
+            await asyncio.wait_for(replica.ping(), RANK_DEADLINE_S)
         except (ReplicaDead, TimeoutError) as error:
             self.replicas.lost(slot, replica, error)
             return False
         return True
 
-    def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _start(self, coroutine: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-def _failed(error: Exception) -> MtpctlError:
-    """The caller's error, in one line, for a request that failed in a separate batch."""
+def _caller_error(error: Exception) -> MtpctlError:
+    """The error for the caller of a request that failed in a separate batch, as one line."""
     if isinstance(error, MtpctlError):
         return error
     failure = RuntimeFailure(f"scoring the request failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
@@ -403,10 +403,10 @@ def _failed(error: Exception) -> MtpctlError:
     return failure
 
 
-def _ended() -> RuntimeFailure:
+def _ended_error() -> RuntimeFailure:
     return RuntimeFailure("the log-prob server has ended")
 
 
 def _answers_with(request: ScoreRequest, version: int, current: int) -> bool:
-    """Whether a replica should score with `version`: with its current weights if the request allows them."""
+    """Whether a replica with `current` weights should score the request with `version`. It uses its current weights if allowed."""
     return request.allows(version) and (version == current or not request.allows(current))

@@ -18,9 +18,9 @@ from starlette.exceptions import HTTPException
 
 from mtpctl.data.tokenizers import Tokenizer, text_offsets
 from mtpctl.errors import MtpctlError, RuntimeFailure
-from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, Scored, ScoreRequest, VersionGone
+from mtpctl.logprob.protocol import DeadlineExceeded, QueueFull, RequestRefused, Scored, ScoreRequest, VersionGone
 from mtpctl.logprob.schemas import (
-    SEQUENCES,
+    MAX_SEQUENCES,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeIs
 
-NUMBERS = 1 << 21
-"""Maximum numbers per response: tokens times numbers per token."""
-BYTES = 4
-"""The bytes of a token count as this many numbers."""
+MAX_NUMBERS = 1 << 21
+"""Maximum count of numbers in a response: tokens times numbers per token."""
+NUMBERS_OF_BYTES = 4
+"""Count of numbers for the bytes of one token."""
 
 
 class _StrictRequest(Request):
@@ -84,31 +84,31 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
 
     @api.post("/v1/logprobs", response_model=LogprobsResponse)
     async def logprobs(body: LogprobsRequest, request: Request) -> Response:
-        requests = _requests(body, _caller(body.user, request), server, tokenizer)
-        recorded = server.bounds.routes.token_bytes // 4 + 1 if body.record_routes and server.bounds.routes else 0
-        _bound(server, requests, 1 + body.mtp * server.bounds.depths + 2 * body.top_logprobs + recorded)
+        requests = _build_requests(body, _caller_name(body.user, request), server, tokenizer)
+        route_numbers = server.bounds.routes.token_bytes // 4 + 1 if body.record_routes and server.bounds.routes else 0
+        _check_size(server, requests, 1 + body.mtp * server.bounds.depths + 2 * body.top_logprobs + route_numbers)
         if body.stream:
-            return StreamingResponse(_lines(server, requests, body), media_type="application/x-ndjson")
+            return StreamingResponse(_stream_lines(server, requests, body), media_type="application/x-ndjson")
         data: list[SequenceScores | None] = [None] * len(requests)
         async for index, scored in server.stream(requests, wait=False):
-            data[index] = _scores(index, requests[index], scored, body)
-        answer = LogprobsResponse(model=name, data=[d for d in data if d is not None], usage=_usage(requests))
+            data[index] = _sequence_scores(index, requests[index], scored, body)
+        answer = LogprobsResponse(model=name, data=[d for d in data if d is not None], usage=_token_usage(requests))
         return Response(answer.model_dump_json(), media_type="application/json")
 
     @api.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         body.check()
         topk = body.logprobs or 0
-        sequences = _sequences(body.prompt, tokenizer)
-        requests = [ScoreRequest(ids, topk=topk, caller=_caller(body.user, request), deadline_s=60.0) for ids in sequences]
-        _check(server, requests)
-        _bound(server, requests, 1 + 2 * topk + BYTES)
+        sequences = _encode_prompts(body.prompt, tokenizer)
+        requests = [ScoreRequest(ids, topk=topk, caller=_caller_name(body.user, request), deadline_s=60.0) for ids in sequences]
+        _check_requests(server, requests)
+        _check_size(server, requests, 1 + 2 * topk + NUMBERS_OF_BYTES)
         answers: dict[int, Scored] = {}
         async for index, scored in server.stream(requests, wait=False):
             answers[index] = scored
-        choices = [_choice(i, requests[i], answers[i], body, tokenizer) for i in range(len(requests))]
+        choices = [_build_choice(i, requests[i], answers[i], body, tokenizer) for i in range(len(requests))]
         response = CompletionResponse(
-            id=f"cmpl-{uuid.uuid4().hex}", created=int(time.time()), model=name, choices=choices, usage=_usage(requests)
+            id=f"cmpl-{uuid.uuid4().hex}", created=int(time.time()), model=name, choices=choices, usage=_token_usage(requests)
         )
         return Response(response.model_dump_json(), media_type="application/json")
 
@@ -140,38 +140,38 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
 
     @api.exception_handler(MtpctlError)
     async def failed(_: Request, error: MtpctlError) -> Response:
-        return JSONResponse(error_body(str(error), _kind(error)), _status(error), _retry(error))
+        return JSONResponse(error_body(str(error), _error_type(error)), _status_code(error), _retry_header(error))
 
     return Guard(api, bounds, key)
 
 
-def _status(error: MtpctlError) -> int:
+def _status_code(error: MtpctlError) -> int:
     if isinstance(error, RequestRefused):
         return 400
     if isinstance(error, VersionGone):
         return 410
     if isinstance(error, QueueFull):
         return 429
-    return 504 if isinstance(error, Late) else 503
+    return 504 if isinstance(error, DeadlineExceeded) else 503
 
 
-def _kind(error: MtpctlError) -> str:
+def _error_type(error: MtpctlError) -> str:
     return "server_error" if isinstance(error, RuntimeFailure) and not isinstance(error, QueueFull) else "invalid_request_error"
 
 
-def _retry(error: MtpctlError) -> dict[str, str] | None:
+def _retry_header(error: MtpctlError) -> dict[str, str] | None:
     return {"retry-after": str(math.ceil(error.retry_after_s))} if isinstance(error, QueueFull) else None
 
 
 # ---------------------------------------------------------------------------------------------------------- requests
 
 
-def _caller(user: str, request: Request) -> str:
+def _caller_name(user: str, request: Request) -> str:
     """The caller for fair queueing: the request's user, or else its address."""
     return f"user {user}" if user else f"host {request.client.host if request.client else ''}"
 
 
-def _sequences(ids_or_texts: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer | None) -> list[list[int]]:
+def _encode_prompts(ids_or_texts: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer | None) -> list[list[int]]:
     if isinstance(ids_or_texts, str) or _are_texts(ids_or_texts):
         texts = [ids_or_texts] if isinstance(ids_or_texts, str) else ids_or_texts
         if tokenizer is None:
@@ -181,7 +181,7 @@ def _sequences(ids_or_texts: str | list[str] | list[int] | list[list[int]], toke
             return [tokenizer.encode(text.encode().decode(), special=True) for text in texts]
         except UnicodeEncodeError as error:
             raise RequestRefused(f"text: lone surrogate at character {error.start}") from error
-    return _listed(ids_or_texts)
+    return _as_lists(ids_or_texts)
 
 
 def _are_texts(values: list[str] | list[int] | list[list[int]]) -> TypeIs[list[str]]:
@@ -192,23 +192,23 @@ def _are_lists(values: list[int] | list[list[int]]) -> TypeIs[list[list[int]]]:
     return bool(values) and isinstance(values[0], list)
 
 
-def _listed(values: list[int] | list[list[int]]) -> list[list[int]]:
-    """A list of lists: several lists unchanged, one list as the only element."""
+def _as_lists(values: list[int] | list[list[int]]) -> list[list[int]]:
+    """Return a list of lists unchanged, and wrap a single list."""
     return values if _are_lists(values) else [values]
 
 
-def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokenizer: Tokenizer | None) -> list[ScoreRequest]:
+def _build_requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokenizer: Tokenizer | None) -> list[ScoreRequest]:
     ids_or_texts = body.token_ids if body.token_ids is not None else body.text
     if ids_or_texts is None or (body.token_ids is not None and body.text is not None):
         raise RequestRefused("token_ids, text: give one of them")
-    sequences = _sequences(ids_or_texts, tokenizer)
+    sequences = _encode_prompts(ids_or_texts, tokenizer)
     starts = body.prompt_length if isinstance(body.prompt_length, list) else [body.prompt_length] * len(sequences)
     masks: list[list[int] | None] = [None] * len(sequences)
     if body.mask is not None:
-        masks = [*_listed(body.mask)]
+        masks = [*_as_lists(body.mask)]
     routes: list[Routes | None] = [None] * len(sequences)
     if body.routes is not None:
-        routes = [_routes(each) for each in (body.routes if isinstance(body.routes, list) else [body.routes])]
+        routes = [_parse_routes(each) for each in (body.routes if isinstance(body.routes, list) else [body.routes])]
     for field, values in (("prompt_length", starts), ("mask", masks), ("routes", routes)):
         if len(values) != len(sequences):
             raise RequestRefused(f"{field}: has {len(values)} entries for {len(sequences)} sequences")
@@ -229,100 +229,102 @@ def _requests(body: LogprobsRequest, caller: str, server: LogprobServer, tokeniz
         )
         for ids, start, mask, sequence_routes in zip(sequences, starts, masks, routes, strict=True)
     ]
-    _check(server, requests)
+    _check_requests(server, requests)
     return requests
 
 
-def _routes(field: RoutesField | None) -> Routes | None:
+def _parse_routes(field: RoutesField | None) -> Routes | None:
     try:
         return None if field is None else from_json(field.model_dump())
     except ValueError as error:
         raise RequestRefused(f"routes: {error}") from error
 
 
-def _check(server: LogprobServer, requests: list[ScoreRequest]) -> None:
-    if len(requests) > SEQUENCES:
-        raise RequestRefused(f"{len(requests)} sequences are more than the {SEQUENCES} of one request; send several")
-    for place, request in enumerate(requests):
+def _check_requests(server: LogprobServer, requests: list[ScoreRequest]) -> None:
+    if len(requests) > MAX_SEQUENCES:
+        raise RequestRefused(f"{len(requests)} sequences are more than the {MAX_SEQUENCES} of one request; send several")
+    for index, request in enumerate(requests):
         try:
             server.bounds.check(request)
         except RequestRefused as error:
-            raise RequestRefused(f"sequence {place}: {error}" if len(requests) > 1 else str(error)) from None
+            raise RequestRefused(f"sequence {index}: {error}" if len(requests) > 1 else str(error)) from None
 
 
-def _bound(server: LogprobServer, requests: list[ScoreRequest], numbers: int) -> None:
-    """Reject a request whose answer would be too large, or for which the queue has no room, before any of it is queued."""
+def _check_size(server: LogprobServer, requests: list[ScoreRequest], numbers: int) -> None:
+    """Reject a request whose response would be too large, or for which the queue has no room, before any sequence is queued."""
     tokens = sum(request.tokens for request in requests)
     if tokens > server.limits.queue_tokens:
         raise RequestRefused(f"{tokens} tokens are more than the {server.limits.queue_tokens} that may wait; send several requests")
-    if tokens * numbers > NUMBERS:
-        raise RequestRefused(f"{tokens} tokens with {numbers} numbers each are more than {NUMBERS}; send several requests")
+    if tokens * numbers > MAX_NUMBERS:
+        raise RequestRefused(f"{tokens} tokens with {numbers} numbers each are more than {MAX_NUMBERS}; send several requests")
     server.queue.check_capacity(tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------- answers
 
 
-async def _lines(server: LogprobServer, requests: list[ScoreRequest], body: LogprobsRequest) -> AsyncIterator[str]:
+async def _stream_lines(server: LogprobServer, requests: list[ScoreRequest], body: LogprobsRequest) -> AsyncIterator[str]:
     try:
         async for index, scored in server.stream(requests, wait=False):
-            yield _scores(index, requests[index], scored, body).model_dump_json() + "\n"
+            yield _sequence_scores(index, requests[index], scored, body).model_dump_json() + "\n"
     except MtpctlError as error:
         # The status line has been sent, so the error comes as the last line.
-        yield JSONResponse(error_body(str(error), _kind(error))).body.decode() + "\n"  # type: ignore[union-attr]
+        yield JSONResponse(error_body(str(error), _error_type(error))).body.decode() + "\n"  # type: ignore[union-attr]
 
 
-def _scores(index: int, request: ScoreRequest, scored: Scored, body: LogprobsRequest) -> SequenceScores:
+def _sequence_scores(index: int, request: ScoreRequest, scored: Scored, body: LogprobsRequest) -> SequenceScores:
     mask = request.mask or [1] * len(scored.logprobs)
     top = [
-        [TopLogprob(id=i, logprob=value) for i, value in zip(ids, values, strict=True)] if kept else []
-        for ids, values, kept in zip(scored.topk_ids, scored.topk_logprobs, mask, strict=False)
+        [TopLogprob(id=i, logprob=value) for i, value in zip(ids, values, strict=True)] if is_scored else []
+        for ids, values, is_scored in zip(scored.topk_ids, scored.topk_logprobs, mask, strict=False)
     ]
     return SequenceScores(
         index=index,
         version=scored.version,
         token_ids=list(request.token_ids[request.prompt_length :]),
-        logprobs=[value if kept else None for value, kept in zip(scored.logprobs, mask, strict=True)],
-        entropy=[value if kept else None for value, kept in zip(scored.entropy, mask, strict=True)],
+        logprobs=[value if is_scored else None for value, is_scored in zip(scored.logprobs, mask, strict=True)],
+        entropy=[value if is_scored else None for value, is_scored in zip(scored.entropy, mask, strict=True)],
         top_logprobs=top if body.top_logprobs else None,
         mtp=[DepthScores(depth=k, logprobs=d.logprobs, hits=d.hits) for k, d in enumerate(scored.drafts, 1)] if body.mtp else None,
         routes=RoutesField.model_validate(to_json(scored.routes)) if scored.routes is not None else None,
     )
 
 
-def _choice(index: int, request: ScoreRequest, scored: Scored, body: CompletionRequest, tokenizer: Tokenizer | None) -> CompletionChoice:
+def _build_choice(
+    index: int, request: ScoreRequest, scored: Scored, body: CompletionRequest, tokenizer: Tokenizer | None
+) -> CompletionChoice:
     ids = request.token_ids
     text = tokenizer.decode(ids) if tokenizer is not None else ""
     if body.logprobs is None:
         return CompletionChoice(index=index, text=text, logprobs=None)
-    name = partial(_piece, tokenizer=None if body.return_tokens_as_token_ids else tokenizer)
-    pieces = [name(i) for i in ids]
-    own = tokenizer.token_bytes(ids) if tokenizer is not None else [b""] * len(ids)
-    left_out = tokenizer.special_ids if tokenizer is not None else ()
+    token_text = partial(_token_text, tokenizer=None if body.return_tokens_as_token_ids else tokenizer)
+    token_texts = [token_text(i) for i in ids]
+    token_bytes = tokenizer.token_bytes(ids) if tokenizer is not None else [b""] * len(ids)
+    special_ids = tokenizer.special_ids if tokenizer is not None else ()
     top: list[dict[str, float] | None] | None = None
     if body.logprobs:
         top = [None]
-        for place, (named, values) in enumerate(zip(scored.topk_ids, scored.topk_logprobs, strict=True)):
+        for position, (top_ids, values) in enumerate(zip(scored.topk_ids, scored.topk_logprobs, strict=True)):
             # As in OpenAI's API, the actual token is always included.
-            likeliest = {name(i): value for i, value in zip(named, values, strict=True)}
-            top.append({pieces[place + 1]: scored.logprobs[place]} | likeliest)
+            top_logprobs = {token_text(i): value for i, value in zip(top_ids, values, strict=True)}
+            top.append({token_texts[position + 1]: scored.logprobs[position]} | top_logprobs)
     logprobs = CompletionLogprobs(
-        tokens=pieces,
+        tokens=token_texts,
         token_logprobs=[None, *scored.logprobs],
         top_logprobs=top,
-        text_offset=text_offsets([b"" if i in left_out else piece for i, piece in zip(ids, own, strict=True)], text),
-        bytes=None if tokenizer is None else [list(piece) for piece in own],
+        text_offset=text_offsets([b"" if i in special_ids else piece for i, piece in zip(ids, token_bytes, strict=True)], text),
+        bytes=None if tokenizer is None else [list(piece) for piece in token_bytes],
     )
     return CompletionChoice(index=index, text=text, logprobs=logprobs)
 
 
-def _piece(token_id: int, tokenizer: Tokenizer | None) -> str:
+def _token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
     """A token as text, or as its id if it has no text (special tokens, parts of a character)."""
     text = tokenizer.decode([token_id]) if tokenizer is not None else ""
     return text if text and "\ufffd" not in text else f"token_id:{token_id}"
 
 
-def _usage(requests: list[ScoreRequest]) -> dict[str, int]:
+def _token_usage(requests: list[ScoreRequest]) -> dict[str, int]:
     tokens = sum(request.tokens for request in requests)
     return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
 

@@ -14,7 +14,7 @@ from mtpctl.samples import Logprobs
 from mtpctl.trainer.config import DraftScores
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
-"""Temperatures for which scaled logits stay within fp32. An overflow would fail the whole batch, and on one pipeline stage only."""
+"""Range of temperatures for which scaled logits stay within fp32. An overflow fails the batch, and only on one pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class RequestRefused(UserError):
 
 
 class VersionGone(UserError):
-    """The requested weight version is no longer available, or never was."""
+    """The requested weight version is not available, or no longer."""
 
 
 class QueueFull(RuntimeFailure):
@@ -95,7 +95,7 @@ class ReplicaDead(RuntimeFailure):
     """A replica died or does not answer. Its requests go to another one."""
 
 
-class Late(RuntimeFailure):
+class DeadlineExceeded(RuntimeFailure):
     """A request was not answered within its deadline."""
 
 
@@ -117,9 +117,9 @@ class Bounds:
             raise RequestRefused(f"token_ids: {len(ids)} tokens are more than the {self.positions} positions of the model")
         if not 1 <= request.prompt_length < len(ids):
             raise RequestRefused(f"prompt_length: must be 1 to {len(ids) - 1}, got {request.prompt_length}")
-        low, high = _ends(ids)
-        if low < 0 or high >= self.vocab:
-            raise RequestRefused(f"token_ids: {low if low < 0 else high} is not a token; ids are 0 to {self.vocab - 1}")
+        lowest, highest = _min_max(ids)
+        if lowest < 0 or highest >= self.vocab:
+            raise RequestRefused(f"token_ids: {lowest if lowest < 0 else highest} is not a token; ids are 0 to {self.vocab - 1}")
         if request.mask is not None and len(request.mask) != len(ids) - request.prompt_length:
             raise RequestRefused(f"mask: has {len(request.mask)} entries for {len(ids) - request.prompt_length} response tokens")
         if not MIN_TEMPERATURE <= request.temperature <= MAX_TEMPERATURE:
@@ -132,11 +132,11 @@ class Bounds:
             return
         if self.routes is None:
             raise RequestRefused("routes: the served model has no experts to route to")
-        if request.routes is not None and (fault := self.routes.fault(request.routes, len(ids))):
-            raise RequestRefused(f"routes: {f'sample {request.name}: ' if request.name else ''}{fault}")
+        if request.routes is not None and (error := self.routes.fault(request.routes, len(ids))):
+            raise RequestRefused(f"routes: {f'sample {request.name}: ' if request.name else ''}{error}")
 
 
-def _ends(ids: Sequence[int]) -> tuple[int, int]:
+def _min_max(ids: Sequence[int]) -> tuple[int, int]:
     """Minimum and maximum."""
     if not isinstance(ids, array):
         return min(ids), max(ids)

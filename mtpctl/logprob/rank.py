@@ -29,15 +29,16 @@ if TYPE_CHECKING:
     from mtpctl.trainer.engine import MegatronEngine
 
 MIN_SCORED = 32
-"""Minimum tokens that a pass scores. A matmul with very few rows uses another kernel and rounds differently, so the result of a short
-request would depend on its batch. A smaller batch is padded with an additional sequence."""
+"""Minimum number of scored tokens per pass. A matmul with very few rows uses another kernel and rounds differently, so the result of a
+short request would depend on its batch. A smaller batch is padded with an additional sequence."""
 
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """What a replica serves: the model folder, optionally a checkpoint of it, and the version of these weights.
+    """Configuration of a replica: the model folder, optionally a checkpoint of the model, and the version of these weights.
 
-    `lora`: the checkpoint has an adapter, which is applied as in training. `random_seed`: draw random weights; the folder needs none.
+    `lora`: config of the checkpoint's adapter, which is applied as in training. `random_seed`: initialize random weights instead of loading
+    those of the folder.
     """
 
     model: str
@@ -56,13 +57,13 @@ class ReplicaConfig:
 
 
 class ScoreRank:
-    """A `MegatronEngine` that scores, with weights that can be updated."""
+    """Scores with a `MegatronEngine`, whose weights can be updated."""
 
     def __init__(self, config: ReplicaConfig, rank: int) -> None:
         redirect_output()
         self.config, self.rank = config, rank
         self._stream: WeightStream | None = None
-        self._begun = False
+        self._is_open = False
         # The adapter merged into the current version, and the one being received.
         self._adapter: MergedAdapter | None = None
         self._incoming_adapter: MergedAdapter | None = None
@@ -144,9 +145,9 @@ class ScoreRank:
             mask = request.mask or [1] * response
             sequences.append(Sequence(request.token_ids, request.prompt_length, mask, routes=request.routes, name=request.name))
             options.append(ScoreOptions(request.temperature, request.topk, request.mtp))
-        if (rest := MIN_SCORED - sum(s.num_trained for s in sequences)) > 0:
-            sequences.append(Sequence([0] * (rest + 1), 1, [1] * rest))
-            options.append(ScoreOptions(mtp=any(each.mtp for each in options)))
+        if (padding := MIN_SCORED - sum(s.num_trained for s in sequences)) > 0:
+            sequences.append(Sequence([0] * (padding + 1), 1, [1] * padding))
+            options.append(ScoreOptions(mtp=any(option.mtp for option in options)))
         with self.weights.using(version):
             scores = self.engine.score(sequences, options=options, record_routes=any(request.record for request in requests))
         if self.rank:
@@ -185,7 +186,7 @@ class ScoreRank:
                     )
                 self._incoming_adapter = MergedAdapter(plan, self.adaptable, self.engine.device, previous=self._adapter)
             else:
-                self._check(entries, section)
+                self._check_section(entries, section)
             self.weights.begin(version)
         except SyncError as error:
             self._readers.fail(str(error))
@@ -195,66 +196,66 @@ class ScoreRank:
         self._assembler = BlobAssembler()
         self._blobs: dict[str, Tensor] = {}
         self._partial: dict[str, Tensor] = {}
-        self._taken = 0
-        self._begun = True
+        self._received = 0
+        self._is_open = True
         reader.begin(version, section)
         self._reader = reader
 
     def _names(self, plan: SectionPlan) -> set[str]:
-        """Names of the tensors to load for a section: with changes, all tensors of each parameter that has a changed one."""
+        """Names of the tensors to load for a section. For a delta, these are all tensors of the parameters with a changed tensor."""
         from mtpctl.convert.mappings import hf_names
 
         sent = {n for e in plan.tensors().values() if plan.delta is None or e.name in plan.delta.changes for n in (e.name, *e.aliases)}
         return sent if plan.delta is None else {n for task in self.map.tasks if sent & set(hf_names(task)) for n in hf_names(task)}
 
-    def _check(self, entries: dict[str, Entry], section: Section) -> None:
+    def _check_section(self, entries: dict[str, Entry], section: Section) -> None:
         from mtpctl.convert.mappings import hf_names
 
         dtypes = {name: str(task.param_weight.dtype).removeprefix("torch.") for task in self.map.tasks for name in hf_names(task)}
         unknown = [name for name, e in entries.items() if not self.map.known & {name, *e.aliases, self.copies.get(name, name)}]
-        wrong = [f"{name} is not a tensor of the served model" for name in unknown]
+        errors = [f"{name} is not a tensor of the served model" for name in unknown]
         for name, entry in entries.items():
             if name in self.tensors and tuple(self.tensors[name]) != entry.shape:
-                wrong.append(f"{name} has shape {entry.shape}, the served model {tuple(self.tensors[name])}")
+                errors.append(f"{name} has shape {entry.shape}, the served model {tuple(self.tensors[name])}")
             # Types may differ: a MoE router keeps its bias in fp32 in a bf16 model.
             dtype = next((dtypes[alias] for alias in (name, *entry.aliases) if alias in dtypes), entry.dtype)
             if entry.dtype != dtype:
-                wrong.append(f"{name} is {entry.dtype}, the served model {dtype}")
-        planned = {name for name, e in entries.items() for name in (name, *e.aliases)}
-        wrong += [f"{name} is missing" for name in self.map.known - planned if self._section_of(name) == section]
-        if wrong:
-            raise PlanMismatch(f"the weights do not fit the log-prob replica: {'; '.join(wrong[:8])}")
+                errors.append(f"{name} is {entry.dtype}, the served model {dtype}")
+        planned_names = {name for name, e in entries.items() for name in (name, *e.aliases)}
+        errors += [f"{name} is missing" for name in self.map.known - planned_names if self._section_of(name) == section]
+        if errors:
+            raise PlanMismatch(f"the weights do not fit the log-prob replica: {'; '.join(errors[:8])}")
 
     def receive(self, *indices: int) -> None:
         """Write buckets of the open section. Raises SyncError for a bucket that is out of order or does not arrive."""
-        due = list(range(self._taken, self._taken + len(indices)))
-        if not self._begun or list(indices) != due:
-            raise SyncError(f"bucket {indices[0]} arrived instead of bucket {self._taken if self._begun else 'none'}")
+        expected = list(range(self._received, self._received + len(indices)))
+        if not self._is_open or list(indices) != expected:
+            raise SyncError(f"bucket {indices[0]} arrived instead of bucket {self._received if self._is_open else 'none'}")
         try:
             for bucket, data in self._reader.stream(self._section, [self._plan.wire_buckets[index] for index in indices]):
                 if self._stream is None:
                     assert self._incoming_adapter is not None
                     self._incoming_adapter.receive(bucket, data)
-                    self._taken += 1
+                    self._received += 1
                 else:
                     # Conversion runs on the model's device, one bucket at a time.
-                    self._take(self._stream, bucket, data.to(self.engine.device))
+                    self._load_bucket(self._stream, bucket, data.to(self.engine.device))
         except BaseException as error:
             self._readers.fail(str(error))
             raise
 
-    def _take(self, stream: WeightStream, bucket: Bucket, data: Tensor) -> None:
+    def _load_bucket(self, stream: WeightStream, bucket: Bucket, data: Tensor) -> None:
         from mtpctl.sync.receiver import pieces
 
-        self._taken += 1
+        self._received += 1
         if self._plan.delta is not None:
             self._blobs.update((name, blob.clone()) for name, blob in self._assembler.read(bucket, data))
             return
         for entry, piece in pieces(bucket, data):
             tensor = piece
             if not entry.is_whole:
-                whole = self._partial.setdefault(entry.name, piece.new_empty(entry.shape))
-                whole.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
+                full = self._partial.setdefault(entry.name, piece.new_empty(entry.shape))
+                full.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
                 if not entry.is_last:
                     continue
                 tensor = self._partial.pop(entry.name)
@@ -264,27 +265,27 @@ class ScoreRank:
 
     def finish_update(self) -> None:
         """Close the section. The last section of the manifest makes the version current. Raises SyncError if buckets are missing."""
-        if not self._begun or self._taken < len(self._plan.wire_buckets):
-            raise SyncError("the section ended before all of its buckets came")
+        if not self._is_open or self._received < len(self._plan.wire_buckets):
+            raise SyncError("the section ended before all of its buckets arrived")
         if self._stream is not None:
             if self._plan.delta is not None:
-                self._apply(self._stream, self._plan, self._plan.delta)
-            self._close(self._stream)
-        self._stream, self._begun = None, False
+                self._apply_delta(self._stream, self._plan, self._plan.delta)
+            self._finish_stream(self._stream)
+        self._stream, self._is_open = None, False
         self._readers.end_section()
         self._finished.add(self._section)
         if self._finished == set(self._manifest.sections):
-            whole = "target" in self._finished
-            if whole:
+            has_target = "target" in self._finished
+            if has_target:
                 self.weights.forget_base()
             if self._incoming_adapter is not None:
-                self._merge(self._incoming_adapter)
-            if whole or self._incoming_adapter is not None:
+                self._merge_adapter(self._incoming_adapter)
+            if has_target or self._incoming_adapter is not None:
                 self._adapter, self._incoming_adapter = self._incoming_adapter, None
             self._finished = set()
             self.weights.commit()
 
-    def _apply(self, stream: WeightStream, plan: SectionPlan, delta: Delta) -> None:
+    def _apply_delta(self, stream: WeightStream, plan: SectionPlan, delta: Delta) -> None:
         """Write the current tensors with the received changes. Raises SyncError if this replica does not export a changed tensor."""
         from mtpctl.sync.delta import apply
 
@@ -295,40 +296,40 @@ class ScoreRank:
             if name in delta.changes:
                 weight = weight.detach().contiguous().clone()
                 apply(delta.changes[name], self._blobs.pop(name), weight)
-            # In the same order on all ranks, because loading is collective.
+            # The order must be the same on all ranks, because loading is collective.
             for alias in (name, *entries[name].aliases):
                 if alias in names:
                     stream.add(alias, weight)
         if self._blobs:
             raise SyncError(f"this log-prob replica has no tensors {', '.join(sorted(self._blobs)[:8])}, which have changed")
 
-    def _close(self, stream: WeightStream) -> None:
+    def _finish_stream(self, stream: WeightStream) -> None:
         try:
-            # `finish` updates copies of the embedding on other pipeline stages, in the module itself.
+            # `finish` updates the module's copies of the embedding on other pipeline stages.
             with self.weights.showing_incoming():
                 stream.finish()
         except ValueError as error:
             raise SyncError(str(error)) from error
 
-    def _merge(self, adapter: MergedAdapter) -> None:
+    def _merge_adapter(self, adapter: MergedAdapter) -> None:
         """Write base weights plus adapter, after all other sections of the version."""
         from mtpctl.convert.bridge import WeightStream
         from mtpctl.convert.mappings import hf_names
 
         tasks = self.map.tasks
         self.weights.keep_base(task.param_weight for task in tasks if not adapter.layers.keys().isdisjoint(hf_names(task)))
-        # Includes weights that an earlier adapter changed and this one does not.
+        # Includes weights that an earlier adapter has changed but this one does not.
         names = {name for task in tasks if self.weights.has_base(task.param_weight) for name in hf_names(task)}
         stream = WeightStream(self.map, names, self.weights.destination)
         with self.weights.showing_base():
             for name, weight in self.engine.export(("target",), merged=False):
                 if name in names:
                     stream.add(name, adapter.merged(name, weight))
-        self._close(stream)
+        self._finish_stream(stream)
 
     def abort_update(self) -> None:
         """Abort all sections of the update. Raises TargetDirty if the weights are a mix of two versions."""
-        self._stream, self._incoming_adapter, self._begun = None, None, False
+        self._stream, self._incoming_adapter, self._is_open = None, None, False
         self._readers.fail("a log-prob replica aborted the update")
         self._finished = set()
         self.weights.abort()
@@ -336,21 +337,21 @@ class ScoreRank:
     def checksums(self) -> dict[str, str]:
         """Checksum of every exported tensor, by its Hugging Face name.
 
-        For a layer with a merged adapter: checksums of its base weight and of the adapter's tensors. Raises WeightsDiffer if the live
-        weight is not the sum of the two.
+        A layer with a merged adapter has checksums of its base weight and of the adapter's tensors. Raises WeightsDiffer if the live weight
+        is not the merge of both.
         """
         from mtpctl.sync.checksums import checksum
 
         sums = {name: checksum(tensor) for name, tensor in self.engine.export()}
         if self._adapter is None:
             return sums
-        wrong = []
+        differing = []
         with self.weights.showing_base():
             for name, weight in self.engine.export(("target",), merged=False):
                 if name in self._adapter.layers:
                     if checksum(self._adapter.merged(name, weight)) != sums[name]:
-                        wrong.append(name)
+                        differing.append(name)
                     sums[name] = checksum(weight)
-        if wrong:
-            raise WeightsDiffer(f"the adapter is not merged into these weights of the log-prob replica: {', '.join(wrong[:8])}")
+        if differing:
+            raise WeightsDiffer(f"the adapter is not merged into these weights of the log-prob replica: {', '.join(differing[:8])}")
         return sums | self._adapter.checksums()

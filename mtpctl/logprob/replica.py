@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-END_S = 10.0
+RANK_DEADLINE_S = 10.0
 """Deadline for a rank to end, and to answer a ping, in seconds."""
 
 
@@ -29,7 +29,7 @@ class Ranks(Protocol):
         """
         ...
 
-    async def where(self) -> list[ActorLocation]:
+    async def locations(self) -> list[ActorLocation]:
         """Location of each rank."""
         ...
 
@@ -39,14 +39,14 @@ class Ranks(Protocol):
 
 
 class Replica:
-    """A `WeightTarget` that scores. It mirrors the versions that its ranks have."""
+    """A `WeightTarget` that scores. `versions` mirrors the versions of its ranks."""
 
     def __init__(self, ranks: Ranks, bounds: Bounds, version: int, *, keep_previous: bool, name: str = "log-prob replica") -> None:
         self.ranks, self.bounds, self.name = ranks, bounds, name
         self.keep_previous = keep_previous
         self.versions = [version]
         self._incoming: Manifest | None = None
-        self._left: set[str] = set()
+        self._missing_sections: set[str] = set()
         self._dirty = False
 
     @property
@@ -61,7 +61,7 @@ class Replica:
         return self._refuse() if self._dirty else self.ranks.call("score", requests, version)
 
     async def _refuse(self) -> list[Scored]:
-        raise TargetDirty(f"{self.name}: its weights are not what was sent")
+        raise TargetDirty(f"{self.name}: its weights differ from those that were sent")
 
     async def ping(self) -> None:
         """Wait until all earlier calls are done. Raises ReplicaDead if the replica has died."""
@@ -70,7 +70,7 @@ class Replica:
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
         await self.ranks.call("begin_update", plan.to_dict(), version, section)
         if self._incoming is None:
-            self._incoming, self._left = plan, set(plan.sections)
+            self._incoming, self._missing_sections = plan, set(plan.sections)
             self.versions = self.versions[:1]
         self._section = section
 
@@ -80,8 +80,8 @@ class Replica:
     async def finish_update(self) -> None:
         """See `WeightTarget`. The last section of the manifest makes the version current."""
         await self.ranks.call("finish_update")
-        self._left.discard(self._section)
-        if self._incoming is not None and not self._left:
+        self._missing_sections.discard(self._section)
+        if self._incoming is not None and not self._missing_sections:
             self.versions = [self._incoming.version, *(self.versions if self.keep_previous else [])]
             self._incoming = None
 
@@ -97,9 +97,9 @@ class Replica:
     def mark_dirty(self) -> None:
         self._dirty = True
 
-    async def where(self) -> list[ActorLocation]:
+    async def locations(self) -> list[ActorLocation]:
         """Location of each rank."""
-        return await self.ranks.where()
+        return await self.ranks.locations()
 
     async def end(self) -> None:
         await self.ranks.end()
@@ -112,22 +112,22 @@ class RayRanks:
         self.handles, self.name = handles, name
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
-        # Submitted before it is awaited, so that every rank gets the calls in the same order.
+        # Calls are submitted immediately, not when the result is awaited, so that all ranks get them in the same order.
         refs = [getattr(handle, method).remote(*args) for handle in self.handles]
         return self._answers(refs)
 
-    async def where(self) -> list[ActorLocation]:
+    async def locations(self) -> list[ActorLocation]:
         return list(await asyncio.gather(*(self._answers([handle.location.remote()]) for handle in self.handles)))
 
     async def _answers(self, refs: list[ObjectRef[Any]]) -> Any:
         from ray.exceptions import RayActorError, RayTaskError
 
-        async def one(ref: ObjectRef[Any]) -> Any:
+        async def wait_for(ref: ObjectRef[Any]) -> Any:
             return await ref
 
         try:
             # Raises as soon as one rank has died, even if the others wait for it.
-            return (await asyncio.gather(*map(one, refs)))[0]
+            return (await asyncio.gather(*map(wait_for, refs)))[0]
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
@@ -149,12 +149,12 @@ async def start_replica(config: ReplicaConfig, *, name: str, options: Sequence[O
 
     threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
 
-    def begin(rank: int) -> ActorHandle[ScoreRank]:
+    def start_actor(rank: int) -> ActorHandle[ScoreRank]:
         environment = {"env_vars": threads | log_name_variables(f"{name} rank {rank}")}
         actor = ray.remote(kind).options(runtime_env=environment, **options[rank])
         return cast("ActorHandle[ScoreRank]", actor.remote(config, rank))
 
-    handles = [begin(rank) for rank in range(config.parallel.world_size)]
+    handles = [start_actor(rank) for rank in range(config.parallel.world_size)]
     ranks = RayRanks(handles, name)
     try:
         master = await ranks.call("address")

@@ -12,10 +12,10 @@ TokenId = Annotated[int, Strict()]
 MaskBit = Annotated[int, Strict(), Field(ge=0, le=1)]
 Version = Annotated[int, Strict(), Field(ge=0, le=1 << 53)]
 
-SEQUENCES = 1024
+MAX_SEQUENCES = 1024
 """Maximum sequences per HTTP request."""
-TOP_LOGPROBS = 32
-WAIT_S = 600.0
+MAX_TOP_LOGPROBS = 32
+MAX_WAIT_S = 600.0
 
 
 class RoutesField(BaseModel):
@@ -38,7 +38,7 @@ class LogprobsRequest(BaseModel):
     prompt_length: TokenId | list[TokenId] = Field(1, description="Tokens before the scored ones, for all sequences or for each.")
     mask: list[MaskBit] | list[list[MaskBit]] | None = Field(None, description="1 or 0 per scored token; 0: null in the response.")
     temperature: float = Field(1.0, gt=0, description="Temperature of the distribution.")
-    top_logprobs: int = Field(0, ge=0, le=TOP_LOGPROBS, description="Most likely tokens to return per position.")
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="Most likely tokens to return per position.")
     mtp: bool = Field(False, description="Also return log-probs and greedy hits of every MTP depth.")
     routes: RoutesField | list[RoutesField | None] | None = Field(
         None, description="Experts of the first tokens; the model chooses those of the other tokens."
@@ -46,7 +46,7 @@ class LogprobsRequest(BaseModel):
     record_routes: bool = Field(False, description="Also return the experts of the tokens.")
     version: Version | None = Field(None, description="Only this weight version.")
     at_least: Version | None = Field(None, description="This weight version or a newer one; waits for it.")
-    timeout_s: float = Field(60.0, gt=0, le=WAIT_S, description="Seconds to wait for the response.")
+    timeout_s: float = Field(60.0, gt=0, le=MAX_WAIT_S, description="Seconds to wait for the response.")
     stream: bool = Field(False, description="One JSON line per sequence, in the order in which they finish.")
     user: str = Field("", max_length=128, description="Users get equal shares of a full server.")
 
@@ -94,7 +94,7 @@ class CompletionRequest(BaseModel):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = False
     max_tokens: int | None = None
-    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     n: int | None = 1
     best_of: int | None = 1
     stream: bool | None = False

@@ -1,7 +1,7 @@
 """The log-prob server: one queue, replicas that score its requests, and weight updates.
 
-Requests and their callers, which must not be lost, are in the callers' process. Weights are updated between batches: the server stops
-sending batches, waits for those in flight, lets the replicas apply the update, and continues.
+The queue is in the callers' process, so a failed replica loses no request. Weights are updated between batches: the server stops sending
+batches, waits for those in flight, lets the replicas apply the update, and continues.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Literal
 from mtpctl.cluster.bundles import Bundles, Options
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.replicas import Lifecycle, Log, Replicas, no_log, start_all
-from mtpctl.logprob.dispatch import Dispatcher, ServerLimits, Waiting
-from mtpctl.logprob.protocol import Bounds, Late, QueueFull, ReplicaDead, Scored, ScoreRequest
+from mtpctl.logprob.dispatch import Dispatcher, QueuedRequest, ServerLimits
+from mtpctl.logprob.protocol import Bounds, DeadlineExceeded, QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig
-from mtpctl.logprob.replica import END_S, Replica, start_replica
+from mtpctl.logprob.replica import RANK_DEADLINE_S, Replica, start_replica
 from mtpctl.recipe.schema import ClusterConfig, Recipe
 from mtpctl.sync.protocol import Manifest, PublishedVersions, TargetDirty
 from mtpctl.sync.update import SyncReport, cancel_on_error, update_target
@@ -43,8 +43,8 @@ class LogprobServer:
             changed=lambda: self.dispatcher.settle(),
             dead=(ReplicaDead, TargetDirty),
             max_restarts=limits.max_restarts,
-            end_s=END_S,
-            # It may apply two versions, and a failed update may take as long again to restore the old weights.
+            end_s=RANK_DEADLINE_S,
+            # A replica may apply two versions, and a failed update may take as long again to restore the old weights.
             bring_up_s=3 * limits.sync_deadline_s,
             log=log,
         )
@@ -71,10 +71,11 @@ class LogprobServer:
         """Score one request, across failures of replicas.
 
         If the queue is full, waits for room, or with `wait=False` raises QueueFull. Raises RequestRefused for a request that the model
-        cannot score, VersionGone if no replica has its weights, Late after its deadline, and RuntimeFailure if no replica is left.
+        cannot score, VersionGone if no replica has its weights, DeadlineExceeded after its deadline, and RuntimeFailure if no replica is
+        left.
         """
         self.bounds.check(request)
-        began = time.monotonic()
+        started_at = time.monotonic()
         answer: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(request.deadline_s):
@@ -82,13 +83,13 @@ class LogprobServer:
                     await self.queue.wait_for_room(request.tokens)
                 else:
                     self.queue.check_capacity(request.tokens)
-                self.queue.put(Waiting(request, answer))
+                self.queue.put(QueuedRequest(request, answer))
                 self.dispatcher.settle()
                 result = await answer
         except TimeoutError as error:
             self.counters.failed += 1
             newest = f"; the newest weights are {self.version}" if not request.allows(self.version) else ""
-            raise Late(f"no answer within {request.deadline_s:g} s{newest}") from error
+            raise DeadlineExceeded(f"no answer within {request.deadline_s:g} s{newest}") from error
         except QueueFull:
             self.counters.refused += 1
             raise
@@ -101,29 +102,29 @@ class LogprobServer:
                 self.queue.remove(lambda item: item.answer is answer)
                 self.queue.admit_waiters()
         self.counters.requests += 1
-        self.counters.wait_s += time.monotonic() - began
+        self.counters.wait_s += time.monotonic() - started_at
         return result
 
     async def stream(self, requests: Iterable[ScoreRequest], *, wait: bool = True) -> AsyncIterator[tuple[int, Scored]]:
         """Yield answers as they finish, each with the index of its request."""
-        listed = list(requests)
+        request_list = list(requests)
 
-        async def one(index: int) -> tuple[int, Scored]:
-            return index, await self.score(listed[index], wait=wait)
+        async def score(index: int) -> tuple[int, Scored]:
+            return index, await self.score(request_list[index], wait=wait)
 
-        tasks = [asyncio.create_task(one(index)) for index in range(len(listed))]
+        tasks = [asyncio.create_task(score(index)) for index in range(len(request_list))]
         try:
             for task in asyncio.as_completed(tasks):
                 yield await task
         finally:
-            for left in tasks:
-                left.cancel()
+            for started in tasks:
+                started.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     # --------------------------------------------------------------------------------------------------------- control
 
     async def _bring_up(self, replica: Replica) -> bool:
-        """Apply the versions of the other replicas to a restarted one. Returns False until those are persisted.
+        """Update a restarted replica to the versions of the other replicas. Returns False until those are persisted.
 
         A newer version may already be published; the update in progress will apply it.
         """
@@ -138,7 +139,7 @@ class LogprobServer:
 
     @asynccontextmanager
     async def quiesce(self, deadline_s: float = 120.0) -> AsyncIterator[None]:
-        """Run no batch and start no replica in this block. `apply_update`, or the end of the block, resumes serving.
+        """Pause batches and replica starts while the block runs, until `apply_update` or the end of the block.
 
         A replica whose pass does not end within `deadline_s` counts as dead, and its requests go to another one.
         """
@@ -146,18 +147,18 @@ class LogprobServer:
             try:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.dispatcher.pause(), deadline_s)
-                late = ReplicaDead(f"its pass did not end within {deadline_s:g} s, when weights were to change")
+                timeout_error = ReplicaDead(f"its pass did not end within {deadline_s:g} s before a weight update")
                 for slot, replica in self.replicas.live():
                     if slot.busy:
-                        self.replicas.lost(slot, replica, late)
+                        self.replicas.lost(slot, replica, timeout_error)
                 yield
             finally:
                 self.dispatcher.resume()
 
     async def apply_update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
-        """In `quiesce`: update all replicas to the version of `manifest`, and resume serving. One that dies is restarted with that version.
+        """Update all replicas to the version of `manifest`, and resume serving. Call it in `quiesce`.
 
-        Raises SyncError if a replica refuses the update and keeps its old weights.
+        A replica that dies is restarted with that version. Raises SyncError if a replica refuses the update and keeps its old weights.
         """
         try:
             reports = await self.replicas.apply_update(
@@ -176,7 +177,7 @@ class LogprobServer:
             return await self.apply_update(manifest, verify=verify, deadline_s=deadline_s)
 
     def members(self, version: int, ranks: int) -> list[str]:
-        """A unique name for each of the `ranks` of each live replica lacking `version`. `apply_update` in `quiesce` calls these."""
+        """A unique name for each of the `ranks` of each live replica without `version`. In `quiesce`, `apply_update` calls these."""
         return self.replicas.members("log-prob", ranks, lambda replica: replica.version < version)
 
     def health(self) -> list[dict[str, object]]:
@@ -207,19 +208,19 @@ class LogprobServer:
 
 
 ATTEMPTS = 2
-"""Maximum number of times that a run sends a sample to the server. It sends a sample again if the answer is late."""
+"""Maximum number of times that a run sends a sample to the server. A sample is sent again if its answer is late."""
 MAX_ANSWER_S = 600.0
 
 
 def answer_deadline(cluster: ClusterConfig) -> float:
-    """Deadline of one answer in a run, in seconds: all attempts of a sample end before the run stops waiting for its batch.
+    """Deadline of one answer in a run, in seconds. All attempts of a sample end before the run stops waiting for its batch.
 
-    A replica that works longer on one batch counts as hanging: its answers would be too late, and it would delay weight updates.
+    A replica that takes longer for one batch counts as hanging, because its answers would be too late and it would delay weight updates.
     """
     return min(MAX_ANSWER_S, cluster.step_deadline_s / (ATTEMPTS + 1))
 
 
-NAMES = {"logprob": "log-prob", "teacher": "teacher"}
+ROLE_NAMES = {"logprob": "log-prob", "teacher": "teacher"}
 """Names of replicas by role."""
 
 
@@ -237,10 +238,10 @@ async def start_server(
     role: Literal["logprob", "teacher"] = "logprob",
     log: Log = no_log,
 ) -> LogprobServer:
-    """Start the replicas of `recipe.logprob` with the weights of the folder `model`, or of a checkpoint of it; `version` is theirs.
+    """Start the replicas of `recipe.logprob` with version `version` of the weights, from the folder `model` or a checkpoint of the model.
 
-    `cpus` and `gpus` are those of one rank. `bundles`: the reserved bundles of the ranks; if None, Ray chooses.
-    `published`: newer weights for restarted replicas. `log`: see `LogprobServer.start`; its lines begin with the replicas' role.
+    `cpus`, `gpus`: per rank. `bundles`: the reserved bundles of the ranks; if None, Ray chooses. `published`: newer weights for restarted
+    replicas. `log`: see `LogprobServer.start`; its lines begin with the replicas' role.
     """
     options = recipe.logprob
     config = ReplicaConfig(
@@ -261,20 +262,20 @@ async def start_server(
     )
 
     async def start(index: int) -> Replica:
-        # A restart needs the deadline too: after the loss of a host the cluster may have no room for it.
-        name = f"{NAMES[role]} replica {index}"
-        return await within(begin(index, name), recipe.cluster.actor_deadline_s, f"{name}, start")
+        # Restarts have the deadline too: after the loss of a host, the cluster may lack the resources for them.
+        name = f"{ROLE_NAMES[role]} replica {index}"
+        return await within(start_ranks(index, name), recipe.cluster.actor_deadline_s, f"{name}, start")
 
-    async def begin(index: int, name: str) -> Replica:
-        anywhere: Options = {"num_cpus": cpus, "num_gpus": gpus}
+    async def start_ranks(index: int, name: str) -> Replica:
+        default_options: Options = {"num_cpus": cpus, "num_gpus": gpus}
         ranks = [f"{role}-{index}" + (f".{rank}" if rank else "") for rank in range(options.parallel.world_size)]
-        taken = None if bundles is None else await bundles.take(*ranks)
+        reserved = None if bundles is None else await bundles.take(*ranks)
         replica = await start_replica(
-            config, name=name, options=[bundle.options() for bundle in taken] if taken else [anywhere] * len(ranks)
+            config, name=name, options=[bundle.options() for bundle in reserved] if reserved else [default_options] * len(ranks)
         )
         if bundles is not None:
-            for rank, found in zip(ranks, await replica.where(), strict=True):
-                bundles.check(rank, found)
+            for rank, location in zip(ranks, await replica.locations(), strict=True):
+                bundles.check(rank, location)
         return replica
 
     limits = ServerLimits(
@@ -284,4 +285,6 @@ async def start_server(
         max_restarts=options.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
     )
-    return await LogprobServer.start(start, options.replicas, limits, published=published, log=lambda line: log(f"{NAMES[role]} {line}"))
+    return await LogprobServer.start(
+        start, options.replicas, limits, published=published, log=lambda line: log(f"{ROLE_NAMES[role]} {line}")
+    )

@@ -1,8 +1,8 @@
 """The weights of one log-prob rank by version: current, optionally previous, and incoming; and merged LoRA adapters.
 
-With `keep_previous` there is a second set of tensors with the previous version. An update is written into it while the current version
-continues to serve; when the update is complete, the sets are swapped. Without it an update is written directly into the live tensors, and
-an aborted one leaves two versions mixed.
+With `keep_previous` there is a second set of tensors for the previous version. An update is written into this set while the current version
+continues to serve. When the update is complete, the sets are swapped. Without `keep_previous`, an update is written directly into the live
+tensors, and an aborted update leaves a mix of two versions.
 
 An adapter is merged into the live weights, and the next adapter must be merged into the same base weights. So from the first adapter on,
 this rank keeps a copy of the base weights of every parameter that an adapter changes.
@@ -32,8 +32,8 @@ class VersionedWeights:
         self.spare = [torch.empty_like(p.data) for p in self.parameters] if keep_previous else None
         self.incoming: int | None = None
         self.touched = False
-        # By index in `parameters`: base weights of the current version, of the incoming version (if none, the same), and the merged
-        # weights while `showing_base` has swapped them out.
+        # By index in `parameters`: the base weights of the current version, those of the incoming version (if there is none, of the current
+        # one), and the merged weights while `showing_base` has replaced them.
         self._base: dict[int, Tensor] = {}
         self._incoming_base: dict[int, Tensor] = {}
         self._merged: dict[int, Tensor] = {}
@@ -45,7 +45,7 @@ class VersionedWeights:
 
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
-        """Make this version live in the block. Raises VersionConflict if it is not available."""
+        """Make this version live while the block runs. Raises VersionConflict if it is not available."""
         if version not in self.versions:
             raise VersionConflict(f"weight version {version} is not available; there are {self.versions}")
         if version != self.current:
@@ -80,7 +80,7 @@ class VersionedWeights:
         return self._merged.get(index, self.parameters[index].data)
 
     def forget_base(self) -> None:
-        """Drop the copies: the incoming version contains all weights, without an adapter."""
+        """Drop the copies of base weights, because the incoming version contains all weights, without an adapter."""
         self._incoming_base = {}
 
     def keep_base(self, parameters: Iterable[Tensor]) -> None:
@@ -96,7 +96,7 @@ class VersionedWeights:
 
     @contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Make the base weights live in the block. `destination` still returns the merged weights."""
+        """Make the base weights live while the block runs. `destination` still returns the merged weights."""
         self._merged = {index: self.parameters[index].data for index in self._incoming_base}
         try:
             for index, tensor in self._incoming_base.items():
@@ -109,7 +109,7 @@ class VersionedWeights:
 
     @contextmanager
     def showing_incoming(self) -> Iterator[None]:
-        """Make the incoming version live in the block, for operations on the module itself."""
+        """Make the incoming version live while the block runs, for operations on the module itself."""
         if self.spare is None:
             yield  # it is live already
             return
@@ -143,7 +143,7 @@ class VersionedWeights:
 
 
 class MergedAdapter(AdapterReceiver):
-    """Receives section `adapter` on `device`, and merges it: W + (alpha / rank) B A, in fp32 and rounded once, like the trainer's export.
+    """Receives section `adapter` on `device`, and merges it: W + (alpha / rank) B A, computed in fp32 and rounded once, as in the trainer.
 
     `shapes`: shapes of the model's weights by Hugging Face names. Raises PlanMismatch if the section does not fit them.
     """
@@ -152,14 +152,14 @@ class MergedAdapter(AdapterReceiver):
         self, plan: SectionPlan, shapes: Mapping[str, tuple[int, ...]], device: torch.device, *, previous: MergedAdapter | None = None
     ) -> None:
         super().__init__(plan, device, previous=previous)
-        wrong = []
+        errors = []
         for name, layer in self.layers.items():
             if name not in shapes:
-                wrong.append(f"{name} is not a tensor of the served model's trunk")
+                errors.append(f"{name} is not a tensor of the served model's trunk")
             elif tuple(shapes[name]) != layer.shape:
-                wrong.append(f"the adapter of {name} makes {layer.shape}, the served model has {tuple(shapes[name])}")
-        if wrong:
-            raise PlanMismatch(f"the adapter does not fit the log-prob replica: {'; '.join(wrong[:8])}")
+                errors.append(f"the adapter of {name} makes {layer.shape}, the served model has {tuple(shapes[name])}")
+        if errors:
+            raise PlanMismatch(f"the adapter does not fit the log-prob replica: {'; '.join(errors[:8])}")
         alpha = plan.config.get("lora_alpha")
         if not isinstance(alpha, int | float):
             raise PlanMismatch("the adapter does not fit the log-prob replica: its config names no lora_alpha")

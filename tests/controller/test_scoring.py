@@ -11,7 +11,7 @@ import pytest
 from mtpctl.controller.scoring import ATTEMPTS, OldLogprobScorer
 from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.dispatch import Counters
-from mtpctl.logprob.protocol import Late, Scored, ScoreRequest
+from mtpctl.logprob.protocol import DeadlineExceeded, Scored, ScoreRequest
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.routes import Routes
 from mtpctl.samples import Sample
@@ -32,7 +32,7 @@ class Server:
         if self.error is not None:
             raise self.error
         if len(self.asked) <= self.late:
-            raise Late("no answer within 600 s")
+            raise DeadlineExceeded("no answer within 600 s")
         self.counters.requests += 1
         return Scored(3, [-1.0, -2.0], [0.5, 0.5], routes=RECORDED if request.record else None)
 

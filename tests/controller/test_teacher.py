@@ -17,7 +17,7 @@ from mtpctl.controller.metrics import teacher_metrics
 from mtpctl.controller.scoring import HintRenderer, LocalSource, RemoteSource, Teacher
 from mtpctl.data.problems import Problem
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.logprob.protocol import Late, Scored, ScoreRequest
+from mtpctl.logprob.protocol import DeadlineExceeded, Scored, ScoreRequest
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.recipe.data import DataConfig
 from mtpctl.recipe.rl import TeacherConfig
@@ -179,7 +179,7 @@ class Server:
     async def score(self, request: ScoreRequest) -> Scored:
         self.asked.append(request)
         if self.late:
-            raise Late("too late")
+            raise DeadlineExceeded("too late")
         return Scored(1, logprobs_of([-0.25] * (len(request.token_ids) - request.prompt_length)), logprobs_of([]))
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtpctl.logprob.dispatch import CALLERS, FairQueue, Waiting
+from mtpctl.logprob.dispatch import MAX_CALLERS, FairQueue, QueuedRequest
 from mtpctl.logprob.protocol import ScoreRequest
 
 
-def waiting(tokens: int, caller: str = "a", **fields: int) -> Waiting:
-    return Waiting(ScoreRequest([0] * tokens, caller=caller, **fields), answer=None)
+def waiting(tokens: int, caller: str = "a", **fields: int) -> QueuedRequest:
+    return QueuedRequest(ScoreRequest([0] * tokens, caller=caller, **fields), answer=None)
 
 
 def always(_: ScoreRequest) -> bool:
@@ -105,7 +105,7 @@ def test_returned_requests_are_first_and_alone_if_marked() -> None:
         queue.put(item)
     failed = queue.take(20, always)
     for item in reversed(failed):
-        item.alone = True
+        item.isolated = True
         queue.put(item, first=True)
     assert [queue.take(100, always) for _ in range(3)] == [[items[0]], [items[1]], items[2:]]
 
@@ -113,10 +113,10 @@ def test_returned_requests_are_first_and_alone_if_marked() -> None:
 def test_accounts_of_absent_callers_are_dropped() -> None:
     queue = FairQueue()
     queue.put(waiting(1, "stays"))
-    for number in range(3 * CALLERS):
+    for number in range(3 * MAX_CALLERS):
         queue.put(waiting(1, f"caller {number}"))
         queue.take(1, lambda request: request.caller != "stays")
-    assert len(queue._lines) <= CALLERS + 1
+    assert len(queue._queues) <= MAX_CALLERS + 1
 
 
 @given(
@@ -128,7 +128,7 @@ def test_nothing_is_lost_or_doubled_and_no_budget_exceeded(wanted: list[tuple[in
     items = [waiting(tokens, caller) for tokens, caller in wanted]
     for item in items:
         queue.put(item)
-    taken: list[Waiting] = []
+    taken: list[QueuedRequest] = []
     while batch := queue.take(budget, always):
         assert len(batch) == 1 or sum(item.tokens for item in batch) <= budget
         taken += batch

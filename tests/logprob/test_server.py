@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import RuntimeFailure
-from mtpctl.logprob.protocol import Late, QueueFull, RequestRefused, ScoreRequest, VersionGone
+from mtpctl.logprob.protocol import DeadlineExceeded, QueueFull, RequestRefused, ScoreRequest, VersionGone
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, TargetDirty, WeightsDiffer
 from tests.fakes.logprob import Started, Store, manifest
@@ -44,7 +44,7 @@ async def test_weights_that_are_not_what_was_sent_end_the_sync_and_score_no_more
     with pytest.raises(WeightsDiffer, match="version 1 these tensors differ from what was sent: w"):
         await server.update(sent, verify=True)
     (_, replica), *_ = server.replicas.live()
-    with pytest.raises(TargetDirty, match="not what was sent"):
+    with pytest.raises(TargetDirty, match="differ from those that were sent"):
         await replica.score([request()], 1)
     assert started.ranks[0].rank.batches == []
 
@@ -59,7 +59,7 @@ async def test_requests_for_wrong_weights_fail_and_the_sync_reports_why() -> Non
         with pytest.raises(WeightsDiffer, match="version 1 these tensors differ from what was sent: w"):
             await server.apply_update(sent, verify=True)
     for answer in waiting:
-        with pytest.raises(TargetDirty, match="not what was sent"):
+        with pytest.raises(TargetDirty, match="differ from those that were sent"):
             await asyncio.wait_for(answer, 1)
     assert server.replicas.slots[0].busy == 0
 
@@ -138,7 +138,7 @@ async def test_cancelled_caller_leaves_the_queue() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (server.queue.requests, server.queue._reserved, len(server.queue._waiters)) == (0, 0, 0)
-    with pytest.raises(Late):
+    with pytest.raises(DeadlineExceeded):
         await server.score(request(at_least=9, deadline_s=0.01))
     assert server.queue.requests == 0
     await server.close()
@@ -167,7 +167,7 @@ async def test_pinned_requests_wait_for_their_version_and_fail_when_it_is_gone()
     assert [answer.version for answer in await asyncio.gather(*future)] == [1, 1]
     with pytest.raises(VersionGone, match=r"no longer available; there are \[1\]"):
         await server.score(request(version=0))
-    with pytest.raises(Late, match="the newest weights are 1"):
+    with pytest.raises(DeadlineExceeded, match="the newest weights are 1"):
         await server.score(request(at_least=9, deadline_s=0.02))
     with pytest.raises(VersionGone):
         await server.score(request(version=3, at_least=4))
