@@ -143,7 +143,7 @@ class SampleFile:
         if sample.environment is not None:
             row |= {"environment": asdict(sample.environment), "environment_reward": sample.environment_reward}
         if sample.earlier:
-            row["earlier"] = [each.to_dict() for each in sample.earlier]
+            row["earlier"] = [earlier.to_dict() for earlier in sample.earlier]
         try:
             line = memoryview(json.dumps(row, ensure_ascii=False).encode() + b"\n")
             while line:

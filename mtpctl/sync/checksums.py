@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialSums:
     """The sums over columns `[start, stop)` of a tensor that is viewed as a matrix with `columns` columns and `numel` elements."""
 
     numel: int
@@ -38,11 +38,11 @@ def checksum(tensor: torch.Tensor) -> str:
     Raises ValueError for an element width that is not 1, 2, 4 or 8 bytes.
     """
     numel = tensor.numel()
-    return combine([partial_sums(tensor.detach().reshape(1, -1), numel, numel, 0)])
+    return combine_sums([partial_sums(tensor.detach().reshape(1, -1), numel, numel, 0)])
 
 
 @torch.no_grad()
-def partial_sums(block: torch.Tensor, numel: int, columns: int, start: int) -> Part:
+def partial_sums(block: torch.Tensor, numel: int, columns: int, start: int) -> PartialSums:
     """Compute the sums of `block [rows, width]`, columns `[start, start + width)` of a matrix of `columns` columns and `numel` elements."""
     if block.element_size() not in _WIDTHS:
         raise ValueError(f"no checksum for dtype {block.dtype}")
@@ -67,7 +67,7 @@ def partial_sums(block: torch.Tensor, numel: int, columns: int, start: int) -> P
     sums = torch.stack([*plain_sums, *weighted_sums]).tolist() if offsets else []
     plain, weighted = sums[: len(offsets)], sums[len(offsets) :]
     total = sum(weighted) + sum(chunk_sum * offset for chunk_sum, offset in zip(plain, offsets, strict=True))
-    return Part(numel, columns, start, start + width, sum(plain) & _MASK, total & _MASK)
+    return PartialSums(numel, columns, start, start + width, sum(plain) & _MASK, total & _MASK)
 
 
 @lru_cache(maxsize=1)
@@ -76,25 +76,25 @@ def _cpu_ramp() -> torch.Tensor:
     return torch.arange(1, _CHUNK["cpu"] + 1)
 
 
-def combine(parts: Iterable[Part]) -> str:
+def combine_sums(parts: Iterable[PartialSums]) -> str:
     """Compute the checksum of the tensor that consists of these parts. Replicated parts may be listed several times.
 
     If the parts are inconsistent or incomplete, returns the reason, which differs from every checksum.
     """
-    part_by_columns: dict[tuple[int, int], Part] = {}
+    part_by_columns: dict[tuple[int, int], PartialSums] = {}
     for part in parts:
         if part_by_columns.setdefault((part.start, part.stop), part) != part:
-            return "ranks that hold the same part differ in it"
+            return "ranks differ in the same part"
     if not part_by_columns:
-        return "no rank holds it"
+        return "it is on no rank"
     first = next(iter(part_by_columns.values()))
     end = 0
     for start, stop in sorted(part_by_columns):
         if start != end:
-            return f"columns {end} to {start} of {first.columns} are held by no rank"
+            return f"columns {end} to {start} of {first.columns} are on no rank"
         end = stop
     if end != first.columns:
-        return f"columns {end} to {first.columns} are held by no rank"
+        return f"columns {end} to {first.columns} are on no rank"
     plain = (first.numel + sum(part.plain for part in part_by_columns.values())) & _MASK
     weighted = (first.numel + sum(part.weighted for part in part_by_columns.values())) & _MASK
     return f"{plain:016x}{weighted:016x}"

@@ -48,8 +48,8 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     """The flattened elements as integers, at an address that is a multiple of `_WORD`."""
     if tensor.element_size() not in _INTEGERS:
         raise ValueError(f"no delta for dtype {tensor.dtype}")
-    flat = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    return flat if flat.storage_offset() * flat.element_size() % _WORD == 0 else flat.clone()
+    flat_elements = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    return flat_elements if flat_elements.storage_offset() * flat_elements.element_size() % _WORD == 0 else flat_elements.clone()
 
 
 def _positions(new: torch.Tensor, old: torch.Tensor, limit: int) -> torch.Tensor | None:
@@ -125,8 +125,9 @@ def decode(change: Change, blob: torch.Tensor, dtype: torch.dtype) -> tuple[torc
     if change.layout == "bitmap":
         bit_indices = torch.arange(8, device=blob.device, dtype=torch.uint8)
         chunk_elements = _chunk_elements(blob)
-        parts = blob[: -(-change.numel // 8)].split(chunk_elements // 8)
-        positions = [((part[:, None] >> bit_indices) & 1).view(-1).nonzero().view(-1) + i * chunk_elements for i, part in enumerate(parts)]
+        bitmap_chunks = blob[: -(-change.numel // 8)].split(chunk_elements // 8)
+        masks = ((chunk[:, None] >> bit_indices) & 1 for chunk in bitmap_chunks)
+        positions = [mask.view(-1).nonzero().view(-1) + i * chunk_elements for i, mask in enumerate(masks)]
         return torch.cat(positions), values
     counts, offsets = _offset_views(change, blob)
     starts = torch.arange(0, len(counts) * BLOCK, BLOCK, device=blob.device)

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 from mtpctl.errors import MtpctlError
 from mtpctl.plan.buckets import Bucket
 from mtpctl.recipe.sync import PUSH_TRANSPORTS
-from mtpctl.sync.checksums import Part, combine
+from mtpctl.sync.checksums import PartialSums, combine_sums
 from mtpctl.sync.protocol import Manifest, PlanMismatch, Section, SyncError, TargetDirty, VersionConflict
 from mtpctl.sync.receiver import RankSums, UpdateStep, adapter_root, begin_step
 from mtpctl.sync.store import VersionStore
@@ -242,7 +242,7 @@ class EngineTarget:
     async def checksums(self) -> dict[str, str]:
         ranks = cast(list[RankSums], await self._with_deadline(self._client.rpc("mtpctl_sums"), "taking checksums"))
         names = {name for rank in ranks for name in rank}
-        return {name: combine(Part(**part) for rank in ranks for part in rank.get(name, [])) for name in names}
+        return {name: combine_sums(PartialSums(**part) for rank in ranks for part in rank.get(name, [])) for name in names}
 
     def mark_dirty(self) -> None:
         self.state.dirty = True

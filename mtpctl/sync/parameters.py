@@ -21,7 +21,7 @@ from torch import nn
 
 from mtpctl.families.quantization import FP8_BLOCK, SCALE
 from mtpctl.plan.buckets import Entry
-from mtpctl.sync.checksums import Part, partial_sums
+from mtpctl.sync.checksums import PartialSums, partial_sums
 from mtpctl.sync.protocol import PlanMismatch, SectionPlan
 
 Renamer = Callable[[str], str | None]
@@ -164,7 +164,7 @@ class Shard:
             else:
                 block[rows, columns] = local_values.to(block.dtype)
 
-    def sums(self) -> list[Part]:
+    def sums(self) -> list[PartialSums]:
         """This rank's contribution to the tensor's checksum."""
         numel = prod(self.shape)
         return [partial_sums(block.to(self.dtype or block.dtype), numel, self.columns, column) for column, block in self.blocks()]

@@ -27,7 +27,7 @@ from torch import nn
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.plan.buckets import ADAPTER_PREFIX, Bucket, Entry
-from mtpctl.sync.checksums import Part, partial_sums
+from mtpctl.sync.checksums import PartialSums, partial_sums
 from mtpctl.sync.delta import BlobAssembler, apply, decode
 from mtpctl.sync.parameters import Renamer, ShapeMismatch, Shard, TpRank, find_shard, resolve
 from mtpctl.sync.protocol import Delta, Manifest, PlanMismatch, Section, SectionPlan, SyncError, VersionConflict, buckets_from, layout
@@ -37,7 +37,7 @@ SCRATCH_BYTES = 64 << 20
 """Maximum size of the scratch memory for discarded buckets, in bytes."""
 
 type RankSums = dict[str, list[dict[str, int]]]
-"""One rank's `Part`s of each tensor as dicts, by wire name."""
+"""One rank's `PartialSums`s of each tensor as dicts, by wire name."""
 
 
 class BucketReceiver(ABC):
@@ -70,7 +70,7 @@ class BucketReceiver(ABC):
         """Copy the needed parts of the bucket."""
 
     @abstractmethod
-    def sums(self) -> dict[str, list[Part]]:
+    def sums(self) -> dict[str, list[PartialSums]]:
         """This rank's contribution to the checksum of every tensor of the section."""
 
 
@@ -94,7 +94,7 @@ class SectionReceiver(BucketReceiver):
             else:
                 shard.write_at(positions, values)
 
-    def sums(self) -> dict[str, list[Part]]:
+    def sums(self) -> dict[str, list[PartialSums]]:
         return {name: shard.sums() for name, shard in self.shards.items()}
 
 
@@ -109,7 +109,7 @@ class DiscardReceiver(BucketReceiver):
         for piece in data[: bucket.nbytes].split(SCRATCH_BYTES):
             self._memory[: len(piece)].copy_(piece)
 
-    def sums(self) -> dict[str, list[Part]]:
+    def sums(self) -> dict[str, list[PartialSums]]:
         return {}
 
 
@@ -238,10 +238,10 @@ class StepReceiver:
         self.inbox.readers.end_section()
         return active.receiver
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Cancel the section and report it to the transfer's group, which would otherwise wait for this receiver."""
         self._active = None
-        self.inbox.readers.fail(why)
+        self.inbox.readers.fail(reason)
 
     def sums(self) -> RankSums:
         """This rank's part of the checksum of every tensor received so far, read from the live parameters."""
@@ -382,7 +382,7 @@ class AdapterReceiver(BucketReceiver):
             tensor = self.tensors.setdefault(entry.name, torch.empty(entry.shape, dtype=piece.dtype, device=self.device))
             tensor.view(-1)[entry.part_start : entry.part_stop].copy_(piece)
 
-    def sums(self) -> dict[str, list[Part]]:
+    def sums(self) -> dict[str, list[PartialSums]]:
         return {name: [partial_sums(t.reshape(1, -1), t.numel(), t.numel(), 0)] for name, t in self.tensors.items()}
 
     def write(self, folder: Path) -> None:

@@ -320,8 +320,8 @@ class Sender(Packer):
         self._members = members
         return self._writer
 
-    def _abandon(self, writer: PushWriter, why: str) -> None:
-        writer.fail(why)
+    def _abandon(self, writer: PushWriter, reason: str) -> None:
+        writer.fail(reason)
         self._writer = None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from mtpctl.families.quantization import scale_shape
 from mtpctl.kernels.block_fp8 import quantize, quantized_tensors
 from mtpctl.plan.buckets import TensorSpec, plan_buckets
-from mtpctl.sync.checksums import checksum, combine
+from mtpctl.sync.checksums import checksum, combine_sums
 from mtpctl.sync.parameters import Run, ShapeMismatch, Shard, Slot, TpRank, find_shard, match_shards, resolve
 from mtpctl.sync.protocol import SectionPlan
 
@@ -162,18 +162,18 @@ def test_the_shards_of_all_ranks_make_up_the_tensor(case: str, size: int, step: 
     for shard in shards:
         for column, block in shard.blocks():
             assert torch.equal(block, matrix[:, column : column + block.shape[1]])
-    assert combine(part for shard in shards for part in shard.sums()) == checksum(whole)
+    assert combine_sums(part for shard in shards for part in shard.sums()) == checksum(whole)
 
 
 def test_replicas_that_differ_have_no_checksum() -> None:
     shards = [shard_of("everywhere", rank, 2) for rank in range(2)]
     for rank, shard in enumerate(shards):
         shard.write(torch.full((7,), float(rank)), 0, 7)
-    assert combine(part for shard in shards for part in shard.sums()) == "ranks that hold the same part differ in it"
+    assert combine_sums(part for shard in shards for part in shard.sums()) == "ranks differ in the same part"
 
 
 def test_a_tensor_with_a_missing_part_has_no_checksum() -> None:
-    assert combine(shard_of("columns", 1, 2).sums()) == "columns 0 to 12 of 24 are held by no rank"
+    assert combine_sums(shard_of("columns", 1, 2).sums()) == "columns 0 to 12 of 24 are on no rank"
 
 
 def experts(rank: int, size: int, *, local: tuple[int, ...] = (0, 1, 2)) -> nn.Module:
@@ -202,7 +202,7 @@ def test_experts_are_written_into_the_packed_tensors(layout: str, proj: str, sha
             shards.append(find_shard(model, live[slot.parameter].data, slot, shape, TpRank()))
         for shard in shards:
             shard.write(whole.view(-1), 0, whole.numel())
-        assert combine(part for shard in shards for part in shard.sums()) == checksum(whole)
+        assert combine_sums(part for shard in shards for part in shard.sums()) == checksum(whole)
 
 
 def fp8_layer(weight: tuple[int, int], **attributes: Any) -> nn.Module:
@@ -246,7 +246,7 @@ def test_fp8_values_and_scales_of_each_rank_are_those_of_its_part() -> None:
     for name, tensor in sent.items():
         for shards in matched:
             shards[name].write(tensor.view(-1), 0, tensor.numel())
-        assert combine(part for shards in matched for part in shards[name].sums()) == checksum(tensor)
+        assert combine_sums(part for shards in matched for part in shards[name].sums()) == checksum(tensor)
     for rank, model in enumerate(ranks):
 
         def rows(*names: str, rank: int = rank) -> torch.Tensor:
@@ -280,7 +280,7 @@ def test_a_vector_that_is_stored_as_a_row_is_written() -> None:
     shard = find_shard(model_with("m.gate", layer(target)), target, Slot("m.gate.weight"), (1, 3), TpRank())
     shard.write(torch.arange(3.0), 0, 3)
     assert target.tolist() == [0, 1, 2]
-    assert combine(shard.sums()) == checksum(torch.arange(3.0)[None])
+    assert combine_sums(shard.sums()) == checksum(torch.arange(3.0)[None])
 
 
 def test_several_runs_of_columns_are_written() -> None:

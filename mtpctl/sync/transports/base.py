@@ -72,7 +72,7 @@ class PushWriter(BucketWriter):
         """Wait until every receiver has every bucket of the version."""
 
     @abstractmethod
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """End the transfer for the whole group. The writer cannot be used afterwards."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class BucketReader(ABC):
         """
 
     @abstractmethod
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Report to the sender that this receiver has failed. The reader cannot be used afterwards."""
 
     @abstractmethod
@@ -119,10 +119,10 @@ class Readers:
             self._address = (transport, address)
         return self._reader
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Report to the sender that this receiver has failed, and close the reader."""
         if self._reader is not None:
-            self._reader.fail(why)
+            self._reader.fail(reason)
             self.close()
 
     def end_section(self) -> None:
@@ -148,10 +148,10 @@ def open_writer(transport: str, control: Control, device: torch.device, largest:
     return writer
 
 
-def cancel(manifest: Manifest, why: str) -> None:
+def cancel(manifest: Manifest, reason: str) -> None:
     """End a transfer for its whole group, on behalf of a member that was lost and cannot report it."""
     if manifest.transport in PUSH_TRANSPORTS:
-        report_failure(manifest.address, why)
+        report_failure(manifest.address, reason)
 
 
 _CHECK_INTERVAL_S = 0.02
@@ -201,10 +201,10 @@ class Control:
         """The counter at a key."""
         return int(self.store.add(self.key(*parts), 0))
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Report a failure to the group. If the store is lost, all members detect that themselves."""
         with contextlib.suppress(RuntimeError):
-            self.store.set(self.key("fault"), why)
+            self.store.set(self.key("fault"), reason)
 
     def check(self) -> None:
         """Raise SyncError if a failure was reported, or the sender's store is lost."""
@@ -256,11 +256,11 @@ def join(address: Address) -> tuple[Control, int]:
     return control, rank
 
 
-def report_failure(text: str, why: str) -> None:
+def report_failure(text: str, reason: str) -> None:
     """Report a failure to the group at this address, without being a member."""
     from mtpctl.cluster.rendezvous import join_store
 
     address = Address.parse(text)
     with contextlib.suppress(OSError, RuntimeError):
         store = join_store(f"{address.host}:{address.port}")
-        Control(store, address).fail(why)
+        Control(store, address).fail(reason)

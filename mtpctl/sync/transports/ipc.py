@@ -129,8 +129,8 @@ class Writer(PushWriter):
         self._reset()
         return stats
 
-    def fail(self, why: str) -> None:
-        self.control.fail(why)
+    def fail(self, reason: str) -> None:
+        self.control.fail(reason)
         self.close()
 
     def close(self) -> None:
@@ -171,8 +171,8 @@ class Reader(BucketReader):
             self._read += 1
             self.control.increment("read", number)
 
-    def fail(self, why: str) -> None:
-        self.control.fail(why)
+    def fail(self, reason: str) -> None:
+        self.control.fail(reason)
 
     def close(self) -> None:
         self._buffers = []

@@ -170,8 +170,8 @@ class Writer(PushWriter):
             last_end = max(last_end, stop)
         return wire_s
 
-    def fail(self, why: str) -> None:
-        self.control.fail(why)
+    def fail(self, reason: str) -> None:
+        self.control.fail(reason)
         self.close(broken=True)
 
     def close(self, *, broken: bool = False) -> None:
@@ -225,8 +225,8 @@ class Reader(BucketReader):
             done_event.record()
             self.control.wait(done_event.query, "receiving weights")
 
-    def fail(self, why: str) -> None:
-        self.control.fail(why)
+    def fail(self, reason: str) -> None:
+        self.control.fail(reason)
         self._wire.close(broken=True)
         self._closed = True
 

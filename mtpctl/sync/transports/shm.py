@@ -93,7 +93,7 @@ class Reader(BucketReader):
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(mapping, dtype=torch.uint8)
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Nothing to do: the writer waits for no receiver."""
 
     def close(self) -> None:

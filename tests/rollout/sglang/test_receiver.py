@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mtpctl.rollout.sglang.plugin import apply_step
-from mtpctl.sync.checksums import Part, combine
+from mtpctl.sync.checksums import PartialSums, combine_sums
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.protocol import Manifest, SyncError
 from mtpctl.sync.update import check_checksums, update_target
@@ -106,7 +106,7 @@ def _send(pipe: Any, root: Path, version: int, members: list[str], export: Any) 
 
 def sums(process: Process) -> dict[str, str]:
     result = asyncio.run(process.rpc("mtpctl_sums"))
-    return {name: combine(Part(**part) for part in parts) for model in result for name, parts in model.items()}
+    return {name: combine_sums(PartialSums(**part) for part in parts) for model in result for name, parts in model.items()}
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -282,10 +282,10 @@ class DraftTimes:
                 self._readers[drafts].append(lambda: start_event.elapsed_time(end_event) / 1e3 if end_event.query() else None)
 
         else:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
 
             def end() -> None:
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - started_at
                 self._readers[drafts].append(lambda: seconds)
 
         return end

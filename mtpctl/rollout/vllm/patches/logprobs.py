@@ -146,14 +146,14 @@ def is_deferred(request: Request | EngineCoreRequest) -> bool:
 
 def _append(processor: LogprobsProcessor, rows: LogprobsLists) -> None:
     """Append the sampled tokens' log-probs to the request's, one per position."""
-    flat = cast("FlatLogprobs", processor.logprobs)
-    first, logprobs = len(flat.logprobs), rows.logprobs[:, 0].tolist()
-    flat.start_indices.extend(range(first, first + len(logprobs)))
-    flat.end_indices.extend(range(first + 1, first + 1 + len(logprobs)))
-    flat.token_ids += rows.logprob_token_ids[:, 0].tolist()
-    flat.logprobs += logprobs
-    flat.ranks += rows.sampled_token_ranks.tolist()
-    flat.decoded_tokens += [None] * len(logprobs)
+    flat_logprobs = cast("FlatLogprobs", processor.logprobs)
+    first, logprobs = len(flat_logprobs.logprobs), rows.logprobs[:, 0].tolist()
+    flat_logprobs.start_indices.extend(range(first, first + len(logprobs)))
+    flat_logprobs.end_indices.extend(range(first + 1, first + 1 + len(logprobs)))
+    flat_logprobs.token_ids += rows.logprob_token_ids[:, 0].tolist()
+    flat_logprobs.logprobs += logprobs
+    flat_logprobs.ranks += rows.sampled_token_ranks.tolist()
+    flat_logprobs.decoded_tokens += [None] * len(logprobs)
     processor.cumulative_logprob = (processor.cumulative_logprob or 0.0) + sum(logprobs)
 
 
@@ -192,7 +192,11 @@ def pending_of(scheduler: SchedulerInterface, request_ids: list[str]) -> dict[st
     They are not removed, because a request may finish before the abort arrives. Its last output then needs all of its log-probs.
     """
     pending = _pending(scheduler)
-    return {each: (pending[each].tokens.tolist(), pending[each].logprobs.tolist()) for each in request_ids if each in pending}
+    return {
+        request_id: (pending[request_id].tokens.tolist(), pending[request_id].logprobs.tolist())
+        for request_id in request_ids
+        if request_id in pending
+    }
 
 
 def replace(processor: LogprobsProcessor, tokens: list[int], logprobs: list[float]) -> None:

@@ -60,20 +60,20 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
     processor = llm.output_processor
-    internal_ids = [each for request_id in request_ids for each in processor.external_req_ids.get(request_id, ())]
+    internal_ids = [internal_id for request_id in request_ids for internal_id in processor.external_req_ids.get(request_id, ())]
     if not internal_ids:
         return
     outputs: PartialOutputs = await llm.engine_core.call_utility_async("mtpctl_partial_outputs", internal_ids)
     counts, logprobs, routes = outputs
     # A request may have finished during the call.
-    for each, (limit, histogram, num_drafts) in counts.items():
-        if (state := processor.request_states.get(each)) is not None:
+    for internal_id, (limit, histogram, num_drafts) in counts.items():
+        if (state := processor.request_states.get(internal_id)) is not None:
             state.spec_decode_metrics = RequestSpecDecodeMetrics(limit, list(histogram), num_drafts)
-    for each, columns in logprobs.items():
-        if (state := processor.request_states.get(each)) is not None and state.logprobs_processor is not None:
+    for internal_id, columns in logprobs.items():
+        if (state := processor.request_states.get(internal_id)) is not None and state.logprobs_processor is not None:
             deferred_logprobs.replace(state.logprobs_processor, *columns)
-    for each, rows in routes.items():
-        if (state := processor.request_states.get(each)) is not None:
+    for internal_id, rows in routes.items():
+        if (state := processor.request_states.get(internal_id)) is not None:
             state.routed_experts_chunks = [deferred_routes.rows_from_bytes(*rows)]
 
 
