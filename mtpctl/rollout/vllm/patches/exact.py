@@ -234,15 +234,15 @@ def paged_attention(
     assert metadata.causal is True, "bidirectional attention has no exact sums"
     starts, lengths, (_, groups, size, width) = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), key_blocks.shape
     for count, requests in _batches(starts, lengths, 8 * groups * width):
-        lengths_ = torch.tensor([lengths[request] for request in requests])[:, None]
-        max_length = int(lengths_.max())
+        batch_lengths = torch.tensor([lengths[request] for request in requests])[:, None]
+        max_length = int(batch_lengths.max())
         blocks = metadata.block_table[requests, : -(-max_length // size)].long()
         keys, values = (plane[blocks].transpose(1, 2).flatten(2, 3)[:, :, :max_length] for plane in (key_blocks, value_blocks))
         rows = torch.tensor([starts[request] for request in requests])[:, None] + torch.arange(count)
         slot_indices = torch.arange(max_length)
         # Slots beyond a request's tokens have arbitrary contents.
-        keys, values = (x.masked_fill((slot_indices >= lengths_)[:, None, :, None], 0.0) for x in (keys, values))
-        visible = slot_indices <= (lengths_ - count + torch.arange(count))[:, :, None]
+        keys, values = (x.masked_fill((slot_indices >= batch_lengths)[:, None, :, None], 0.0) for x in (keys, values))
+        visible = slot_indices <= (batch_lengths - count + torch.arange(count))[:, :, None]
         out = exact.attention(query[rows].transpose(1, 2), keys, values, visible, scale)
         output[rows] = out.transpose(1, 2).reshape(*rows.shape, *output.shape[1:])
 
