@@ -321,7 +321,7 @@ def compare_experts(sizes: Sizes) -> None:
     down = sizes.random(count, hidden, width, scale=width**-0.5)
     logits = invariant.logits(x, router)
     chosen = exact_experts.top_experts(logits, k)
-    routes = exact_experts.routes_of(chosen, count)
+    routes = exact_experts.route_mask(chosen, count)
     order = expert_order(routes, k, 1)
     ends, rows = order.counts.cumsum(0, dtype=torch.int32), x.index_select(0, order.token_of)
     product = exact_experts.grouped_linear_triton(rows, ends, gate_up, reverse=True)

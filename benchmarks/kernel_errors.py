@@ -22,7 +22,7 @@ from torch import Tensor
 from harness import finish, parser, print_environment
 from mtpctl.bench.fused_kernels import Case, Inputs, Output, Shape, can_run, clipped_loss, make_cases, make_inputs, make_peer_cases
 from mtpctl.bench.report import format_number, markdown_table
-from mtpctl.kernels.backend import SOFT_SHARE, DraftLoss
+from mtpctl.kernels.backend import SOFT_CE_WEIGHT, DraftLoss
 from mtpctl.kernels.policy import linear_draft_loss
 from mtpctl.plan.memory import GIB
 
@@ -115,10 +115,10 @@ def draft_loss(loss: DraftLoss, draft_logits: Tensor, trunk_logits: Tensor, row_
     if loss == "kl":
         value = (p * (logp - logq)).sum(1)
     elif loss == "e2e_greedy":
-        value = 1 - (p * q).sum(1) + SOFT_SHARE * soft
+        value = 1 - (p * q).sum(1) + SOFT_CE_WEIGHT * soft
     else:
         tv = 1 - torch.minimum(p, q).sum(1)
-        value = {"soft_ce": soft, "tv": tv, "e2e_tv": tv + SOFT_SHARE * soft}[loss]
+        value = {"soft_ce": soft, "tv": tv, "e2e_tv": tv + SOFT_CE_WEIGHT * soft}[loss]
     return (value if row_weights is None else value * row_weights).sum()
 
 

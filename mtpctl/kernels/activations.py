@@ -212,7 +212,7 @@ def swiglu_triton(gate_up: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def swiglu_backward_triton(grad: Tensor, gate_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return _gradients(swiglu_backward_kernel, grad, gate_up, scale)
+    return _activate_backward(swiglu_backward_kernel, grad, gate_up, scale)
 
 
 def squared_relu_triton(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -220,7 +220,7 @@ def squared_relu_triton(x: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def squared_relu_backward_triton(grad: Tensor, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return _gradients(squared_relu_backward_kernel, grad, x, scale)
+    return _activate_backward(squared_relu_backward_kernel, grad, x, scale)
 
 
 def _activate(kernel: Any, inputs: Tensor, scale: Tensor | None, width: int) -> Tensor:
@@ -234,7 +234,7 @@ def _activate(kernel: Any, inputs: Tensor, scale: Tensor | None, width: int) -> 
     return out
 
 
-def _gradients(kernel: Any, grad: Tensor, inputs: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _activate_backward(kernel: Any, grad: Tensor, inputs: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Run the kernel of an activation's gradients, of the inputs and of the scale."""
     inputs, grad = inputs.contiguous(), grad.contiguous()
     width = grad.shape[-1]

@@ -35,7 +35,7 @@ class Shard:
 
 
 def vocab_shard(weight: Tensor, group: dist.ProcessGroup | None, valid_vocab: int | None) -> Shard:
-    """The shard of `weight` [V, H]. V must be equal on all ranks. Raises ValueError if `valid_vocab` is not 1 to their sum."""
+    """The shard of `weight` [V, H]. V must be equal on all ranks. Raises ValueError if `valid_vocab` is not 1 to V · ranks."""
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     columns = weight.shape[0]
     total = columns * world if valid_vocab is None else valid_vocab
@@ -73,12 +73,12 @@ class RowStats:
     def hit(self) -> Tensor:
         return self.target >= self.top
 
-    def joined(self, shard: Shard) -> RowStats:
+    def gather_stats(self, shard: Shard) -> RowStats:
         """Statistics over the whole vocabulary: one all-gather of four numbers per row, combined in the same order on every rank."""
-        return join_stats(gather(torch.stack([self.top, self.mass, self.moment, self.target]), shard))
+        return combine_stats(gather_shards(torch.stack([self.top, self.mass, self.moment, self.target]), shard))
 
 
-def join_stats(parts: Tensor) -> RowStats:
+def combine_stats(parts: Tensor) -> RowStats:
     """Combine `parts` [P, 4, n]: top, mass, moment and target of P disjoint sets of columns. An empty set has mass 0."""
     tops, masses, moments, targets = parts.unbind(1)
     empty = masses == 0
@@ -88,19 +88,19 @@ def join_stats(parts: Tensor) -> RowStats:
     return RowStats(top, (masses * scale).sum(0), ((moments + masses * shift) * scale).sum(0), targets.amax(0))
 
 
-def gather(x: Tensor, shard: Shard) -> Tensor:
+def gather_shards(x: Tensor, shard: Shard) -> Tensor:
     """Stack `x` of every rank: [world, ...]."""
     out = x.new_empty(shard.world, *x.shape)
     dist.all_gather(list(out.unbind(0)), x.contiguous(), group=shard.group)
     return out
 
 
-def join_shards(stats: RowStats, shard: Shard) -> RowStats:
+def combine_shards(stats: RowStats, shard: Shard) -> RowStats:
     """Statistics over the whole vocabulary, equal on all ranks."""
-    return stats if shard.world == 1 else stats.joined(shard)
+    return stats if shard.world == 1 else stats.gather_stats(shard)
 
 
-def sum_ranks(x: Tensor, shard: Shard) -> Tensor:
+def sum_shards(x: Tensor, shard: Shard) -> Tensor:
     """Sum `x` over the ranks, in place."""
     if shard.world > 1:
         dist.all_reduce(x, group=shard.group)
@@ -108,8 +108,8 @@ def sum_ranks(x: Tensor, shard: Shard) -> Tensor:
 
 
 DraftLoss = Literal[MtpLoss, "e2e_greedy"]
-"""Losses of a draft: those of the recipe, and `e2e_greedy`, the form of `e2e_tv` for greedy drafts."""
-SOFT_SHARE = 0.1
+"""Losses of a draft: the recipe's, and `e2e_greedy`, the form of `e2e_tv` for greedy drafts."""
+SOFT_CE_WEIGHT = 0.1
 """Weight of soft_ce in e2e_tv and e2e_greedy. Without it, they have almost no gradient if draft and target share no mass."""
 
 
@@ -119,7 +119,7 @@ class Problem:
 
     targets: label indices relative to this rank's first column; outside 0..V-1 if the label belongs to another rank.
     inverse_temperature: a number or [n] fp32. valid: number of columns that are vocabulary entries; the rest is padding.
-    workspace_bytes: bound on what a backend allocates in addition to its results. shard: this rank's part of the vocabulary.
+    workspace_bytes: limit on a backend's memory in addition to its results. shard: this rank's part of the vocabulary.
     """
 
     hidden: Tensor
@@ -131,11 +131,11 @@ class Problem:
     shard: Shard
 
     @property
-    def wide(self) -> torch.dtype:
+    def wide_dtype(self) -> torch.dtype:
         """The dtype of logits and statistics."""
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
-    def part(self, rows: slice) -> Problem:
+    def select_rows(self, rows: slice) -> Problem:
         """The same problem for a slice of the rows."""
         inverse = self.inverse_temperature
         return replace(
@@ -145,7 +145,7 @@ class Problem:
             inverse_temperature=inverse[rows] if isinstance(inverse, Tensor) else inverse,
         )
 
-    def split(self, count: int) -> list[Problem]:
+    def split_rows(self, count: int) -> list[Problem]:
         """Split the rows into `count` (at least one) nearly equal parts."""
         inverse = self.inverse_temperature
         hidden, targets = self.hidden.tensor_split(max(1, count)), self.targets.tensor_split(max(1, count))
@@ -155,33 +155,33 @@ class Problem:
         return [replace(self, hidden=h, targets=t, inverse_temperature=i) for h, t, i in zip(hidden, targets, inverses, strict=True)]
 
 
-def slices(n: int, at_most: int) -> list[slice]:
+def row_slices(n: int, max_rows: int) -> list[slice]:
     """Split n rows into slices of nearly equal length, at most `at_most`; n = 0 gives one empty slice.
 
     Lengths are rounded up to multiples of 128 if `at_most` allows.
     """
-    count = max(1, math.ceil(n / max(1, at_most)))
-    size = math.ceil(n / count)
-    if at_most >= 128:
-        size = min(at_most, math.ceil(size / 128) * 128)
-    return [slice(start, min(start + size, n)) for start in range(0, max(n, 1), max(size, 1))]
+    count = max(1, math.ceil(n / max(1, max_rows)))
+    slice_rows = math.ceil(n / count)
+    if max_rows >= 128:
+        slice_rows = min(max_rows, math.ceil(slice_rows / 128) * 128)
+    return [slice(start, min(start + slice_rows, n)) for start in range(0, max(n, 1), max(slice_rows, 1))]
 
 
 @dataclass
 class LocalScores:
-    """Result of a forward pass. `best`: the top k (logits, local ids) if requested. `saved`: state for the backward pass."""
+    """Result of a forward pass. `topk`: the top k (logits, local ids) if requested. `saved`: state for the backward pass."""
 
     stats: RowStats
-    best: tuple[Tensor, Tensor] | None = None
+    topk: tuple[Tensor, Tensor] | None = None
     saved: object = None
 
     @classmethod
     def concatenate(cls, parts: list[LocalScores]) -> LocalScores:
         """Scores of consecutive rows, without saved state."""
-        kind = type(parts[0].stats)
-        stats = kind(*(torch.cat([getattr(part.stats, field.name) for part in parts]) for field in fields(kind)))
-        best = [part.best for part in parts if part.best is not None]
-        return cls(stats, (torch.cat([values for values, _ in best]), torch.cat([ids for _, ids in best])) if best else None)
+        stats_type = type(parts[0].stats)
+        stats = stats_type(*(torch.cat([getattr(part.stats, field.name) for part in parts]) for field in fields(stats_type)))
+        topks = [part.topk for part in parts if part.topk is not None]
+        return cls(stats, (torch.cat([values for values, _ in topks]), torch.cat([ids for _, ids in topks])) if topks else None)
 
 
 @dataclass
@@ -251,10 +251,10 @@ class Agreement:
 class DraftGradCoefficients:
     """Coefficients of the gradient of a draft's scaled logit j with label x.
 
-    The gradient is  q_j own − teacher p_j − gained q_j g_j − label 1[j = x], with g_j = p_j if `greedy`, else [q_j < p_j]. own: [n].
+    The gradient is  q_j draft − teacher p_j − gained q_j g_j − label 1[j = x], with g_j = p_j if `greedy`, else [q_j < p_j]. draft: [n].
     """
 
-    own: Tensor
+    draft: Tensor
     teacher: float
     gained: float
     label: float

@@ -17,25 +17,26 @@ from mtpctl.families.quantization import FP8_BLOCK, SCALE, scale_shape
 FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 _ROUNDED_TO_MAX = 464.0
-"""Largest value that is rounded to `FP8_MAX`: the middle between it and the value that would follow."""
+"""Largest value that is rounded to `FP8_MAX`: the midpoint between it and the next value of the format without a maximum."""
 _MIN_SCALE = 2.0**-22
 """Smallest scale, also of blocks of zeros: vLLM's quantizer for DeepGEMM takes the maximum of a block as at least 1e-4."""
-_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
+_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Elements that are quantized at a time, which bounds the fp32 copies."""
 
 
 def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> tuple[Tensor, Tensor]:
     """Quantize a matrix.
 
-    A block's scale is the smallest power of two with which its rounded values fit, at least 2⁻²². vLLM quantizes weights again when it
-    loads them for DeepGEMM (`per_block_cast_to_fp8`), with a scale from the largest rounded value. With these scales that changes neither
-    values nor scales, so a live engine that receives them equals a new one. Blocks at the right and bottom edge may be smaller. Blocks
+    A block's scale is the smallest power of two for which its rounded values are in range, at least 2⁻²². vLLM quantizes weights again when
+    it loads them for DeepGEMM (`per_block_cast_to_fp8`), with a scale from the largest rounded value. With power-of-two scales, this
+    changes neither values nor scales, so a live engine that receives the weights equals a new engine. Blocks at the right and bottom edge
+    may be smaller. Blocks
     are independent: rows that are a multiple of 128 can be quantized separately with the same result.
 
     Args:
         weight: [rows, columns], of any floating-point dtype, on any device.
         name: tensor name for error messages.
-        checks: records whether the values are finite, for a later check; by default it is checked at once, which waits for the GPU.
+        checks: records whether the values are finite, for a later check; by default the check is immediate, which waits for the GPU.
 
     Returns:
         Values [rows, columns] in float8_e4m3fn, and fp32 scales [⌈rows / 128⌉, ⌈columns / 128⌉].
@@ -46,15 +47,15 @@ def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> t
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(scale_shape(rows, columns), dtype=torch.float32, device=weight.device)
-    step = FP8_BLOCK * max(1, _CHUNK.get(weight.device.type, _CHUNK["cpu"]) // (FP8_BLOCK * max(columns, 1)))
+    step = FP8_BLOCK * max(1, _CHUNK_ELEMENTS.get(weight.device.type, _CHUNK_ELEMENTS["cpu"]) // (FP8_BLOCK * max(columns, 1)))
     for start in range(0, rows, step):
         chunk = weight[start : start + step].float()
         height = len(chunk)
         blocks = pad(chunk, (0, -columns % FP8_BLOCK, 0, -height % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
-        largest = blocks.abs().amax((1, 3))
-        fraction, exponent = torch.frexp((largest / _ROUNDED_TO_MAX).clamp_min(_MIN_SCALE))
+        max_abs = blocks.abs().amax((1, 3))
+        fraction, exponent = torch.frexp((max_abs / _ROUNDED_TO_MAX).clamp_min(_MIN_SCALE))
         power = torch.ldexp(torch.ones_like(fraction), exponent - (fraction == 0.5).int())
-        scale = torch.where(largest.isfinite(), power, largest)
+        scale = torch.where(max_abs.isfinite(), power, max_abs)
         scaled = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
         values[start : start + height] = scaled.flatten(2, 3).flatten(0, 1)[:height, :columns].to(torch.float8_e4m3fn)
         scales[start // FP8_BLOCK : start // FP8_BLOCK + len(scale)] = scale
@@ -82,7 +83,7 @@ class FiniteChecks:
         self._names, self._flags = [], []
 
     def check(self) -> None:
-        """Raise RuntimeFailure that names the first matrix recorded since the last call that is not finite."""
+        """Raise RuntimeFailure for the first matrix that is not finite, of those recorded since the last call."""
         names, flags = self._names, self._flags
         self.clear()
         if not flags or bool((finite := torch.stack(flags)).all()):
@@ -98,11 +99,11 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[
     if scales.numel() == 1:
         return (values.float() * scales.float()).to(dtype)
     rows, columns = block
-    wide = scales.float().repeat_interleave(columns, 1)[:, : values.shape[1]]
+    column_scales = scales.float().repeat_interleave(columns, 1)[:, : values.shape[1]]
     result = torch.empty(values.shape, dtype=dtype, device=values.device)
-    # One row of blocks at a time: converting the whole matrix would need two fp32 copies, each four times its size.
-    for target, part, factors in zip(result.split(rows), values.split(rows), wide, strict=True):
-        target.copy_(part.float() * factors)
+    # One row of blocks at a time, because the whole matrix would need two fp32 copies, each four times its size.
+    for target, block_row, block_scales in zip(result.split(rows), values.split(rows), column_scales, strict=True):
+        target.copy_(block_row.float() * block_scales)
     return result
 
 

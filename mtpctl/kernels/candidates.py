@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels import products
-from mtpctl.kernels.backend import Shard, gather, slices, sum_ranks, vocab_shard
+from mtpctl.kernels.backend import Shard, gather_shards, row_slices, sum_shards, vocab_shard
 from mtpctl.kernels.inputs import DEFAULT_WORKSPACE_BYTES, PrecomputedGrads, weight_grad_buffer
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,8 +72,8 @@ def candidate_loss(
         raise ValueError(f"ids: shape {tuple(term.ids.shape)} does not fit hidden {tuple(hidden.shape)}: expected [{len(hidden)}, k]")
     shard = vocab_shard(weight, group, valid_vocab)
     workspace = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-    needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    arguments = _Arguments(term, shard, 1 / temperature, workspace, grad_scale, main_grad, *needed)
+    needs_grad = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    arguments = _Arguments(term, shard, 1 / temperature, workspace, grad_scale, main_grad, *needs_grad)
     return CandidateLossOut(*_CandidateLoss.apply(arguments, hidden, weight))
 
 
@@ -84,27 +84,27 @@ class _Arguments(NamedTuple):
     workspace: int
     grad_scale: float
     main_grad: bool
-    by_hidden: bool
-    by_weight: bool
+    needs_hidden_grad: bool
+    needs_weight_grad: bool
 
 
 class _CandidateLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: _Arguments, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         term, shard = arguments.term, arguments.shard
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        buffer = weight_grad_buffer(weight, arguments.by_weight, arguments.main_grad)
-        written = buffer.add
-        grad_dtype = hidden.dtype if shard.world == 1 else wide
-        hidden_grad = torch.zeros(hidden.shape, dtype=grad_dtype, device=hidden.device) if arguments.by_hidden else None
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        divergence = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
-        trained = term.weight.nonzero().squeeze(1)
+        wide_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        buffer = weight_grad_buffer(weight, arguments.needs_weight_grad, arguments.main_grad)
+        accumulate = buffer.add
+        grad_dtype = hidden.dtype if shard.world == 1 else wide_dtype
+        hidden_grad = torch.zeros(hidden.shape, dtype=grad_dtype, device=hidden.device) if arguments.needs_hidden_grad else None
+        total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
+        divergence = torch.zeros(len(hidden), dtype=wide_dtype, device=hidden.device)
+        weighted_rows = term.weight.nonzero().squeeze(1)
         # Ranks combine statistics per slice, so all use the slices that fit rank 0, which has the most vocabulary entries.
         columns = min(shard.columns, shard.total)
-        row_bytes = TEMPORARIES * wide.itemsize * max(columns, term.ids.shape[1] * hidden.shape[1])
-        for part in slices(len(trained), max(1, arguments.workspace // max(1, row_bytes))):
-            rows = trained[part]
+        row_bytes = TEMPORARIES * wide_dtype.itemsize * max(columns, term.ids.shape[1] * hidden.shape[1])
+        for span in row_slices(len(weighted_rows), max(1, arguments.workspace // max(1, row_bytes))):
+            rows = weighted_rows[span]
             if not len(rows):
                 continue
             # A shard that is all padding keeps one column; its logits of −inf add nothing to the sums.
@@ -116,17 +116,17 @@ class _CandidateLoss(torch.autograd.Function):
             total += grads.loss
             divergence[rows] = grads.divergence
             if hidden_grad is not None:
-                rest_part = products.hidden_grad(None, grads.rest, head, wide)
-                hidden_grad[rows] = rest_part.add_(torch.einsum("nk,nkh->nh", grads.named, head[grads.local].to(wide))).to(grad_dtype)
+                rest_part = products.hidden_grad(None, grads.rest, head, wide_dtype)
+                hidden_grad[rows] = rest_part.add_(torch.einsum("nk,nkh->nh", grads.named, head[grads.local].to(wide_dtype))).to(grad_dtype)
             if buffer.out is not None:
-                products.weight_grad(grads.rest.scatter_add_(1, grads.local, grads.named), states, buffer.out[: len(head)], written)
-                if not written:
+                products.weight_grad(grads.rest.scatter_add_(1, grads.local, grads.named), states, buffer.out[: len(head)], accumulate)
+                if not accumulate:
                     buffer.out[shard.valid :] = 0
-                written = True
-        if buffer.out is not None and not written:
+                accumulate = True
+        if buffer.out is not None and not accumulate:
             buffer.out.zero_()
         if hidden_grad is not None:
-            hidden_grad = sum_ranks(hidden_grad, shard).to(hidden.dtype)
+            hidden_grad = sum_shards(hidden_grad, shard).to(hidden.dtype)
         ctx.grads = PrecomputedGrads([hidden_grad], buffer, arguments.grad_scale, lambda: None)
         ctx.mark_non_differentiable(divergence)
         return total, divergence
@@ -137,7 +137,7 @@ class _CandidateLoss(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("candidate_loss: its gradients support one backward pass only")
         grads, ctx.grads = ctx.grads, None
-        (hidden,), weight = grads.scaled_to(grad)
+        (hidden,), weight = grads.rescale(grad)
         return None, hidden, weight
 
 
@@ -157,29 +157,33 @@ class _SliceGrads(NamedTuple):
 
 def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceGrads:
     """Loss and gradients of these rows from their scaled logits [n, V], which are overwritten."""
-    term, shard, wide = arguments.term, arguments.shard, logits.dtype
+    term, shard, wide_dtype = arguments.term, arguments.shard, logits.dtype
     local = term.ids[rows].long() - shard.start
     is_local = (local >= 0) & (local < logits.shape[1])
     local = local.masked_fill(~is_local, 0)
-    named = sum_ranks(logits.gather(1, local).masked_fill_(~is_local, 0), shard)
+    named = sum_shards(logits.gather(1, local).masked_fill_(~is_local, 0), shard)
     # Set the named entries to −inf. An entry of another rank has local index 0; the minimum with inf leaves that column unchanged.
-    floor = torch.where(is_local, float("-inf"), float("inf")).to(wide)
+    floor = torch.where(is_local, float("-inf"), float("inf")).to(wide_dtype)
     logits.scatter_reduce_(1, local, floor, "amin")
     rest_lse = torch.logsumexp(logits, 1)
     if shard.world > 1:
-        rest_lse = torch.logsumexp(gather(rest_lse, shard), 0)
+        rest_lse = torch.logsumexp(gather_shards(rest_lse, shard), 0)
     lse = torch.logaddexp(rest_lse, torch.logsumexp(named, 1))
     with torch.enable_grad():
         named_logprob = (named - lse.unsqueeze(1)).double().requires_grad_()
         rest_logprob = (rest_lse - lse).double().clamp_(min=MIN_LOGPROB).requires_grad_()
         divergence = term.divergence(named_logprob, rest_logprob, rows)
         loss = (term.weight[rows] * divergence).sum()
-        by_named, by_rest = torch.autograd.grad(loss, (named_logprob, rest_logprob))
-    total = by_named.sum(1) + by_rest
-    named_grad = by_named - total.unsqueeze(1) * named_logprob.detach().exp()
-    rest_grad = by_rest - total * rest_logprob.detach().exp()
+        named_derivative, rest_derivative = torch.autograd.grad(loss, (named_logprob, rest_logprob))
+    derivative_sum = named_derivative.sum(1) + rest_derivative
+    named_grad = named_derivative - derivative_sum.unsqueeze(1) * named_logprob.detach().exp()
+    rest_grad = rest_derivative - derivative_sum * rest_logprob.detach().exp()
     scale = arguments.inverse_temperature * arguments.grad_scale
     # Each entry's share of the rest's gradient, 0 at named entries. The clamp avoids NaN if there is no rest.
-    rest_parts = logits.sub_(rest_lse.clamp(min=torch.finfo(wide).min).unsqueeze(1)).exp_().mul_((rest_grad * scale).to(wide).unsqueeze(1))
-    local_grad = (named_grad * scale).to(wide).masked_fill_(~is_local, 0)
-    return _SliceGrads(loss.detach().to(wide), divergence.detach().to(wide), rest_parts, local_grad, local)
+    rest_logit_grads = (
+        logits.sub_(rest_lse.clamp(min=torch.finfo(wide_dtype).min).unsqueeze(1))
+        .exp_()
+        .mul_((rest_grad * scale).to(wide_dtype).unsqueeze(1))
+    )
+    local_grad = (named_grad * scale).to(wide_dtype).masked_fill_(~is_local, 0)
+    return _SliceGrads(loss.detach().to(wide_dtype), divergence.detach().to(wide_dtype), rest_logit_grads, local_grad, local)

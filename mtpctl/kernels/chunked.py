@@ -24,12 +24,12 @@ from mtpctl.kernels.backend import (
     RowGrads,
     RowStats,
     Shard,
-    gather,
+    gather_shards,
 )
 
 TEMPORARIES = 3  # chunk-sized: logits, their saved copy or exponentials, and a product of the two
-FEWEST_ROWS = 32  # rows of a matrix product; with fewer, its rounding depends on the number of rows
-NARROWEST = 64  # minimum width of a chunk, and its granularity; narrower chunks would be launch-bound
+MIN_PRODUCT_ROWS = 32  # of a matrix product; with fewer rows, its rounding depends on their number
+MIN_CHUNK_COLUMNS = 64  # minimum width of a chunk, and its granularity; narrower chunks would be launch-bound
 
 
 def _chunks(problem: Problem, width: int) -> Iterator[slice]:
@@ -38,7 +38,7 @@ def _chunks(problem: Problem, width: int) -> Iterator[slice]:
         yield slice(start, min(start + width, problem.valid))
 
 
-def scaled(logits: Tensor, inverse_temperature: float | Tensor) -> Tensor:
+def scale_logits(logits: Tensor, inverse_temperature: float | Tensor) -> Tensor:
     """Multiply logits by the inverse temperature (a number, or one per row), in place."""
     if isinstance(inverse_temperature, Tensor):
         return logits.mul_(inverse_temperature.unsqueeze(1))
@@ -50,40 +50,40 @@ class Chunked:
 
     def rows_per_slice(self, problem: Problem, states: int = 1) -> int:
         # Each additional hidden state of a row adds its saved logits and one temporary for the comparison.
-        columns = max(1, -(-problem.valid // NARROWEST)) * NARROWEST
+        columns = max(1, -(-problem.valid // MIN_CHUNK_COLUMNS)) * MIN_CHUNK_COLUMNS
         temporaries = TEMPORARIES + 2 * (states - 1)
-        return max(1, problem.workspace_bytes // (temporaries * problem.wide.itemsize * columns))
+        return max(1, problem.workspace_bytes // (temporaries * problem.wide_dtype.itemsize * columns))
 
     def _width(self, problem: Problem) -> int:
-        fit = problem.workspace_bytes // (TEMPORARIES * problem.wide.itemsize * max(1, len(problem.hidden)))
-        return max(NARROWEST, fit // NARROWEST * NARROWEST)
+        max_columns = problem.workspace_bytes // (TEMPORARIES * problem.wide_dtype.itemsize * max(1, len(problem.hidden)))
+        return max(MIN_CHUNK_COLUMNS, max_columns // MIN_CHUNK_COLUMNS * MIN_CHUNK_COLUMNS)
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
-        fit = self.rows_per_slice(problem)
-        if for_backward or problem.hidden.is_cuda or fit < FEWEST_ROWS:
+        max_rows = self.rows_per_slice(problem)
+        if for_backward or problem.hidden.is_cuda or max_rows < MIN_PRODUCT_ROWS:
             return self._scores(problem, entropy=entropy, topk=topk, for_backward=for_backward)
         # Process few rows over all columns, so that the order and rounding of a row's sums do not depend on the other rows.
-        return self._sliced_scores(problem, -(-len(problem.hidden) // fit), entropy=entropy, topk=topk, for_backward=False)
+        return self._sliced_scores(problem, -(-len(problem.hidden) // max_rows), entropy=entropy, topk=topk, for_backward=False)
 
     def _sliced_scores(self, problem: Problem, count: int, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
         """The scores of `count` slices of the rows."""
-        parts = [self._scores(part, entropy=entropy, topk=topk, for_backward=for_backward) for part in problem.split(count)]
+        parts = [self._scores(part, entropy=entropy, topk=topk, for_backward=for_backward) for part in problem.split_rows(count)]
         return parts[0] if len(parts) == 1 else LocalScores.concatenate(parts)
 
     def _scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
-        n, device, wide, width = len(problem.hidden), problem.hidden.device, problem.wide, self._width(problem)
-        top = torch.full((n,), float("-inf"), dtype=wide, device=device)
+        n, device, wide_dtype, width = len(problem.hidden), problem.hidden.device, problem.wide_dtype, self._width(problem)
+        top = torch.full((n,), float("-inf"), dtype=wide_dtype, device=device)
         mass, moment, target = torch.zeros_like(top), torch.zeros_like(top), top.clone()
         best: tuple[Tensor, Tensor] | None = None
         saved: Tensor | None = None
         for columns in _chunks(problem, width):
-            z = scaled(products.logits(problem.hidden, problem.weight[columns]), problem.inverse_temperature)
+            z = scale_logits(products.logits(problem.hidden, problem.weight[columns]), problem.inverse_temperature)
             if for_backward and width >= problem.valid:  # all logits fit the workspace as one chunk
                 saved = z.clone()
             local = problem.targets - columns.start
             is_local = (local >= 0) & (local < z.shape[1])
-            picked = z.gather(1, local.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
-            target = torch.where(is_local, picked, target)
+            target_logits = z.gather(1, local.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
+            target = torch.where(is_local, target_logits, target)
             if topk:
                 best = _merge_topk(best, z, topk, columns.start)
             new_top = torch.maximum(top, z.amax(1))
@@ -105,10 +105,10 @@ class Chunked:
         hidden_grad: Tensor | None = None
         for columns in _chunks(problem, self._width(problem)):
             w = problem.weight[columns]
-            z = saved if saved is not None else scaled(products.logits(h, w), problem.inverse_temperature)
+            z = saved if saved is not None else scale_logits(products.logits(h, w), problem.inverse_temperature)
             logit_grad = _logit_grad(z, problem, rows, columns.start)
             if targets.hidden is not None:
-                dtype = targets.hidden if len(w) == problem.valid else problem.wide
+                dtype = targets.hidden if len(w) == problem.valid else problem.wide_dtype
                 hidden_grad = products.hidden_grad(hidden_grad, logit_grad, w, dtype)
             if weight_grad is not None:
                 products.weight_grad(logit_grad, h, weight_grad[columns], targets.add)
@@ -144,21 +144,23 @@ class Chunked:
     ) -> Tensor | None:
         assert isinstance(saved, tuple)
         q, p = saved
-        c, own = coefficients, coefficients.own.unsqueeze(1)
+        c, draft_coefficient = coefficients, coefficients.draft.unsqueeze(1)
         if c.gained:
-            own = own - c.gained * p if c.greedy else torch.where(q < p, own - c.gained, own)
-        grad = q.mul_(own)
+            draft_coefficient = (
+                draft_coefficient - c.gained * p if c.greedy else torch.where(q < p, draft_coefficient - c.gained, draft_coefficient)
+            )
+        grad = q.mul_(draft_coefficient)
         if c.teacher:
             grad.sub_(p, alpha=c.teacher)
-        _add_at(grad, problem.targets, -c.label)
-        grad = scaled(grad, problem.inverse_temperature)
+        _add_at_targets(grad, problem.targets, -c.label)
+        grad = scale_logits(grad, problem.inverse_temperature)
         if targets.weight is not None:
             products.weight_grad(grad, problem.hidden, targets.weight[: problem.valid], targets.add)
         targets.clear_padding(problem.valid)
         return None if targets.hidden is None else products.hidden_grad(None, grad, problem.weight[: problem.valid], targets.hidden)
 
 
-def _add_at(x: Tensor, targets: Tensor, values: Tensor | float) -> None:
+def _add_at_targets(x: Tensor, targets: Tensor, values: Tensor | float) -> None:
     """Add `values` (a number, or one per row) to x [n, c] at each row's target, if it is among the columns."""
     is_local = (targets >= 0) & (targets < x.shape[1])
     x.scatter_add_(1, targets.clamp(0, x.shape[1] - 1).unsqueeze(1), (is_local.to(x.dtype) * values).unsqueeze(1))
@@ -172,8 +174,8 @@ def _logit_grad(z: Tensor, problem: Problem, rows: RowGrads, start: int) -> Tens
         grad = p.mul_(-rows.logprob.unsqueeze(1))
     else:
         grad = logp.add_(rows.row_entropy.unsqueeze(1)).mul_(rows.entropy.unsqueeze(1)).add_(rows.logprob.unsqueeze(1)).mul_(p).neg_()
-    _add_at(grad, problem.targets - start, rows.logprob)
-    return scaled(grad, problem.inverse_temperature)
+    _add_at_targets(grad, problem.targets - start, rows.logprob)
+    return scale_logits(grad, problem.inverse_temperature)
 
 
 def _merge_topk(best: tuple[Tensor, Tensor] | None, z: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:
@@ -188,25 +190,25 @@ def _merge_topk(best: tuple[Tensor, Tensor] | None, z: Tensor, k: int, start: in
 
 @dataclass
 class ExactStats(RowStats):
-    """whole_top, log_mass [n]: max z and log Σ exp(z − max z) of the whole vocabulary, as the engine computes them.
+    """vocab_max, log_mass [n]: max z and log Σ exp(z − max z) of the whole vocabulary, as the engine computes them.
 
-    mass and moment are relative to `whole_top`, and mass is that of the whole vocabulary.
+    mass and moment are relative to `vocab_max`, and mass is summed over the whole vocabulary.
     """
 
-    whole_top: Tensor
+    vocab_max: Tensor
     log_mass: Tensor
 
     @property
     def lse(self) -> Tensor:
-        return self.whole_top + self.log_mass
+        return self.vocab_max + self.log_mass
 
     @property
     def logprob(self) -> Tensor:
-        return (self.target - self.whole_top) - self.log_mass
+        return (self.target - self.vocab_max) - self.log_mass
 
-    def joined(self, shard: Shard) -> ExactStats:
-        parts = gather(torch.stack([self.moment, self.target]), shard)
-        return replace(self, top=self.whole_top, moment=parts[:, 0].sum(0), target=parts[:, 1].amax(0))
+    def gather_stats(self, shard: Shard) -> ExactStats:
+        gathered = gather_shards(torch.stack([self.moment, self.target]), shard)
+        return replace(self, top=self.vocab_max, moment=gathered[:, 0].sum(0), target=gathered[:, 1].amax(0))
 
 
 class Exact(Chunked):
@@ -229,18 +231,18 @@ class Exact(Chunked):
 
     def _scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
         operations, shard = invariant if problem.hidden.is_cuda else exact, problem.shard
-        z = scaled(operations.logits(problem.hidden, problem.weight[: problem.valid]), problem.inverse_temperature)
+        z = scale_logits(operations.logits(problem.hidden, problem.weight[: problem.valid]), problem.inverse_temperature)
         if not problem.valid:  # this rank's shard is all padding
             z = z.new_full((len(z), 1), float("-inf"))
-        whole_top, log_mass = (each.squeeze(1) for each in operations.log_mass(z, shard.total, shard.group))
-        top = whole_top if shard.world == 1 else z.amax(1)
+        vocab_max, log_mass = (each.squeeze(1) for each in operations.log_mass(z, shard.total, shard.group))
+        top = vocab_max if shard.world == 1 else z.amax(1)
         is_local = (problem.targets >= 0) & (problem.targets < problem.valid)
-        picked = z.gather(1, problem.targets.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
-        target = picked.masked_fill_(~is_local, float("-inf"))
+        target_logits = z.gather(1, problem.targets.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        target = target_logits.masked_fill_(~is_local, float("-inf"))
         mass, moment = log_mass.exp(), torch.zeros_like(top)
         if entropy and problem.valid:
-            shifted = z - whole_top.unsqueeze(1)
+            shifted = z - vocab_max.unsqueeze(1)
             moment = shifted.exp().mul_(shifted).sum(1)
         best = z.topk(min(topk, problem.valid), dim=1) if topk and problem.valid else None
-        stats = ExactStats(top, mass, moment, target, whole_top, log_mass)
+        stats = ExactStats(top, mass, moment, target, vocab_max, log_mass)
         return LocalScores(stats, None if best is None else (best.values, best.indices), z if for_backward else None)

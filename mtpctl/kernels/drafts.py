@@ -7,8 +7,8 @@ p is the trunk's distribution of a token and q the draft's, both at the rollout'
 - kl:       Σ p (log p − log q): same gradient as soft_ce, but 0 if q = p
 - tv:       1 − Σ min(p, q), the total variation: the fraction of drafts from q that rejection sampling rejects (Leviathan et al., arXiv
   2211.17192, section 3.2: a draft from q is accepted with probability min(1, p / q))
-- e2e_tv:   tv + `SOFT_SHARE` soft_ce: a row of the multi-step loss for sampled drafts, before its weight (`mtpctl.trainer.acceptance`)
-- e2e_greedy: 1 − Σ p q + `SOFT_SHARE` soft_ce: the same for greedy drafts
+- e2e_tv:   tv + `SOFT_CE_WEIGHT` soft_ce: a row of the multi-step loss for sampled drafts, before its weight (`mtpctl.trainer.acceptance`)
+- e2e_greedy: 1 − Σ p q + `SOFT_CE_WEIGHT` soft_ce: a row of the multi-step loss for greedy drafts, before its weight
 
 The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, q_j (Σ q [q < p] − [q_j < p_j]) for tv, and
 q_j (Σ q p − p_j) for 1 − Σ p q.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.backend import (
-    SOFT_SHARE,
+    SOFT_CE_WEIGHT,
     Agreement,
     Backend,
     DraftGradCoefficients,
@@ -37,20 +37,20 @@ from mtpctl.kernels.backend import (
     Problem,
     RowStats,
     Shard,
-    gather,
-    join_shards,
-    sum_ranks,
+    combine_shards,
+    gather_shards,
+    sum_shards,
 )
 from mtpctl.kernels.inputs import Call, Rows, WeightGradBuffer
 
 LOSSES: tuple[DraftLoss, ...] = get_args(DraftLoss)
-SHARES: dict[DraftLoss, tuple[float, float]] = {
+LOSS_WEIGHTS: dict[DraftLoss, tuple[float, float]] = {
     "ce": (0.0, 0.0),
     "soft_ce": (0.0, 1.0),
     "kl": (0.0, 1.0),
     "tv": (1.0, 0.0),
-    "e2e_tv": (1.0, SOFT_SHARE),
-    "e2e_greedy": (1.0, SOFT_SHARE),
+    "e2e_tv": (1.0, SOFT_CE_WEIGHT),
+    "e2e_greedy": (1.0, SOFT_CE_WEIGHT),
 }
 """Weights of a draft's probability of rejection and of `Agreement.cost` in each loss. ce uses neither."""
 
@@ -59,7 +59,8 @@ class DraftLossOut(NamedTuple):
     """loss_sum: the loss summed over the draft's rows. Other fields: [m], fp32 (hit: bool), not differentiable, 0 in unselected rows.
 
     logprob, teacher_logprob: log-prob of the label under the draft and the trunk. overlap: Σ min(p, q), the acceptance probability of a
-    draft sampled from q. greedy: p(argmax q), that of a greedy draft. hit: whether the label is the draft's most likely entry.
+    draft sampled from q. greedy: p(argmax q), the acceptance probability of a greedy draft. hit: whether the label is the draft's most
+    likely entry.
     """
 
     loss_sum: Tensor
@@ -97,9 +98,9 @@ class Draft:
             expected = f"expected {(m, trunk.shape[1])} of {trunk.dtype}"
             raise ValueError(f"hidden of a draft: {tuple(self.hidden.shape)} of {self.hidden.dtype}, {expected}")
         if self.rows is not None and m:
-            low, high, falls = torch.stack([self.rows[0], self.rows[-1], (self.rows.diff() <= 0).any()]).tolist()
-            if falls or low < 0 or high >= len(trunk):
-                raise ValueError(f"rows of a draft: expected ascending ones of 0 to {len(trunk) - 1}")
+            first_row, last_row, not_ascending = torch.stack([self.rows[0], self.rows[-1], (self.rows.diff() <= 0).any()]).tolist()
+            if not_ascending or first_row < 0 or last_row >= len(trunk):
+                raise ValueError(f"rows of a draft: expected ascending indices from 0 to {len(trunk) - 1}")
 
 
 @dataclass
@@ -118,23 +119,23 @@ class DraftTerm:
     def __init__(self, draft: Draft, hidden: Tensor, call: Call, grad_scale: float, *, by_hidden: bool, by_weight: bool) -> None:
         self.draft, self.call, self.factor = draft, call, grad_scale * draft.weight
         self.by_weight = by_weight
-        self.selected, self.trunk_row = _selected(draft, call.rows)
+        self.selected, self.trunk_row = _select_draft_rows(draft, call.rows)
         self.hidden = self.selected.select(hidden).contiguous()
         self.grad_dtype = call.partial_dtype(hidden) if by_hidden else None
         self.hidden_grad = None
         if self.grad_dtype is not None:
             self.hidden_grad = torch.empty(self.hidden.shape, dtype=self.grad_dtype, device=hidden.device)
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        wide_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         m = len(self.hidden)
-        self.logprob, self.teacher_logprob, self.overlap, self.greedy, self.lse = torch.zeros(5, m, dtype=wide, device=hidden.device)
+        self.logprob, self.teacher_logprob, self.overlap, self.greedy, self.lse = torch.zeros(5, m, dtype=wide_dtype, device=hidden.device)
         self.hit = torch.zeros(m, dtype=torch.bool, device=hidden.device)
-        self.loss_sum = torch.zeros((), dtype=wide, device=hidden.device)
+        self.loss_sum = torch.zeros((), dtype=wide_dtype, device=hidden.device)
 
-    def slices(self, parts: list[slice]) -> list[slice]:
+    def draft_slices(self, trunk_slices: list[slice]) -> list[slice]:
         """For each slice of the trunk's rows, the slice of the draft's rows."""
         if self.trunk_row is None:
-            return parts
-        starts = torch.tensor([part.start for part in parts], device=self.trunk_row.device)
+            return trunk_slices
+        starts = torch.tensor([trunk_slice.start for trunk_slice in trunk_slices], device=self.trunk_row.device)
         ends = [*torch.searchsorted(self.trunk_row, starts).tolist()[1:], len(self.hidden)]
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -147,48 +148,52 @@ class DraftTerm:
         problem = replace(
             trunk.problem,
             hidden=self.hidden[span],
-            targets=_at(trunk.problem.targets, rows),
-            inverse_temperature=_at(inverse, rows) if isinstance(inverse, Tensor) else inverse,
+            targets=_select(trunk.problem.targets, rows),
+            inverse_temperature=_select(inverse, rows) if isinstance(inverse, Tensor) else inverse,
         )
         shard, loss = self.call.shard, self.draft.loss
         scores = backend.scores(problem, entropy=False, topk=0, for_backward=True)
         top = scores.stats.top  # of this rank's columns
-        stats = join_shards(scores.stats, shard)
-        pair = LogitPair(scores.saved, trunk.saved, rows, top, stats.lse, _at(trunk.stats.lse, rows))
+        stats = combine_shards(scores.stats, shard)
+        pair = LogitPair(scores.saved, trunk.saved, rows, top, stats.lse, _select(trunk.stats.lse, rows))
         if problem.valid:
             agreement = backend.compare(problem, pair, loss)
         else:  # this rank's shard is all padding
             zero = torch.zeros_like(top)
             agreement = Agreement(zero, zero, zero, torch.full_like(top, float("-inf")), None)
-        overlap, gained, cost = sum_ranks(torch.stack([agreement.overlap, agreement.gained, agreement.cost]), shard)
+        overlap, gained, cost = sum_shards(torch.stack([agreement.overlap, agreement.gained, agreement.cost]), shard)
         overlap = overlap.clamp(max=1)
-        self.logprob[span], self.teacher_logprob[span], self.hit[span] = stats.logprob, _at(trunk.stats.logprob, rows), stats.hit
+        self.logprob[span], self.teacher_logprob[span], self.hit[span] = stats.logprob, _select(trunk.stats.logprob, rows), stats.hit
         self.overlap[span], self.greedy[span], self.lse[span] = overlap, _first_choice(top, agreement, shard).exp(), stats.lse
-        main, ce = (0.0, 1.0) if loss == "ce" else (self.draft.mix, 1 - self.draft.mix)
+        loss_weight, ce_weight = (0.0, 1.0) if loss == "ce" else (self.draft.mix, 1 - self.draft.mix)
         greedy = loss == "e2e_greedy"
-        by_rejection, by_cost = (main * share for share in SHARES[loss])
-        self.loss_sum += (by_rejection * (1 - (gained if greedy else overlap)) + by_cost * cost - ce * stats.logprob).sum()
+        rejection_weight, cost_weight = (loss_weight * component_weight for component_weight in LOSS_WEIGHTS[loss])
+        self.loss_sum += (rejection_weight * (1 - (gained if greedy else overlap)) + cost_weight * cost - ce_weight * stats.logprob).sum()
         if self.grad_dtype is None and not self.by_weight:
             return False
-        own = by_rejection * gained + by_cost + ce
-        teacher, by_gained, label = (value * self.factor for value in (by_cost, by_rejection, ce))
-        coefficients = DraftGradCoefficients(own * self.factor, teacher, by_gained, label, greedy)
+        draft_coefficient = rejection_weight * gained + cost_weight + ce_weight
+        teacher_coefficient, gained_coefficient, label_coefficient = (
+            value * self.factor for value in (cost_weight, rejection_weight, ce_weight)
+        )
+        coefficients = DraftGradCoefficients(
+            draft_coefficient * self.factor, teacher_coefficient, gained_coefficient, label_coefficient, greedy
+        )
         out = buffer.out if self.by_weight else None
         if problem.valid:
-            local = backend.draft_grads(problem, pair, agreement.saved, coefficients, GradTargets(self.grad_dtype, out, add))
+            local_grad = backend.draft_grads(problem, pair, agreement.saved, coefficients, GradTargets(self.grad_dtype, out, add))
         else:
-            local = None if self.grad_dtype is None else torch.zeros_like(problem.hidden, dtype=self.grad_dtype)
+            local_grad = None if self.grad_dtype is None else torch.zeros_like(problem.hidden, dtype=self.grad_dtype)
             if out is not None and not add:
                 out.zero_()
-        if self.hidden_grad is not None and local is not None:
-            self.hidden_grad[span] = local
+        if self.hidden_grad is not None and local_grad is not None:
+            self.hidden_grad[span] = local_grad
         return out is not None
 
-    def reduced_grad(self, dtype: torch.dtype) -> Tensor | None:
+    def reduce_grad(self, dtype: torch.dtype) -> Tensor | None:
         """The gradient of the draft's states [m, H], summed over vocabulary shards."""
         if self.hidden_grad is None:
             return None
-        return self.selected.scatter(sum_ranks(self.hidden_grad, self.call.shard).to(dtype))
+        return self.selected.scatter(sum_shards(self.hidden_grad, self.call.shard).to(dtype))
 
     def outputs(self) -> tuple[Tensor, ...]:
         """The fields of `DraftLossOut`."""
@@ -196,7 +201,7 @@ class DraftTerm:
         return self.loss_sum, *(self.selected.scatter(x) for x in per_row)
 
 
-def _selected(draft: Draft, trunk: Rows) -> tuple[Rows, Tensor | None]:
+def _select_draft_rows(draft: Draft, trunk: Rows) -> tuple[Rows, Tensor | None]:
     """The draft rows whose trunk rows are selected, and each one's index among the selected trunk rows (None: the same order)."""
     if draft.rows is None:
         return trunk, None
@@ -210,7 +215,7 @@ def _selected(draft: Draft, trunk: Rows) -> tuple[Rows, Tensor | None]:
     return Rows(m, len(index), index), position[index]
 
 
-def _at(x: Tensor, rows: Tensor | None) -> Tensor:
+def _select(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x[rows]
 
 
@@ -218,5 +223,5 @@ def _first_choice(top: Tensor, agreement: Agreement, shard: Shard) -> Tensor:
     """The trunk's log-prob of the draft's most likely entry over all ranks' columns; ties go to the first rank."""
     if shard.world == 1:
         return agreement.first_choice
-    tops, first_choices = gather(torch.stack([top, agreement.first_choice]), shard).unbind(1)
+    tops, first_choices = gather_shards(torch.stack([top, agreement.first_choice]), shard).unbind(1)
     return first_choices.gather(0, tops.argmax(0, keepdim=True)).squeeze(0)

@@ -1,18 +1,19 @@
 """Operations whose results depend neither on the order of summation nor on other rows: fp32 on a CPU, for `numerics: bitwise`.
 
 An engine computes a token's row alone, among drafts, in a chunk of a prompt or in a batch; a trainer computes it in a packed row. Matrix
-libraries select kernels by shape, and each sums in another order, so the last bits of a row depend on the other rows of the call. Here no
+libraries select kernels by shape, and kernels sum in different orders, so the last bits of a row depend on the other rows of the call. Here
+no
 sum is rounded: before a sum over n terms, both factors are rounded to integer multiples of a power of two, small enough that every partial
 sum is an integer below 2⁵³. Sums of such integers in float64 are exact in any order, for any matrix library, number of threads and CPU
 (error-free matrix products by slicing: Ozaki et al., Numerical Algorithms 59, 2012). The result is rounded once. A row's power of two is
 set by its own largest element, and the number of bits by n, so a factor keeps 19 to 24 bits relative to that element.
 
-All else is elementwise: additions, products, quotients and square roots, which IEEE 754 defines to the last bit. Exponentials, logarithms,
-sines and cosines are polynomials of these in float64, because libraries evaluate them in other ways at the end of an array than in its
-middle.
+All other operations are elementwise: additions, products, quotients and square roots, which IEEE 754 defines to the last bit.
+Exponentials, logarithms, sines and cosines are float64 polynomials, because libraries evaluate these functions differently at the end of
+an array than in its middle.
 
 Rows are independent, so results do not depend on the blocks in which they are computed. Blocks limit the memory of float64 temporaries.
-Nor do they depend on the number of ranks that share a row: ranks add their integers before the result is rounded.
+Results do not depend on the number of ranks that share a row either, because ranks add their integers before the result is rounded.
 
 These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the inexact operations.
 
@@ -31,35 +32,35 @@ from torch import Tensor
 from mtpctl.kernels.qkv import rotate_pairs
 from mtpctl.recipe.numerics import BLOCK_BYTES, MAX_CONTEXT
 
-MANTISSA = 53
+MANTISSA_BITS = 53
 """Bits of a float64 integer."""
-_SMALLEST = -400
+_MIN_EXPONENT = -400
 """Lower limit of exponents, so that powers stay normal."""
 
 
-def _bits(terms: int) -> int:
+def _factor_bits(terms: int) -> int:
     """Bits of each factor of a sum of `terms` products."""
-    return (MANTISSA - (terms - 1).bit_length()) // 2
+    return (MANTISSA_BITS - (terms - 1).bit_length()) // 2
 
 
-def _power(exponent: Tensor) -> Tensor:
+def _power_of_two(exponent: Tensor) -> Tensor:
     """2^exponent as float64, for int64 exponents from -1022 to 1023. `torch.ldexp` calls `pow`, which may round."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _largest(x: Tensor) -> Tensor:
+def _max_abs(x: Tensor) -> Tensor:
     """The largest absolute value of each row of x [..., c] → [..., 1], without a copy of x."""
     return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
 
 
-def _fixed_point(x: Tensor, bits: int, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _fixed_point(x: Tensor, bits: int, max_abs: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Round each row of x [..., c] to integers of at most 2^bits times a power of two. Returns both in float64: [..., c] and [..., 1].
 
-    largest: of each row, [..., 1], if other ranks have parts of the rows.
+    max_abs: maximum absolute value of each row [..., 1], set if other ranks have parts of the rows.
     """
-    largest = _largest(x) if largest is None else largest
-    exponent = torch.frexp(largest.double()).exponent.long().clamp(min=_SMALLEST)
-    return (x * _power(bits - exponent)).round_(), _power(exponent - bits)
+    max_abs = _max_abs(x) if max_abs is None else max_abs
+    exponent = torch.frexp(max_abs.double()).exponent.long().clamp(min=_MIN_EXPONENT)
+    return (x * _power_of_two(bits - exponent)).round_(), _power_of_two(exponent - bits)
 
 
 def _blocks(count: int, width: int) -> Iterator[slice]:
@@ -72,17 +73,17 @@ def _blocks(count: int, width: int) -> Iterator[slice]:
 def linear(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """x [rows, in] · weightᵀ [out, in] → [rows, out], in the dtype of x.
 
-    group: ranks that have equal parts of the inputs. All get the product of the whole rows, the same as a single rank's.
+    group: ranks that have equal parts of the inputs. All get the product of the whole rows, which equals the result of a single rank.
     """
-    largest = torch.cat([_largest(x), _largest(weight)])
+    max_abs = torch.cat([_max_abs(x), _max_abs(weight)])
     if group is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    of_rows, of_columns = largest.split([len(x), len(weight)])
-    bits = _bits(x.shape[-1] * (1 if group is None else group.size()))
-    rows, row_step = _fixed_point(x, bits, of_rows)
+        dist.all_reduce(max_abs, dist.ReduceOp.MAX, group)
+    row_max, column_max = max_abs.split([len(x), len(weight)])
+    bits = _factor_bits(x.shape[-1] * (1 if group is None else group.size()))
+    rows, row_step = _fixed_point(x, bits, row_max)
     out = x.new_empty(len(x), len(weight))
     for block in _blocks(len(weight), max(x.shape)):
-        columns, column_step = _fixed_point(weight[block], bits, of_columns[block])
+        columns, column_step = _fixed_point(weight[block], bits, column_max[block])
         product = rows @ columns.T
         if group is not None:
             dist.all_reduce(product, group=group)
@@ -98,7 +99,7 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean x² + eps) · (offset + weight) over the last dimension, in the dtype of x."""
     width = x.shape[-1]
-    units, step = _fixed_point(x, _bits(width))
+    units, step = _fixed_point(x, _factor_bits(width))
     squares = units.mul_(units).sum(-1, keepdim=True)
     inverse = (squares.mul_(step).mul_(step).mul_(1.0 / width).add_(eps)).sqrt_().reciprocal_()
     return x.double().mul_(inverse).mul_(weight.double() + offset).to(x.dtype)
@@ -122,11 +123,11 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of fp32 angles, in fp32."""
-    wide = angles.double()
-    turns = (wide * (2 / math.pi)).round_()
-    rest = wide - turns * _HALF_PI_HIGH - turns * _HALF_PI_LOW
-    square = rest * rest
-    cos, sin = _polynomial(square, _COSINE), _polynomial(square, _SINE).mul_(rest)
+    angles_fp64 = angles.double()
+    turns = (angles_fp64 * (2 / math.pi)).round_()
+    remainder = angles_fp64 - turns * _HALF_PI_HIGH - turns * _HALF_PI_LOW
+    square = remainder * remainder
+    cos, sin = _polynomial(square, _COSINE), _polynomial(square, _SINE).mul_(remainder)
     quadrant = turns.long() & 3
     odd = (quadrant & 1).bool()
     cos, sin = torch.where(odd, sin, cos), torch.where(odd, cos, sin)
@@ -144,26 +145,25 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
 
     visible: bool, broadcast to [n, q, k]; every query must see a key. Other keys do not affect its result, whatever their finite values.
 
-    k must be at most `MAX_CONTEXT`: the factors have the bits that so many keys leave, so that a result does not depend on the number of
-    other keys.
+    k must be at most `MAX_CONTEXT`, which determines the bits of the factors, so that a result does not depend on the number of other keys.
     """
     keys, (samples, heads, queries, width), groups = key.shape[2], query.shape, key.shape[1]
     assert keys <= MAX_CONTEXT, f"{keys} keys, at most {MAX_CONTEXT}"
     visible = visible.expand(samples, queries, keys)
-    bits, weight_bits = _bits(width), _bits(MAX_CONTEXT)
+    bits, weight_bits = _factor_bits(width), _factor_bits(MAX_CONTEXT)
     (columns, column_step), (values, value_step) = _fixed_point(key, bits), _fixed_point(value, weight_bits)
     out = query.new_empty(samples, heads, queries, value.shape[-1])
     for block in _blocks(queries, samples * heads * keys):
-        part, hidden = query[:, :, block], ~visible[:, None, block]
-        rows, row_step = _fixed_point(part.reshape(samples, groups, -1, width), bits)
+        query_block, is_masked = query[:, :, block], ~visible[:, None, block]
+        rows, row_step = _fixed_point(query_block.reshape(samples, groups, -1, width), bits)
         scores = (rows @ columns.transpose(2, 3)).mul_(row_step).mul_(column_step.transpose(2, 3)).mul_(scale)
-        scores = scores.view(*part.shape[:3], keys).masked_fill_(hidden, float("-inf"))
-        weights = exp(scores.sub_(scores.amax(-1, keepdim=True))).masked_fill_(hidden, 0.0)
+        scores = scores.view(*query_block.shape[:3], keys).masked_fill_(is_masked, float("-inf"))
+        weights = exp(scores.sub_(scores.amax(-1, keepdim=True))).masked_fill_(is_masked, 0.0)
         mass = total_mass(weights, MAX_CONTEXT)
-        # A key's power of two moves from its value to its weight, whose largest over the visible keys then bounds the whole sum.
+        # Each key's power of two is moved from its value to its weight. The largest such weight of the visible keys then bounds the sum.
         weights = weights.view(samples, groups, -1, keys).mul_(value_step.transpose(2, 3))
         weights, weight_step = _fixed_point(weights, weight_bits)
-        out[:, :, block] = (weights @ values).mul_(weight_step).view(*part.shape[:3], -1).div_(mass)
+        out[:, :, block] = (weights @ values).mul_(weight_step).view(*query_block.shape[:3], -1).div_(mass)
     return out
 
 
@@ -194,22 +194,22 @@ def exp(x: Tensor) -> Tensor:
     """e^x of float64 x with a relative error below 1e-11; x is limited to ±700."""
     x = x.clamp(-700.0, 700.0)
     power = (x * (1 / math.log(2))).round_()
-    rest = x.sub_(power * _LOG_2_HIGH).sub_(power * _LOG_2_LOW)
-    return _polynomial(rest, _EXPONENTIAL).mul_(_power(power.long()))
+    remainder = x.sub_(power * _LOG_2_HIGH).sub_(power * _LOG_2_LOW)
+    return _polynomial(remainder, _EXPONENTIAL).mul_(_power_of_two(power.long()))
 
 
 def log(x: Tensor) -> Tensor:
     """Natural logarithm of float64 x ≥ 1, with an absolute error below 1e-11; 0 for 1."""
     fraction, exponent = torch.frexp(x)
-    low = fraction < math.sqrt(0.5)
-    fraction, exponent = torch.where(low, fraction * 2, fraction), exponent - low.to(exponent.dtype)
+    is_low = fraction < math.sqrt(0.5)
+    fraction, exponent = torch.where(is_low, fraction * 2, fraction), exponent - is_low.to(exponent.dtype)
     ratio = (fraction - 1) / (fraction + 1)
     return _polynomial(ratio * ratio, _LOGARITHM) * ratio + exponent.double() * math.log(2)
 
 
 def total_mass(weights: Tensor, terms: int) -> Tensor:
     """Sum of weights [..., c] from 0 to 1, of at most `terms`, rounded to a fixed step → [..., 1]."""
-    bits = MANTISSA - 1 - (terms - 1).bit_length()
+    bits = MANTISSA_BITS - 1 - (terms - 1).bit_length()
     return (weights * 2.0**bits).round_().sum(-1, keepdim=True).mul_(2.0**-bits)
 
 

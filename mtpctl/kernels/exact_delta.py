@@ -5,7 +5,7 @@ Chunked kernels sum over the tokens of a chunk, in other orders than a decoding 
     S ← S · decay,   S ← S + k ⊗ (v − k S) · rate,   output q S
 
 with sums over key channels in an order that depends on their number only. The state between two tokens can be stored and loaded without
-changing a bit, so engine (prefill, decoding and steps that verify drafts) and trainer compute the same values.
+rounding, so engine (prefill, decoding and steps that verify drafts) and trainer compute the same values.
 
 The inputs are those of the chunked form: q, k and v pass a causal convolution of a few taps, in a fixed order, and SiLU; q and k are
 normed. These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the chunked form.
@@ -50,8 +50,8 @@ class DeltaCache(NamedTuple):
     slots [n, 1 + drafts]: a sequence's window is in its first slot. With one column, its state is in that slot, too, before and after the
     step. With several, for steps that verify drafts, the state after token t of the step is stored in column t.
 
-    accepted [n]: how many tokens of its previous step a sequence accepted; 1 if that step had no drafts, 0 for a sequence without earlier
-    tokens, whatever its slots contain. A step begins with the state in column `accepted` − 1, and with the window from that column on.
+    accepted [n]: number of tokens of a sequence's previous step that were accepted; 1 if that step had no drafts, 0 for a sequence without
+    earlier tokens, whose slots are ignored. A step begins with the state in column `accepted` − 1, and with the window from that column on.
     """
 
     windows: Tensor
@@ -83,7 +83,7 @@ def run(mixed: Tensor, alpha: Tensor, beta: Tensor, weights: DeltaWeights, start
     keys, values = weights.key_heads, len(weights.decay)
     q, k, v = convolved.split([keys * weights.key_dim] * 2 + [values * weights.value_dim()], dim=-1)
     q, k, v = (x.unflatten(-1, (count, -1)) for x, count in ((q, keys), (k, keys), (v, values)))
-    q, k = _unit_norm(q, weights.key_dim**-0.5), _unit_norm(k, 1.0)
+    q, k = _l2_normalize(q, weights.key_dim**-0.5), _l2_normalize(k, 1.0)
     return recur(q, k, v, alpha, beta, weights, starts, cache)
 
 
@@ -93,7 +93,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return kernels.swiglu(torch.cat([gate, kernels.rms_norm(x, weight, eps)], dim=-1))
 
 
-def _unit_norm(x: Tensor, scale: float) -> Tensor:
+def _l2_normalize(x: Tensor, scale: float) -> Tensor:
     """x / sqrt(sum x² + eps) · scale."""
     width = x.shape[-1]
     norm = invariant.rms_norm if x.is_cuda else exact.rms_norm
@@ -107,21 +107,21 @@ def convolve_torch(mixed: Tensor, taps: Tensor, starts: Tensor, cache: DeltaCach
     """silu of the causal convolution of mixed [T, C], which begins with the inputs in the cache."""
     bounds, slots, accepted = starts.tolist(), cache.slots[:, 0].tolist(), cache.accepted.tolist()
     out, history = torch.zeros_like(mixed), taps.shape[1] - 1
-    wide_taps = taps.double().unbind(1)
+    taps_fp64 = taps.double().unbind(1)
     for index, (start, end) in enumerate(pairwise(bounds)):
         if start == end:
             continue
         window = cache.windows[slots[index]].T
-        first = accepted[index] - 1
-        earlier = torch.zeros_like(window[:history]) if first < 0 else window[first : first + history]
+        window_start = accepted[index] - 1
+        earlier = torch.zeros_like(window[:history]) if window_start < 0 else window[window_start : window_start + history]
         inputs = torch.cat([earlier, mixed[start:end]])
         for block in exact._blocks(end - start, mixed.shape[1]):
-            part = inputs[block.start : block.stop + history].double()
-            rows = len(part) - history
-            total = part[:rows] * wide_taps[0]
-            for back, tap in enumerate(wide_taps[1:], start=1):
-                total += part[back : back + rows] * tap
-            out[start + block.start : start + block.stop] = total / (1.0 + exact.exp(-total))
+            block_inputs = inputs[block.start : block.stop + history].double()
+            rows = len(block_inputs) - history
+            sums = block_inputs[:rows] * taps_fp64[0]
+            for distance, tap in enumerate(taps_fp64[1:], start=1):
+                sums += block_inputs[distance : distance + rows] * tap
+            out[start + block.start : start + block.stop] = sums / (1.0 + exact.exp(-sums))
         recent = inputs[1:] if cache.slots.shape[1] > 1 else inputs[-history:]
         window[: len(recent)] = recent
     return out
@@ -138,32 +138,37 @@ def gates(alpha: Tensor, beta: Tensor, weights: DeltaWeights) -> tuple[Tensor, T
 def recur_torch(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, weights: DeltaWeights, starts: Tensor, cache: DeltaCache
 ) -> Tensor:
-    """The recurrence for q, k [T, key heads, d] and v [T, h, w]. Sequences advance together, the longest first, one token at a time."""
+    """The recurrence for q, k [T, key heads, d] and v [T, h, w]. All sequences advance by one token at a time, sorted by length."""
     decay, rate = gates(alpha, beta, weights)
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
     lengths, order = starts.diff().sort(descending=True, stable=True)
-    counts, slots, begins, accepted = lengths.tolist(), cache.slots[order].long(), starts[:-1][order].long(), cache.accepted[order].long()
+    counts, slots, sequence_starts, accepted = (
+        lengths.tolist(),
+        cache.slots[order].long(),
+        starts[:-1][order].long(),
+        cache.accepted[order].long(),
+    )
     state = cache.states[slots.gather(1, (accepted[:, None] - 1).clamp(min=0))[:, 0]]
     state[accepted == 0] = 0.0
     out, active = v.new_zeros(v.shape), len(counts)
     for token in range(max(counts)):
         while counts[active - 1] <= token:
             active -= 1
-        now, rows = state[:active], begins[:active] + token
+        active_state, rows = state[:active], sequence_starts[:active] + token
         key = k[rows, :, :, None]
-        now.mul_(decay[rows, :, None, None])
-        change = (v[rows] - _total(now * key)).mul_(rate[rows, :, None])
-        now.add_(key * change[:, :, None])
-        out[rows] = _total(now * q[rows, :, :, None])
+        active_state.mul_(decay[rows, :, None, None])
+        update = (v[rows] - _sum_channels(active_state * key)).mul_(rate[rows, :, None])
+        active_state.add_(key * update[:, :, None])
+        out[rows] = _sum_channels(active_state * q[rows, :, :, None])
         if slots.shape[1] > 1:
-            cache.states[slots[:active, token]] = now
+            cache.states[slots[:active, token]] = active_state
     if slots.shape[1] == 1:
-        used = sum(count > 0 for count in counts)
-        cache.states[slots[:used, 0]] = state[:used]
+        nonempty = sum(count > 0 for count in counts)
+        cache.states[slots[:nonempty, 0]] = state[:nonempty]
     return out
 
 
-def _total(x: Tensor) -> Tensor:
+def _sum_channels(x: Tensor) -> Tensor:
     """Sum of x [..., d, w] over d, by adding the halves. Each addition is elementwise, so its rounding does not depend on other rows."""
     while (count := x.shape[-2]) > 1:
         half = count // 2

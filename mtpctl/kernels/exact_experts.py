@@ -3,7 +3,7 @@
 Engine and trainer compute experts alike, with the same roundings:
 
     logits      fp32, products of states and the router's weight in their own dtype
-    selection   the k largest logits; of equal ones, that of the lower expert index
+    selection   the k largest logits; ties go to the lower expert index
     probs       fp32, from the logits of a token and its experts, which may have been selected elsewhere
     experts     each expert's rows in one product per layer; a row's prob scales the activation's output before it is rounded
     output      the sum of a token's rows in fp32, from its last expert to its first
@@ -34,7 +34,7 @@ def top_experts(logits: Tensor, k: int) -> Tensor:
     return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def routes_of(experts: Tensor, count: int) -> Tensor:
+def route_mask(experts: Tensor, count: int) -> Tensor:
     """bool [T, E]: whether each of `count` experts is among a token's `experts` [T, k]."""
     return torch.zeros(len(experts), count, dtype=torch.bool, device=experts.device).scatter_(1, experts, True)
 
@@ -58,7 +58,7 @@ def run_experts(x: Tensor, logits: Tensor, experts: Tensor, gate_up: Tensor, dow
 
     logits: fp32 [T, E]. experts: int64 [T, k]. gate_up [E, 2 F, H] and down [E, H, F]: the experts' weights. of_all: see `chosen_probs`.
     """
-    routes = routes_of(experts, logits.shape[1])
+    routes = route_mask(experts, logits.shape[1])
     order = expert_order(routes, experts.shape[1], 1)
     probs = chosen_probs(logits, routes, of_all=of_all).flatten().index_select(0, order.pair_of)
     ends = order.counts.cumsum(0, dtype=torch.int32)
@@ -71,10 +71,10 @@ def run_experts(x: Tensor, logits: Tensor, experts: Tensor, gate_up: Tensor, dow
 
 
 def chosen_probs_torch(logits: Tensor, routes: Tensor, *, of_all: bool) -> Tensor:
-    counted = torch.ones_like(routes) if of_all else routes
+    included = torch.ones_like(routes) if of_all else routes
     scores = logits.double()
-    top = scores.masked_fill(~counted, float("-inf")).amax(-1, keepdim=True)
-    weights = exact.exp(scores - top).masked_fill_(~counted, 0.0)
+    top = scores.masked_fill(~included, float("-inf")).amax(-1, keepdim=True)
+    weights = exact.exp(scores - top).masked_fill_(~included, 0.0)
     return (weights / exact.total_mass(weights, logits.shape[1])).masked_fill_(~routes, 0.0).float()
 
 

@@ -24,7 +24,7 @@ from mtpctl.kernels.qkv import Angles, HeadLayout, HeadNorm, Heads
 def linear(x: Tensor, weight: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """x [..., in] · weightᵀ [out, in] → [..., out]. The weight's gradient goes to Megatron's buffer, if it has one.
 
-    group: ranks that have equal parts of the inputs. All get the whole sum, and pass equal gradients of it.
+    group: ranks that have equal parts of the inputs. All get the total, and all must pass equal gradients of it.
     """
     return _Linear.apply(x, weight, group)
 
@@ -69,7 +69,7 @@ def router_logits(states: Tensor, weight: Tensor) -> Tensor:
 
 def route(logits: Tensor, experts: Tensor, *, of_all: bool) -> tuple[Tensor, Tensor]:
     """Probs and routes (bool), both [T, E], of logits [T, E] and each token's `experts` [T, k]. See `exact_experts.chosen_probs`."""
-    routes = exact_experts.routes_of(experts, logits.shape[1])
+    routes = exact_experts.route_mask(experts, logits.shape[1])
 
     def inexact(logits: Tensor) -> Tensor:
         return (logits if of_all else logits.masked_fill(~routes, float("-inf"))).softmax(-1).masked_fill(~routes, 0.0)
@@ -102,8 +102,8 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-        inexact, ctx.inexact = ctx.inexact, None  # autograd frees saved tensors only, not those that the function refers to
+        tensors = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        inexact, ctx.inexact = ctx.inexact, None  # autograd frees only saved tensors, not tensors that the function refers to
         with torch.enable_grad():
             out = inexact(*tensors)
         return None, None, *torch.autograd.grad(out, tensors, grads[0])

@@ -7,8 +7,8 @@ buffers store parameters in reverse order at equal strides. If the weights of a 
 them in place; otherwise they are copied into one tensor. Weight gradients are added to the fp32 buffers (`main_grad`) in one operation that
 bypasses autograd, whose bookkeeping for hundreds of weights would stall the GPU.
 
-Products use `torch.nn.functional.grouped_mm`, which needs rows aligned to 16 bytes; other widths are multiplied expert by expert. On CUDA a
-Triton kernel accumulates weight gradients in the buffers without a temporary; the first microbatch of an update overwrites the buffers,
+Products use `torch.nn.functional.grouped_mm`, which needs rows aligned to 16 bytes; unaligned rows are multiplied expert by expert. On CUDA
+a Triton kernel accumulates weight gradients in the buffers without a temporary; the first microbatch of an update overwrites the buffers,
 which saves zeroing and reading them. Group boundaries stay on the device, so aligned products do not synchronize with the host.
 
 Shape legend: R rows, E groups, M x N weight.
@@ -36,8 +36,8 @@ ROW_BYTES = 16
 class WeightStack:
     """The weights of a grouped linear layer: E parameters [out, in] in the order of the groups.
 
-    All addresses are read again only if the first or last tensor has moved: reading hundreds of them takes longer on the host than the
-    products take on the GPU.
+    All addresses are read again only if the first or last tensor has moved, because reading hundreds of addresses takes longer on the host
+    than the products take on the GPU.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -50,23 +50,23 @@ class WeightStack:
         return self._weight_view.of(self.weights[0], self.weights[-1], lambda: self.weights)
 
     @property
-    def buffered(self) -> bool:
+    def has_grad_buffers(self) -> bool:
         """Whether gradients go to the weights' `main_grad` buffers and bypass autograd."""
         return getattr(self.weights[0], "main_grad", None) is not None
 
     @property
-    def leaves(self) -> tuple[Tensor, ...]:
+    def autograd_weights(self) -> tuple[Tensor, ...]:
         """Weights to pass to autograd: all, or one representative if gradients bypass it."""
-        return self.weights[:1] if self.buffered else self.weights
+        return self.weights[:1] if self.has_grad_buffers else self.weights
 
     @property
     def buffers(self) -> list[Tensor]:
         """The fp32 gradient buffers, shaped like the weights."""
-        return [_buffer(weight) for weight in self.weights]
+        return [_grad_buffer(weight) for weight in self.weights]
 
     def add_gradients(self, grad: Tensor, x: Tensor, ends: Tensor) -> None:
         """Add each group's sum of outer products of grad [R, out] and x [R, in] to the buffers, or overwrite stale buffers with it."""
-        first, last = _buffer(self.weights[0]), _buffer(self.weights[-1])
+        first, last = _grad_buffer(self.weights[0]), _grad_buffer(self.weights[-1])
         stale = take_stale(first)
         stacked_buffers = self._grad_view.of(first, last, lambda: self.buffers)
         if stacked_buffers.data_ptr() != first.data_ptr():  # a copy: the buffers are not at equal strides
@@ -81,11 +81,11 @@ class WeightStack:
 
     def mark_stale(self) -> None:
         """Mark the start of an update: the next gradients overwrite the buffers. The first buffer carries the mark for all."""
-        mark_stale(_buffer(self.weights[0]))
+        mark_stale(_grad_buffer(self.weights[0]))
 
     def stale_buffers(self) -> list[Tensor]:
         """Buffers that received no gradient in this update and still hold the previous update's. Clears the mark."""
-        return self.buffers if take_stale(_buffer(self.weights[0])) else []
+        return self.buffers if take_stale(_grad_buffer(self.weights[0])) else []
 
 
 class _StackedView:
@@ -96,30 +96,30 @@ class _StackedView:
         self._view: Tensor | None = None
 
     def of(self, first: Tensor, last: Tensor, tensors: Callable[[], Sequence[Tensor]]) -> Tensor:
-        """`stacked(tensors())`, recomputed only if `first` or `last` has moved."""
+        """`stack_tensors(tensors())`, recomputed only if `first` or `last` has moved."""
         addresses = first.data_ptr(), last.data_ptr()
         if self._view is not None and addresses == self._addresses:
             return self._view
-        result = stacked(tensors())
+        result = stack_tensors(tensors())
         if result.data_ptr() == addresses[0]:
             self._addresses, self._view = addresses, result
         return result
 
 
-def _buffer(weight: Tensor) -> Tensor:
+def _grad_buffer(weight: Tensor) -> Tensor:
     return weight.main_grad  # type: ignore[attr-defined, no-any-return]
 
 
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
+def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Stack tensors of one shape to [E, …]: a view if they are at equal strides in one storage, else a copy."""
     first = tensors[0]
-    addresses = [each.data_ptr() for each in tensors]
+    addresses = [tensor.data_ptr() for tensor in tensors]
     step = addresses[1] - addresses[0] if len(addresses) > 1 else first.nbytes
     size = first.element_size()
-    regular = all(b - a == step for a, b in itertools.pairwise(addresses)) and step >= first.nbytes and step % size == 0
+    evenly_spaced = all(b - a == step for a, b in itertools.pairwise(addresses)) and step >= first.nbytes and step % size == 0
     storage = first.untyped_storage()
-    inside = addresses[-1] + first.nbytes <= storage.data_ptr() + storage.nbytes()
-    if not (regular and inside and all(each.is_contiguous() for each in tensors)):
+    within_storage = addresses[-1] + first.nbytes <= storage.data_ptr() + storage.nbytes()
+    if not (evenly_spaced and within_storage and all(tensor.is_contiguous() for tensor in tensors)):
         return torch.stack(list(tensors))
     return first.detach().as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
 
@@ -140,7 +140,7 @@ def grouped_linear(x: Tensor, ends: Tensor, weights: WeightStack, product: Produ
     if not len(x):
         # No kernel accepts zero rows. The product keeps the result in the graph, so that earlier layers get gradients.
         return x @ weights.weights[0].t()
-    return _GroupedLinear.apply(x, ends, weights, product, *weights.leaves)
+    return _GroupedLinear.apply(x, ends, weights, product, *weights.autograd_weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -157,7 +157,7 @@ class _GroupedLinear(torch.autograd.Function):
         x_grad = _products(grad, weights.stacked, ends) if ctx.needs_input_grad[0] else None
         weight_grads: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         if ctx.needs_input_grad[4]:
-            if weights.buffered:
+            if weights.has_grad_buffers:
                 weights.add_gradients(grad, x, ends)
             else:
                 weight_grads = _outer_products(grad, x, ends).unbind()
@@ -245,10 +245,10 @@ def add_outer_products_kernel(
 
 
 def weight_grads_unsupported(grad: Tensor, x: Tensor, out: Tensor) -> str | None:
-    """Why `add_weight_grads_triton` does not support these tensors, or None."""
+    """The reason why `add_weight_grads_triton` does not support these tensors; None if it does."""
     if not (x.is_cuda or INTERPRETED):
         return f"needs CUDA (or TRITON_INTERPRET=1), x is on {x.device}"
-    if x.dtype not in products.HALF or out.dtype != torch.float32:
+    if x.dtype not in products.HALF_DTYPES or out.dtype != torch.float32:
         return f"adds products of bf16 or fp16 to fp32, got {x.dtype} and {out.dtype}"
     if not (out[0].is_contiguous() and grad.is_contiguous() and x.is_contiguous()) or grad.shape[1] % 8 or x.shape[1] % 8:
         return "needs contiguous rows at multiples of 16 bytes"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtpctl.kernels.backend import Problem, Shard, sum_ranks, vocab_shard
+from mtpctl.kernels.backend import Problem, Shard, sum_shards, vocab_shard
 from mtpctl.kernels.products import take_stale
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -80,8 +80,8 @@ class Call:
         """The backend's problem: the selected rows and this rank's vocabulary entries."""
         inverse: float | Tensor
         if isinstance(self.temperature, Tensor):
-            wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-            inverse = self.rows.select(self.temperature.detach().to(wide).expand(self.rows.total).reciprocal())
+            wide_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+            inverse = self.rows.select(self.temperature.detach().to(wide_dtype).expand(self.rows.total).reciprocal())
         else:
             inverse = 1.0 / self.temperature
         targets = self.rows.select(labels).long() - self.shard.start
@@ -93,10 +93,10 @@ class Call:
 
     def reduce_hidden_grad(self, local: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum each rank's part `local` [n, H] over vocabulary shards -> gradient of hidden [N, H]."""
-        return self.rows.scatter(sum_ranks(local, self.shard).to(dtype))
+        return self.rows.scatter(sum_shards(local, self.shard).to(dtype))
 
 
-def prepare(
+def prepare_call(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -171,25 +171,28 @@ def _select_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, temperatur
     total = labels.shape[0]
     if total == 0:
         return Rows(0, 0, None)
-    keep = labels != IGNORE_INDEX if rows is None else (labels != IGNORE_INDEX) & rows
-    # The sum is not finite if an element is not, or if it overflows; in the latter case `_nonfinite` returns None.
-    wide = torch.float64 if labels.device.type == "cpu" else torch.float32
-    finite_sum = torch.isfinite(hidden.detach().sum(dtype=wide))
-    selected = torch.where(keep, labels, 0)  # 0 is a valid label, so minimum and maximum are those of the selected labels
-    count, low, high, finite = torch.stack([keep.sum(), *(x.long() for x in (*selected.aminmax(), finite_sum))]).tolist()
-    if low < 0 or high >= shard.total:
+    is_selected = labels != IGNORE_INDEX if rows is None else (labels != IGNORE_INDEX) & rows
+    # The sum is not finite if an element is not, or if it overflows; in the latter case `_nonfinite_error` returns None.
+    wide_dtype = torch.float64 if labels.device.type == "cpu" else torch.float32
+    finite_sum = torch.isfinite(hidden.detach().sum(dtype=wide_dtype))
+    selected_labels = torch.where(is_selected, labels, 0)  # 0 is a valid label, so minimum and maximum are those of the selected labels
+    count, min_label, max_label, finite = torch.stack(
+        [is_selected.sum(), *(x.long() for x in (*selected_labels.aminmax(), finite_sum))]
+    ).tolist()
+    if min_label < 0 or max_label >= shard.total:
         raise ValueError(
-            f"labels: {low if low < 0 else high} is outside the vocabulary of {shard.total} entries (ignore_index is {IGNORE_INDEX})"
+            f"labels: {min_label if min_label < 0 else max_label} is outside the vocabulary of {shard.total} entries "
+            f"(ignore_index is {IGNORE_INDEX})"
         )
-    if not finite and (error := _nonfinite("hidden", hidden)):
+    if not finite and (error := _nonfinite_error("hidden", hidden)):
         raise error
     if isinstance(temperature, Tensor):
-        lowest, highest = torch.stack(torch.where(keep, temperature, 1).aminmax()).tolist()
-        if not lowest > 0:
-            raise ValueError(f"temperature: smallest value {lowest}, expected above 0")
-        if highest == float("inf"):
-            raise ValueError(f"temperature: largest value {highest}, expected finite values")
-    return Rows(total, count, None if count == total else keep.nonzero().squeeze(1))
+        min_temperature, max_temperature = torch.stack(torch.where(is_selected, temperature, 1).aminmax()).tolist()
+        if not min_temperature > 0:
+            raise ValueError(f"temperature: smallest value {min_temperature}, expected above 0")
+        if max_temperature == float("inf"):
+            raise ValueError(f"temperature: largest value {max_temperature}, expected finite values")
+    return Rows(total, count, None if count == total else is_selected.nonzero().squeeze(1))
 
 
 class HostCopy:
@@ -225,18 +228,18 @@ class FiniteCheck:
         if self._finite.item():
             return
         for argument, x in ((name, hidden), ("weight", weight)):
-            if error := _nonfinite(argument, x):
+            if error := _nonfinite_error(argument, x):
                 raise error
         maxima = [x.abs().max().item() for x in (hidden, weight)]
         raise ValueError(f"{name}: logits overflow {torch.float32}: largest |{name}| {maxima[0]}, largest |weight| {maxima[1]}")
 
 
-def _nonfinite(name: str, x: Tensor) -> ValueError | None:
+def _nonfinite_error(name: str, x: Tensor) -> ValueError | None:
     """An error naming the first non-finite value of `x` [·, ·], if there is one."""
-    bad = (~torch.isfinite(x)).nonzero()
-    if not len(bad):
+    nonfinite = (~torch.isfinite(x)).nonzero()
+    if not len(nonfinite):
         return None
-    row, col = bad[0].tolist()
+    row, col = nonfinite[0].tolist()
     return ValueError(f"{name}: {x[row, col].item()} at [{row}, {col}], expected finite values in all of {tuple(x.shape)}")
 
 
@@ -245,7 +248,7 @@ class WeightGradBuffer:
     """Buffer of the weight gradient.
 
     out: None if no gradient is needed. add: add to `out` instead of overwriting it. finish: returns the gradient for autograd. shared:
-    `out` is Megatron's buffer, which other gradients are added to as well.
+    `out` is Megatron's buffer, to which other gradients are added as well.
     """
 
     out: Tensor | None
@@ -275,19 +278,19 @@ def weight_grad_buffer(weight: Tensor, needed: bool, main_grad: bool) -> WeightG
 
 @dataclass
 class PrecomputedGrads:
-    """Gradients that the forward pass computed for the upstream gradient `expected`, and a check to run before they are used."""
+    """Gradients that the forward pass computed for the upstream gradient `expected`, and a check that runs before they are used."""
 
     hidden: list[Tensor | None]
     weight: WeightGradBuffer
     expected: float
     check: Callable[[], None]
 
-    def scaled_to(self, upstream: Tensor) -> tuple[list[Tensor | None], Tensor | None]:
-        """The gradients of the states and the weight for `upstream`. To be called in a backward pass.
+    def rescale(self, upstream: Tensor) -> tuple[list[Tensor | None], Tensor | None]:
+        """The gradients of the states and the weight for `upstream`. Call it in a backward pass.
 
-        Rescales them if it differs from `expected`. Raises ValueError if they were computed for 0. Those that were added to `main_grad`
-        cannot be rescaled; the backward pass then raises the ValueError at its end, because reading `upstream` here would leave the device
-        idle while the rest of the pass is being launched.
+        Rescales them if `upstream` differs from `expected`. Raises ValueError if they were computed for 0. Gradients in `main_grad` cannot
+        be rescaled; then the backward pass raises the ValueError at its end, because reading `upstream` here would leave the device idle
+        while the rest of the pass is launched.
         """
         if self.weight.shared:
             torch.autograd.Variable._execution_engine.queue_callback(partial(_verify, HostCopy(upstream), self.expected, self.check))
@@ -296,7 +299,7 @@ class PrecomputedGrads:
         factor = upstream.item()
         if not math.isclose(factor, self.expected, rel_tol=1e-6):
             if not self.expected:
-                raise _wrong_scale(self.expected, factor, "0 cannot be rescaled")
+                raise _scale_error(self.expected, factor, "0 cannot be rescaled")
             for x in (*self.hidden, self.weight.out):
                 if x is not None:
                     x.mul_(factor / self.expected)
@@ -306,8 +309,8 @@ class PrecomputedGrads:
 def _verify(upstream: HostCopy, expected: float, check: Callable[[], None]) -> None:
     check()
     if not math.isclose(factor := upstream.item(), expected, rel_tol=1e-6):
-        raise _wrong_scale(expected, factor, "main_grad has already been added to")
+        raise _scale_error(expected, factor, "main_grad has already been added to")
 
 
-def _wrong_scale(expected: float, upstream: float, reason: str) -> ValueError:
+def _scale_error(expected: float, upstream: float, reason: str) -> ValueError:
     return ValueError(f"grad_scale: {expected}, but the loss received a gradient of {upstream}; {reason}")

@@ -82,11 +82,11 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, tile: Ti
     if not out.numel():
         return out
     x, weight = _aligned(x), _aligned(weight)
-    units = _multiprocessors(x.device)
-    tile = tile or tile_for(rows, columns, units)
+    multiprocessors = _multiprocessors(x.device)
+    tile = tile or tile_for(rows, columns, multiprocessors)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     # A large tile occupies a whole multiprocessor, so each multiprocessor gets one program, which loops over tiles.
-    programs = min(tiles, units) if tile.rows * tile.columns >= 1 << 14 else tiles
+    programs = min(tiles, multiprocessors) if tile.rows * tile.columns >= 1 << 14 else tiles
     a = TensorDescriptor.from_tensor(x, [tile.rows, BLOCK_K])
     b = TensorDescriptor.from_tensor(weight, [tile.columns, BLOCK_K])
     with on_device_of(x):
@@ -109,12 +109,12 @@ def _aligned(x: Tensor) -> Tensor:
     return x.new_empty(x.shape).copy_(x)
 
 
-def tile_for(rows: int, columns: int, units: int) -> Tile:
-    """The widest tile that gives each of `units` multiprocessors work, else the narrowest. Its height depends on `rows` only."""
+def tile_for(rows: int, columns: int, multiprocessors: int) -> Tile:
+    """The widest tile with at least one tile per multiprocessor, else the narrowest. Its height depends on `rows` only."""
     height = 64 if rows <= 64 else 128
     tiles = [tile for tile in TILES if tile.rows == height]
-    busy = [tile for tile in tiles if triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= units]
-    return busy[-1] if busy else tiles[0]
+    full_tiles = [tile for tile in tiles if triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= multiprocessors]
+    return full_tiles[-1] if full_tiles else tiles[0]
 
 
 @cache
@@ -195,19 +195,19 @@ def _launch_attention(
 ) -> None:
     heads, width = query.shape[1:]
     groups = key.shape[1]
-    per_group = heads // groups
+    heads_per_group = heads // groups
     requests = len(starts) - 1
     if not out.numel() or requests == 0:
         return
-    assert per_group <= QUERY_ROWS, f"{per_group} query heads per key-value head, at most {QUERY_ROWS}"
-    grid = triton.cdiv(int(longest), QUERY_ROWS // per_group), groups, requests
+    assert heads_per_group <= QUERY_ROWS, f"{heads_per_group} query heads per key-value head, at most {QUERY_ROWS}"
+    grid = triton.cdiv(int(longest), QUERY_ROWS // heads_per_group), groups, requests
     block_width = max(16, triton.next_power_of_2(width))
     table, lengths = (starts, starts) if pages is None else (pages.block_table, pages.lengths)
     with on_device_of(query):
         attention_kernel[grid](
             query, key, value, out, sums, starts, lengths, table,
             scale * LOG2E, len(query), query.stride(0), out.stride(0), *strides[0], *strides[1], table.stride(0),
-            PER_GROUP=per_group, WIDTH=width, BLOCK_WIDTH=block_width, PAGE=size,
+            PER_GROUP=heads_per_group, WIDTH=width, BLOCK_WIDTH=block_width, PAGE=size,
             BM=QUERY_ROWS, BN=BLOCK_KEYS, SUMS=pages is None and sums.numel() > 0, num_warps=4,
             num_stages=3 if block_width <= 128 else 2,  # wider heads fill the shared memory
         )  # fmt: skip

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtpctl.kernels.backend import Backend, GradTargets, RowGrads, Shard, gather, join_shards
-from mtpctl.kernels.dispatch import IMPLEMENTATIONS, choose, reference_scores
-from mtpctl.kernels.inputs import Call, FiniteCheck, HeadOptions, prepare, weight_grad_buffer
+from mtpctl.kernels.backend import Backend, GradTargets, RowGrads, Shard, combine_shards, gather_shards
+from mtpctl.kernels.dispatch import IMPLEMENTATIONS, reference_scores, select_backend
+from mtpctl.kernels.inputs import Call, FiniteCheck, HeadOptions, prepare_call, weight_grad_buffer
 
 
 class TopK(NamedTuple):
@@ -53,13 +53,13 @@ def linear_logprob(
     hidden [N, H] and weight [V, H] share a dtype (bf16, fp16, fp32, fp64) and a device. Products accumulate in fp32, results are fp32.
 
     detach_weight: do not compute the weight's gradient (for an isolated MTP head).
-    implementation: "auto" (a measured table per GPU and shape, see `dispatch.choose`), "reference", "chunked" or "triton".
+    implementation: "auto" (a measured table per GPU and shape, see `dispatch.select_backend`), "reference", "chunked" or "triton".
     options: see `HeadOptions`.
 
     Raises ValueError, naming the argument and both values, for labels out of range, mismatched shapes, dtypes or devices, and non-finite
     values in hidden or weight.
     """
-    call = prepare(hidden, weight, labels, **options)
+    call = prepare_call(hidden, weight, labels, **options)
     if not 0 <= topk <= call.shard.total:
         raise ValueError(f"topk: {topk}, expected 0 to {call.shard.total}, the size of the vocabulary")
     if detach_weight:
@@ -68,7 +68,7 @@ def linear_logprob(
         logprob, row_entropy, greedy, best, ids = reference_scores(hidden, weight, labels, call, topk)
     else:
         for_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        backend = choose(implementation, hidden, weight, rows=call.rows.count, topk=topk, names=IMPLEMENTATIONS)
+        backend = select_backend(implementation, hidden, weight, rows=call.rows.count, topk=topk, names=IMPLEMENTATIONS)
         arguments = _Arguments(call, backend, entropy, topk, for_backward)
         logprob, row_entropy, greedy, best, ids = _LinearLogProb.apply(hidden, weight, labels, arguments)
     return LogProbOut(logprob, row_entropy if entropy else None, greedy if hit else None, TopK(best, ids) if topk else None)
@@ -88,12 +88,12 @@ class _LinearLogProb(torch.autograd.Function):
         call, rows, topk = arguments.call, arguments.call.rows, arguments.topk
         problem = call.problem(hidden, weight, labels)
         scores = arguments.backend.scores(problem, entropy=arguments.entropy, topk=topk, for_backward=arguments.for_backward)
-        stats = join_shards(scores.stats, call.shard)
+        stats = combine_shards(scores.stats, call.shard)
         lse = stats.lse
         row_entropy = stats.entropy if arguments.entropy else torch.zeros_like(lse)
         outputs = [rows.scatter(x) for x in (stats.logprob, row_entropy, stats.hit)]
-        best = _join_topk(scores.best, lse, topk, call.shard) if topk else (lse.new_empty(0), lse.new_empty(0))
-        outputs += [rows.scatter(x) for x in best] if topk else best
+        topk_columns = _merge_shard_topk(scores.topk, lse, topk, call.shard) if topk else (lse.new_empty(0), lse.new_empty(0))
+        outputs += [rows.scatter(x) for x in topk_columns] if topk else topk_columns
         ctx.mark_non_differentiable(*outputs[2:])
         ctx.set_materialize_grads(False)
         finite = FiniteCheck(lse + row_entropy)
@@ -101,7 +101,7 @@ class _LinearLogProb(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, labels, lse, row_entropy)
             ctx.arguments, ctx.saved, ctx.finite = arguments, scores.saved, finite
         else:
-            # No backward pass will check for a non-finite weight or overflow. `prepare` has checked hidden.
+            # No backward pass will check for a non-finite weight or overflow. `prepare_call` has checked hidden.
             finite.enforce(problem.hidden, weight)
         return tuple(outputs)
 
@@ -111,34 +111,34 @@ class _LinearLogProb(torch.autograd.Function):
         hidden, weight, labels, lse, row_entropy = ctx.saved_tensors
         arguments: _Arguments = ctx.arguments
         call, select = arguments.call, arguments.call.rows.select
-        by_logprob, by_entropy = grads[0], grads[1] if arguments.entropy else None
-        if by_logprob is None and by_entropy is None:
+        logprob_grad, entropy_grad = grads[0], grads[1] if arguments.entropy else None
+        if logprob_grad is None and entropy_grad is None:
             return None, None, None, None
         row_grads = RowGrads(
-            torch.zeros_like(lse) if by_logprob is None else select(by_logprob).to(lse.dtype).contiguous(),
+            torch.zeros_like(lse) if logprob_grad is None else select(logprob_grad).to(lse.dtype).contiguous(),
             lse,
-            None if by_entropy is None else select(by_entropy).to(lse.dtype).contiguous(),
-            None if by_entropy is None else row_entropy,
+            None if entropy_grad is None else select(entropy_grad).to(lse.dtype).contiguous(),
+            None if entropy_grad is None else row_entropy,
         )
         saved, ctx.saved = ctx.saved, None  # overwritten by the backward pass
         buffer = weight_grad_buffer(weight, ctx.needs_input_grad[1], call.main_grad)
         problem = call.problem(hidden, weight, labels)
         targets = GradTargets(call.partial_dtype(hidden) if ctx.needs_input_grad[0] else None, buffer.out, buffer.add)
-        local = arguments.backend.grads(problem, row_grads, saved, targets)
+        local_grad = arguments.backend.grads(problem, row_grads, saved, targets)
         ctx.finite.enforce(problem.hidden, weight)
-        return None if local is None else call.reduce_hidden_grad(local, hidden.dtype), buffer.finish(), None, None
+        return None if local_grad is None else call.reduce_hidden_grad(local_grad, hidden.dtype), buffer.finish(), None, None
 
 
-def _join_topk(best: tuple[Tensor, Tensor] | None, lse: Tensor, k: int, shard: Shard) -> tuple[Tensor, Tensor]:
+def _merge_shard_topk(local_topk: tuple[Tensor, Tensor] | None, lse: Tensor, k: int, shard: Shard) -> tuple[Tensor, Tensor]:
     """Log-probs and global ids of the whole vocabulary's top k, merged from the top k of each shard."""
-    if best is None:  # this rank's shard is all padding
-        best = lse.new_empty(len(lse), 0), lse.new_empty(len(lse), 0, dtype=torch.long)
-    missing = k - best[0].shape[1]
-    values = torch.nn.functional.pad(best[0], (0, missing), value=float("-inf"))
-    ids = torch.nn.functional.pad(best[1], (0, missing)) + shard.start
+    if local_topk is None:  # this rank's shard is all padding
+        local_topk = lse.new_empty(len(lse), 0), lse.new_empty(len(lse), 0, dtype=torch.long)
+    missing = k - local_topk[0].shape[1]
+    values = torch.nn.functional.pad(local_topk[0], (0, missing), value=float("-inf"))
+    ids = torch.nn.functional.pad(local_topk[1], (0, missing)) + shard.start
     if shard.world > 1:
-        values = gather(values, shard).transpose(0, 1).flatten(1)
-        ids = gather(ids, shard).transpose(0, 1).flatten(1)
+        values = gather_shards(values, shard).transpose(0, 1).flatten(1)
+        ids = gather_shards(ids, shard).transpose(0, 1).flatten(1)
         values, order = values.topk(k, dim=1)
         ids = ids.gather(1, order)
     return (values - lse.unsqueeze(1)).clamp(max=0), ids

@@ -53,8 +53,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 def _fla_gated_norm() -> Callable[..., Tensor] | None:
     """flash-linear-attention's gated norm, if the package is installed.
 
-    Its import takes seconds and initializes CUDA, after which a process must not be forked. Engine cores import this module and fork
-    their workers, so the import waits for the first norm.
+    Imported at the first norm, because the import takes seconds and initializes CUDA, after which a process must not be forked. Engine
+    cores import this module and then fork their workers.
     """
     try:
         from fla.modules.norm.fused_norm_gate import rms_norm_gated

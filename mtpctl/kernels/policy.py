@@ -1,10 +1,10 @@
 """`linear_policy_loss` and `linear_draft_loss`: losses and their gradients from hidden states, in one pass over the rows.
 
 A policy loss takes three matrix products. The gradient of a logit depends on its row's softmax and on two numbers: the derivatives of the
-loss with respect to the token's log-prob and entropy. If the loss is separable (each token's term depends on that token alone), both are
-known once the row's logits are. Rows are therefore processed in slices. Each slice computes the logits, their statistics, the loss and its
-two derivatives, the logit gradient (which overwrites the logits), and the two products with it. Nothing is computed twice, and only
-gradients and a few numbers per row outlive a slice.
+loss with respect to the token's log-prob and entropy. If the loss is separable (each token's term depends on that token only), both
+are known as soon as the row's logits are. Rows are therefore processed in slices. Each slice computes the logits, their statistics, the
+loss and its two derivatives, the logit gradient (which overwrites the logits), and the two products with it. Nothing is computed twice, and
+only gradients and a few numbers per row outlive a slice.
 
 A draft adds to each slice its own logits, the sums over both distributions, its logit gradient, and the two products with it. Learning from
 the trunk's whole distribution thus takes as many products as learning from the sampled tokens.
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtpctl.kernels.backend import Backend, DraftLoss, GradTargets, Problem, RowGrads, RowStats, join_shards, slices
-from mtpctl.kernels.dispatch import ONE_PASS, choose, reference_draft
+from mtpctl.kernels.backend import Backend, DraftLoss, GradTargets, Problem, RowGrads, RowStats, combine_shards, row_slices
+from mtpctl.kernels.dispatch import ONE_PASS, reference_draft, select_backend
 from mtpctl.kernels.drafts import Draft, DraftLossOut, DraftTerm, TrunkSlice
-from mtpctl.kernels.inputs import Call, FiniteCheck, HeadOptions, PrecomputedGrads, WeightGradBuffer, prepare, weight_grad_buffer
+from mtpctl.kernels.inputs import Call, FiniteCheck, HeadOptions, PrecomputedGrads, WeightGradBuffer, prepare_call, weight_grad_buffer
 
 # token_loss(logprob [r], entropy [r] or None, rows [r]) -> (summed loss, named sums). `rows` are indices among all N rows.
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -81,11 +81,11 @@ def linear_policy_loss(
     an fp32 `main_grad`.
     """
     _check_grad_scale(grad_scale)
-    call = prepare(hidden, weight, labels, **options)
+    call = prepare_call(hidden, weight, labels, **options)
     for draft in drafts:
         draft.check(hidden)
-    backend = choose(implementation, hidden, weight, rows=call.rows.count)
-    out = _sweep(
+    backend = select_backend(implementation, hidden, weight, rows=call.rows.count)
+    out = _run_slices(
         "linear_policy_loss",
         call,
         backend,
@@ -134,12 +134,12 @@ def linear_draft_loss(
         raise ValueError(f"teacher: {tuple(teacher.shape)} of {teacher.dtype}, expected hidden's {tuple(hidden.shape)} of {hidden.dtype}")
     draft = Draft(hidden, loss=loss, mix=mix, detach_weight=detach_weight)
     draft.check(hidden)
-    call = prepare(hidden, weight, labels, **options)
+    call = prepare_call(hidden, weight, labels, **options)
     if implementation == "reference":
         head = weight.detach() if detach_weight else weight
         return DraftLossOut(*reference_draft(hidden, teacher, head, labels, call, loss, mix))
-    backend = choose(implementation, hidden, weight, rows=call.rows.count)
-    out = _sweep(
+    backend = select_backend(implementation, hidden, weight, rows=call.rows.count)
+    out = _run_slices(
         "linear_draft_loss", call, backend, teacher, weight, labels, None, [draft], entropy=False, grad_scale=grad_scale, detach_weight=True
     )
     return out.drafts[0]._replace(loss_sum=out.loss_sum)
@@ -150,7 +150,7 @@ def _check_grad_scale(grad_scale: float) -> None:
         raise ValueError(f"grad_scale: {grad_scale}, expected a finite number, 0 or above")
 
 
-def _sweep(
+def _run_slices(
     name: str,
     call: Call,
     backend: Backend,
@@ -168,9 +168,9 @@ def _sweep(
 
     name: function name in errors of the backward pass. token_loss: None if the trunk has no loss.
     """
-    grad = torch.is_grad_enabled()
-    by_weight = grad and weight.requires_grad
-    trunk = token_loss is not None
+    grad_enabled = torch.is_grad_enabled()
+    needs_weight_grad = grad_enabled and weight.requires_grad
+    has_trunk_loss = token_loss is not None
     sums: dict[str, Tensor] = {}
     arguments = _Arguments(
         name,
@@ -179,19 +179,21 @@ def _sweep(
         token_loss,
         entropy,
         grad_scale,
-        trunk and grad and hidden.requires_grad,
-        trunk and by_weight and not detach_weight,
+        has_trunk_loss and grad_enabled and hidden.requires_grad,
+        has_trunk_loss and needs_weight_grad and not detach_weight,
         sums,
         drafts,
-        [(grad and draft.hidden.requires_grad, by_weight and not draft.detach_weight) for draft in drafts],
+        [(grad_enabled and draft.hidden.requires_grad, needs_weight_grad and not draft.detach_weight) for draft in drafts],
     )
-    if not arguments.any_weight:
+    if not arguments.any_weight_grad:
         weight = weight.detach()
-    if not arguments.hidden:
+    if not arguments.needs_hidden_grad:
         hidden = hidden.detach()
-    loss, logprob, row_entropy, hit, *rest = _Sweep.apply(arguments, labels, weight, hidden, *(draft.hidden for draft in drafts))
-    fields = len(DraftLossOut._fields)
-    draft_outs = [DraftLossOut(*rest[start : start + fields]) for start in range(0, len(rest), fields)]
+    loss, logprob, row_entropy, hit, *draft_fields = _SlicedLosses.apply(
+        arguments, labels, weight, hidden, *(draft.hidden for draft in drafts)
+    )
+    field_count = len(DraftLossOut._fields)
+    draft_outs = [DraftLossOut(*draft_fields[start : start + field_count]) for start in range(0, len(draft_fields), field_count)]
     return PolicyLossOut(loss, sums, logprob, row_entropy, hit, draft_outs)
 
 
@@ -202,9 +204,9 @@ class _Arguments(NamedTuple):
     token_loss: TokenLoss | None
     entropy: bool
     grad_scale: float
-    hidden: bool
+    needs_hidden_grad: bool
     """Whether the trunk's states get a gradient from the trunk's loss."""
-    weight: bool
+    needs_weight_grad: bool
     """Whether the weight gets a gradient from the trunk's loss."""
     sums: dict[str, Tensor]
     drafts: list[Draft]
@@ -213,11 +215,11 @@ class _Arguments(NamedTuple):
 
     @property
     def trunk_learns(self) -> bool:
-        return self.hidden or self.weight
+        return self.needs_hidden_grad or self.needs_weight_grad
 
     @property
-    def any_weight(self) -> bool:
-        return self.weight or any(by_weight for _, by_weight in self.draft_grads)
+    def any_weight_grad(self) -> bool:
+        return self.needs_weight_grad or any(by_weight for _, by_weight in self.draft_grads)
 
 
 class _TrunkTerm:
@@ -227,35 +229,35 @@ class _TrunkTerm:
         self.arguments, states = arguments, problem.hidden
         rows, n = arguments.call.rows, len(states)
         self.index = torch.arange(rows.total, device=states.device) if rows.index is None else rows.index
-        self.grad_dtype = arguments.call.partial_dtype(states) if arguments.hidden else None
+        self.grad_dtype = arguments.call.partial_dtype(states) if arguments.needs_hidden_grad else None
         self.hidden_grad = None if self.grad_dtype is None else torch.empty(states.shape, dtype=self.grad_dtype, device=states.device)
-        self.logprob, self.entropy, self.statistics = torch.zeros(3, n, dtype=problem.wide, device=states.device).unbind(0)
+        self.logprob, self.entropy, self.statistics = torch.zeros(3, n, dtype=problem.wide_dtype, device=states.device).unbind(0)
         self.hit = torch.zeros(n, dtype=torch.bool, device=states.device)
-        self.loss_sum = torch.zeros((), dtype=problem.wide, device=states.device)
+        self.loss_sum = torch.zeros((), dtype=problem.wide_dtype, device=states.device)
 
-    def process(self, part: slice, trunk: TrunkSlice, buffer: WeightGradBuffer, *, add: bool) -> bool:
-        """Compute results, loss and gradients of the selected rows `part`. Returns whether the weight gradient was written.
+    def process(self, span: slice, trunk: TrunkSlice, buffer: WeightGradBuffer, *, add: bool) -> bool:
+        """Compute results, loss and gradients of the selected rows `span`. Returns whether the weight gradient was written.
 
         May overwrite the slice's saved logits.
         """
         arguments, stats = self.arguments, trunk.stats
-        self.statistics[part] = stats.lse + stats.entropy if arguments.entropy else stats.lse
-        self.logprob[part], self.hit[part] = stats.logprob, stats.hit
+        self.statistics[span] = stats.lse + stats.entropy if arguments.entropy else stats.lse
+        self.logprob[span], self.hit[span] = stats.logprob, stats.hit
         if arguments.entropy:
-            self.entropy[part] = stats.entropy
+            self.entropy[span] = stats.entropy
         if arguments.token_loss is None:
             return False
-        value, row_grads = _loss_and_grads(arguments.token_loss, stats, self.index[part], arguments)
+        value, row_grads = _loss_and_grads(arguments.token_loss, stats, self.index[span], arguments)
         self.loss_sum += value
         if row_grads is None:
             return False
-        out = buffer.out if arguments.weight else None
-        local = arguments.backend.grads(trunk.problem, row_grads, trunk.saved, GradTargets(self.grad_dtype, out, add))
-        if self.hidden_grad is not None and local is not None:
-            self.hidden_grad[part] = local
+        out = buffer.out if arguments.needs_weight_grad else None
+        local_grad = arguments.backend.grads(trunk.problem, row_grads, trunk.saved, GradTargets(self.grad_dtype, out, add))
+        if self.hidden_grad is not None and local_grad is not None:
+            self.hidden_grad[span] = local_grad
         return out is not None
 
-    def reduced_grad(self, dtype: torch.dtype) -> Tensor | None:
+    def reduce_grad(self, dtype: torch.dtype) -> Tensor | None:
         """The gradient of the trunk's states [N, H], summed over vocabulary shards."""
         return None if self.hidden_grad is None else self.arguments.call.reduce_hidden_grad(self.hidden_grad, dtype)
 
@@ -265,39 +267,39 @@ class _TrunkTerm:
         return scatter(self.logprob), scatter(self.entropy), scatter(self.hit)
 
 
-class _Sweep(torch.autograd.Function):
+class _SlicedLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: _Arguments, labels: Tensor, weight: Tensor, hidden: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         call, backend = arguments.call, arguments.backend
         problem = call.problem(hidden, weight, labels)
-        buffer = weight_grad_buffer(weight, arguments.any_weight, call.main_grad)
+        buffer = weight_grad_buffer(weight, arguments.any_weight_grad, call.main_grad)
         trunk = _TrunkTerm(arguments, problem)
         terms = [
             DraftTerm(draft, state, call, arguments.grad_scale, by_hidden=by_hidden, by_weight=by_weight)
             for draft, state, (by_hidden, by_weight) in zip(arguments.drafts, states, arguments.draft_grads, strict=True)
         ]
-        parts = slices(len(problem.hidden), _rows_at_once(arguments, problem))
-        draft_parts = [term.slices(parts) for term in terms]
-        written = buffer.add
-        for number, part in enumerate(parts):
-            local = problem.part(part)
+        trunk_slices = row_slices(len(problem.hidden), _rows_per_slice(arguments, problem))
+        draft_slices = [term.draft_slices(trunk_slices) for term in terms]
+        accumulate = buffer.add
+        for index, span in enumerate(trunk_slices):
+            slice_problem = problem.select_rows(span)
             if terms:
-                local = replace(local, workspace_bytes=UNLIMITED)
+                slice_problem = replace(slice_problem, workspace_bytes=UNLIMITED)
             for_backward = arguments.trunk_learns or bool(terms)
-            scores = backend.scores(local, entropy=arguments.entropy, topk=0, for_backward=for_backward)
-            trunk_slice = TrunkSlice(part.start, local, join_shards(scores.stats, call.shard), scores.saved)
-            for term, spans in zip(terms, draft_parts, strict=True):
-                written |= term.process(backend, spans[number], trunk_slice, buffer, add=written)
-            written |= trunk.process(part, trunk_slice, buffer, add=written)
+            scores = backend.scores(slice_problem, entropy=arguments.entropy, topk=0, for_backward=for_backward)
+            trunk_slice = TrunkSlice(span.start, slice_problem, combine_shards(scores.stats, call.shard), scores.saved)
+            for term, spans in zip(terms, draft_slices, strict=True):
+                accumulate |= term.process(backend, spans[index], trunk_slice, buffer, add=accumulate)
+            accumulate |= trunk.process(span, trunk_slice, buffer, add=accumulate)
             del scores, trunk_slice  # frees this slice's logits before the next slice's are computed
-        if buffer.out is not None and not written:
+        if buffer.out is not None and not accumulate:
             buffer.out.zero_()
         loss = trunk.loss_sum + sum(term.draft.weight * term.loss_sum for term in terms)
         checks = [("hidden" if arguments.token_loss else "teacher", problem.hidden.detach(), FiniteCheck(trunk.statistics))]
         checks += [("hidden", term.hidden.detach(), FiniteCheck(term.lse)) for term in terms]
-        check = partial(_enforce, checks, weight.detach())
+        check = partial(_run_checks, checks, weight.detach())
         if arguments.trunk_learns or any(by_hidden or by_weight for by_hidden, by_weight in arguments.draft_grads):
-            grads = [trunk.reduced_grad(hidden.dtype), *(term.reduced_grad(hidden.dtype) for term in terms)]
+            grads = [trunk.reduce_grad(hidden.dtype), *(term.reduce_grad(hidden.dtype) for term in terms)]
             ctx.grads, ctx.name = PrecomputedGrads(grads, buffer, arguments.grad_scale, check), arguments.name
         else:
             check()
@@ -311,11 +313,11 @@ class _Sweep(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError(f"{ctx.name}: its gradients support one backward pass only")
         grads, ctx.grads = ctx.grads, None
-        states, weight = grads.scaled_to(grad)
+        states, weight = grads.rescale(grad)
         return None, None, weight, *states
 
 
-def _rows_at_once(arguments: _Arguments, problem: Problem) -> int:
+def _rows_per_slice(arguments: _Arguments, problem: Problem) -> int:
     """Rows per slice. Ranks combine statistics per slice, so all use the slices that fit rank 0, which has the most vocabulary entries."""
     shard = arguments.call.shard
     widest = replace(problem, valid=min(shard.columns, shard.total))
@@ -324,7 +326,7 @@ def _rows_at_once(arguments: _Arguments, problem: Problem) -> int:
     return arguments.backend.rows_per_slice(widest) if arguments.trunk_learns else len(problem.hidden)
 
 
-def _enforce(checks: list[tuple[str, Tensor, FiniteCheck]], weight: Tensor) -> None:
+def _run_checks(checks: list[tuple[str, Tensor, FiniteCheck]], weight: Tensor) -> None:
     for name, state, check in checks:
         check.enforce(state, weight, name)
 
@@ -344,8 +346,8 @@ def _loss_and_grads(token_loss: TokenLoss, stats: RowStats, rows: Tensor, argume
         return value, RowGrads(torch.zeros_like(logprob), stats.lse)
     leaves = [logprob] if entropy is None else [logprob, entropy]
     grads = torch.autograd.grad(value, leaves, grad_outputs=torch.full_like(value, arguments.grad_scale), allow_unused=True)
-    by_logprob = torch.zeros_like(logprob) if grads[0] is None else grads[0].contiguous()
-    by_entropy = grads[1] if entropy is not None else None
-    if by_entropy is None:
-        return value.detach(), RowGrads(by_logprob, stats.lse)
-    return value.detach(), RowGrads(by_logprob, stats.lse, by_entropy.contiguous(), stats.entropy)
+    logprob_grad = torch.zeros_like(logprob) if grads[0] is None else grads[0].contiguous()
+    entropy_grad = grads[1] if entropy is not None else None
+    if entropy_grad is None:
+        return value.detach(), RowGrads(logprob_grad, stats.lse)
+    return value.detach(), RowGrads(logprob_grad, stats.lse, entropy_grad.contiguous(), stats.entropy)

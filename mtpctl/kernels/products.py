@@ -4,7 +4,7 @@ LM head: on CUDA, half-precision operands use the library's mixed product (half 
 fp32.
 
 Linear layers write their weight gradient to Megatron's fp32 buffer `main_grad`. Megatron adds the gradients of all microbatches to the
-buffer. Zeroing it before an update and reading the zeros back would take as much memory traffic as the gradient of one more microbatch.
+buffer. Zeroing it before an update and reading the zeros would take as much memory traffic as another microbatch's gradient.
 Instead, the buffer is marked stale and the first gradient overwrites it.
 """
 
@@ -15,34 +15,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HALF = (torch.bfloat16, torch.float16)
-ALIGNED = 8  # elements per row, for fast products
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+ALIGNED_COLUMNS = 8  # elements per row, for fast products
 
 
-def _mixed(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in HALF
+def _uses_mixed_product(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in HALF_DTYPES
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in HALF else x
+def _to_fp32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALF_DTYPES else x
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """[n, H] x [c, H] -> [n, c] in fp32 (fp64 from fp64)."""
-    if _mixed(hidden):
+    if _uses_mixed_product(hidden):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return _wide(hidden) @ _wide(weight).T
+    return _to_fp32(hidden) @ _to_fp32(weight).T
 
 
 def hidden_grad(total: Tensor | None, logit_grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """logit_grad [n, c] x weight [c, H] -> [n, H] in `dtype`, or added to `total`, which is fp32 (fp64)."""
-    if not _mixed(weight):
+    if not _uses_mixed_product(weight):
         if total is None:
-            return (_wide(logit_grad) @ _wide(weight)).to(dtype)
-        return total.addmm_(_wide(logit_grad), _wide(weight))
+            return (_to_fp32(logit_grad) @ _to_fp32(weight)).to(dtype)
+        return total.addmm_(_to_fp32(logit_grad), _to_fp32(weight))
     logit_grad = logit_grad.to(weight.dtype)
-    aligned = logit_grad.shape[1] // ALIGNED * ALIGNED
-    if 0 < aligned < logit_grad.shape[1]:  # The library is several times slower if the length is not aligned: split off the rest.
+    aligned = logit_grad.shape[1] // ALIGNED_COLUMNS * ALIGNED_COLUMNS
+    if 0 < aligned < logit_grad.shape[1]:  # The library is several times slower for unaligned lengths.
         total = hidden_grad(total, logit_grad[:, :aligned], weight[:aligned], torch.float32)
         logit_grad, weight = logit_grad[:, aligned:], weight[aligned:]
     if total is not None:
@@ -52,12 +52,12 @@ def hidden_grad(total: Tensor | None, logit_grad: Tensor, weight: Tensor, dtype:
 
 def weight_grad(logit_grad: Tensor, hidden: Tensor, out: Tensor, add: bool) -> None:
     """Write logit_gradᵀ x hidden to `out` [c, H], or `add` it. logit_grad [n, c], hidden [n, H]; `out` is fp32 or of hidden's dtype."""
-    if not _mixed(hidden):
-        wide = _wide(logit_grad).T @ _wide(hidden)
-        if add and out.dtype == wide.dtype:
-            out.add_(wide)
+    if not _uses_mixed_product(hidden):
+        product = _to_fp32(logit_grad).T @ _to_fp32(hidden)
+        if add and out.dtype == product.dtype:
+            out.add_(product)
         else:
-            out.copy_(out + wide if add else wide)
+            out.copy_(out + product if add else product)
         return
     logit_grad = logit_grad.to(hidden.dtype)
     if out.dtype == hidden.dtype:

@@ -201,7 +201,7 @@ def route_triton(
         experts = where = agreed = None
         if replay is not None:
             experts, where, agreed = replay.experts.contiguous(), replay.replayed.contiguous().view(torch.uint8), replay.counts
-        # Pointers that are not read may point anywhere.
+        # The kernel does not read unused pointers.
         bias_ptr, load_ptr, experts_ptr, where_ptr, agreed_ptr = (logits if x is None else x for x in (bias, load, experts, where, agreed))
         with on_device_of(logits):
             route_kernel[grid](
@@ -255,22 +255,22 @@ class _RouterLogits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         states, weight = ctx.saved_tensors
         x, grad = states.flatten(0, -2), grads[0].flatten(0, -2)
-        if x.is_cuda and x.dtype in products.HALF:
-            parts = _split(grad, x.dtype)
-            twice = weight.repeat(2, 1)
+        if x.is_cuda and x.dtype in products.HALF_DTYPES:
+            addends = _split_addends(grad, x.dtype)
+            repeated_weight = weight.repeat(2, 1)
             # For unaligned rows the library's product rounds to half precision more than once.
-            aligned = parts.shape[1] % products.ALIGNED == 0
-            states_grad = parts @ twice if aligned else torch.mm(parts, twice, out_dtype=torch.float32)
-            weight_grad = torch.mm(parts.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0)
+            is_aligned = addends.shape[1] % products.ALIGNED_COLUMNS == 0
+            states_grad = addends @ repeated_weight if is_aligned else torch.mm(addends, repeated_weight, out_dtype=torch.float32)
+            weight_grad = torch.mm(addends.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0)
         else:
             states_grad, weight_grad = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
         return states_grad.to(states.dtype).view_as(states), weight_grad.to(weight.dtype), None
 
 
-def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _split_addends(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Split fp32 [n, E] into half-precision addends [n, 2 E]: the rounded numbers, then the rounding errors."""
-    parts = torch.empty(len(x), 2, x.shape[1], dtype=dtype, device=x.device)
-    high, low = parts.unbind(1)
+    addends = torch.empty(len(x), 2, x.shape[1], dtype=dtype, device=x.device)
+    high, low = addends.unbind(1)
     high.copy_(x)
     torch.sub(x, high, out=low)
-    return parts.flatten(1)
+    return addends.flatten(1)

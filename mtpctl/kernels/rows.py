@@ -45,7 +45,7 @@ class ExpertOrder:
 def expert_order(routes: Tensor, k: int, ranks: int, rows: int | None = None) -> ExpertOrder:
     """Sort the rows of `routes` [T, E], a bool mask of each token's experts.
 
-    rows: number of set entries, at most k per token, or an upper bound of it (the results then have undefined rows at the end on CUDA);
+    rows: number of set entries, at most k per token, or an upper bound (on CUDA, the results then have undefined rows at the end);
     by default each token has exactly k. ranks: expert-parallel ranks, each with E / ranks consecutive experts.
     """
     return expert_order_triton(routes, k, ranks, rows) if routes.is_cuda else expert_order_torch(routes, k, ranks)
@@ -55,11 +55,11 @@ def expert_order_torch(routes: Tensor, k: int, ranks: int) -> ExpertOrder:
     tokens, experts = routes.shape
     expert_of_column = torch.arange(experts, dtype=torch.int32, device=routes.device).view(ranks, -1).flip(1).flatten()
     column_of, token_of = routes.index_select(1, expert_of_column).t().nonzero(as_tuple=True)
-    by_token = token_of.argsort(stable=True)
-    tokens_sorted = token_of[by_token]
-    nth = torch.arange(len(by_token), device=routes.device) - torch.searchsorted(tokens_sorted, tokens_sorted)
+    token_order = token_of.argsort(stable=True)
+    tokens_sorted = token_of[token_order]
+    slots = torch.arange(len(token_order), device=routes.device) - torch.searchsorted(tokens_sorted, tokens_sorted)
     row_of = token_of.new_full((tokens, k), -1, dtype=torch.int32)
-    row_of[tokens_sorted, nth] = by_token.to(torch.int32)
+    row_of[tokens_sorted, slots] = token_order.to(torch.int32)
     counts = column_of.bincount(minlength=experts).to(torch.int32)
     return ExpertOrder(row_of, token_of.to(torch.int32), token_of * experts + expert_of_column[column_of], counts)
 
@@ -82,7 +82,7 @@ def row_sums(rows: Tensor, row_of: Tensor) -> Tensor:
 def distinct_rows(x: Tensor, indices: Tensor) -> Tensor:
     """x [n, …] → x[indices] [r, …], for indices without duplicates.
 
-    The backward pass of `x[indices]` sorts the indices to accumulate gradients of duplicates; this one copies.
+    The backward pass of `x[indices]` sorts the indices to accumulate gradients of duplicates; here it only copies.
     """
     return _DistinctRows.apply(x, indices)
 
@@ -211,13 +211,17 @@ def expert_order_triton(routes: Tensor, k: int, ranks: int, rows: int | None) ->
     if rows is not None:
         row_of.fill_(-1)
     counts = routes.new_empty(blocks + 1, experts, dtype=torch.int32)
-    before, total = counts[:blocks], counts[blocks]
+    block_counts, expert_counts = counts[:blocks], counts[blocks]
     sizes = (tokens, experts, experts // ranks)
     with on_device_of(routes):
-        count_rows_kernel[(blocks,)](route_bytes, before, *sizes, BLOCK=block, EXPERTS=width)
-        sum_counts_kernel[(triton.cdiv(experts, COUNT_COLUMNS),)](before, total, blocks, experts, BLOCKS=128, COLUMNS=COUNT_COLUMNS)
-        place_rows_kernel[(blocks,)](route_bytes, before, total, row_of, token_of, pair_of, *sizes, k, BLOCK=block, EXPERTS=width)
-    return ExpertOrder(row_of, token_of, pair_of, total)
+        count_rows_kernel[(blocks,)](route_bytes, block_counts, *sizes, BLOCK=block, EXPERTS=width)
+        sum_counts_kernel[(triton.cdiv(experts, COUNT_COLUMNS),)](
+            block_counts, expert_counts, blocks, experts, BLOCKS=128, COLUMNS=COUNT_COLUMNS
+        )
+        place_rows_kernel[(blocks,)](
+            route_bytes, block_counts, expert_counts, row_of, token_of, pair_of, *sizes, k, BLOCK=block, EXPERTS=width
+        )
+    return ExpertOrder(row_of, token_of, pair_of, expert_counts)
 
 
 def row_sums_triton(rows: Tensor, row_of: Tensor) -> Tensor:

@@ -31,27 +31,27 @@ class _ScaledHeads(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, base: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, scale)
         ctx.has_base = base is not None
-        return scaled_triton(x, scale, base) if x.is_cuda else scaled_torch(x, scale, base)
+        return scale_heads_triton(x, scale, base) if x.is_cuda else scale_heads_torch(x, scale, base)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, scale = ctx.saved_tensors
-        x_grad, sums = (backward_triton if x.is_cuda else backward_torch)(grads[0], x, scale)
+        x_grad, sums = (scale_heads_backward_triton if x.is_cuda else scale_heads_backward_torch)(grads[0], x, scale)
         scale_grad = sums if scale.dim() == 2 else sums.sum(0)
         return x_grad, scale_grad.to(scale.dtype), grads[0] if ctx.has_base else None
 
 
-def scaled_torch(x: Tensor, scale: Tensor, base: Tensor | None) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    product = x.to(wide) * scale.to(wide)[..., None]
-    return (product if base is None else base.to(wide) + product).to(x.dtype)
+def scale_heads_torch(x: Tensor, scale: Tensor, base: Tensor | None) -> Tensor:
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    product = x.to(compute_dtype) * scale.to(compute_dtype)[..., None]
+    return (product if base is None else base.to(compute_dtype) + product).to(x.dtype)
 
 
-def backward_torch(grad: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def scale_heads_backward_torch(grad: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of x, and for each head of each token the sum of grad · x."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    grad = grad.to(wide)
-    return (grad * scale.to(wide)[..., None]).to(x.dtype), (grad * x.to(wide)).sum(-1)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    grad = grad.to(compute_dtype)
+    return (grad * scale.to(compute_dtype)[..., None]).to(x.dtype), (grad * x.to(compute_dtype)).sum(-1)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def scaled_backward_kernel(
     tl.store(sums_ptr + row, tl.sum(grad * x, axis=1), mask=row < rows)
 
 
-def scaled_triton(x: Tensor, scale: Tensor, base: Tensor | None) -> Tensor:
+def scale_heads_triton(x: Tensor, scale: Tensor, base: Tensor | None) -> Tensor:
     x, sizes = _with_packed_heads(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
@@ -122,7 +122,7 @@ def scaled_triton(x: Tensor, scale: Tensor, base: Tensor | None) -> Tensor:
     return out
 
 
-def backward_triton(grad: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def scale_heads_backward_triton(grad: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     x, sizes = _with_packed_heads(x)
     x_grad, sums = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
     if x.numel():

@@ -11,7 +11,7 @@ fused (`mtpctl.kernels.products`). Memory in addition to the results:
 
 - STATS: maximum, mass, moment and target logit of each row over the tile's columns, as partial results for `join_tiles_kernel`;
 - KEEP: the same, and the tile's logits relative to the row's maximum in the tile, rounded to fp16. The most likely entries are thus
-  rounded least; plain logits would be rounded most there;
+  rounded least, whereas unshifted logits would be rounded most there;
 - GRAD: the gradient of the unscaled logits, given each row's log-sum-exp and upstream gradients, rounded to the operands' dtype.
 
 Tiles are processed in groups of rows, so that concurrent programs share slices of hidden and weight in the L2 cache.
@@ -43,7 +43,7 @@ from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, on_devi
 
 CHUNK_COLUMNS = 16384  # enough for products at full rate; more would only take memory from saved logits
 MAX_PARTIAL_BYTES = 1 << 30  # the kernels index partial results in 32 bits
-TILES_A_PROGRAM = 4  # of `saved_grads_kernel` and `draft_grads_kernel`
+TILES_PER_PROGRAM = 4  # of `saved_grads_kernel` and `draft_grads_kernel`
 SUM_TILES, SUM_STEPS = 4, 8  # tiles per step and steps per program of `draft_sums_kernel`
 
 STATS = tl.constexpr(0)
@@ -78,11 +78,11 @@ def tiles_for(device: int | None) -> Tiles:
     return Tiles(bm=128, bn=128, bk=32, warps=8, stages=3)
 
 
-def unsupported(hidden: Tensor, weight: Tensor) -> str | None:
-    """Why the kernels do not support these tensors, or None."""
+def unsupported_reason(hidden: Tensor, weight: Tensor) -> str | None:
+    """The reason why the kernels do not support these tensors; None if they do."""
     if not (hidden.is_cuda or INTERPRETED):
         return f"needs CUDA (or TRITON_INTERPRET=1), hidden is on {hidden.device}"
-    if hidden.dtype not in products.HALF:
+    if hidden.dtype not in products.HALF_DTYPES:
         return f"needs torch.bfloat16 or torch.float16, hidden is {hidden.dtype}"
     if hidden.shape[1] % 8 or hidden.shape[1] == 0:
         return f"needs a hidden size that is a multiple of 8, hidden has {hidden.shape[1]}"
@@ -93,13 +93,13 @@ def unsupported(hidden: Tensor, weight: Tensor) -> str | None:
 
 @dataclass
 class SavedLogits:
-    """Logits of the first `columns` columns: fp16 [n, padded columns], relative to each tile's row maxima `tops` [n, T].
+    """Logits of the first `columns` columns: fp16 [n, padded columns], relative to each tile's row maxima `tile_max` [n, T].
 
     grads: the same memory in the operands' dtype, for the gradients that overwrite the logits.
     """
 
     grads: Tensor
-    tops: Tensor
+    tile_max: Tensor
     columns: int
 
     @property
@@ -128,9 +128,9 @@ class Triton:
             stats[0::3] = float("-inf")
             return LocalScores(RowStats(*stats.unbind(0)))
         columns = self._saved_columns(problem) if for_backward else 0
-        scale, saved, spare = _scales(problem), None, min(problem.workspace_bytes // 4, MAX_PARTIAL_BYTES)
+        scale, saved, spare = _row_scales(problem), None, min(problem.workspace_bytes // 4, MAX_PARTIAL_BYTES)
         if columns:
-            saved = SavedLogits(_padded(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
+            saved = SavedLogits(_aligned_empty(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
             spare = min(spare, 4 * h.numel())  # reserved for the hidden gradient of the backward pass
         rows_at_once = max(t.bm, spare // (16 * tiles) // t.bm * t.bm)
         for start in range(0, n, rows_at_once):
@@ -144,13 +144,13 @@ class Triton:
                     partial, stats[:, rows], count, tiles, n, ENTROPY=entropy, BLOCK=32, TILES=16, num_warps=4
                 )
             if saved is not None:
-                saved.tops[rows] = partial[0, : saved.tops.shape[1]].T
+                saved.tile_max[rows] = partial[0, : saved.tile_max.shape[1]].T
         return LocalScores(RowStats(*stats.unbind(0)), saved=saved)
 
     def grads(self, problem: Problem, rows: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
         assert saved is None or isinstance(saved, SavedLogits)
         h, n = problem.hidden, len(problem.hidden)
-        scale = _scales(problem)
+        scale = _row_scales(problem)
         hidden_grad: Tensor | None = None
         start = 0
         if saved is not None and saved.columns:
@@ -158,7 +158,7 @@ class Triton:
             self._saved_grads(problem, rows, saved, scale)
             hidden_grad = _apply_logit_grads(problem, saved.grads[:, :start], slice(0, start), None, targets)
         step = self._chunk_columns(problem)
-        buffer = _padded(h, n, min(step, problem.valid - start)) if start < problem.valid else None
+        buffer = _aligned_empty(h, n, min(step, problem.valid - start)) if start < problem.valid else None
         for first in range(start, problem.valid, step):
             assert buffer is not None
             columns = slice(first, min(first + step, problem.valid))
@@ -172,12 +172,12 @@ class Triton:
 
     def compare(self, problem: Problem, pair: LogitPair, loss: DraftLoss) -> Agreement:
         draft, teacher, rows = _saved_pair(pair)
-        n, tiles = draft.tops.shape
+        n, tiles = draft.tile_max.shape
         programs = triton.cdiv(tiles, SUM_TILES * SUM_STEPS)
-        partial = torch.empty(4, programs, n, dtype=torch.float32, device=draft.tops.device)
+        partial = torch.empty(4, programs, n, dtype=torch.float32, device=draft.tile_max.device)
         with on_device_of(problem.hidden):
             draft_sums_kernel[(n * programs,)](
-                draft.logits, draft.tops, pair.draft_lse, pair.draft_top, teacher.logits, teacher.tops, pair.teacher_lse, rows,
+                draft.logits, draft.tile_max, pair.draft_lse, pair.draft_top, teacher.logits, teacher.tile_max, pair.teacher_lse, rows,
                 partial, n, draft.logits.stride(0) // 8, draft.columns, tiles,
                 BN=self.tiles.bn, TILES=SUM_TILES, STEPS=SUM_STEPS, LOSS=loss, num_warps=4,
             )  # fmt: skip
@@ -190,13 +190,13 @@ class Triton:
         self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
     ) -> Tensor | None:
         draft, teacher, rows = _saved_pair(pair)
-        n, tiles = draft.tops.shape
+        n, tiles = draft.tile_max.shape
         with on_device_of(problem.hidden):
-            draft_grads_kernel[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
-                draft.logits, draft.tops, pair.draft_lse, teacher.logits, teacher.tops, pair.teacher_lse, rows, draft.grads,
-                problem.targets, _scales(problem), coefficients.own, coefficients.teacher, coefficients.gained, coefficients.label,
+            draft_grads_kernel[(n * triton.cdiv(tiles, TILES_PER_PROGRAM),)](
+                draft.logits, draft.tile_max, pair.draft_lse, teacher.logits, teacher.tile_max, pair.teacher_lse, rows, draft.grads,
+                problem.targets, _row_scales(problem), coefficients.draft, coefficients.teacher, coefficients.gained, coefficients.label,
                 draft.logits.stride(0) // 8, tiles,
-                BN=self.tiles.bn, TILES=TILES_A_PROGRAM, TEACHER=coefficients.teacher != 0, GAINED=coefficients.gained != 0,
+                BN=self.tiles.bn, TILES=TILES_PER_PROGRAM, TEACHER=coefficients.teacher != 0, GAINED=coefficients.gained != 0,
                 GREEDY=coefficients.greedy, num_warps=4,
             )  # fmt: skip
         targets.clear_padding(problem.valid)
@@ -214,9 +214,9 @@ class Triton:
 
     def _chunk_columns(self, problem: Problem) -> int:
         n, width = problem.hidden.shape
-        fit = (problem.workspace_bytes - 4 * n * width) // (problem.hidden.element_size() * n)
+        max_columns = (problem.workspace_bytes - 4 * n * width) // (problem.hidden.element_size() * n)
         bn = self.tiles.bn
-        return max(4 * bn, min(fit // bn * bn, CHUNK_COLUMNS // bn * bn))
+        return max(4 * bn, min(max_columns // bn * bn, CHUNK_COLUMNS // bn * bn))
 
     def _head_tiles(
         self,
@@ -235,15 +235,15 @@ class Triton:
         mode = (GRAD if grads is not None else KEEP if saved_columns else STATS).value
         a, b = TensorDescriptor.from_tensor(h, [t.bm, t.bk]), TensorDescriptor.from_tensor(w, [t.bn, t.bk])
         # STATS stores no tile; `a` is a placeholder for the unused descriptor.
-        store = a if mode == STATS.value else TensorDescriptor.from_tensor(out, [t.bm, t.bn])
-        part = scale[rows]
-        per_row = [part] * 4
+        out_tile = a if mode == STATS.value else TensorDescriptor.from_tensor(out, [t.bm, t.bn])
+        row_scales = scale[rows]
+        per_row = [row_scales] * 4
         if grads is not None:
-            per_row = [part if x is None else x for x in (grads.lse, grads.logprob, grads.entropy, grads.row_entropy)]
+            per_row = [row_scales if x is None else x for x in (grads.lse, grads.logprob, grads.entropy, grads.row_entropy)]
         programs = t.programs or torch.cuda.get_device_properties(h.device).multi_processor_count
         with on_device_of(h):
             head_tiles_kernel[(programs,)](
-                a, b, store, part if partial is None else partial, problem.targets[rows], part, *per_row,
+                a, b, out_tile, row_scales if partial is None else partial, problem.targets[rows], row_scales, *per_row,
                 len(h), first, end, saved_columns, h.shape[1],
                 BM=t.bm, BN=t.bn, BK=t.bk, GROUP=t.group, PROGRAMS=programs, MODE=mode, ENTROPY=entropy,
                 num_warps=t.warps, num_stages=t.stages,
@@ -251,13 +251,13 @@ class Triton:
 
     def _saved_grads(self, problem: Problem, rows: RowGrads, saved: SavedLogits, scale: Tensor) -> None:
         """Overwrite saved logits with the gradients of the unscaled logits."""
-        n, tiles = saved.tops.shape
+        n, tiles = saved.tile_max.shape
         entropy = rows.entropy is not None
         with on_device_of(problem.hidden):
-            saved_grads_kernel[(n * triton.cdiv(tiles, TILES_A_PROGRAM),)](
-                saved.logits, saved.grads, saved.tops, problem.targets, scale, rows.lse, rows.logprob,
+            saved_grads_kernel[(n * triton.cdiv(tiles, TILES_PER_PROGRAM),)](
+                saved.logits, saved.grads, saved.tile_max, problem.targets, scale, rows.lse, rows.logprob,
                 rows.entropy if entropy else scale, rows.row_entropy if entropy else scale, saved.logits.stride(0) // 8, tiles,
-                BN=self.tiles.bn, TILES=TILES_A_PROGRAM, ENTROPY=entropy, num_warps=4,
+                BN=self.tiles.bn, TILES=TILES_PER_PROGRAM, ENTROPY=entropy, num_warps=4,
             )  # fmt: skip
 
 
@@ -275,18 +275,18 @@ def _saved_pair(pair: LogitPair) -> tuple[SavedLogits, SavedLogits, Tensor]:
     """Saved logits of draft and teacher, and the teacher row of each draft row."""
     draft, teacher = pair.draft, pair.teacher
     assert isinstance(draft, SavedLogits) and isinstance(teacher, SavedLogits)
-    rows = torch.arange(len(draft.tops), device=draft.tops.device) if pair.rows is None else pair.rows
+    rows = torch.arange(len(draft.tile_max), device=draft.tile_max.device) if pair.rows is None else pair.rows
     return draft, teacher, rows
 
 
-def _scales(problem: Problem) -> Tensor:
+def _row_scales(problem: Problem) -> Tensor:
     inverse = problem.inverse_temperature
     if isinstance(inverse, Tensor):
         return inverse.contiguous()
     return torch.full((len(problem.hidden),), inverse, dtype=torch.float32, device=problem.hidden.device)
 
 
-def _padded(like: Tensor, rows: int, columns: int) -> Tensor:
+def _aligned_empty(like: Tensor, rows: int, columns: int) -> Tensor:
     """Uninitialized [rows, columns] whose rows start at multiples of 16 bytes."""
     return like.new_empty(rows, triton.cdiv(columns, 8) * 8)[:, :columns]
 

@@ -244,7 +244,7 @@ class Experts(SequentialMLP):
 
     def weight_stacks(self) -> list[WeightStack]:
         """Weights whose gradients are added to their buffers outside autograd. Empty before the first forward pass."""
-        return [layer.weights for layer in self._layers.values() if layer.weights.buffered]
+        return [layer.weights for layer in self._layers.values() if layer.weights.has_grad_buffers]
 
     def _linear(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         layer = self._layers.get(name)

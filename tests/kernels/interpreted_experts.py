@@ -42,7 +42,7 @@ def test_weights_that_are_not_adjacent_are_copied() -> None:
 @pytest.mark.parametrize("of_all", [False, True])
 def test_probs_match_softmax(of_all: bool) -> None:
     logits = drawn(70, 6).float()
-    routes = exact_experts.routes_of(exact_experts.top_experts(logits, 2), 6)
+    routes = exact_experts.route_mask(exact_experts.top_experts(logits, 2), 6)
     probs = exact_experts.chosen_probs_triton(logits, routes, of_all=of_all)
     assert torch.equal(probs != 0, routes)
     assert (probs - exact_experts.chosen_probs_torch(logits, routes, of_all=of_all)).abs().max() < 1e-6

@@ -271,9 +271,11 @@ def test_scaled_heads_and_gradients_match_the_portable_version(
     x = mixed[:, 3:-3].unflatten(-1, (heads, width))  # a slice of channels, as in the layer
     scale = torch.rand(tokens, heads) if per_token else torch.rand(heads).to(HALF)
     base = torch.randn_like(grad) if with_base else None
-    out = scaling.scaled_triton(x, scale, base)
-    assert relative(out.double(), scaling.scaled_torch(x.double(), scale.double(), None if base is None else base.double())) < 1e-3
+    out = scaling.scale_heads_triton(x, scale, base)
+    assert relative(out.double(), scaling.scale_heads_torch(x.double(), scale.double(), None if base is None else base.double())) < 1e-3
     for actual, expected in zip(
-        scaling.backward_triton(grad, x, scale), scaling.backward_torch(grad.double(), x.double(), scale.double()), strict=True
+        scaling.scale_heads_backward_triton(grad, x, scale),
+        scaling.scale_heads_backward_torch(grad.double(), x.double(), scale.double()),
+        strict=True,
     ):
         assert relative(actual.double(), expected) < 1e-3

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.kernels import exact, invariant
-from mtpctl.kernels.backend import join_stats
+from mtpctl.kernels.backend import combine_stats
 from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from tests.fakes.kernel_agreement import relative
@@ -203,7 +203,7 @@ def test_joined_statistics_match_one_softmax() -> None:
         e = (block - top.unsqueeze(1)).exp()
         parts.append(torch.stack([top, e.sum(1), (e * (block - top.unsqueeze(1))).sum(1), torch.full_like(top, -torch.inf)]))
     empty = torch.stack([torch.full((5,), -torch.inf), torch.zeros(5), torch.zeros(5), torch.full((5,), -torch.inf)]).double()
-    joined = join_stats(torch.stack([empty, *parts]))
+    joined = combine_stats(torch.stack([empty, *parts]))
     logp = z.log_softmax(1)
     assert torch.allclose(joined.lse, z.logsumexp(1))
     assert torch.allclose(joined.entropy, -(logp.exp() * logp).sum(1), atol=1e-12)

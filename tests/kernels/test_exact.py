@@ -58,7 +58,10 @@ def test_sums_are_those_of_integers(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         x, weight = _drawn(5, 1024), _drawn(7, 1024, seed=1)
-        (rows, row_step), (columns, column_step) = exact._fixed_point(x, exact._bits(1024)), exact._fixed_point(weight, exact._bits(1024))
+        (rows, row_step), (columns, column_step) = (
+            exact._fixed_point(x, exact._factor_bits(1024)),
+            exact._fixed_point(weight, exact._factor_bits(1024)),
+        )
         for i in range(5):
             for j in range(7):
                 total = sum(int(a) * int(b) for a, b in zip(rows[i].tolist(), columns[j].tolist(), strict=True))
@@ -70,8 +73,8 @@ def test_sums_are_those_of_integers(threads: int) -> None:
 
 @pytest.mark.parametrize("terms", [1, 2, 32, 192, 576, 1024, 1025, 11008])
 def test_sum_of_the_largest_products_is_below_the_mantissa(terms: int) -> None:
-    assert terms * (2 ** exact._bits(terms)) ** 2 <= 2**53
-    assert terms * (2 ** (exact._bits(terms) + 1)) ** 2 > 2**53, "no bit is wasted on both factors"
+    assert terms * (2 ** exact._factor_bits(terms)) ** 2 <= 2**53
+    assert terms * (2 ** (exact._factor_bits(terms) + 1)) ** 2 > 2**53, "no bit is wasted on both factors"
 
 
 def _attention_case(keys: int = 70) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -149,8 +149,8 @@ def test_sweeps_with_drafts_are_bit_identical_and_within_the_workspace() -> None
 def test_auto_selects_the_fastest_measured_backend(caplog: pytest.LogCaptureFixture) -> None:
     from mtpctl.kernels import dispatch
 
-    dispatch._logged.cache_clear()
-    measured = torch.cuda.get_device_capability() in dispatch.MEASURED
+    dispatch._log_choice.cache_clear()
+    measured = torch.cuda.get_device_capability() in dispatch.MEASURED_BACKENDS
     for rows, expected in ((4, "chunked"), (64, "triton" if measured else "chunked")):
         with caplog.at_level("INFO", logger="mtpctl.kernels"):
             linear_logprob(

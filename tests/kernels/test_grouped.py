@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.grouped import WeightStack, grouped_linear, stacked
+from mtpctl.kernels.grouped import WeightStack, grouped_linear, stack_tensors
 
 COUNTS = [3, 0, 7, 1, 0]
 
@@ -99,7 +99,7 @@ def test_zero_rows_keep_the_graph_connected() -> None:
 def test_tensors_at_equal_strides_are_stacked_as_a_view() -> None:
     storage = torch.arange(100.0)
     places = [storage[start : start + 6].view(2, 3) for start in (10, 26, 42)]
-    actual = stacked(places)
+    actual = stack_tensors(places)
     assert actual.data_ptr() == places[0].data_ptr()
     torch.testing.assert_close(actual, torch.stack(places))
 
@@ -108,7 +108,7 @@ def test_tensors_at_equal_strides_are_stacked_as_a_view() -> None:
 def test_tensors_at_other_strides_are_copied(starts: tuple[int, ...]) -> None:
     storage = torch.arange(100.0)
     places = [storage[start : start + 6].view(2, 3) for start in starts]
-    actual = stacked(places)
+    actual = stack_tensors(places)
     assert actual.data_ptr() != places[0].data_ptr()
     torch.testing.assert_close(actual, torch.stack(places))
 

@@ -237,7 +237,7 @@ def test_tied_heads_main_grad_keeps_the_embedding_gradient() -> None:
 def test_auto_logs_its_choice(caplog: pytest.LogCaptureFixture) -> None:
     from mtpctl.kernels import dispatch
 
-    dispatch._logged.cache_clear()
+    dispatch._log_choice.cache_clear()
     with caplog.at_level("INFO", logger="mtpctl.kernels"):
         linear_logprob(torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2]))
     assert "auto runs chunked on cpu" in caplog.text

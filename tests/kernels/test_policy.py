@@ -262,7 +262,7 @@ def test_nonfinite_draft_states_are_named() -> None:
 @pytest.mark.parametrize("rows", [[3, 2, 5], [-1, 2, 5], [3, 4, 150]], ids=str)
 def test_unsorted_or_missing_draft_rows_are_rejected(rows: list[int]) -> None:
     trunk, weight, labels, _, options = CASE.tensors()
-    with pytest.raises(ValueError, match="rows of a draft: expected ascending ones of 0 to 149"):
+    with pytest.raises(ValueError, match="rows of a draft: expected ascending indices from 0 to 149"):
         draft = Draft(trunk.detach()[:3], torch.tensor(rows))
         linear_policy_loss(trunk, weight, labels, token_loss, drafts=[draft], **options)
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mtpctl.convert.hf_folder import HfFolder
-from mtpctl.kernels.grouped import stacked
+from mtpctl.kernels.grouped import stack_tensors
 from mtpctl.kernels.rows import expert_order
 from mtpctl.model import build
 from mtpctl.model.experts import AsyncAllToAll, MixtureOfExperts, gather_row_probs, gather_rows, sum_rows
@@ -64,7 +64,7 @@ def test_expert_weights_and_buffers_are_stacked_without_copies(tmp_path: Path, d
             for name in ("linear_fc1", "linear_fc2"):
                 weights = [getattr(expert, name).weight for expert in reversed(layer.experts.local_experts)]
                 for tensors in (weights, [weight.main_grad for weight in weights]):
-                    assert stacked(tensors).data_ptr() == tensors[0].data_ptr()
+                    assert stack_tensors(tensors).data_ptr() == tensors[0].data_ptr()
 
 
 @pytest.mark.parametrize("frozen_input", [False, True])
