@@ -208,7 +208,7 @@ def test_reward_of_zero_for_every_solution_is_a_caution(tmp_path: Path) -> None:
         ("{function: 'judge.py:fails'}", "reward.function: judge.py:2: ZeroDivisionError: division by zero, for held.jsonl:1"),
         ("{function: 'judge.py:score', args: {bonsu: 1}}", "reward.args: score(response, problem, sample, bonus=0) cannot be called as"),
         ("{function: math, args: {second: 1}}", "reward.args: score(response, problem, sample, seconds=5.0) cannot be called as"),
-        ("{function: length}", "reward.args: length takes one of target and max, in tokens, of at least 1; set {max: 512}, say"),
+        ("{function: length}", "reward.args: length takes one of target and max, in tokens, of at least 1; set for example {max: 512}"),
     ],
 )
 def test_rewards_of_held_out_sets_are_tried_on_their_own_rows(tmp_path: Path, reward: str, message: str) -> None:

@@ -1,6 +1,7 @@
 """Parses answers: numbers, expressions, text, and several of them as a list, set, tuple, interval or range.
 
-A text with several values is never parsed as one of them. An ambiguous text has several readings: "1,234" is a number or a list.
+A text with several values is never parsed as only one of the values. An ambiguous text has several readings: "1,234" is a number or a
+list.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Value:
 
     Attributes:
         kind: `value` (a number or expression), `text`, `list` (in any order), `set`, `bracket` (a tuple or interval, with its brackets in
-            `marks`) or `range` ("5 to 7", which leaves open whether the ends are included).
+            `brackets`) or `range` ("5 to 7", which does not state whether the ends are included).
         source: the normalized text; for an equation, its last side.
         percent: whether a percent sign follows the number.
         name: the left side of an assignment such as `x = 5`.
@@ -31,7 +32,7 @@ class Value:
     kind: Kind
     source: str
     items: tuple[Value, ...] = ()
-    marks: str = ""
+    brackets: str = ""
     number: Number | None = None
     percent: bool = False
     name: str = ""
@@ -39,7 +40,7 @@ class Value:
     sides: tuple[str, ...] = ()
 
     @property
-    def stated(self) -> bool:
+    def states_value(self) -> bool:
         """Whether the answer states a value, not just text."""
         return self.kind != "text" and all(item.kind != "text" for item in self.items)
 
@@ -104,12 +105,12 @@ _SHORT_WORDS = frozenset(_SHORT_WORDS_TEXT.split())
 _FUNCTIONS_TEXT = "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log exp sqrt infinity"
 _FUNCTIONS = frozenset(_FUNCTIONS_TEXT.split())
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_CHANGES_TEXT = (
+_MODIFIERS_TEXT = (
     "not least most than negative minus plus times half dozen over under above below except without less more fewer greater "
     "smaller larger squared cubed factorial choose root power no non never up within before after remainder modulo mod "
     "third thirds quarter quarters divided multiplied sum difference product square-root"
 )
-_CHANGES = frozenset(_CHANGES_TEXT.split())
+_MODIFIERS = frozenset(_MODIFIERS_TEXT.split())
 """Words that change the value of the number next to them."""
 _NOISE = re.compile(r"^(?:either|both|exactly|approximately|about|roughly|around|therefore|thus|hence|so|and|or)\s+", re.IGNORECASE)
 _BETWEEN = re.compile(r"^(?:.*\b)?(?:between\s+(?P<a>.+?)\s+and|from\s+(?P<b>.+?)\s+(?:to|through|until))\s+(?P<end>.+)$", re.IGNORECASE)
@@ -121,27 +122,27 @@ _MEMBER = re.compile(r"^(?:\\?[A-Za-z]\w*|\([^()]*\))\s*\\in(?![A-Za-z])\s*(?P<s
 _SUBSCRIPT = re.compile(r"(?<=\d)_(?:\{\s*\d+\s*\}|\d+)$")
 
 
-def readings(text: str) -> tuple[Value, ...]:
+def parse_answer(text: str) -> tuple[Value, ...]:
     """All readings of a text; none for a text without content."""
-    text = _normalized(text)
+    text = _normalize(text)
     if not text:
         return ()
-    values = [_read(_COMMA_THOUSANDS.sub(lambda match: match[0].replace(",", ""), text))]
+    values = [_parse(_COMMA_THOUSANDS.sub(lambda match: match[0].replace(",", ""), text))]
     if _COMMA_THOUSANDS.search(text):
-        values.append(_read(text))
+        values.append(_parse(text))
     elif re.fullmatch(r"-?\d+,\d+", text):  # a decimal comma
-        values.append(_read(text.replace(",", ".")))
-    if (match := _DASHED.match(text)) and all((ends := (_read(match[1]), _read(match[2])))[each].number for each in (0, 1)):
+        values.append(_parse(text.replace(",", ".")))
+    if (match := _DASHED.match(text)) and all((ends := (_parse(match[1]), _parse(match[2])))[index].number for index in (0, 1)):
         values.append(Value("range", text, ends))
     if r"\approx" in text:  # an exact value before a rounded one is also an answer
-        values += [_read(part) for part in text.split(r"\approx")[-2:-1] if part.strip()]
+        values += [_parse(part) for part in text.split(r"\approx")[-2:-1] if part.strip()]
     return tuple(dict.fromkeys(values))
 
 
-def _normalized(text: str) -> str:
+def _normalize(text: str) -> str:
     text = re.sub("(?<![A-Za-z])([a-z]{1,2})(?=[\u00b2\u00b3])", r"\\text{\1}", text).translate(_CHARACTERS)
     text = _THIN_THOUSANDS.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), text)
-    text = _TEXT.sub(_marked, text)
+    text = _TEXT.sub(_mark_words, text)
     for _ in range(3):
         text = _STYLED.sub(r"\1", text)
     text = _COLORED.sub("", text)
@@ -154,7 +155,7 @@ def _normalized(text: str) -> str:
     return re.sub(r"^[:=,;.\s]+(?=\D)|^[:=,;\s]+|[.,;:?\s]+$", "", text)
 
 
-def _marked(match: re.Match[str]) -> str:
+def _mark_words(match: re.Match[str]) -> str:
     """The words of a text command, each marked by `\\x02`. A single letter is a variable or constant, unless an exponent follows."""
     content = match[1]
     if re.fullmatch(r"[A-Za-z]", content) and match.string[match.end() : match.end() + 1] != "^":
@@ -162,36 +163,36 @@ def _marked(match: re.Match[str]) -> str:
     return " " + re.sub(r"[A-Za-z]+", lambda word: word[0] if word[0].lower() in ("and", "or", "to") else f"\x02{word[0]}", content) + " "
 
 
-def _read(text: str) -> Value:
+def _parse(text: str) -> Value:
     """Parse a normalized text in which every comma is a separator."""
     text = text.strip()
-    while (bare := _NOISE.sub("", text)) != text:
-        text = bare
-    if (ends := _range(text)) is not None:
+    while (stripped := _NOISE.sub("", text)) != text:
+        text = stripped
+    if (ends := _parse_range(text)) is not None:
         return Value("range", text, ends)
     for separators in (";", ",and"):
         parts = _split(text, separators)
         if len(parts) > 1:
-            values = [_read(part) for part in parts]
+            values = [_parse(part) for part in parts]
             # A mix of values and text is a sentence, not a list: "6 feet, of which 2 are wet".
-            if len({value.stated for value in values}) == 1 and (values[0].stated or not re.search(r"\d", text)):
-                return _list(text, values, separators)
-            return Value("text", _bare(text))
-    return _single(text)
+            if len({value.states_value for value in values}) == 1 and (values[0].states_value or not re.search(r"\d", text)):
+                return _build_list(text, values, separators)
+            return Value("text", _normalize_words(text))
+    return _parse_single(text)
 
 
-def _range(text: str) -> tuple[Value, Value] | None:
+def _parse_range(text: str) -> tuple[Value, Value] | None:
     if (match := _BETWEEN.match(text)) is not None:
         start = match["a"] or match["b"]
     elif (match := _TO.match(text)) is not None and r"\to" not in text:
         start = match["a"]
     else:
         return None
-    ends = _read(start), _read(match["end"])
+    ends = _parse(start), _parse(match["end"])
     return ends if all(end.kind == "value" for end in ends) else None
 
 
-def _list(text: str, values: list[Value], separators: str = ",and") -> Value:
+def _build_list(text: str, values: list[Value], separators: str = ",and") -> Value:
     name, items = "", list[Value]()
     for value in values:  # `x = 1, 2` assigns two values to x
         name = value.name or name
@@ -202,86 +203,87 @@ def _list(text: str, values: list[Value], separators: str = ",and") -> Value:
     return items[0] if len(items) == 1 else Value("list", text, tuple(items))
 
 
-def _single(text: str) -> Value:
+def _parse_single(text: str) -> Value:
     sides = _split(text, "=")
     if len(sides) > 1 and not _RELATION.search(re.sub(r"\([^()]*\)", "", text)):
         if any(re.search(r"\d", side) and any(map(_is_word, _WORD.findall(side))) for side in sides[:-1]):
-            return Value("text", _bare(text))
-        value = _single(sides[-1])
+            return Value("text", _normalize_words(text))
+        value = _parse_single(sides[-1])
         name = "" if read_number(sides[0]) is not None else sides[0].replace(" ", "")
         if value.kind == "list":  # x = \pm 3
             return replace(value, items=tuple(replace(item, name=name) for item in value.items))
         return replace(value, name=name, equation=text, sides=tuple(sides))
     if (match := _MEMBER.match(text)) is not None:
-        return _single(match["set"])
-    if (bracket := _bracketed(text)) is not None:
+        return _parse_single(match["set"])
+    if (bracket := _parse_bracketed(text)) is not None:
         return bracket
     if r"\pm" in text and text.count(r"\pm") == 1:
-        return _list(text, [_single(text.replace(r"\pm", sign).strip().removeprefix("+").strip()) for sign in "+-"])
-    return _leaf(text)
+        return _build_list(text, [_parse_single(text.replace(r"\pm", sign).strip().removeprefix("+").strip()) for sign in "+-"])
+    return _parse_leaf(text)
 
 
-def _bracketed(text: str) -> Value | None:
+def _parse_bracketed(text: str) -> Value | None:
     """A tuple, interval or set: brackets around several values."""
     for opening, closing in ((r"\lbrace", r"\rbrace"), ("{", "}")):
         if text.startswith(opening) and text.endswith(closing):
             inner = text[len(opening) : -len(closing)].strip()
-            if _balanced(inner) and r"\mid" not in inner and "|" not in inner and ":" not in inner:
+            if _is_balanced(inner) and r"\mid" not in inner and "|" not in inner and ":" not in inner:
                 if opening == "{":
-                    return _read(inner)
-                return Value("set", text, tuple(_single(part) for part in _split(inner, ",;and")))
-    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and _balanced(text[1:-1]):
+                    return _parse(inner)
+                return Value("set", text, tuple(_parse_single(part) for part in _split(inner, ",;and")))
+    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and _is_balanced(text[1:-1]):
         parts = _split(text[1:-1], ",;")
         if len(parts) > 1:
-            return Value("bracket", text, tuple(_single(part) for part in parts), text[0] + text[-1])
+            return Value("bracket", text, tuple(_parse_single(part) for part in parts), text[0] + text[-1])
         if text[0] + text[-1] == "()":
-            return _single(text[1:-1].strip())
+            return _parse_single(text[1:-1].strip())
     return None
 
 
-def _leaf(text: str) -> Value:
+def _parse_leaf(text: str) -> Value:
     percent = _PERCENT.search(text)
-    bare = (text[: percent.start()] + " " + text[percent.end() :]).strip() if percent else text
-    bare = _SUBSCRIPT.sub("", bare)
-    if (number := read_number(bare)) is not None:
-        return Value("value", bare, number=number, percent=percent is not None)
-    matches = list(_WORD.finditer(bare))
+    stripped = (text[: percent.start()] + " " + text[percent.end() :]).strip() if percent else text
+    stripped = _SUBSCRIPT.sub("", stripped)
+    if (number := read_number(stripped)) is not None:
+        return Value("value", stripped, number=number, percent=percent is not None)
+    matches = list(_WORD.finditer(stripped))
     sentence = any(_is_word(match[0]) for match in matches)
     matches = [match for match in matches if _is_word(match[0]) or (sentence and re.fullmatch(r"[A-Za-z]{3}", match[0]))]
     if not matches:
         return Value("value", text)
     words = [re.match(r"\x02?([A-Za-z'-]+)", match[0])[1].lower() for match in matches]  # type: ignore[index]
-    inner, end = "", 0
+    remainder, end = "", 0
     for match in matches:
-        inner += bare[end : match.start()].rstrip("/") + " "
+        remainder += stripped[end : match.start()].rstrip("/") + " "
         end = match.end()
-    inner = re.sub(r"^[\s:.,'?!]+(?=\D)|^[\s:,'?!]+|[\s:.,'?!/]+$", "", inner + bare[end:]).strip()
-    joined = any(
-        re.search(r"[-+*^=]\s*$", bare[: match.start()]) or re.match(r"\s*[+*=]|\s*-(?!\d)", bare[match.end() :]) for match in matches
+    remainder = re.sub(r"^[\s:.,'?!]+(?=\D)|^[\s:,'?!]+|[\s:.,'?!/]+$", "", remainder + stripped[end:]).strip()
+    has_operator = any(
+        re.search(r"[-+*^=]\s*$", stripped[: match.start()]) or re.match(r"\s*[+*=]|\s*-(?!\d)", stripped[match.end() :])
+        for match in matches
     )
-    if not inner or joined or not _CHANGES.isdisjoint(words):
-        return Value("text", _bare(text))
-    number = read_number(inner)
+    if not remainder or has_operator or not _MODIFIERS.isdisjoint(words):
+        return Value("text", _normalize_words(text))
+    number = read_number(remainder)
     scale = math.prod(_SCALES.get(word.removesuffix("s"), 1) for word in words)
     if number is not None and scale > 1 and number.value is not None:
         number = replace(number, value=number.value * scale, approximation=number.approximation * scale)
-    elif number is None and (scale > 1 or bare.find(inner) < 0):  # words in the middle: a sentence
-        return Value("text", _bare(text))
-    return Value("value", inner, number=number, percent=percent is not None)
+    elif number is None and (scale > 1 or stripped.find(remainder) < 0):  # words in the middle: a sentence
+        return Value("text", _normalize_words(text))
+    return Value("value", remainder, number=number, percent=percent is not None)
 
 
 def _is_word(text: str) -> bool:
     word = re.match(r"\x02?[A-Za-z]+", text)
     assert word is not None
-    return text[0] == "\x02" or (len(word[0]) > 3 and word[0].lower() not in _FUNCTIONS) or word[0] in _SHORT_WORDS | _CHANGES
+    return text[0] == "\x02" or (len(word[0]) > 3 and word[0].lower() not in _FUNCTIONS) or word[0] in _SHORT_WORDS | _MODIFIERS
 
 
-def _bare(text: str) -> str:
+def _normalize_words(text: str) -> str:
     """Normalize a text for comparison: lower case, without punctuation and redundant blanks."""
     return re.sub(r"[\s.,;:!?'\"\x02]+", " ", text).strip().lower()
 
 
-def _balanced(text: str) -> bool:
+def _is_balanced(text: str) -> bool:
     depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")

@@ -1,4 +1,4 @@
-"""The rewards `exact`, `length` and `llm_judge`: functions as a user would write them.
+"""The built-in rewards `exact`, `length` and `llm_judge`. They have the signature of user-defined rewards.
 
 `llm_judge` asks a language model behind an OpenAI-compatible endpoint.
 """
@@ -22,7 +22,7 @@ from mtpctl.samples import Sample
 if TYPE_CHECKING:
     import httpx
 
-_MARKED = re.compile(r"(?:(?<!\w)#|##)([^#]*[^#\s])\s*$")
+_FINAL_ANSWER = re.compile(r"(?:(?<!\w)#|##)([^#]*[^#\s])\s*$")
 """The marker of a final answer, and the answer after it."""
 
 
@@ -32,12 +32,12 @@ def exact(response: str, problem: Answered, sample: Sample) -> float:
     An answer that is a worked solution, as in GSM8K, is parsed like a response: the text after its last `#` counts. A `#` that is part of a
     word (C#, F#m) marks no final answer; an answer with such a `#` is compared in full.
     """
-    marked = _MARKED.search(problem.answer)
-    if marked is None and "#" in problem.answer:
+    match = _FINAL_ANSWER.search(problem.answer)
+    if match is None and "#" in problem.answer:
         return float(response.strip() == problem.answer.strip())
     # 42 in `#42` and in GSM8K's `#### 42`; the whole response if it has no `#`.
     answer = response.rpartition("#")[2].strip()
-    return float(answer == (problem.answer if marked is None else marked[1]).strip())
+    return float(answer == (problem.answer if match is None else match[1]).strip())
 
 
 def length(
@@ -60,24 +60,26 @@ def length(
     """
     limit = target if max is None else max
     if limit is None or limit < 1 or (target is not None and max is not None):
-        raise UserError("reward.args: length takes one of target and max, in tokens, of at least 1; set {max: 512}, say")
-    base, parts = parse(_plain(of, of_args or {}).call(response, problem, sample, **(of_args or {})))
+        raise UserError("reward.args: length takes one of target and max, in tokens, of at least 1; set for example {max: 512}")
+    base, parts = parse(_load_plain(of, of_args or {}).call(response, problem, sample, **(of_args or {})))
     tokens = sample.sampled
     excess = tokens / limit - 1
     share = min(abs(excess) if max is None else excess if excess > 0 else 0.0, 1.0)
     return {**parts, "reward": base - penalty * share, "correct": base, "length": -penalty * share}
 
 
-_loaded: dict[str, RewardFunction] = {}
+_functions: dict[str, RewardFunction] = {}
 
 
-def _plain(of: str, args: Mapping[str, object]) -> RewardFunction:
-    if of not in _loaded:
+def _load_plain(of: str, args: Mapping[str, object]) -> RewardFunction:
+    if of not in _functions:
         function = load_function(reference_of(of), args, Role.reward("reward.args: of"))
         if function.coroutine:
-            raise UserError(f"reward.args: of: {of} is a coroutine, and length takes a plain function; subtract the penalty in your own")
-        _loaded[of] = function
-    return _loaded[of]
+            raise UserError(
+                f"reward.args: of: {of} is a coroutine, and length takes a plain function; subtract the penalty in the coroutine"
+            )
+        _functions[of] = function
+    return _functions[of]
 
 
 JUDGE_PROMPT = """\
@@ -129,8 +131,8 @@ async def llm_judge(
         if not (key := os.environ.get(api_key_env)):
             raise UserError(f"reward.args: api_key_env: {api_key_env} is not set in the environment; export it")
         headers["Authorization"] = f"Bearer {key}"
-    filled = {"{prompt}": problem.prompt, "{response}": response, "{answer}": problem.answer}
-    text = re.sub(r"\{(?:prompt|response|answer)\}", lambda match: filled[match[0]], prompt)
+    values = {"{prompt}": problem.prompt, "{response}": response, "{answer}": problem.answer}
+    text = re.sub(r"\{(?:prompt|response|answer)\}", lambda match: values[match[0]], prompt)
     body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": temperature, "max_tokens": max_tokens}
     reply = await _complete(f"{url.rstrip('/')}/chat/completions", headers, body, retries)
     matches = re.findall(pattern, reply)
@@ -142,10 +144,10 @@ async def llm_judge(
 
 def _judged_score(text: str, scale: float) -> float:
     """A number as a share of the full score. Raises ValueError if it is not finite."""
-    number, slash, full = text.replace(" ", "").partition("/")
+    number, slash, full_score = text.replace(" ", "").partition("/")
     if number.endswith("%"):
-        number, slash, full = number[:-1], "/", "100"
-    value = float(number) / (float(full) if slash else scale)
+        number, slash, full_score = number[:-1], "/", "100"
+    value = float(number) / (float(full_score) if slash else scale)
     if not math.isfinite(value):
         raise ValueError(f"the judge's score {text[:40]!r} is not a finite number")
     return value
@@ -161,7 +163,7 @@ async def _complete(url: str, headers: dict[str, str], body: dict[str, object], 
             reply = await _client().post(url, headers=headers, json=body)
         except httpx.TransportError as error:
             if attempt == retries:
-                raise RuntimeError(f"{url} gave no answer {retries + 1} times ({type(error).__name__}: {error})") from error
+                raise RuntimeError(f"{url} did not answer {retries + 1} requests ({type(error).__name__}: {error})") from error
         else:
             if reply.is_success:
                 content: str | None = reply.json()["choices"][0]["message"]["content"]

@@ -62,34 +62,34 @@ def parse(value: object) -> tuple[float, dict[str, float]]:
     if not isinstance(value, Mapping):
         return _number(value, "returned"), {}
     if "reward" not in value:
-        raise ValueError(f"returned a dict without the key 'reward': {_shown(value)}")
+        raise ValueError(f"returned a dict without the key 'reward': {_quote_value(value)}")
     parts = {}
     for name, part in value.items():
         if name == "reward":
             continue
         if not isinstance(name, str):
-            raise ValueError(f"returned a part {_shown(name)}: not a text")
+            raise ValueError(f"returned a part {_quote_value(name)}: not a text")
         if name in RESERVED_PARTS:
-            raise ValueError(f"returned a part {_shown(name)}: reward/{name} is a metric already")
+            raise ValueError(f"returned a part {_quote_value(name)}: reward/{name} is already a metric")
         parts[name] = _number(part, f"returned as {name!r}")
     return _number(value["reward"], "returned as 'reward'"), parts
 
 
 def _number(value: object, description: str) -> float:
     if value is None or isinstance(value, (str, bytes)):
-        raise ValueError(f"{description} {_shown(value)}, which is no number")
+        raise ValueError(f"{description} {_quote_value(value)}, which is not a number")
     try:
         number = float(value)  # type: ignore[arg-type]  # also scalars of numpy and torch, without importing them
     except OverflowError as error:
-        raise ValueError(f"{description} {_shown(value)}, which is not finite as a float") from error
+        raise ValueError(f"{description} {_quote_value(value)}, which is not finite as a float") from error
     except Exception as error:  # of any type: for example, a tensor of several elements raises RuntimeError
-        raise ValueError(f"{description} {_shown(value)}, which is no number") from error
+        raise ValueError(f"{description} {_quote_value(value)}, which is not a number") from error
     if not math.isfinite(number):
         raise ValueError(f"{description} {number}, which is not finite")
     return number
 
 
-def _shown(value: object) -> str:
+def _quote_value(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception:  # from a custom `__repr__`, or for an integer of too many digits
@@ -143,7 +143,7 @@ class RewardFunction:
         try:
             value = self._call(response, problem, sample)
             if inspect.isawaitable(value):
-                value = asyncio.run(_awaited(value))
+                value = asyncio.run(_await_value(value))
         except BaseException as error:  # including sys.exit(), which must not end the process
             return self._failure(error)
         return self._result(value)
@@ -193,7 +193,7 @@ def load_function(reference: str, args: Mapping[str, object], role: Role | None 
     role = Role.reward() if role is None else role
     function = load(reference, role.function)
     if not callable(function):
-        raise UserError(f"{role.function}: {reference} is no function but {type(function).__name__}")
+        raise UserError(f"{role.function}: {reference} is {type(function).__name__}, not a function")
     if inspect.isclass(function):
         raise UserError(f"{role.function}: {reference} is a class; name a function of {', '.join(role.arguments)}")
     check_call(function, role.arguments, {}, role.function, partly=True)
@@ -202,5 +202,5 @@ def load_function(reference: str, args: Mapping[str, object], role: Role | None 
     return RewardFunction(reference, function, from_environment(args, role.args), coroutine, role)
 
 
-async def _awaited(value: Awaitable[object]) -> object:
+async def _await_value(value: Awaitable[object]) -> object:
     return await value

@@ -3,7 +3,7 @@
 The text of the answer is extracted from the response and parsed (`mtpctl.rl.rewards.answers`). Answers are equal if any of their readings
 are: numbers exactly or within rounding, several values as a whole, and other expressions by the library math-verify.
 
-The text of the answer is the first of these that the response has and that can be parsed: the last box, together with the boxes that form a
+The text of the answer is the first of these candidates that exists and can be parsed: the last box, together with the boxes that form a
 list with it; the last line after `#`; the text after "the answer is"; a response that is only an answer; the last value in the text,
 together with the values that form a list or range with it.
 
@@ -27,7 +27,7 @@ from math_verify.errors import TimeoutException
 from math_verify.grader import should_treat_as_complex
 
 from mtpctl.compat import sympy_names
-from mtpctl.rl.rewards.answers import Value, readings
+from mtpctl.rl.rewards.answers import Value, parse_answer
 from mtpctl.rl.rewards.function import Answered
 from mtpctl.rl.rewards.numerals import Number, read_number, same_number
 from mtpctl.samples import Sample
@@ -93,21 +93,21 @@ def score(response: str, problem: Answered, sample: Sample, seconds: float = 5.0
 
 def _is_correct(response: str, answer: str, seconds: float) -> bool:
     try:
-        with _bounded(seconds):
-            gold = _gold(answer)
-        with _bounded(seconds):
-            stated = _stated(response)
+        with _time_limit(seconds):
+            gold_readings = _parse_gold(answer)
+        with _time_limit(seconds):
+            stated_readings = _parse_response(response)
     except TimeoutException:
         return False
     except Exception:
         logging.getLogger(__name__).debug("not readable: %r or %r", response[-200:], answer, exc_info=True)
         return False
-    return any(_compare(one, other, seconds) for one in gold for other in stated)
+    return any(_compare(gold_reading, stated_reading, seconds) for gold_reading in gold_readings for stated_reading in stated_readings)
 
 
 def _compare(gold: Value, stated: Value, seconds: float) -> bool:
     try:
-        with _bounded(seconds):
+        with _time_limit(seconds):
             return equal(gold, stated)
     except TimeoutException:
         return False
@@ -117,32 +117,32 @@ def _compare(gold: Value, stated: Value, seconds: float) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _gold(answer: str) -> tuple[Value, ...]:
+def _parse_gold(answer: str) -> tuple[Value, ...]:
     """Readings of a row's answer. A worked solution is parsed like a response."""
     is_short = len(answer) <= 200 and "boxed" not in answer and "#" not in answer and "\n" not in answer.strip()
-    return readings(answer) if is_short else _stated(answer) or readings(answer)
+    return parse_answer(answer) if is_short else _parse_response(answer) or parse_answer(answer)
 
 
-def _stated(response: str) -> tuple[Value, ...]:
+def _parse_response(response: str) -> tuple[Value, ...]:
     """Readings of the first candidate text that states a value; if none does, of the first candidate."""
     texts: tuple[Value, ...] = ()
     for text in answer_texts(response):
-        values = readings(text)
-        if any(value.stated for value in values):
+        values = parse_answer(text)
+        if any(value.states_value for value in values):
             return values
         texts = texts or values
     return texts
 
 
 @contextlib.contextmanager
-def _bounded(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutException if the block uses more than `seconds` of CPU time, or `_WALL_CLOCK_FACTOR` times that of wall-clock time."""
 
-    def expired(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise TimeoutException
 
     limits = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, _WALL_CLOCK_FACTOR * seconds))
-    handlers = [signal.signal(number, expired) for _, number, _ in limits]
+    handlers = [signal.signal(number, raise_timeout) for _, number, _ in limits]
     try:
         for timer, _, limit in limits:
             signal.setitimer(timer, limit)
@@ -161,38 +161,38 @@ def equal(gold: Value, answer: Value) -> bool:
         return _equal_sets(gold, answer)
     if gold.kind == "list" or answer.kind == "list":
         brackets = answer if gold.kind == "list" else gold
-        is_tuple = brackets.kind == "bracket" and (brackets.marks == "()" or (brackets.marks == "[]" and len(brackets.items) > 2))
-        return is_tuple and _in_order(gold.items, answer.items)
+        is_tuple = brackets.kind == "bracket" and (brackets.brackets == "()" or (brackets.brackets == "[]" and len(brackets.items) > 2))
+        return is_tuple and _equal_in_order(gold.items, answer.items)
     if gold.kind == "range" or answer.kind == "range":
-        return gold.kind in ("range", "bracket") and answer.kind in ("range", "bracket") and _in_order(gold.items, answer.items)
+        return gold.kind in ("range", "bracket") and answer.kind in ("range", "bracket") and _equal_in_order(gold.items, answer.items)
     if gold.kind == "bracket" and answer.kind == "bracket":
-        same = gold.marks == answer.marks or (len(gold.items) > 2 and {gold.marks, answer.marks} <= {"()", "[]"})
-        return same and _names_agree(gold, answer) and _in_order(gold.items, answer.items)
+        same = gold.brackets == answer.brackets or (len(gold.items) > 2 and {gold.brackets, answer.brackets} <= {"()", "[]"})
+        return same and _names_agree(gold, answer) and _equal_in_order(gold.items, answer.items)
     if gold.kind == "text" or answer.kind == "text":
         return _letters(gold) == _letters(answer) != ""
     return _equal_values(gold, answer)
 
 
-def _in_order(gold: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
+def _equal_in_order(gold: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
     return len(gold) == len(answer) and all(equal(one, other) for one, other in zip(gold, answer, strict=True))
 
 
 def _equal_lists(gold: Value, answer: Value) -> bool:
     names = [{item.name for item in value.items} for value in (gold, answer)]
     if {""} in names and max(map(len, names)) > 1:  # `x = 1, y = 2` against `1, 2`
-        return _in_order(gold.items, answer.items)
-    return _matched(_distinct(gold.items), _distinct(answer.items))
+        return _equal_in_order(gold.items, answer.items)
+    return _can_pair(_remove_duplicates(gold.items), _remove_duplicates(answer.items))
 
 
 def _equal_sets(gold: Value, answer: Value) -> bool:
     if {gold.kind, answer.kind} <= {"set", "list"}:
-        return _matched(_distinct(gold.items), _distinct(answer.items))
+        return _can_pair(_remove_duplicates(gold.items), _remove_duplicates(answer.items))
     if len(gold.items or (gold,)) == len(answer.items or (answer,)) == 1:  # {5} and 5
         return equal((gold.items or (gold,))[0], (answer.items or (answer,))[0])
     return False
 
 
-def _distinct(items: tuple[Value, ...]) -> tuple[Value, ...]:
+def _remove_duplicates(items: tuple[Value, ...]) -> tuple[Value, ...]:
     distinct: list[Value] = []
     for item in items:
         if not any(equal(other, item) for other in distinct):
@@ -200,7 +200,7 @@ def _distinct(items: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(distinct)
 
 
-def _matched(gold: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
+def _can_pair(gold: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
     """Whether the items can be paired so that all pairs are equal."""
     unpaired = list(answer)
     if len(unpaired) != len(gold):
@@ -216,7 +216,7 @@ def _matched(gold: tuple[Value, ...], answer: tuple[Value, ...]) -> bool:
 def _names_agree(gold: Value, answer: Value) -> bool:
     """Whether two assignments have the same name. A value without a name matches every name."""
     names = [value.name for value in (gold, answer) if re.fullmatch(_QUANTITY, value.name)]
-    return len(names) < 2 or _plain(names[0]) == _plain(names[1])
+    return len(names) < 2 or _strip_markup(names[0]) == _strip_markup(names[1])
 
 
 def _letters(value: Value) -> str:
@@ -228,20 +228,20 @@ def _equal_values(gold: Value, answer: Value) -> bool:
         return False
     if gold.sides and answer.sides:
         if re.fullmatch(_QUANTITY, gold.name) and re.fullmatch(_QUANTITY, answer.name):
-            return _plain(gold.name) == _plain(answer.name) and (
-                _same(gold, answer) or _verify_symbolically(gold.equation, answer.equation)
+            return _strip_markup(gold.name) == _strip_markup(answer.name) and (
+                _equal_numbers(gold, answer) or _verify_symbolically(gold.equation, answer.equation)
             )
-        return (_plain(gold.sides[0]) == _plain(answer.sides[0]) and _same(gold, answer)) or _verify_symbolically(
+        return (_strip_markup(gold.sides[0]) == _strip_markup(answer.sides[0]) and _equal_numbers(gold, answer)) or _verify_symbolically(
             gold.equation, answer.equation
         )
     if (gold.name and not _is_quantity(gold.name)) or (gold.sides and not gold.name and gold.number is None):  # the equation of a curve
         return False
     if answer.name and gold.number is not None and not _is_quantity(answer.name, sums=True):  # 2x = 42 does not state 42
         return False
-    return _same(gold, answer)
+    return _equal_numbers(gold, answer)
 
 
-def _plain(text: str) -> str:
+def _strip_markup(text: str) -> str:
     return re.sub(r"[\s{}\x02]", "", text)
 
 
@@ -261,7 +261,7 @@ def _sides_agree(answer: Value) -> bool:
     return all(abs(number.approximation - numbers[0].approximation) <= _ROUNDED * abs(numbers[0].approximation) for number in numbers[1:])
 
 
-def _same(gold: Value, answer: Value) -> bool:
+def _equal_numbers(gold: Value, answer: Value) -> bool:
     expected, number = gold.number, answer.number
     if expected is None or number is None:
         if gold.source == answer.source:
@@ -270,27 +270,27 @@ def _same(gold: Value, answer: Value) -> bool:
             return False  # an unevaluated function of numbers, or not a number
         return _verify_symbolically(gold.source, answer.source)
     if expected.evaluated and not number.evaluated:
-        return _plain(gold.source) == _plain(answer.source)
+        return _strip_markup(gold.source) == _strip_markup(answer.source)
     factors = [(1, 1)] if gold.percent == answer.percent else [(1, 1), (1, 100) if answer.percent else (100, 1)]
-    for over, under in factors:
-        verdict = same_number(_scaled(expected, over), _scaled(number, under))
+    for gold_divisor, answer_divisor in factors:
+        verdict = same_number(_divide(expected, gold_divisor), _divide(number, answer_divisor))
         if verdict or (verdict is None and _verify_symbolically(gold.source, answer.source)):
             return True
     return False
 
 
-def _scaled(number: Number, divisor: int) -> Number:
+def _divide(number: Number, divisor: int) -> Number:
     value = None if number.value is None else number.value / divisor
     return Number(value, number.approximation / divisor, number.decimal, number.evaluated, number.numeral)
 
 
 def _verify_symbolically(gold: str, answer: str) -> bool:
-    left, right = _expression(gold), _expression(answer)
+    left, right = _parse_expression(gold), _parse_expression(answer)
     return bool(verify(left, right, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
 
 
 @lru_cache(maxsize=256)
-def _expression(text: str) -> object:
+def _parse_expression(text: str) -> object:
     latex = normalize_latex(text.replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").replace("\x02", ""), config=_NORMALIZATION)
     return latex2sympy(latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None)
 
@@ -298,15 +298,15 @@ def _expression(text: str) -> object:
 def answer_texts(text: str) -> Iterator[str]:
     """Candidate texts for the answer of a response, best first."""
     text = text[-MAX_CHARACTERS:]
-    boxed, unclosed = _boxed(text)
+    boxed, unclosed = _find_boxed(text)
     if boxed is not None:
         yield boxed
         return
     if unclosed:  # truncated in its last box, which may contain only a part of the answer
         return
-    if (mark := _MARK.search(text) or _last(_MARKED_LINE, text)) is not None:
+    if (mark := _MARK.search(text) or _last_match(_MARKED_LINE, text)) is not None:
         yield mark[1]
-    if (answer := _last(_ANSWER, text)) is not None:
+    if (answer := _last_match(_ANSWER, text)) is not None:
         yield _sentence(text, answer.end())
     stripped = text.strip()
     line = re.split(r"(?<=[.!?])\s+(?=[A-Z])", stripped.rpartition("\n")[2])[-1]
@@ -319,14 +319,14 @@ def answer_texts(text: str) -> Iterator[str]:
         yield last
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return next(reversed(list(pattern.finditer(text))), None)
 
 
-def _boxed(text: str) -> tuple[str | None, bool]:
+def _find_boxed(text: str) -> tuple[str | None, bool]:
     """The content of the last box, joined with the boxes before it if they form a list; and whether a box is not closed."""
     boxes, unclosed = [], False
-    closings = _closings(text)
+    closings = _closing_braces(text)
     for match in _BOX.finditer(text):
         if match[1] is not None:
             boxes.append((match.start(), match.end(), match[1]))
@@ -338,19 +338,19 @@ def _boxed(text: str) -> tuple[str | None, bool]:
         return None, unclosed
     start, end, content = boxes[-1]
     contents = [content]
-    for before in reversed(boxes[:-1]):
-        if before[1] > start:  # the box is inside another one
-            start, end, contents = before[0], before[1], [before[2]]
+    for previous in reversed(boxes[:-1]):
+        if previous[1] > start:  # the box is inside another one
+            start, end, contents = previous[0], previous[1], [previous[2]]
             continue
-        if not _joins(text[before[1] : start]):
+        if not _form_list(text[previous[1] : start]):
             break
-        contents.insert(0, before[2])
-        start = before[0]
+        contents.insert(0, previous[2])
+        start = previous[0]
     unit = _AFTER_BOX.match(text, end)
     return ", ".join(dict.fromkeys(contents)) + (f" {unit[1]}" if unit else ""), unclosed
 
 
-def _joins(between: str) -> bool:
+def _form_list(between: str) -> bool:
     """Whether two boxes with this text between them form one list."""
     if len(between) > 80:
         return False
@@ -358,7 +358,7 @@ def _joins(between: str) -> bool:
     return not bare or _WORD_JOIN.fullmatch(bare) is not None
 
 
-def _closings(text: str) -> dict[int, int]:
+def _closing_braces(text: str) -> dict[int, int]:
     """Map the position of each opening brace to that of its closing brace. Unclosed braces are omitted."""
     opened: list[int] = []
     closings = {}
@@ -386,34 +386,34 @@ def _last_values(text: str) -> str | None:
     matches = list(_VALUE.finditer(text))
     if not matches:
         return None
-    first = last = len(matches) - 1
-    while first > 0:
-        between = text[matches[first - 1].end() : matches[first].start()]
-        plain = not any(_computes(matches[each][0]) for each in (first - 1, first))
-        if not (_LINK.fullmatch(between) or _UNIT_LINK.fullmatch(between)) or not plain:
+    first_index = last_index = len(matches) - 1
+    while first_index > 0:
+        between = text[matches[first_index - 1].end() : matches[first_index].start()]
+        are_values = not any(_is_calculation(matches[index][0]) for index in (first_index - 1, first_index))
+        if not (_LINK.fullmatch(between) or _UNIT_LINK.fullmatch(between)) or not are_values:
             break
-        first -= 1
-    start, end = matches[first].start(), matches[last].end()
-    if before := _QUALIFIER.search(text, max(0, start - 60), start):
-        start = before.start()
+        first_index -= 1
+    start, end = matches[first_index].start(), matches[last_index].end()
+    if qualifier := _QUALIFIER.search(text, max(0, start - 60), start):
+        start = qualifier.start()
     if suffix := _SCALE_WORD.match(text, end):
         end = suffix.end()
     if re.match("[-+\u00b1]\\s", text[start : start + 2]) and re.search(r"\w\s*$", text[max(0, start - 60) : start]):
         return None  # a sum with a word: width + 2
-    between = text[matches[first - 1].end() : start] if first == last > 0 else ""
-    if not _computes(matches[last][0]) and _PHRASE.fullmatch(between) and not _VERB.search(between):
+    between = text[matches[first_index - 1].end() : start] if first_index == last_index > 0 else ""
+    if not _is_calculation(matches[last_index][0]) and _PHRASE.fullmatch(between) and not _VERB.search(between):
         return None  # 5 feet 6
     return text[start:end]
 
 
-def _computes(value: str) -> bool:
+def _is_calculation(value: str) -> bool:
     """Whether a value is a step of a calculation (`3 * 4 = 12`) instead of an item of a list."""
     left, equals, _ = value.partition("=")
     return bool(equals) and re.search(r"\d\s*[-+*/^×÷·)]|^\s*[\d(]", left) is not None
 
 
-# The first fraction, root or set in a process takes a hundred times as long as later ones, because parsers and sympy load modules. So each
-# kind is parsed once at import, before workers are forked.
+# The first fraction, root or set in a process takes a hundred times as long as later ones, because parsers and sympy load modules.
+# Therefore each kind is parsed once at import, before workers are forked.
 _WARM_UP = (
     *("1", r"\frac{1}{2}", r"3\sqrt{13}", "x^2+2x+1", "(1,2)", r"\{1,2\}", "[0,1)", "x=3", "x<2", "6-5i", r"2\pi", r"\sin x", r"50\%"),
     *("1,000", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),

@@ -35,7 +35,7 @@ class Number:
         decimal: whether it contains a decimal fraction, which may be rounded.
         evaluated: whether it contains no sum, product or power of numerals that could be computed.
         numeral: whether it is a single numeral, possibly a fraction.
-        ten: whether it is written as a power of ten.
+        is_power_of_ten: whether it is written as a power of ten.
     """
 
     value: Fraction | None
@@ -43,7 +43,7 @@ class Number:
     decimal: bool = False
     evaluated: bool = True
     numeral: bool = False
-    ten: bool = False
+    is_power_of_ten: bool = False
 
 
 def read_number(text: str) -> Number | None:
@@ -56,12 +56,12 @@ def read_number(text: str) -> Number | None:
             return None
         tokens.append((match.lastgroup or "", match[match.lastgroup or 0].strip()))
         end = match.end()
-    reader = _Reader(tokens)
+    reader = _Parser(tokens)
     try:
         number = reader.sum()
     except (_NotNumeric, ZeroDivisionError, OverflowError):
         return None
-    return number if reader.done else None
+    return number if reader.at_end else None
 
 
 def same_number(one: Number, other: Number) -> bool | None:
@@ -77,30 +77,30 @@ def same_number(one: Number, other: Number) -> bool | None:
         return difference <= Fraction(1, 2_000_000) and difference <= Fraction(1, 100_000) * max(abs(one.value), abs(other.value))
     if math.isnan(one.approximation) or math.isnan(other.approximation):
         return None
-    gap, size = abs(one.approximation - other.approximation), max(abs(one.approximation), abs(other.approximation))
+    distance, size = abs(one.approximation - other.approximation), max(abs(one.approximation), abs(other.approximation))
     if one.decimal or other.decimal:
-        return gap <= 5e-7 and gap <= 1e-5 * size
-    return None if gap <= 1e-9 * size else False
+        return distance <= 5e-7 and distance <= 1e-5 * size
+    return None if distance <= 1e-9 * size else False
 
 
 class _NotNumeric(Exception):
     """The text is not a numeric expression."""
 
 
-class _Reader:
+class _Parser:
     """Recursive-descent parser of the tokens of `read_number`."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens, self._next = tokens, 0
 
     @property
-    def done(self) -> bool:
+    def at_end(self) -> bool:
         return self._next == len(self._tokens)
 
     def _peek(self) -> tuple[str, str]:
-        return ("", "") if self.done else self._tokens[self._next]
+        return ("", "") if self.at_end else self._tokens[self._next]
 
-    def _take(self, *texts: str) -> str:
+    def _consume(self, *texts: str) -> str:
         """Consume the next token if it is one of these texts; otherwise return an empty string."""
         text = self._peek()[1]
         if text and text in texts:
@@ -110,23 +110,23 @@ class _Reader:
 
     def sum(self) -> Number:
         terms = [self._product()]
-        while sign := self._take("+", "-"):
+        while sign := self._consume("+", "-"):
             term = self._product()
-            terms.append(_negative(term) if sign == "-" else term)
+            terms.append(_negate(term) if sign == "-" else term)
         if len(terms) == 1:
             return terms[0]
         value: Fraction | None = Fraction(0)
         for term in terms:
             value = None if value is None or term.value is None else value + term.value
         computable = sum(term.numeral for term in terms) > 1
-        return _combined(value, math.fsum(term.approximation for term in terms), terms, computable)
+        return _combine(value, math.fsum(term.approximation for term in terms), terms, computable)
 
     def _product(self) -> Number:
         factors, divisors, computable = [self._factor()], list[Number](), False
         while True:
-            if self._take("*", r"\times", r"\cdot", r"\ast", "×", "·"):
+            if self._consume("*", r"\times", r"\cdot", r"\ast", "×", "·"):
                 factors.append(self._factor())
-            elif sign := self._take("/", r"\div", "÷"):
+            elif sign := self._consume("/", r"\div", "÷"):
                 divisors.append(self._factor())
                 computable |= sign != "/"
             elif self._peek()[1] in ("(", r"\frac", r"\sqrt", "√", r"\pi", "π", "{") or self._is_factor():
@@ -136,14 +136,16 @@ class _Reader:
         if len(factors) == 1 and not divisors:
             return factors[0]
         product: Number = factors[0]
-        if len(factors) == 2 and factors[0].numeral and not factors[0].ten and factors[1].ten:  # scientific notation
-            product = replace(_times(factors[0], factors[1]), numeral=True)
+        if (
+            len(factors) == 2 and factors[0].numeral and not factors[0].is_power_of_ten and factors[1].is_power_of_ten
+        ):  # scientific notation
+            product = replace(_multiply(factors[0], factors[1]), numeral=True)
         else:
             for factor in factors[1:]:
-                product = _times(product, factor)
+                product = _multiply(product, factor)
             computable |= sum(factor.numeral for factor in factors) > 1
         for divisor in divisors:
-            product = _divided(product, divisor)
+            product = _divide(product, divisor)
         return replace(product, evaluated=product.evaluated and not computable, numeral=product.numeral and not computable)
 
     def _is_factor(self) -> bool:
@@ -151,16 +153,16 @@ class _Reader:
         return self._peek()[0] == "number" and self._tokens[self._next - 1][0] != "number"
 
     def _factor(self) -> Number:
-        if sign := self._take("-", "+"):
+        if sign := self._consume("-", "+"):
             number = self._factor()
-            return _negative(number) if sign == "-" else number
+            return _negate(number) if sign == "-" else number
         return self._power()
 
     def _power(self) -> Number:
         base = self._atom()
-        if self._take("^"):
-            base = _raised(base, self._factor() if self._peek()[1] != "{" else self._atom())
-        while self._take("!"):
+        if self._consume("^"):
+            base = _raise_to(base, self._factor() if self._peek()[1] != "{" else self._atom())
+        while self._consume("!"):
             base = Number(None, math.nan, base.decimal, evaluated=False, numeral=True)
         return base
 
@@ -168,33 +170,33 @@ class _Reader:
         kind, text = self._peek()
         self._next += 1
         if kind == "mixed":
-            whole, over, under = (int(digits) for digits in re.findall(r"\d+", text))
-            return _exact(whole + Fraction(over, under))
+            whole, numerator, denominator = (int(digits) for digits in re.findall(r"\d+", text))
+            return _exact_number(whole + Fraction(numerator, denominator))
         if kind == "number":
-            number = _literal(text)
+            number = _parse_literal(text)
             if text.isdigit() and self._peek()[1] == r"\frac":  # a mixed number, if whole numbers follow
-                before, self._next = self._next, self._next + 1
+                start, self._next = self._next, self._next + 1
                 upper, lower = self._argument(), self._argument()
-                if upper.numeral and lower.numeral and not (upper.decimal or lower.decimal) and _proper(upper.value, lower.value):
+                if upper.numeral and lower.numeral and not (upper.decimal or lower.decimal) and _is_proper(upper.value, lower.value):
                     assert number.value is not None and upper.value is not None and lower.value is not None
-                    return _exact(number.value + upper.value / lower.value)
-                self._next = before
+                    return _exact_number(number.value + upper.value / lower.value)
+                self._next = start
             return number
         if text in ("(", "{", "["):
             inner = self.sum()
-            if not self._take({"(": ")", "{": "}", "[": "]"}[text]):
+            if not self._consume({"(": ")", "{": "}", "[": "]"}[text]):
                 raise _NotNumeric
             return inner
         if text == r"\frac":
-            return _divided(self._argument(), self._argument())
+            return _divide(self._argument(), self._argument())
         if text in (r"\sqrt", "√"):
             index = Fraction(2)
-            if self._take("["):
+            if self._consume("["):
                 exact = self.sum().value
-                if exact is None or not self._take("]"):
+                if exact is None or not self._consume("]"):
                     raise _NotNumeric
                 index = exact
-            return _raised(self._argument(), _exact(1 / index))
+            return _raise_to(self._argument(), _exact_number(1 / index))
         if text in (r"\pi", "π"):
             return Number(None, math.pi)
         raise _NotNumeric
@@ -207,14 +209,14 @@ class _Reader:
         if not text.isdigit():
             raise _NotNumeric
         self._tokens[self._next] = (kind, text[1:])
-        return _literal(text[0])
+        return _parse_literal(text[0])
 
 
-def _exact(value: Fraction) -> Number:
+def _exact_number(value: Fraction) -> Number:
     return Number(value, _float(value), numeral=True)
 
 
-def _literal(text: str) -> Number:
+def _parse_literal(text: str) -> Number:
     match = _LITERAL.fullmatch(text)
     if match is None or len(text) > 4000:
         raise _NotNumeric
@@ -224,7 +226,7 @@ def _literal(text: str) -> Number:
         value += Fraction(int(repeating), (10 ** len(repeating) - 1) * 10 ** len(decimals or ""))
     if exponent:
         value *= Fraction(10) ** int(exponent)
-    return replace(_exact(value), decimal=bool(decimals and decimals.strip("0")) and not repeating)
+    return replace(_exact_number(value), decimal=bool(decimals and decimals.strip("0")) and not repeating)
 
 
 def _float(value: Fraction) -> float:
@@ -234,15 +236,15 @@ def _float(value: Fraction) -> float:
         return math.nan
 
 
-def _proper(upper: Fraction | None, lower: Fraction | None) -> bool:
+def _is_proper(upper: Fraction | None, lower: Fraction | None) -> bool:
     return upper is not None and lower is not None and 0 < upper < lower and upper.denominator == lower.denominator == 1
 
 
-def _negative(number: Number) -> Number:
+def _negate(number: Number) -> Number:
     return replace(number, value=None if number.value is None else -number.value, approximation=-number.approximation)
 
 
-def _combined(value: Fraction | None, approximation: float, parts: list[Number], computable: bool) -> Number:
+def _combine(value: Fraction | None, approximation: float, parts: list[Number], computable: bool) -> Number:
     return Number(
         value,
         approximation if value is None else _float(value),
@@ -252,36 +254,36 @@ def _combined(value: Fraction | None, approximation: float, parts: list[Number],
     )
 
 
-def _times(one: Number, other: Number) -> Number:
+def _multiply(one: Number, other: Number) -> Number:
     value = None if one.value is None or other.value is None else one.value * other.value
-    return _combined(value, one.approximation * other.approximation, [one, other], computable=False)
+    return _combine(value, one.approximation * other.approximation, [one, other], computable=False)
 
 
-def _divided(upper: Number, lower: Number) -> Number:
+def _divide(upper: Number, lower: Number) -> Number:
     value = None if upper.value is None or lower.value is None else upper.value / lower.value
     approximation = upper.approximation / lower.approximation if lower.approximation else math.nan
-    return _combined(value, approximation, [upper, lower], computable=False)
+    return _combine(value, approximation, [upper, lower], computable=False)
 
 
-def _raised(base: Number, exponent: Number) -> Number:
+def _raise_to(base: Number, exponent: Number) -> Number:
     power = exponent.value
     if power is None or base.value is None:
         approximation = base.approximation**exponent.approximation if base.approximation > 0 else math.nan
         return Number(None, approximation, base.decimal, base.evaluated and exponent.evaluated)
     if power.denominator == 1:
-        ten = base.value == 10 and not base.decimal
+        is_power_of_ten = base.value == 10 and not base.decimal
         bits = max(base.value.numerator.bit_length(), base.value.denominator.bit_length()) * abs(power.numerator)
         value = base.value**power.numerator if bits <= _MAX_BITS else None
-        computable = not ten and power != -1
-        number = _combined(value, math.nan, [base, exponent], computable)
-        return replace(number, numeral=True, ten=ten and base.evaluated and exponent.evaluated)
-    root = _root(base.value, power.denominator)
+        computable = not is_power_of_ten and power != -1
+        number = _combine(value, math.nan, [base, exponent], computable)
+        return replace(number, numeral=True, is_power_of_ten=is_power_of_ten and base.evaluated and exponent.evaluated)
+    root = _exact_root(base.value, power.denominator)
     value = None if root is None or abs(power.numerator) > 64 else root**power.numerator
     approximation = _float(base.value) ** float(power) if base.value > 0 else math.nan
-    return replace(_combined(value, approximation, [base, exponent], computable=False), numeral=False)
+    return replace(_combine(value, approximation, [base, exponent], computable=False), numeral=False)
 
 
-def _root(value: Fraction, index: int) -> Fraction | None:
+def _exact_root(value: Fraction, index: int) -> Fraction | None:
     """The exact root; None if irrational, complex or too large."""
     if index < 2 or index > 64 or (value < 0 and index % 2 == 0):
         return None

@@ -7,8 +7,8 @@ A hung call must not delay other calls, even before its time limit. A call that 
 number of processes, and a call that uses much more CPU time than usual runs at idle priority. After the first hung call, a spare process is
 kept ready.
 
-Existing executors do not provide this. With pebble 5.2 and a time limit of 3 s, 200 calls behind 3 hung ones take 3.2 s instead of
-0.2 s, errors do not name the line that hangs, and processes that hung calls started survive. loky has no time limits.
+Existing executors do not provide this. With pebble 5.2 and a time limit of 3 s, 200 calls after 3 hung calls take 3.2 s instead
+of 0.2 s, errors do not name the line that hangs, and child processes of hung calls survive. loky has no time limits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from typing import cast
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.reward import RewardConfig, reference_of
 from mtpctl.rl.rewards.function import Answered, Outcome, Result, Role
-from mtpctl.rl.rewards.watch import UsualDuration, cpu_seconds, is_running, memory_left, restore_priority, trace_location, use_idle_priority
+from mtpctl.rl.rewards.watch import (
+    RecentDurations,
+    cpu_seconds,
+    has_free_memory,
+    is_running,
+    restore_priority,
+    trace_location,
+    use_idle_priority,
+)
 from mtpctl.rl.rewards.worker import REPORT_BLOCKING, TRACE, BlockingCall, Channel, Job, LateCall, Ready, Request, Template, descendants
 from mtpctl.samples import Sample
 
@@ -61,11 +69,11 @@ class _Worker:
     Attributes:
         trace: see `Ready`.
         reader: task that reads its messages.
-        long: the current call takes much longer than usual, so another process may start in its place.
-        waits: the current call only waits, so other processes may start.
-        deprioritized: the current call uses much more CPU time than usual and runs at idle priority.
+        is_long: the current call takes much longer than usual, so another process may start in its place.
+        is_waiting: the current call only waits, so other processes may start.
+        is_deprioritized: the current call uses much more CPU time than usual and runs at idle priority.
         cpu_before: CPU seconds of the process when the call started.
-        next_check: time of the next check of `waits` and `deprioritized`.
+        next_check: time of the next check of `is_waiting` and `is_deprioritized`.
         trace_requested: time at which the pool requested the location of a late call; 0 before.
     """
 
@@ -75,9 +83,9 @@ class _Worker:
     reader: asyncio.Task[None] | None = None
     calls: dict[int, _Call] = field(default_factory=dict)
     completed: int = 0
-    long: bool = False
-    waits: bool = False
-    deprioritized: bool = False
+    is_long: bool = False
+    is_waiting: bool = False
+    is_deprioritized: bool = False
     cpu_before: float = 0.0
     next_check: float = 0.0
     trace_requested: float = 0.0
@@ -106,12 +114,12 @@ class Pool:
         self._max_workers = workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
         self._calls_per_worker = 1
         self._template: Template | None = None
-        self._unforked: list[subprocess.Popen[bytes]] = []  # workers that are not forks: each loaded the function itself
+        self._unforked: list[subprocess.Popen[bytes]] = []  # workers that are not forks, each of which loaded the function
         self._workers: list[_Worker] = []
-        self._free: list[_Worker] = []
+        self._available: list[_Worker] = []
         self._queue: deque[_Call] = deque()
-        self._numbers = itertools.count()
-        self._usual = UsualDuration()
+        self._request_numbers = itertools.count()
+        self._durations = RecentDurations()
         self._spare: _Worker | None = None
         self._wants_spare = False  # after the first hung call
         self._starting: set[asyncio.Task[None]] = set()
@@ -128,7 +136,7 @@ class Pool:
 
     async def call(self, response: str, problem: Answered, sample: Sample) -> Outcome:
         """Run the function on one response. Raises RuntimeFailure if no process can be started."""
-        request = Request(next(self._numbers), response, problem, sample)
+        request = Request(next(self._request_numbers), response, problem, sample)
         call = _Call(request, asyncio.get_running_loop().create_future(), submitted=time.monotonic())
         self._queue.append(call)
         self._dispatch()
@@ -158,11 +166,11 @@ class Pool:
         allowed = self._allowed_workers()
         while len(self._starting) < min(len(self._queue), _CONCURRENT_STARTS):
             count = len(self._workers) + len(self._starting)
-            if count >= allowed or (count >= self._max_workers and not memory_left()):
+            if count >= allowed or (count >= self._max_workers and not has_free_memory()):
                 return
             if self._spare is not None:
                 spare, self._spare = self._spare, None
-                self._add(spare)
+                self._add_worker(spare)
                 return
             self._schedule_start()
 
@@ -170,15 +178,15 @@ class Pool:
         """Number of processes allowed now: the maximum, plus one for each long call and two for each waiting call."""
         if self._calls_per_worker > 1:
             return self._max_workers
-        long, waiting = sum(w.long for w in self._workers), sum(w.waits for w in self._workers)
-        # With two for each waiting call, the number of processes doubles, and suffices within a second.
+        long, waiting = sum(w.is_long for w in self._workers), sum(w.is_waiting for w in self._workers)
+        # With two for each waiting call, the number of processes doubles repeatedly, and is sufficient within a second.
         return self._max_workers + min(long + 2 * waiting, MAX_EXTRA_WORKERS)
 
     def _keep_spare(self) -> None:
         """Keep a spare worker process, so a hung call can be replaced without startup delay."""
         forkable = self._template is not None and self._template.loaded.forkable
         missing = self._wants_spare and self._spare is None and not self._starting and not self._failed_starts
-        if missing and forkable and memory_left():
+        if missing and forkable and has_free_memory():
             self._schedule_start()
 
     def _schedule_start(self) -> None:
@@ -190,13 +198,13 @@ class Pool:
         channel: Channel | None = None
         try:
             async with self._forking:
-                if self._template is None or not self._template.alive:
+                if self._template is None or not self._template.is_alive:
                     self._template = await Template.start(self._job, self._log)
-                end, template = self._template.worker(), self._template
+                connection, template = self._template.start_worker(), self._template
                 if not template.loaded.forkable:
                     self._unforked = [process for process in self._unforked if process.poll() is None] + [template.process]
                     self._template = None
-            channel = await Channel.open(end)
+            channel = await Channel.open(connection)
             ready = cast(Ready, await channel.receive())
         except asyncio.CancelledError:
             if channel is not None:
@@ -219,24 +227,24 @@ class Pool:
         if self._wants_spare and self._spare is None and len(self._workers) >= self._allowed_workers():
             self._spare = worker
         else:
-            self._add(worker)
+            self._add_worker(worker)
 
-    def _add(self, worker: _Worker) -> None:
+    def _add_worker(self, worker: _Worker) -> None:
         self._workers.append(worker)
-        self._free.append(worker)
+        self._available.append(worker)
         self._dispatch()
 
     # --------------------------------------------------------------------------------------------------- running calls
 
     def _dispatch(self) -> None:
-        while self._queue and self._free:
+        while self._queue and self._available:
             call = self._queue.popleft()
             if call.result.done():  # cancelled
                 continue
-            worker = self._free[-1]
+            worker = self._available[-1]
             worker.calls[call.request.number] = call
             if len(worker.calls) == self._calls_per_worker:
-                self._free.pop()
+                self._available.pop()
             call.started = worker.next_check = time.monotonic()
             worker.cpu_before = cpu_seconds([worker.pid]) if self._calls_per_worker == 1 else 0.0
             try:
@@ -251,14 +259,14 @@ class Pool:
     async def _read(self, worker: _Worker) -> None:
         with contextlib.suppress(EOFError):
             while True:
-                self._received(worker, await worker.channel.receive())
-        self._died(worker)
+                self._handle_message(worker, await worker.channel.receive())
+        self._handle_exit(worker)
 
-    def _received(self, worker: _Worker, message: object) -> None:
+    def _handle_message(self, worker: _Worker, message: object) -> None:
         if isinstance(message, BlockingCall):
             blocking = None if message.number is None else worker.calls.get(message.number)
             self._kill_for_timeout(
-                worker, [blocking] if blocking is not None else self._overdue(worker, time.monotonic()), message.location
+                worker, [blocking] if blocking is not None else self._overdue_calls(worker, time.monotonic()), message.location
             )
             return
         late = isinstance(message, LateCall)
@@ -278,20 +286,20 @@ class Pool:
         now, was_full = time.monotonic(), len(worker.calls) == self._calls_per_worker
         del worker.calls[call.request.number]
         if self._calls_per_worker == 1:
-            self._usual.add(now - call.started, max(cpu_seconds([worker.pid]) - worker.cpu_before, 0.0), worker.completed)
+            self._durations.add(now - call.started, max(cpu_seconds([worker.pid]) - worker.cpu_before, 0.0), worker.completed)
         if not call.result.done():
             call.result.set_result(Outcome(reward, parts, error, late, now - call.submitted))
         if worker not in self._workers:
             return
-        if (worker.trace_requested and self._calls_per_worker == 1) or (worker.deprioritized and not restore_priority(worker.pid)):
+        if (worker.trace_requested and self._calls_per_worker == 1) or (worker.is_deprioritized and not restore_priority(worker.pid)):
             self._kill(worker)
             return
-        worker.long = worker.waits = worker.deprioritized = False
+        worker.is_long = worker.is_waiting = worker.is_deprioritized = False
         if was_full:
-            self._free.append(worker)
+            self._available.append(worker)
 
-    def _died(self, worker: _Worker) -> None:
-        self._remove(worker)
+    def _handle_exit(self, worker: _Worker) -> None:
+        self._remove_worker(worker)
         for call in list(worker.calls.values()):
             self._finish(worker, call, None, {}, f"{self._short_reference()}: the process that ran it died; see its output")
         self._dispatch()
@@ -306,7 +314,7 @@ class Pool:
         self._dispatch()
 
     def _kill(self, worker: _Worker) -> None:
-        self._remove(worker)
+        self._remove_worker(worker)
         children = descendants(worker.pid)
         if worker.reader is not None:
             worker.reader.cancel()
@@ -317,13 +325,13 @@ class Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _remove(self, worker: _Worker) -> None:
+    def _remove_worker(self, worker: _Worker) -> None:
         if worker is self._spare:
             self._spare = None
             return
         self._workers.remove(worker)
-        if worker in self._free:
-            self._free.remove(worker)
+        if worker in self._available:
+            self._available.remove(worker)
 
     def _timeout_error(self, location: str) -> str:
         """`judge.py:12: score took more than 30 s (reward.timeout_s)`; `location` may be empty."""
@@ -345,7 +353,7 @@ class Pool:
         now = time.monotonic()
         busy = [worker for worker in self._workers if worker.calls]
         for worker in busy:
-            if overdue := self._overdue(worker, now):
+            if overdue := self._overdue_calls(worker, now):
                 if not worker.trace_requested:
                     worker.trace_requested = now
                     self._request_location(worker)
@@ -366,12 +374,12 @@ class Pool:
         if self._calls_per_worker > 1:
             worker.channel.send(REPORT_BLOCKING)
             return
-        if worker.deprioritized:
+        if worker.is_deprioritized:
             restore_priority(worker.pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, TRACE)
 
-    def _overdue(self, worker: _Worker, now: float) -> list[_Call]:
+    def _overdue_calls(self, worker: _Worker, now: float) -> list[_Call]:
         limit = self._timeout_s + (_GRACE_S if self._calls_per_worker > 1 else 0.0)
         return [call for call in worker.calls.values() if now - call.started > limit]
 
@@ -379,16 +387,16 @@ class Pool:
         """Compare the duration and CPU time of the worker's call with recent calls, and update the worker's flags."""
         (call,) = worker.calls.values()
         age = now - call.started
-        worker.long = worker.long or age > self._usual.max_seconds(worker.completed)
-        if not worker.deprioritized and now >= worker.next_check:
+        worker.is_long = worker.is_long or age > self._durations.max_seconds(worker.completed)
+        if not worker.is_deprioritized and now >= worker.next_check:
             pids = [worker.pid]
             if age > _IDLE_CHECK_S:
                 pids, worker.next_check = [worker.pid, *descendants(worker.pid)], now + _IDLE_CHECK_S / 2
-                worker.waits = self._configured_workers is None and not worker.long and not any(map(is_running, pids))
-            if cpu_seconds(pids) - worker.cpu_before > self._usual.max_cpu_seconds(worker.completed):
-                worker.long = worker.deprioritized = True
+                worker.is_waiting = self._configured_workers is None and not worker.is_long and not any(map(is_running, pids))
+            if cpu_seconds(pids) - worker.cpu_before > self._durations.max_cpu_seconds(worker.completed):
+                worker.is_long = worker.is_deprioritized = True
                 use_idle_priority(pids)
-        self._wants_spare = self._wants_spare or worker.long
+        self._wants_spare = self._wants_spare or worker.is_long
 
 
 class Rewarder:

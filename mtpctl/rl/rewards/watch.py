@@ -26,7 +26,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in ')  # output of faulthandler, i
 _CALLER = 'mtpctl/rl/rewards/function.py"'
 
 
-class UsualDuration:
+class RecentDurations:
     """Durations of recent calls, and the bounds beyond which a call is long. `completed`: earlier calls of the same process."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class UsualDuration:
         return max(minimum, _MEDIANS * statistics.median(self._seconds or [0.0]))
 
     def max_cpu_seconds(self, completed: int) -> float:
-        """CPU seconds beyond which a call is long. Wall-clock time does not suffice: on a busy machine every call takes long.
+        """CPU seconds beyond which a call is long. Wall-clock time alone is not sufficient, because on a busy machine every call is slow.
 
         The median bounds the percentile, because several of the recent calls may have hung.
         """
@@ -105,7 +105,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def memory_left() -> bool:
+def has_free_memory() -> bool:
     """Whether enough memory is free to start another process."""
     memory = psutil.virtual_memory()
     return bool(memory.available > _MIN_FREE_MEMORY * memory.total)

@@ -43,7 +43,7 @@ TRACE = signal.SIGRTMAX - 2
 """Signal that makes the worker of a plain function write its stack to `Ready.trace`, even while it is in C code."""
 
 START_S = 120.0
-"""Maximum time for a process to load the function, in seconds. A busy machine takes long."""
+"""Maximum time for a process to load the function, in seconds. Loading is slow on a busy machine."""
 
 _ROOT = Path(__file__).resolve().parents[3]
 # -P keeps the working directory out of sys.path: a user's random.py would shadow the standard library's.
@@ -65,7 +65,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class LoadedRecipe:
+class LoadedFunction:
     """Reply of a template: the error if the function could not be loaded; else its kind, and whether the process can be forked."""
 
     error: str = ""
@@ -113,7 +113,7 @@ def descendants(pid: int) -> list[int]:
     with contextlib.suppress(OSError):  # the process or a thread has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
             children += map(int, (thread / "children").read_text().split())
-    return [each for child in children for each in (child, *descendants(child))]
+    return [descendant for child in children for descendant in (child, *descendants(child))]
 
 
 def exit_with_descendants() -> None:
@@ -133,15 +133,15 @@ def exit_with_descendants() -> None:
 # Messages are pickles, each prefixed by its length, on a stream socket.
 
 
-def send(end: socket.socket, message: object) -> None:
+def send(connection: socket.socket, message: object) -> None:
     """Send a message on a blocking socket."""
-    end.sendall(_encode(message))
+    connection.sendall(_encode(message))
 
 
-def receive(end: socket.socket) -> object:
+def receive(connection: socket.socket) -> object:
     """Receive the next message from a blocking socket. Raises EOFError if the other end is closed."""
-    (length,) = _LENGTH.unpack(_receive_exactly(end, _LENGTH.size))
-    message: object = pickle.loads(_receive_exactly(end, length))
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
+    message: object = pickle.loads(_receive_exactly(connection, length))
     return message
 
 
@@ -152,9 +152,9 @@ class Channel:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, end: socket.socket) -> Channel:
-        """Open a channel on the socket, which it takes over."""
-        return cls(*await asyncio.open_connection(sock=end))
+    async def open(cls, connection: socket.socket) -> Channel:
+        """Open a channel on the socket. The channel closes the socket."""
+        return cls(*await asyncio.open_connection(sock=connection))
 
     def send(self, message: object) -> None:
         """Send a message without waiting. It is lost if the other end is closed."""
@@ -179,10 +179,10 @@ def _encode(message: object) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def _receive_exactly(end: socket.socket, length: int) -> bytes:
+def _receive_exactly(connection: socket.socket, length: int) -> bytes:
     parts, missing = [], length
     while missing:
-        part = end.recv(min(missing, 1 << 20))
+        part = connection.recv(min(missing, 1 << 20))
         if not part:
             raise EOFError
         parts.append(part)
@@ -193,33 +193,33 @@ def _receive_exactly(end: socket.socket, length: int) -> bytes:
 class Template:
     """A process that has loaded the function, and from which workers are forked. `loaded` describes the function."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, loaded: LoadedRecipe) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, loaded: LoadedFunction) -> None:
         self.process, self._control, self.loaded = process, control, loaded
 
     @classmethod
     async def start(cls, job: Job, log: Path | None) -> Template:
         """Start a process that loads the function. Raises UserError if it cannot be loaded."""
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as stack:
+        controller_end, worker_end = socket.socketpair()
+        with worker_end, contextlib.ExitStack() as stack:
             output: IO[bytes] | None = None if log is None else stack.enter_context(log.open("ab"))
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), str(worker_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stderr=output,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 start_new_session=True,  # the trainer handles Ctrl-C
                 # One thread for linear algebra, because there are as many workers as CPUs.
                 env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ},
             )
-        control = ours.dup()  # the channel closes its own
+        control = controller_end.dup()  # the channel closes its own
         try:
-            loaded = await asyncio.wait_for(cls._load(ours, job), START_S)
+            loaded = await asyncio.wait_for(cls._load(controller_end, job), START_S)
         except TimeoutError:
             error = f"{job.role.function}: loading {job.reference} took more than {START_S:g} s; do less when it is imported"
-            loaded = LoadedRecipe(error=error)
+            loaded = LoadedFunction(error=error)
         except EOFError:
             error = f"{job.role.function}: the process that loaded {job.reference} died; see its standard error"
-            loaded = LoadedRecipe(error=error)
+            loaded = LoadedFunction(error=error)
         except BaseException:
             _kill_group(process)
             raise
@@ -230,32 +230,32 @@ class Template:
         return cls(process, control, loaded)
 
     @staticmethod
-    async def _load(end: socket.socket, job: Job) -> LoadedRecipe:
-        channel = await Channel.open(end)
+    async def _load(connection: socket.socket, job: Job) -> LoadedFunction:
+        channel = await Channel.open(connection)
         try:
             channel.send(job)
-            return cast(LoadedRecipe, await channel.receive())
+            return cast(LoadedFunction, await channel.receive())
         finally:
             channel.close()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the process is running."""
         return self.process.poll() is None
 
-    def worker(self) -> socket.socket:
+    def start_worker(self) -> socket.socket:
         """Start a worker, and return the controller's end of its socket. A template that cannot be forked becomes the worker itself."""
         if not self.loaded.forkable:
             self._control.send(SERVE)
             return self._control
-        ours, theirs = socket.socketpair()
-        with theirs:
+        controller_end, worker_end = socket.socketpair()
+        with worker_end:
             try:
-                socket.send_fds(self._control, [FORK], [theirs.fileno()])
+                socket.send_fds(self._control, [FORK], [worker_end.fileno()])
             except OSError:
-                ours.close()
+                controller_end.close()
                 raise
-        return ours
+        return controller_end
 
     def close(self) -> None:
         """Kill the process and its forks."""
@@ -273,7 +273,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def main(descriptor: int) -> None:
     """Run a template, which serves the controller's requests on the socket with this file descriptor."""
     os.dup2(2, 1)
-    # Ctrl-C reaches every process of the terminal; the controller decides when these end.
+    # Ctrl-C reaches every process of the terminal, but the controller ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Orphaned descendants of a worker become children of this process, which ends them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -282,17 +282,17 @@ def main(descriptor: int) -> None:
     try:
         function = load_function(job.reference, job.args, job.role)
     except MtpctlError as error:
-        send(control, LoadedRecipe(error=str(error)))
+        send(control, LoadedFunction(error=str(error)))
         return
-    send(control, LoadedRecipe("", function.coroutine, len(os.listdir("/proc/self/task")) == 1))
+    send(control, LoadedFunction("", function.coroutine, len(os.listdir("/proc/self/task")) == 1))
     gc.collect()
     gc.freeze()  # pages that the collector does not touch stay shared with the workers
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # killed workers are reaped by the kernel
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps killed workers
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if request == SERVE:
             # The function may hang, so a thread waits for the end of the controller.
-            threading.Thread(target=_exit_with, args=(control,), daemon=True).start()
+            threading.Thread(target=_exit_with_controller, args=(control,), daemon=True).start()
             _serve(control, function, job.timeout_s)
         if request != FORK:
             exit_with_descendants()
@@ -309,7 +309,7 @@ def main(descriptor: int) -> None:
         os.close(descriptors[0])
 
 
-def _exit_with(controller: socket.socket) -> None:
+def _exit_with_controller(controller: socket.socket) -> None:
     """Wait until the controller closes the socket or dies, then end this process."""
     poll = select.poll()
     poll.register(controller, select.POLLRDHUP)

@@ -72,7 +72,7 @@ def test_unreachable_judge_is_an_error_after_the_last_attempt() -> None:
     closed = Judge((200, ""))
     closed.server_close()
     (outcome,) = judged(closed, retries=1)
-    assert "gave no answer 2 times" in outcome.error
+    assert "did not answer 2 requests" in outcome.error
 
 
 def test_many_responses_are_judged_concurrently(judge: Judge) -> None:
