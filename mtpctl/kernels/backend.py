@@ -156,9 +156,9 @@ class Problem:
 
 
 def row_slices(n: int, max_rows: int) -> list[slice]:
-    """Split n rows into slices of nearly equal length, at most `at_most`; n = 0 gives one empty slice.
+    """Split n rows into slices of nearly equal length, at most `max_rows`; n = 0 gives one empty slice.
 
-    Lengths are rounded up to multiples of 128 if `at_most` allows.
+    Lengths are rounded up to multiples of 128 if `max_rows` allows.
     """
     count = max(1, math.ceil(n / max(1, max_rows)))
     slice_rows = math.ceil(n / count)

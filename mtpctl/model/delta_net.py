@@ -89,7 +89,7 @@ class _HeadInputs:
 
     mixed [T, channels of queries, keys and values], `widths` of these three; taps [channels, width of the convolution]; alpha and beta
     [T, value heads], decay and bias [value heads]: a head's state decays by exp(−exp(decay) · softplus(alpha + bias)) at each token and is
-    updated with rate sigmoid(beta). keys, values: number of heads.
+    updated with rate sigmoid(beta). num_key_heads, num_value_heads: number of heads.
     """
 
     mixed: Tensor
@@ -115,7 +115,7 @@ def _run_default(heads: _HeadInputs, row: Packing) -> Tensor:
 
 
 def _run_exact(heads: _HeadInputs, row: Packing) -> Tensor:
-    """`_run` by `exact_delta`, with the gradients of `_run`."""
+    """`_run_default` by `exact_delta`, with the gradients of `_run_default`."""
 
     def run_default(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         return _run_default(replace(heads, mixed=mixed, taps=taps, alpha=alpha, beta=beta, decay=decay, bias=bias), row)
@@ -129,7 +129,7 @@ def _run_exact(heads: _HeadInputs, row: Packing) -> Tensor:
 
 
 def _run_fla(heads: _HeadInputs, row: Packing) -> Tensor:
-    """`_run` by flash-linear-attention's kernels, which include norms, gates and decays."""
+    """`_run_default` by flash-linear-attention's kernels, which include norms, gates and decays."""
     cu_seqlens, cu_seqlens_cpu = row.boundaries
     samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
     mixed: Tensor = causal_conv1d(heads.mixed[None], heads.taps, activation="silu", **samples)[0]
@@ -148,7 +148,7 @@ def _run_fla(heads: _HeadInputs, row: Packing) -> Tensor:
 
 
 def _run_torch(heads: _HeadInputs, row: Packing) -> Tensor:
-    """`_run` in plain PyTorch."""
+    """`_run_default` in plain PyTorch."""
     q, k, v = heads.split(F.silu(convolve(heads.mixed, heads.taps, row.position_ids)))
     q, k = (_l2_norm(x).repeat_interleave(heads.num_value_heads // heads.num_key_heads, dim=1) for x in (q, k))
     g = -heads.decay.float().exp() * F.softplus(heads.alpha.float() + heads.bias)

@@ -287,7 +287,7 @@ class MixtureOfExperts(MoELayer):
         return (out if shared_out is None else out + shared_out), None
 
     def _exchange(self, tokens: Tensor, probs: Tensor, routes: Tensor, overlapped_states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Run this rank's tokens [T, H] through the experts of all ranks and, meanwhile, `overlapped` through the shared experts.
+        """Run this rank's tokens [T, H] through the experts of all ranks and, meanwhile, `overlapped_states` through the shared experts.
 
         probs, routes [T, E]: prob of each expert, and whether the token uses it.
         """
