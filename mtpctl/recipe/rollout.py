@@ -26,7 +26,7 @@ LOWEST_TEMPERATURE = 0.01
 VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM allocates memory for; other ranks use the next larger one."""
 
-ENVIRONMENTS = {"calculator": "mtpctl.environments.built_in:Calculator", "python": "mtpctl.sandbox.environment:Python"}
+ENVIRONMENTS = {"calculator": "mtpctl.environments.built_in:Calculator", "python": "mtpctl.environments.built_in:Python"}
 """Built-in environments by name, as `MODULE:CLASS`, imported on first use. `single` has no class."""
 
 VERIFIERS_PREFIX = "verifiers:"

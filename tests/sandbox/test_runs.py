@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import pytest
 
 from mtpctl.data.problems import Problem
+from mtpctl.environments.built_in import Python, shorten_middle
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.samples import Sample
-from mtpctl.sandbox.environment import Python, shorten_middle
 from mtpctl.sandbox.reward import same_output, score
 from mtpctl.sandbox.sandbox import Sandbox, describe_layers, require
 from mtpctl.sandbox.session import Limits
