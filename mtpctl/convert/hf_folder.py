@@ -254,7 +254,7 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
     """Raise UserError if the target contains the source, is inside it, is a file, or already exists and `force` is false."""
     source_path, target_path = source.resolve(), target.resolve()
     if target_path.is_relative_to(source_path) or source_path.is_relative_to(target_path):
-        raise UserError(f"{target}: and {source} contain one another; name a DST outside of SRC")
+        raise UserError(f"{target}: contains {source}, or is inside it; name a DST outside of SRC")
     if target.exists() and not target.is_dir():
         raise UserError(f"{target}: is a file; name a folder")
     if target.exists() and not force:

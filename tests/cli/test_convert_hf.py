@@ -243,9 +243,9 @@ def test_bad_targets_are_rejected(convert: Callable[..., Told], folder: Path, tm
     (there / "mine").write_text("mine")
     for target, expected in (
         (there, "exists; name another DST, or replace it with --force"),
-        (folder / "inside", "lies inside"),
-        (folder, "lies inside"),
-        (tmp_path, "lies inside"),
+        (folder / "inside", "or is inside it"),
+        (folder, "or is inside it"),
+        (tmp_path, "or is inside it"),
         (there / "mine", "is a file; name a folder"),
     ):
         message = convert(folder, target)
@@ -273,7 +273,7 @@ def test_full_disk_is_a_one_line_error(convert: Callable[..., Told], folder: Pat
     message = convert(folder, tmp_path / "checkpoint")
     assert message.code == 2
     needed = sum(value.nbytes for value in tensors(folder).values())
-    assert f"needs {needed:,} bytes and 1,000 are free on its disk" in message.error
+    assert f"needs {needed:,} bytes, but its disk has 1,000 free" in message.error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 

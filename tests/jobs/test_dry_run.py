@@ -72,7 +72,7 @@ def no_mtp_layer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (truncated, "its data ends at byte .*; the file is cut, fetch it again"),
+        (truncated, "its data ends at byte .*; fetch it again"),
         (pointer, "model.safetensors: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"),
         (other_width, r"config.json requires model.layers.0.mlp.gate_proj.weight as \[40, 32\], it is \[48, 32\]"),
         (shard_is_missing, "lists model-00001-of-00002.safetensors, which"),
