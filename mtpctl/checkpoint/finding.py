@@ -19,7 +19,8 @@ from mtpctl.checkpoint.reading import METADATA, shard_sizes
 from mtpctl.errors import UserError
 
 ENGINE, RUN, BUFFER, FORMAT = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
-"""Files of a checkpoint: the engine's record, the run's state, groups of samples that are not trained yet, megatron-core's format."""
+"""Files of a checkpoint. ENGINE: the engine's record. RUN: the state of the run. BUFFER: groups of samples that are not trained on yet.
+FORMAT: megatron-core's description of the format."""
 PARTIAL, REPLACED, DAMAGED = ".partial", ".replaced", ".damaged"
 """Suffixes of checkpoints that are being written, being replaced, or damaged."""
 _DAMAGED_NAME = re.compile(rf"{re.escape(DAMAGED)}(-\d+)?$")
@@ -38,7 +39,7 @@ class Choice:
     @property
     def lines(self) -> list[str]:
         """Messages to the user about damaged checkpoints."""
-        return [f"{path}/{damage}; {self.path.name} is used instead" for path, damage in self.damaged if self.path is not None]
+        return [f"{path}/{error}; {self.path.name} is used instead" for path, error in self.damaged if self.path is not None]
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -71,7 +72,9 @@ def choose_checkpoint(root: Path, *, contents: bool) -> Choice:
 
 
 def newest_checkpoint(root: Path) -> Path | None:
-    """The newest checkpoint under `root` that has no missing or truncated file, and no corrupted small file; None without checkpoints.
+    """The newest checkpoint under `root` whose files all have their saved sizes; None without checkpoints.
+
+    Only small files are also compared with their checksums.
 
     Raises UserError if every checkpoint is damaged.
     """

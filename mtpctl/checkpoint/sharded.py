@@ -34,7 +34,7 @@ from mtpctl.compat import megatron_core
 from mtpctl.errors import SaveFailed, UserError
 
 _FORMAT = 1
-_INDEX_BYTES = 16 << 20
+_METADATA_RESERVE_BYTES = 16 << 20
 """Upper bound on the size of a checkpoint's metadata files."""
 _MAX_TP = 64
 """Maximum number of tp ranks over which a vocabulary is sharded."""
@@ -69,7 +69,7 @@ type ShardedTree = dict[str, dict[str, Sharded]]
 """Section (`model`, `optimizer`) → name → sharded tensor, as megatron-core saves and loads them."""
 
 type WriteBucket = tuple[Path, str, tuple[list[tuple[object, object]], list[tuple[object, Tensor]]]]
-"""One file that megatron-core writes: the path, a key, and (bytes, tensors), each paired with its item of the plan."""
+"""One file that megatron-core writes: the path, a key, and two lists of pairs: (write item, bytes) and (write item, tensor)."""
 
 
 @dataclass
@@ -254,7 +254,7 @@ def _check_disk_space(folder: Path) -> None:
     """Raise OSError if the disk is too full for the metadata, which rank 0 writes last while other ranks wait."""
     trial = folder / "space"
     try:
-        trial.write_bytes(bytes(_INDEX_BYTES))
+        trial.write_bytes(bytes(_METADATA_RESERVE_BYTES))
     finally:
         trial.unlink(missing_ok=True)
 
@@ -387,8 +387,8 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
     differences += [f"{name}: saved, not wanted" for name in saved if name not in expected and not name.startswith("optimizer.")]
     if missing and len(missing) == len(differences) and all(name.startswith("optimizer.") for name in missing):
         raise UserError(
-            f"{path}: its optimizer has no state of {missing[0].removeprefix('optimizer.')} and {len(missing) - 1} more that this run "
-            "trains; use the settings of the saved run (train.rl.train_mtp, train.precision), or start in another run_dir"
+            f"{path}: its optimizer has no state of {missing[0].removeprefix('optimizer.')} and {len(missing) - 1} other "
+            "parameters that this run trains; use the saved run's train.rl.train_mtp and train.precision, or start in another run_dir"
         )
     if differences:
         more = f" and {len(differences) - 6} more" if len(differences) > 6 else ""

@@ -266,8 +266,8 @@ class Backend(Protocol):
 
     name: str
 
-    def rows_per_slice(self, problem: Problem, states: int = 1) -> int:
-        """Number of rows (at least 1) whose logits fit the workspace, if each row has `states` hidden states."""
+    def rows_per_slice(self, problem: Problem, states_per_row: int = 1) -> int:
+        """Number of rows (at least 1) whose logits fit the workspace, if each row has `states_per_row` hidden states."""
         ...
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:

@@ -48,10 +48,10 @@ def scale_logits(logits: Tensor, inverse_temperature: float | Tensor) -> Tensor:
 class Chunked:
     name = "chunked"
 
-    def rows_per_slice(self, problem: Problem, states: int = 1) -> int:
+    def rows_per_slice(self, problem: Problem, states_per_row: int = 1) -> int:
         # Each additional hidden state of a row adds its saved logits and one temporary for the comparison.
         columns = max(1, -(-problem.valid // MIN_CHUNK_COLUMNS)) * MIN_CHUNK_COLUMNS
-        temporaries = TEMPORARIES + 2 * (states - 1)
+        temporaries = TEMPORARIES + 2 * (states_per_row - 1)
         return max(1, problem.workspace_bytes // (temporaries * problem.wide_dtype.itemsize * columns))
 
     def _width(self, problem: Problem) -> int:

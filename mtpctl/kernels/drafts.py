@@ -7,13 +7,15 @@ p is the trunk's distribution of a token and q the draft's, both at the rollout'
 - kl:       Σ p (log p − log q): same gradient as soft_ce, but 0 if q = p
 - tv:       1 − Σ min(p, q), the total variation: the fraction of drafts from q that rejection sampling rejects (Leviathan et al., arXiv
   2211.17192, section 3.2: a draft from q is accepted with probability min(1, p / q))
-- e2e_tv:   tv + `SOFT_CE_WEIGHT` soft_ce: a row of the multi-step loss for sampled drafts, before its weight (`mtpctl.trainer.acceptance`)
-- e2e_greedy: 1 − Σ p q + `SOFT_CE_WEIGHT` soft_ce: a row of the multi-step loss for greedy drafts, before its weight
+- e2e_tv:   tv + `SOFT_CE_WEIGHT` soft_ce, for sampled drafts
+- e2e_greedy: 1 − Σ p q + `SOFT_CE_WEIGHT` soft_ce, for greedy drafts
+
+The last two are the rows of the multi-step loss; `mtpctl.trainer.acceptance` multiplies each row by its weight.
 
 The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, q_j (Σ q [q < p] − [q_j < p_j]) for tv, and
 q_j (Σ q p − p_j) for 1 − Σ p q.
 
-With a sharded vocabulary, ranks exchange a few numbers per row three times per slice and draft.
+With a sharded vocabulary, each slice of each draft takes three collectives, with a few numbers per row.
 
 Shape legend: N rows of the call, n selected rows, m rows of a draft, r of them in a slice, H hidden size, V vocabulary entries of a rank.
 """

@@ -322,7 +322,7 @@ def _rows_per_slice(arguments: _Arguments, problem: Problem) -> int:
     shard = arguments.call.shard
     widest = replace(problem, valid=min(shard.columns, shard.total))
     if arguments.drafts:
-        return arguments.backend.rows_per_slice(widest, states=2)
+        return arguments.backend.rows_per_slice(widest, states_per_row=2)
     return arguments.backend.rows_per_slice(widest) if arguments.trunk_learns else len(problem.hidden)
 
 

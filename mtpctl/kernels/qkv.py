@@ -4,8 +4,8 @@
     if gated: (2 queries + 1) d + w         →  and gates like queries
 
 A group is one key-value head and the query heads that share it. Queries and keys are RMS-normed if the family has QK norm (arXiv
-2302.05442), then rotated. On CUDA one Triton kernel does all of this in fp32 with one rounding and another computes the gradients. `mixed`
-is saved for the backward pass only if the family has QK norm.
+2302.05442), then rotated. On CUDA one Triton kernel does all of this in fp32 and rounds the results once; a second kernel computes the
+gradients. `mixed` is saved for the backward pass only if the family has QK norm.
 
 RoPE (arXiv 2104.09864) pairs dimension i of a head with i + n:
 
@@ -52,8 +52,10 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """Layout of `mixed`: `groups` groups of `queries` query heads, as many gate heads if `gated`, and one key head, all of `width`, and one
-    value head of `value_width` (0: `width`)."""
+    """Layout of `mixed`: in each of the `groups` groups, `queries` query heads, as many gate heads if `gated`, a key head and a value head.
+
+    All heads have `width` columns, except for value heads, which have `value_width` (0: `width`).
+    """
 
     groups: int
     queries: int

@@ -3,15 +3,16 @@
 Logits that fit the workspace are saved; the backward pass recomputes the others. Its two matrix products, which need no softmax, are not
 fused (`mtpctl.kernels.products`). Memory in addition to the results:
 
-- forward: four numbers per row and tile of 256 columns, for as many rows at a time as a quarter of the workspace holds, and saved logits;
+- forward: the saved logits, and partial results of four numbers per row and tile of 256 columns. Rows are processed in parts, so that
+  the partial results take at most a quarter of the workspace;
 - backward: fp32 [n, H], in which the hidden gradient accumulates (regardless of the workspace), and a chunk of logit gradients.
 
 `head_tiles_kernel` processes tiles of [BM rows, BN vocabulary entries], with one persistent program per SM and fp32 logits in registers.
 `MODE` selects the result of a tile:
 
 - STATS: maximum, mass, moment and target logit of each row over the tile's columns, as partial results for `join_tiles_kernel`;
-- KEEP: the same, and the tile's logits relative to the row's maximum in the tile, rounded to fp16. The most likely entries are thus
-  rounded least, whereas unshifted logits would be rounded most there;
+- KEEP: the same, and the tile's logits relative to the row's maximum in the tile, rounded to fp16. fp16 is most exact near 0, so
+  the most likely entries are rounded least. Without the subtraction they would be rounded most;
 - GRAD: the gradient of the unscaled logits, given each row's log-sum-exp and upstream gradients, rounded to the operands' dtype.
 
 Tiles are processed in groups of rows, so that concurrent programs share slices of hidden and weight in the L2 cache.
@@ -113,35 +114,38 @@ class Triton:
     def __init__(self, tiles: Tiles) -> None:
         self.tiles = tiles
 
-    def rows_per_slice(self, problem: Problem, states: int = 1) -> int:
-        width, tiles = problem.hidden.shape[1], triton.cdiv(problem.valid, self.tiles.bn)
-        row = states * (problem.valid * problem.hidden.element_size() + 4 * tiles) + 16 * tiles + 4 * width
-        return max(1, problem.workspace_bytes // row // self.tiles.bm * self.tiles.bm)
+    def rows_per_slice(self, problem: Problem, states_per_row: int = 1) -> int:
+        width, column_tiles = problem.hidden.shape[1], triton.cdiv(problem.valid, self.tiles.bn)
+        saved_bytes = states_per_row * (problem.valid * problem.hidden.element_size() + 4 * column_tiles)
+        bytes_per_row = saved_bytes + 16 * column_tiles + 4 * width
+        return max(1, problem.workspace_bytes // bytes_per_row // self.tiles.bm * self.tiles.bm)
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
         assert not topk, "the dispatcher selects another backend for topk"
         h, t = problem.hidden, self.tiles
         n = len(h)
-        tiles = triton.cdiv(problem.valid, t.bn)
+        column_tiles = triton.cdiv(problem.valid, t.bn)
         stats = torch.zeros(4, n, dtype=torch.float32, device=h.device)
-        if tiles == 0:
+        if column_tiles == 0:
             stats[0::3] = float("-inf")
             return LocalScores(RowStats(*stats.unbind(0)))
         columns = self._saved_columns(problem) if for_backward else 0
-        scale, saved, spare = _row_scales(problem), None, min(problem.workspace_bytes // 4, MAX_PARTIAL_BYTES)
+        scale, saved, partial_bytes = _row_scales(problem), None, min(problem.workspace_bytes // 4, MAX_PARTIAL_BYTES)
         if columns:
             saved = SavedLogits(_aligned_empty(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
-            spare = min(spare, 4 * h.numel())  # reserved for the hidden gradient of the backward pass
-        rows_at_once = max(t.bm, spare // (16 * tiles) // t.bm * t.bm)
+            partial_bytes = min(
+                partial_bytes, 4 * h.numel()
+            )  # saved logits fill the workspace, except for what the hidden gradient needs later
+        rows_at_once = max(t.bm, partial_bytes // (16 * column_tiles) // t.bm * t.bm)
         for start in range(0, n, rows_at_once):
             rows = slice(start, min(start + rows_at_once, n))
             count = rows.stop - rows.start
-            partial = torch.empty(4, tiles, count, dtype=torch.float32, device=h.device)
+            partial = torch.empty(4, column_tiles, count, dtype=torch.float32, device=h.device)
             out = partial if saved is None else saved.logits[rows, :columns]
             self._head_tiles(problem, rows, out, 0, problem.valid, columns, scale, None, partial, entropy)
             with on_device_of(h):
                 join_tiles_kernel[(triton.cdiv(count, 32),)](
-                    partial, stats[:, rows], count, tiles, n, ENTROPY=entropy, BLOCK=32, TILES=16, num_warps=4
+                    partial, stats[:, rows], count, column_tiles, n, ENTROPY=entropy, BLOCK=32, TILES=16, num_warps=4
                 )
             if saved is not None:
                 saved.tile_max[rows] = partial[0, : saved.tile_max.shape[1]].T
