@@ -22,10 +22,10 @@ Call = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     def call(checks: list[Check], *arguments: str) -> tuple[int, str, str]:
-        def examine(*, quick: bool, done: Any) -> Diagnosis:
+        def examine(*, quick: bool, on_check: Any) -> Diagnosis:
             assert quick == ("--quick" in arguments)
             for check in checks:
-                done(check)
+                on_check(check)
             return Diagnosis(checks, 2.5)
 
         monkeypatch.setattr("mtpctl.doctor.checks.examine", examine)
