@@ -118,9 +118,7 @@ def test_missing_optimizer_state_is_reported_as_such(tmp_path):
             trainer.trains_mtp = trained
             trainer.set_optimizer(ADAM)
             trainer.save(tmp_path / f"trained-{trained}")
-        with pytest.raises(
-            UserError, match=r"trained-False: its optimizer has no state of exp_avg\.mtp\..* use the settings of the saved run \(train"
-        ):
+        with pytest.raises(UserError, match=r"trained-False: its optimizer has no state of exp_avg\.mtp\..* use the saved run's train"):
             trainer.restore(tmp_path / "trained-False")
         trainer.trains_mtp = False
         trainer.set_optimizer(ADAM)
