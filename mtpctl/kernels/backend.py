@@ -29,7 +29,7 @@ class Shard:
     total: int
 
     @property
-    def valid(self) -> int:
+    def vocab_columns(self) -> int:
         """Number of columns that are vocabulary entries rather than padding."""
         return max(0, min(self.columns, self.total - self.start))
 
@@ -118,7 +118,7 @@ class Problem:
     """One rank's inputs: hidden [n, H], weight [V, H], targets [n].
 
     targets: label indices relative to this rank's first column; outside 0..V-1 if the label belongs to another rank.
-    inverse_temperature: a number or [n] fp32. valid: number of columns that are vocabulary entries; the rest is padding.
+    inverse_temperature: a number or [n] fp32. vocab_columns: number of columns that are vocabulary entries; the rest is padding.
     workspace_bytes: limit on a backend's memory in addition to its results. shard: this rank's part of the vocabulary.
     """
 
@@ -126,7 +126,7 @@ class Problem:
     weight: Tensor
     targets: Tensor
     inverse_temperature: float | Tensor
-    valid: int
+    vocab_columns: int
     workspace_bytes: int
     shard: Shard
 
@@ -235,13 +235,13 @@ class LogitPair:
 class Agreement:
     """Comparison of the draft's distribution q with the teacher's p over this rank's columns; all [n].
 
-    overlap: Σ min(p, q). gained: Σ q [q < p] for tv and e2e_tv, Σ q p for e2e_greedy, else 0. cost: −Σ p log q for soft_ce, e2e_tv and
-    e2e_greedy, Σ p (log p − log q) for kl, else 0. first_choice: log p of the most likely entry of q. saved: state for
-    `Backend.draft_grads`.
+    overlap: Σ min(p, q). expected_gain: Σ q g, with the gain g = [q < p] for tv and e2e_tv, p for e2e_greedy, else 0. cost: −Σ p log q for
+    soft_ce, e2e_tv and e2e_greedy, Σ p (log p − log q) for kl, else 0. first_choice: log p of the most likely entry of q. saved: state
+    for `Backend.draft_grads`.
     """
 
     overlap: Tensor
-    gained: Tensor
+    expected_gain: Tensor
     cost: Tensor
     first_choice: Tensor
     saved: object
@@ -251,12 +251,12 @@ class Agreement:
 class DraftGradCoefficients:
     """Coefficients of the gradient of a draft's scaled logit j with label x.
 
-    The gradient is  q_j draft − teacher p_j − gained q_j g_j − label 1[j = x], with g_j = p_j if `greedy`, else [q_j < p_j]. draft: [n].
+    The gradient is  q_j draft − teacher p_j − gain q_j g_j − label 1[j = x], with g_j = p_j if `greedy`, else [q_j < p_j]. draft: [n].
     """
 
     draft: Tensor
     teacher: float
-    gained: float
+    gain: float
     label: float
     greedy: bool
 
@@ -274,7 +274,7 @@ class Backend(Protocol):
         """Compute the statistics of every row and, with `for_backward`, the state for the backward pass."""
         ...
 
-    def grads(self, problem: Problem, rows: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
+    def grads(self, problem: Problem, row_grads: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
         """Return the gradient of hidden [n, H] in the requested dtype or a wider one, and write the weight's to `targets.weight`.
 
         May overwrite `saved`.

@@ -108,9 +108,9 @@ class _CandidateLoss(torch.autograd.Function):
             if not len(rows):
                 continue
             # A shard that is all padding keeps one column; its logits of −inf add nothing to the sums.
-            states, head = hidden.detach()[rows], weight.detach()[: max(1, shard.valid)]
+            states, head = hidden.detach()[rows], weight.detach()[: max(1, shard.vocab_columns)]
             logits = products.logits(states, head).mul_(arguments.inverse_temperature)
-            if not shard.valid:
+            if not shard.vocab_columns:
                 logits.fill_(float("-inf"))
             grads = _slice_grads(logits, rows, arguments)
             total += grads.loss
@@ -121,7 +121,7 @@ class _CandidateLoss(torch.autograd.Function):
             if buffer.out is not None:
                 products.weight_grad(grads.rest.scatter_add_(1, grads.local, grads.named), states, buffer.out[: len(head)], accumulate)
                 if not accumulate:
-                    buffer.out[shard.valid :] = 0
+                    buffer.out[shard.vocab_columns :] = 0
                 accumulate = True
         if buffer.out is not None and not accumulate:
             buffer.out.zero_()

@@ -34,8 +34,8 @@ MIN_CHUNK_COLUMNS = 64  # minimum width of a chunk, and its granularity; narrowe
 
 def _chunks(problem: Problem, width: int) -> Iterator[slice]:
     """Ranges of valid columns, `width` at a time."""
-    for start in range(0, problem.valid, width):
-        yield slice(start, min(start + width, problem.valid))
+    for start in range(0, problem.vocab_columns, width):
+        yield slice(start, min(start + width, problem.vocab_columns))
 
 
 def scale_logits(logits: Tensor, inverse_temperature: float | Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Chunked:
 
     def rows_per_slice(self, problem: Problem, states_per_row: int = 1) -> int:
         # Each additional hidden state of a row adds its saved logits and one temporary for the comparison.
-        columns = max(1, -(-problem.valid // MIN_CHUNK_COLUMNS)) * MIN_CHUNK_COLUMNS
+        columns = max(1, -(-problem.vocab_columns // MIN_CHUNK_COLUMNS)) * MIN_CHUNK_COLUMNS
         temporaries = TEMPORARIES + 2 * (states_per_row - 1)
         return max(1, problem.workspace_bytes // (temporaries * problem.wide_dtype.itemsize * columns))
 
@@ -78,7 +78,7 @@ class Chunked:
         saved: Tensor | None = None
         for columns in _chunks(problem, width):
             z = scale_logits(products.logits(problem.hidden, problem.weight[columns]), problem.inverse_temperature)
-            if for_backward and width >= problem.valid:  # all logits fit the workspace as one chunk
+            if for_backward and width >= problem.vocab_columns:  # all logits fit the workspace as one chunk
                 saved = z.clone()
             local = problem.targets - columns.start
             is_local = (local >= 0) & (local < z.shape[1])
@@ -99,20 +99,20 @@ class Chunked:
             top = new_top
         return LocalScores(RowStats(top, mass, moment, target), best, saved)
 
-    def grads(self, problem: Problem, rows: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
+    def grads(self, problem: Problem, row_grads: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
         assert saved is None or isinstance(saved, Tensor)
         h, weight_grad = problem.hidden, targets.weight
         hidden_grad: Tensor | None = None
         for columns in _chunks(problem, self._width(problem)):
             w = problem.weight[columns]
             z = saved if saved is not None else scale_logits(products.logits(h, w), problem.inverse_temperature)
-            logit_grad = _logit_grad(z, problem, rows, columns.start)
+            logit_grad = _logit_grad(z, problem, row_grads, columns.start)
             if targets.hidden is not None:
-                dtype = targets.hidden if len(w) == problem.valid else problem.wide_dtype
+                dtype = targets.hidden if len(w) == problem.vocab_columns else problem.wide_dtype
                 hidden_grad = products.hidden_grad(hidden_grad, logit_grad, w, dtype)
             if weight_grad is not None:
                 products.weight_grad(logit_grad, h, weight_grad[columns], targets.add)
-        targets.clear_padding(problem.valid)
+        targets.clear_padding(problem.vocab_columns)
         if targets.hidden is not None and hidden_grad is None:  # this rank's shard is all padding
             hidden_grad = torch.zeros(h.shape, dtype=targets.hidden, device=h.device)
         return hidden_grad
@@ -124,7 +124,7 @@ class Chunked:
         logp = (teacher if pair.rows is None else teacher[pair.rows]) - pair.teacher_lse.unsqueeze(1)
         first_choice = logp.gather(1, best).squeeze(1)
         logq.sub_(pair.draft_lse.unsqueeze(1))
-        gained = cost = torch.zeros_like(pair.draft_lse)
+        expected_gain = cost = torch.zeros_like(pair.draft_lse)
         if loss == "kl":
             p = logp.exp()
             cost = logp.sub_(logq).mul_(p).sum(1)
@@ -134,10 +134,10 @@ class Chunked:
                 cost = -(p * logq).sum(1)
         q = logq.exp_()
         if loss in ("tv", "e2e_tv"):
-            gained = (q * (q < p)).sum(1)
+            expected_gain = (q * (q < p)).sum(1)
         elif loss == "e2e_greedy":
-            gained = (q * p).sum(1)
-        return Agreement(torch.minimum(p, q).sum(1), gained, cost, first_choice, (q, p))
+            expected_gain = (q * p).sum(1)
+        return Agreement(torch.minimum(p, q).sum(1), expected_gain, cost, first_choice, (q, p))
 
     def draft_grads(
         self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
@@ -145,9 +145,9 @@ class Chunked:
         assert isinstance(saved, tuple)
         q, p = saved
         c, draft_coefficient = coefficients, coefficients.draft.unsqueeze(1)
-        if c.gained:
+        if c.gain:
             draft_coefficient = (
-                draft_coefficient - c.gained * p if c.greedy else torch.where(q < p, draft_coefficient - c.gained, draft_coefficient)
+                draft_coefficient - c.gain * p if c.greedy else torch.where(q < p, draft_coefficient - c.gain, draft_coefficient)
             )
         grad = q.mul_(draft_coefficient)
         if c.teacher:
@@ -155,9 +155,9 @@ class Chunked:
         _add_at_targets(grad, problem.targets, -c.label)
         grad = scale_logits(grad, problem.inverse_temperature)
         if targets.weight is not None:
-            products.weight_grad(grad, problem.hidden, targets.weight[: problem.valid], targets.add)
-        targets.clear_padding(problem.valid)
-        return None if targets.hidden is None else products.hidden_grad(None, grad, problem.weight[: problem.valid], targets.hidden)
+            products.weight_grad(grad, problem.hidden, targets.weight[: problem.vocab_columns], targets.add)
+        targets.clear_padding(problem.vocab_columns)
+        return None if targets.hidden is None else products.hidden_grad(None, grad, problem.weight[: problem.vocab_columns], targets.hidden)
 
 
 def _add_at_targets(x: Tensor, targets: Tensor, values: Tensor | float) -> None:
@@ -166,15 +166,21 @@ def _add_at_targets(x: Tensor, targets: Tensor, values: Tensor | float) -> None:
     x.scatter_add_(1, targets.clamp(0, x.shape[1] - 1).unsqueeze(1), (is_local.to(x.dtype) * values).unsqueeze(1))
 
 
-def _logit_grad(z: Tensor, problem: Problem, rows: RowGrads, start: int) -> Tensor:
+def _logit_grad(z: Tensor, problem: Problem, row_grads: RowGrads, start: int) -> Tensor:
     """Gradient of the unscaled logits, overwriting the scaled logits `z` [n, columns]."""
-    logp = z.sub_(rows.lse.unsqueeze(1))
+    logp = z.sub_(row_grads.lse.unsqueeze(1))
     p = logp.exp()
-    if rows.entropy is None or rows.row_entropy is None:
-        grad = p.mul_(-rows.logprob.unsqueeze(1))
+    if row_grads.entropy is None or row_grads.row_entropy is None:
+        grad = p.mul_(-row_grads.logprob.unsqueeze(1))
     else:
-        grad = logp.add_(rows.row_entropy.unsqueeze(1)).mul_(rows.entropy.unsqueeze(1)).add_(rows.logprob.unsqueeze(1)).mul_(p).neg_()
-    _add_at_targets(grad, problem.targets - start, rows.logprob)
+        grad = (
+            logp.add_(row_grads.row_entropy.unsqueeze(1))
+            .mul_(row_grads.entropy.unsqueeze(1))
+            .add_(row_grads.logprob.unsqueeze(1))
+            .mul_(p)
+            .neg_()
+        )
+    _add_at_targets(grad, problem.targets - start, row_grads.logprob)
     return scale_logits(grad, problem.inverse_temperature)
 
 
@@ -224,25 +230,25 @@ class Exact(Chunked):
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
         # Ranks combine their sums per slice, so all use the slices that fit rank 0, which has the most vocabulary entries.
-        widest = replace(problem, valid=min(problem.shard.columns, problem.shard.total))
+        widest = replace(problem, vocab_columns=min(problem.shard.columns, problem.shard.total))
         count = -(-len(problem.hidden) // self.rows_per_slice(widest))
         # Logits that do not fit the workspace are not saved: the backward pass recomputes them.
         return self._sliced_scores(problem, count, entropy=entropy, topk=topk, for_backward=for_backward and count <= 1)
 
     def _scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
         operations, shard = invariant if problem.hidden.is_cuda else exact, problem.shard
-        z = scale_logits(operations.logits(problem.hidden, problem.weight[: problem.valid]), problem.inverse_temperature)
-        if not problem.valid:  # this rank's shard is all padding
+        z = scale_logits(operations.logits(problem.hidden, problem.weight[: problem.vocab_columns]), problem.inverse_temperature)
+        if not problem.vocab_columns:  # this rank's shard is all padding
             z = z.new_full((len(z), 1), float("-inf"))
         vocab_max, log_mass = (each.squeeze(1) for each in operations.log_mass(z, shard.total, shard.group))
         top = vocab_max if shard.world == 1 else z.amax(1)
-        is_local = (problem.targets >= 0) & (problem.targets < problem.valid)
+        is_local = (problem.targets >= 0) & (problem.targets < problem.vocab_columns)
         target_logits = z.gather(1, problem.targets.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
         target = target_logits.masked_fill_(~is_local, float("-inf"))
         mass, moment = log_mass.exp(), torch.zeros_like(top)
-        if entropy and problem.valid:
+        if entropy and problem.vocab_columns:
             shifted = z - vocab_max.unsqueeze(1)
             moment = shifted.exp().mul_(shifted).sum(1)
-        best = z.topk(min(topk, problem.valid), dim=1) if topk and problem.valid else None
+        best = z.topk(min(topk, problem.vocab_columns), dim=1) if topk and problem.vocab_columns else None
         stats = ExactStats(top, mass, moment, target, vocab_max, log_mass)
         return LocalScores(stats, None if best is None else (best.values, best.indices), z if for_backward else None)

@@ -118,12 +118,14 @@ class TrunkSlice:
 class DraftTerm:
     """One draft's results and the gradient of its states, accumulated over slices."""
 
-    def __init__(self, draft: Draft, hidden: Tensor, call: Call, grad_scale: float, *, by_hidden: bool, by_weight: bool) -> None:
+    def __init__(
+        self, draft: Draft, hidden: Tensor, call: Call, grad_scale: float, *, needs_hidden_grad: bool, needs_weight_grad: bool
+    ) -> None:
         self.draft, self.call, self.factor = draft, call, grad_scale * draft.weight
-        self.by_weight = by_weight
+        self.needs_weight_grad = needs_weight_grad
         self.selected, self.trunk_row = _select_draft_rows(draft, call.rows)
         self.hidden = self.selected.select(hidden).contiguous()
-        self.grad_dtype = call.partial_dtype(hidden) if by_hidden else None
+        self.grad_dtype = call.partial_dtype(hidden) if needs_hidden_grad else None
         self.hidden_grad = None
         if self.grad_dtype is not None:
             self.hidden_grad = torch.empty(self.hidden.shape, dtype=self.grad_dtype, device=hidden.device)
@@ -158,30 +160,32 @@ class DraftTerm:
         top = scores.stats.top  # of this rank's columns
         stats = combine_shards(scores.stats, shard)
         pair = LogitPair(scores.saved, trunk.saved, rows, top, stats.lse, _select(trunk.stats.lse, rows))
-        if problem.valid:
+        if problem.vocab_columns:
             agreement = backend.compare(problem, pair, loss)
         else:  # this rank's shard is all padding
             zero = torch.zeros_like(top)
             agreement = Agreement(zero, zero, zero, torch.full_like(top, float("-inf")), None)
-        overlap, gained, cost = sum_shards(torch.stack([agreement.overlap, agreement.gained, agreement.cost]), shard)
+        overlap, expected_gain, cost = sum_shards(torch.stack([agreement.overlap, agreement.expected_gain, agreement.cost]), shard)
         overlap = overlap.clamp(max=1)
         self.logprob[span], self.teacher_logprob[span], self.hit[span] = stats.logprob, _select(trunk.stats.logprob, rows), stats.hit
         self.overlap[span], self.greedy[span], self.lse[span] = overlap, _first_choice(top, agreement, shard).exp(), stats.lse
         loss_weight, ce_weight = (0.0, 1.0) if loss == "ce" else (self.draft.mix, 1 - self.draft.mix)
         greedy = loss == "e2e_greedy"
         rejection_weight, cost_weight = (loss_weight * component_weight for component_weight in LOSS_WEIGHTS[loss])
-        self.loss_sum += (rejection_weight * (1 - (gained if greedy else overlap)) + cost_weight * cost - ce_weight * stats.logprob).sum()
-        if self.grad_dtype is None and not self.by_weight:
+        self.loss_sum += (
+            rejection_weight * (1 - (expected_gain if greedy else overlap)) + cost_weight * cost - ce_weight * stats.logprob
+        ).sum()
+        if self.grad_dtype is None and not self.needs_weight_grad:
             return False
-        draft_coefficient = rejection_weight * gained + cost_weight + ce_weight
-        teacher_coefficient, gained_coefficient, label_coefficient = (
+        draft_coefficient = rejection_weight * expected_gain + cost_weight + ce_weight
+        teacher_coefficient, gain_coefficient, label_coefficient = (
             value * self.factor for value in (cost_weight, rejection_weight, ce_weight)
         )
         coefficients = DraftGradCoefficients(
-            draft_coefficient * self.factor, teacher_coefficient, gained_coefficient, label_coefficient, greedy
+            draft_coefficient * self.factor, teacher_coefficient, gain_coefficient, label_coefficient, greedy
         )
-        out = buffer.out if self.by_weight else None
-        if problem.valid:
+        out = buffer.out if self.needs_weight_grad else None
+        if problem.vocab_columns:
             local_grad = backend.draft_grads(problem, pair, agreement.saved, coefficients, GradTargets(self.grad_dtype, out, add))
         else:
             local_grad = None if self.grad_dtype is None else torch.zeros_like(problem.hidden, dtype=self.grad_dtype)

@@ -85,7 +85,9 @@ class Call:
         else:
             inverse = 1.0 / self.temperature
         targets = self.rows.select(labels).long() - self.shard.start
-        return Problem(self.rows.select(hidden).contiguous(), weight, targets, inverse, self.shard.valid, self.workspace_bytes, self.shard)
+        return Problem(
+            self.rows.select(hidden).contiguous(), weight, targets, inverse, self.shard.vocab_columns, self.workspace_bytes, self.shard
+        )
 
     def partial_dtype(self, hidden: Tensor) -> torch.dtype:
         """Dtype of this rank's part of the hidden gradient: fp32 if it is summed over ranks, else the dtype of hidden."""

@@ -219,7 +219,7 @@ class _Arguments(NamedTuple):
 
     @property
     def any_weight_grad(self) -> bool:
-        return self.needs_weight_grad or any(by_weight for _, by_weight in self.draft_grads)
+        return self.needs_weight_grad or any(needs_weight_grad for _, needs_weight_grad in self.draft_grads)
 
 
 class _TrunkTerm:
@@ -275,8 +275,8 @@ class _SlicedLosses(torch.autograd.Function):
         buffer = weight_grad_buffer(weight, arguments.any_weight_grad, call.main_grad)
         trunk = _TrunkTerm(arguments, problem)
         terms = [
-            DraftTerm(draft, state, call, arguments.grad_scale, by_hidden=by_hidden, by_weight=by_weight)
-            for draft, state, (by_hidden, by_weight) in zip(arguments.drafts, states, arguments.draft_grads, strict=True)
+            DraftTerm(draft, state, call, arguments.grad_scale, needs_hidden_grad=needs_hidden_grad, needs_weight_grad=needs_weight_grad)
+            for draft, state, (needs_hidden_grad, needs_weight_grad) in zip(arguments.drafts, states, arguments.draft_grads, strict=True)
         ]
         trunk_slices = row_slices(len(problem.hidden), _rows_per_slice(arguments, problem))
         draft_slices = [term.draft_slices(trunk_slices) for term in terms]
@@ -298,7 +298,9 @@ class _SlicedLosses(torch.autograd.Function):
         checks = [("hidden" if arguments.token_loss else "teacher", problem.hidden.detach(), FiniteCheck(trunk.statistics))]
         checks += [("hidden", term.hidden.detach(), FiniteCheck(term.lse)) for term in terms]
         check = partial(_run_checks, checks, weight.detach())
-        if arguments.trunk_learns or any(by_hidden or by_weight for by_hidden, by_weight in arguments.draft_grads):
+        if arguments.trunk_learns or any(
+            needs_hidden_grad or needs_weight_grad for needs_hidden_grad, needs_weight_grad in arguments.draft_grads
+        ):
             grads = [trunk.reduce_grad(hidden.dtype), *(term.reduce_grad(hidden.dtype) for term in terms)]
             ctx.grads, ctx.name = PrecomputedGrads(grads, buffer, arguments.grad_scale, check), arguments.name
         else:
@@ -320,7 +322,7 @@ class _SlicedLosses(torch.autograd.Function):
 def _rows_per_slice(arguments: _Arguments, problem: Problem) -> int:
     """Rows per slice. Ranks combine statistics per slice, so all use the slices that fit rank 0, which has the most vocabulary entries."""
     shard = arguments.call.shard
-    widest = replace(problem, valid=min(shard.columns, shard.total))
+    widest = replace(problem, vocab_columns=min(shard.columns, shard.total))
     if arguments.drafts:
         return arguments.backend.rows_per_slice(widest, states_per_row=2)
     return arguments.backend.rows_per_slice(widest) if arguments.trunk_learns else len(problem.hidden)

@@ -341,16 +341,17 @@ def split_heads_backward_triton(
 
     mixed: may be None if `norm` is.
     """
-    queries, keys, values, gates = (grad.contiguous() for grad in grads)
-    tokens, groups = len(queries), layout.groups
-    mixed_grad = queries.new_empty(tokens, groups * sum(layout.sizes))
+    queries_grad, keys_grad, values_grad, gates_grad = (grad.contiguous() for grad in grads)
+    tokens, groups = len(queries_grad), layout.groups
+    mixed_grad = queries_grad.new_empty(tokens, groups * sum(layout.sizes))
     grid = _grid(tokens, layout)
-    weight_grads = torch.empty(grid[0] * groups if norm else 0, 2, layout.width, dtype=torch.float32, device=queries.device)
+    weight_grads = torch.empty(grid[0] * groups if norm else 0, 2, layout.width, dtype=torch.float32, device=queries_grad.device)
     if tokens:
-        with on_device_of(queries):
+        with on_device_of(queries_grad):
             split_heads_backward_kernel[grid](
-                queries, keys, values, gates, mixed_grad if mixed is None else mixed, *(angles or (mixed_grad, mixed_grad)),
-                *_weights(norm, mixed_grad), mixed_grad, weight_grads, tokens, groups, **_launch_options(layout, norm, angles),
+                queries_grad, keys_grad, values_grad, gates_grad, mixed_grad if mixed is None else mixed,
+                *(angles or (mixed_grad, mixed_grad)), *_weights(norm, mixed_grad), mixed_grad, weight_grads,
+                tokens, groups, **_launch_options(layout, norm, angles),
             )  # fmt: skip
     if norm is None:
         return mixed_grad, None, None

@@ -115,8 +115,8 @@ class Triton:
         self.tiles = tiles
 
     def rows_per_slice(self, problem: Problem, states_per_row: int = 1) -> int:
-        width, column_tiles = problem.hidden.shape[1], triton.cdiv(problem.valid, self.tiles.bn)
-        saved_bytes = states_per_row * (problem.valid * problem.hidden.element_size() + 4 * column_tiles)
+        width, column_tiles = problem.hidden.shape[1], triton.cdiv(problem.vocab_columns, self.tiles.bn)
+        saved_bytes = states_per_row * (problem.vocab_columns * problem.hidden.element_size() + 4 * column_tiles)
         bytes_per_row = saved_bytes + 16 * column_tiles + 4 * width
         return max(1, problem.workspace_bytes // bytes_per_row // self.tiles.bm * self.tiles.bm)
 
@@ -124,7 +124,7 @@ class Triton:
         assert not topk, "the dispatcher selects another backend for topk"
         h, t = problem.hidden, self.tiles
         n = len(h)
-        column_tiles = triton.cdiv(problem.valid, t.bn)
+        column_tiles = triton.cdiv(problem.vocab_columns, t.bn)
         stats = torch.zeros(4, n, dtype=torch.float32, device=h.device)
         if column_tiles == 0:
             stats[0::3] = float("-inf")
@@ -133,16 +133,15 @@ class Triton:
         scale, saved, partial_bytes = _row_scales(problem), None, min(problem.workspace_bytes // 4, MAX_PARTIAL_BYTES)
         if columns:
             saved = SavedLogits(_aligned_empty(h, n, columns), h.new_empty(n, triton.cdiv(columns, t.bn), dtype=torch.float32), columns)
-            partial_bytes = min(
-                partial_bytes, 4 * h.numel()
-            )  # saved logits fill the workspace, except for what the hidden gradient needs later
+            # Saved logits fill the workspace, except for the hidden gradient's part, which is free until the backward pass.
+            partial_bytes = min(partial_bytes, 4 * h.numel())
         rows_at_once = max(t.bm, partial_bytes // (16 * column_tiles) // t.bm * t.bm)
         for start in range(0, n, rows_at_once):
             rows = slice(start, min(start + rows_at_once, n))
             count = rows.stop - rows.start
             partial = torch.empty(4, column_tiles, count, dtype=torch.float32, device=h.device)
             out = partial if saved is None else saved.logits[rows, :columns]
-            self._head_tiles(problem, rows, out, 0, problem.valid, columns, scale, None, partial, entropy)
+            self._head_tiles(problem, rows, out, 0, problem.vocab_columns, columns, scale, None, partial, entropy)
             with on_device_of(h):
                 join_tiles_kernel[(triton.cdiv(count, 32),)](
                     partial, stats[:, rows], count, column_tiles, n, ENTROPY=entropy, BLOCK=32, TILES=16, num_warps=4
@@ -151,7 +150,7 @@ class Triton:
                 saved.tile_max[rows] = partial[0, : saved.tile_max.shape[1]].T
         return LocalScores(RowStats(*stats.unbind(0)), saved=saved)
 
-    def grads(self, problem: Problem, rows: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
+    def grads(self, problem: Problem, row_grads: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
         assert saved is None or isinstance(saved, SavedLogits)
         h, n = problem.hidden, len(problem.hidden)
         scale = _row_scales(problem)
@@ -159,61 +158,61 @@ class Triton:
         start = 0
         if saved is not None and saved.columns:
             start = saved.columns
-            self._saved_grads(problem, rows, saved, scale)
+            self._saved_grads(problem, row_grads, saved, scale)
             hidden_grad = _apply_logit_grads(problem, saved.grads[:, :start], slice(0, start), None, targets)
         step = self._chunk_columns(problem)
-        buffer = _aligned_empty(h, n, min(step, problem.valid - start)) if start < problem.valid else None
-        for first in range(start, problem.valid, step):
+        buffer = _aligned_empty(h, n, min(step, problem.vocab_columns - start)) if start < problem.vocab_columns else None
+        for first in range(start, problem.vocab_columns, step):
             assert buffer is not None
-            columns = slice(first, min(first + step, problem.valid))
+            columns = slice(first, min(first + step, problem.vocab_columns))
             chunk = buffer[:, : columns.stop - first]
-            self._head_tiles(problem, slice(0, n), chunk, first, columns.stop, 0, scale, rows, None, rows.entropy is not None)
+            self._head_tiles(problem, slice(0, n), chunk, first, columns.stop, 0, scale, row_grads, None, row_grads.entropy is not None)
             hidden_grad = _apply_logit_grads(problem, chunk, columns, hidden_grad, targets)
-        targets.clear_padding(problem.valid)
+        targets.clear_padding(problem.vocab_columns)
         if targets.hidden is not None and hidden_grad is None:  # this rank's shard is all padding
             hidden_grad = torch.zeros(h.shape, dtype=targets.hidden, device=h.device)
         return hidden_grad
 
     def compare(self, problem: Problem, pair: LogitPair, loss: DraftLoss) -> Agreement:
         draft, teacher, rows = _saved_pair(pair)
-        n, tiles = draft.tile_max.shape
-        programs = triton.cdiv(tiles, SUM_TILES * SUM_STEPS)
+        n, column_tiles = draft.tile_max.shape
+        programs = triton.cdiv(column_tiles, SUM_TILES * SUM_STEPS)
         partial = torch.empty(4, programs, n, dtype=torch.float32, device=draft.tile_max.device)
         with on_device_of(problem.hidden):
             draft_sums_kernel[(n * programs,)](
                 draft.logits, draft.tile_max, pair.draft_lse, pair.draft_top, teacher.logits, teacher.tile_max, pair.teacher_lse, rows,
-                partial, n, draft.logits.stride(0) // 8, draft.columns, tiles,
+                partial, n, draft.logits.stride(0) // 8, draft.columns, column_tiles,
                 BN=self.tiles.bn, TILES=SUM_TILES, STEPS=SUM_STEPS, LOSS=loss, num_warps=4,
             )  # fmt: skip
-        overlap, gained, cost = partial[:3].sum(1).unbind(0)
+        overlap, expected_gain, cost = partial[:3].sum(1).unbind(0)
         # Equally likely entries may be in several programs' columns: take the first.
         first = (partial[3] > float("-inf")).to(torch.int8).argmax(0, keepdim=True)
-        return Agreement(overlap, gained, cost, partial[3].gather(0, first).squeeze(0), draft)
+        return Agreement(overlap, expected_gain, cost, partial[3].gather(0, first).squeeze(0), draft)
 
     def draft_grads(
         self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
     ) -> Tensor | None:
         draft, teacher, rows = _saved_pair(pair)
-        n, tiles = draft.tile_max.shape
+        n, column_tiles = draft.tile_max.shape
         with on_device_of(problem.hidden):
-            draft_grads_kernel[(n * triton.cdiv(tiles, TILES_PER_PROGRAM),)](
+            draft_grads_kernel[(n * triton.cdiv(column_tiles, TILES_PER_PROGRAM),)](
                 draft.logits, draft.tile_max, pair.draft_lse, teacher.logits, teacher.tile_max, pair.teacher_lse, rows, draft.grads,
-                problem.targets, _row_scales(problem), coefficients.draft, coefficients.teacher, coefficients.gained, coefficients.label,
-                draft.logits.stride(0) // 8, tiles,
-                BN=self.tiles.bn, TILES=TILES_PER_PROGRAM, TEACHER=coefficients.teacher != 0, GAINED=coefficients.gained != 0,
+                problem.targets, _row_scales(problem), coefficients.draft, coefficients.teacher, coefficients.gain, coefficients.label,
+                draft.logits.stride(0) // 8, column_tiles,
+                BN=self.tiles.bn, TILES=TILES_PER_PROGRAM, TEACHER=coefficients.teacher != 0, GAINED=coefficients.gain != 0,
                 GREEDY=coefficients.greedy, num_warps=4,
             )  # fmt: skip
-        targets.clear_padding(problem.valid)
+        targets.clear_padding(problem.vocab_columns)
         return _apply_logit_grads(problem, draft.grads[:, : draft.columns], slice(0, draft.columns), None, targets)
 
     def _saved_columns(self, problem: Problem) -> int:
         """Columns whose logits fit the workspace alongside the backward pass's buffers: all, or whole tiles (0 if few would fit)."""
         n, width = problem.hidden.shape
         size = problem.hidden.element_size()
-        spare = (problem.workspace_bytes - 4 * n * width) // (n * size + triton.cdiv(4 * n, self.tiles.bn))
-        if spare >= problem.valid:
-            return problem.valid
-        columns = spare - CHUNK_COLUMNS
+        columns_that_fit = (problem.workspace_bytes - 4 * n * width) // (n * size + triton.cdiv(4 * n, self.tiles.bn))
+        if columns_that_fit >= problem.vocab_columns:
+            return problem.vocab_columns
+        columns = columns_that_fit - CHUNK_COLUMNS
         return columns // self.tiles.bn * self.tiles.bn if columns >= CHUNK_COLUMNS // 4 else 0
 
     def _chunk_columns(self, problem: Problem) -> int:
@@ -253,14 +252,15 @@ class Triton:
                 num_warps=t.warps, num_stages=t.stages,
             )  # fmt: skip
 
-    def _saved_grads(self, problem: Problem, rows: RowGrads, saved: SavedLogits, scale: Tensor) -> None:
+    def _saved_grads(self, problem: Problem, row_grads: RowGrads, saved: SavedLogits, scale: Tensor) -> None:
         """Overwrite saved logits with the gradients of the unscaled logits."""
-        n, tiles = saved.tile_max.shape
-        entropy = rows.entropy is not None
+        n, column_tiles = saved.tile_max.shape
+        entropy = row_grads.entropy is not None
         with on_device_of(problem.hidden):
-            saved_grads_kernel[(n * triton.cdiv(tiles, TILES_PER_PROGRAM),)](
-                saved.logits, saved.grads, saved.tile_max, problem.targets, scale, rows.lse, rows.logprob,
-                rows.entropy if entropy else scale, rows.row_entropy if entropy else scale, saved.logits.stride(0) // 8, tiles,
+            saved_grads_kernel[(n * triton.cdiv(column_tiles, TILES_PER_PROGRAM),)](
+                saved.logits, saved.grads, saved.tile_max, problem.targets, scale, row_grads.lse, row_grads.logprob,
+                row_grads.entropy if entropy else scale, row_grads.row_entropy if entropy else scale,
+                saved.logits.stride(0) // 8, column_tiles,
                 BN=self.tiles.bn, TILES=TILES_PER_PROGRAM, ENTROPY=entropy, num_warps=4,
             )  # fmt: skip
 
@@ -268,7 +268,7 @@ class Triton:
 def _apply_logit_grads(problem: Problem, chunk: Tensor, columns: slice, hidden_grad: Tensor | None, targets: GradTargets) -> Tensor | None:
     """Multiply a chunk of logit gradients: returns `hidden_grad` plus the chunk's part, and writes the weight gradient."""
     if targets.hidden is not None:
-        dtype = targets.hidden if chunk.shape[1] == problem.valid else torch.float32
+        dtype = targets.hidden if chunk.shape[1] == problem.vocab_columns else torch.float32
         hidden_grad = products.hidden_grad(hidden_grad, chunk, problem.weight[columns], dtype)
     if targets.weight is not None:
         products.weight_grad(chunk, problem.hidden, targets.weight[columns], targets.add)
@@ -305,10 +305,10 @@ def head_tiles_kernel(
     partial_ptr,  # fp32 [4, T, n]: STATS, KEEP
     target_ptr,  # int64 [n], relative to the weight's first row
     scale_ptr,  # fp32 [n], inverse temperature
-    lse_ptr,
-    by_logprob_ptr,
-    by_entropy_ptr,
-    row_entropy_ptr,  # fp32 [n]: GRAD; the last two only with ENTROPY
+    lse_ptr,  # fp32 [n]: GRAD
+    by_logprob_ptr,  # fp32 [n]: GRAD
+    by_entropy_ptr,  # fp32 [n]: GRAD with ENTROPY
+    row_entropy_ptr,  # fp32 [n]: GRAD with ENTROPY
     n,
     first_column,  # a multiple of BN
     end_column,
@@ -421,11 +421,11 @@ def saved_grads_kernel(
     grad_ptr,  # the same memory, in the operands' dtype: overwritten with the gradient of the unscaled logits
     top_ptr,  # fp32 [n, T]: each tile's maxima, to which saved logits are relative
     target_ptr,  # int64 [n], relative to the first column
-    scale_ptr,
-    lse_ptr,
-    by_logprob_ptr,
-    by_entropy_ptr,
-    row_entropy_ptr,  # fp32 [n]; the last two only with ENTROPY
+    scale_ptr,  # fp32 [n], inverse temperature
+    lse_ptr,  # fp32 [n]
+    by_logprob_ptr,  # fp32 [n]
+    by_entropy_ptr,  # fp32 [n]: ENTROPY
+    row_entropy_ptr,  # fp32 [n]: ENTROPY
     eights,
     tiles,  # T
     BN: tl.constexpr,

@@ -33,9 +33,9 @@ def test_saved_logits_and_chunk_fit_the_workspace_together() -> None:
     for gib in (0.25, 0.5, 1, 2, 3, 8):
         p = reference_problem(int(gib * (1 << 30)))
         saved, chunk = backend._saved_columns(p), backend._chunk_columns(p)
-        columns = saved if saved == p.valid else saved + chunk
+        columns = saved if saved == p.vocab_columns else saved + chunk
         assert 4 * 8192 * 4096 + columns * 8192 * 2 <= p.workspace_bytes
-        assert (saved == p.valid) == (gib >= 3)
+        assert (saved == p.vocab_columns) == (gib >= 3)
 
 
 def test_policy_loss_slices_save_all_logits() -> None:
@@ -43,7 +43,7 @@ def test_policy_loss_slices_save_all_logits() -> None:
     whole = reference_problem(3 << 29)
     rows = backend.rows_per_slice(whole)
     assert 4096 <= rows < 8192
-    assert backend._saved_columns(reference_problem(3 << 29, rows)) == whole.valid
+    assert backend._saved_columns(reference_problem(3 << 29, rows)) == whole.vocab_columns
 
 
 def test_kernels_run_on_a_cpu_without_triton() -> None:
