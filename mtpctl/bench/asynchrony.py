@@ -225,16 +225,16 @@ def summarize(
 ) -> tuple[list[Result], dict[int, float]]:
     """One result for each run, and the level of each seed: `level` if given, else the `default_level`."""
     results: list[Result] = []
-    levels: dict[int, float] = {}
+    level_by_seed: dict[int, float] = {}
     for seed in dict.fromkeys(o.seed for o in outcomes):
         runs = [o for o in outcomes if o.seed == seed]
         seed_level = default_level(runs) if level is None else level
         if seed_level is not None:
-            levels[seed] = seed_level
+            level_by_seed[seed] = seed_level
         curves = [points for o in runs if len(points := curve_by_updates(o.history)) > 1]
         last_update = min((points[-1][0] for points in curves), default=0.0)
         results += [_make_result(outcome, seed_level, tolerance, last_update) for outcome in runs]
-    return results, levels
+    return results, level_by_seed
 
 
 def default_level(outcomes: Sequence[Outcome]) -> float | None:
@@ -344,14 +344,18 @@ def compute_server_gains(results: Sequence[Result]) -> list[ServerGain]:
 
 
 def to_document(
-    outcomes: Sequence[Outcome], results: Sequence[Result], levels: dict[int, float], tolerance: float, environment: Mapping[str, str]
+    outcomes: Sequence[Outcome],
+    results: Sequence[Result],
+    level_by_seed: dict[int, float],
+    tolerance: float,
+    environment: Mapping[str, str],
 ) -> dict[str, object]:
     return {
         "bench": "async",
         "environment": environment,
         "timer": TIMER,
         "late_evaluations": LATE_EVALUATIONS,
-        "levels": levels,
+        "levels": level_by_seed,
         "tolerance": tolerance,
         "best_speedup": find_best_speedup(results),
         "server_gains": [asdict(gain) for gain in compute_server_gains(results)],
@@ -371,7 +375,7 @@ def _format_figure(figure: float | Spread | None, format_value: Format, placehol
     return format_value(figure.mean) + ("" if minimum == maximum else f" ({minimum} to {maximum})")
 
 
-def format_table(results: Sequence[Result], levels: dict[int, float], tolerance: float, *, is_level_given: bool = False) -> str:
+def format_table(results: Sequence[Result], level_by_seed: dict[int, float], tolerance: float, *, is_level_given: bool = False) -> str:
     """Three tables: arms over seeds, learning of each run, and time of each run. `is_level_given`: the user sets the level."""
     synchronous = _synchronous_by_seed(results)
     ratio: Format = "{:.2f}x".format
@@ -414,7 +418,7 @@ def format_table(results: Sequence[Result], levels: dict[int, float], tolerance:
         time_rows.append([r.name, r.seed, f"{r.units:g}", f"{r.step_s:.2f}", f"{r.old_logprob_s:.2f}", *shares, f"{r.staleness:.2f}"])
     idle_headings = ("both busy", "trainer idle", "rollout idle", "staleness")
     sections = [
-        _format_legend(results, levels, tolerance, is_level_given),
+        _format_legend(results, level_by_seed, tolerance, is_level_given),
         markdown_table(("arm", "seeds", *headings, "held by", "against synchronous", "speed-up"), arm_rows),
         markdown_table(("arm", "seed", "updates", "evaluations", *headings, "with evaluations", "speed-up", "per unit"), run_rows),
         markdown_table(("arm", "seed", "GPUs or cores", "s an update", "old log-probs, s", *idle_headings), time_rows),
@@ -430,10 +434,10 @@ def format_table(results: Sequence[Result], levels: dict[int, float], tolerance:
     return "\n\n".join(sections)
 
 
-def _format_legend(results: Sequence[Result], levels: dict[int, float], tolerance: float, is_level_given: bool) -> str:
+def _format_legend(results: Sequence[Result], level_by_seed: dict[int, float], tolerance: float, is_level_given: bool) -> str:
     seeds_with_synchronous = {seed for seed, r in _synchronous_by_seed(results).items() if r.late_mean is not None}
     level_texts = []
-    for seed, level in levels.items():
+    for seed, level in level_by_seed.items():
         source = "" if is_level_given else ", the synchronous arm's" if seed in seeds_with_synchronous else ", the lowest arm's"
         level_texts.append(f"{level:.1%} (seed {seed}{source})")
     origin = "as given" if is_level_given else f"late means minus {100 * LEVEL_MARGIN:g} points"

@@ -101,10 +101,10 @@ class Gain:
     standard_errors: float
 
 
-def summarize(outcomes: list[Outcome], last: int) -> list[Result]:
-    """One result for each arm, over the `last` updates of each run."""
+def summarize(outcomes: list[Outcome], last_updates: int) -> list[Result]:
+    """One result for each arm, over the last `last_updates` updates of each run."""
     arms = list(dict.fromkeys(outcome.arm for outcome in outcomes))
-    return [_make_result(arm, [o for o in outcomes if o.arm == arm], last) for arm in arms]
+    return [_make_result(arm, [o for o in outcomes if o.arm == arm], last_updates) for arm in arms]
 
 
 def compute_gain(results: list[Result]) -> Gain | None:
@@ -119,7 +119,7 @@ def compute_gain(results: list[Result]) -> Gain | None:
     return Gain(100 * difference, relative, difference / math.sqrt(variance) if variance else math.inf)
 
 
-def format_table(results: list[Result], last: int) -> str:
+def format_table(results: list[Result], last_updates: int) -> str:
     baseline = next((r for r in results if r.name == "none"), None)
     headings = "drafter | updates | acceptance | each seed | by position | expected | tokens a step | held out | tokens/s | while busy"
     rows = []
@@ -136,25 +136,30 @@ def format_table(results: list[Result], last: int) -> str:
         ]
         accuracy = f"{_format_share(r.accuracy_before)} → {_format_share(r.accuracy_after)}"
         rows.append([r.meaning, updates, *acceptance, *speed_cells, relative_speed, accuracy])
-    return f"Over the last {last} updates of each run:\n\n{markdown_table(f'{headings} | against none | accuracy'.split(' | '), rows)}"
+    return (
+        f"Over the last {last_updates} updates of each run:\n\n{markdown_table(f'{headings} | against none | accuracy'.split(' | '), rows)}"
+    )
 
 
-def to_document(results: list[Result], environment: Environment, last: int) -> dict[str, object]:
+def to_document(results: list[Result], environment: Environment, last_updates: int) -> dict[str, object]:
     difference = compute_gain(results)
     return {
         "bench": "mtp",
         "environment": environment,
         "timer": TIMER,
-        "last_updates": last,
+        "last_updates": last_updates,
         "results": [asdict(r) for r in results],
         "trained_against_frozen": None if difference is None else asdict(difference),
     }
 
 
-def _make_result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
+def _make_result(arm: Arm, outcomes: list[Outcome], last_updates: int) -> Result:
     histories = [outcome.history for outcome in outcomes]
     rows = [
-        row.metrics for history in histories for row in history.rows if row.phase == "rl" and 0 <= history.last_step("rl") - row.step < last
+        row.metrics
+        for history in histories
+        for row in history.rows
+        if row.phase == "rl" and 0 <= history.last_step("rl") - row.step < last_updates
     ]
     updates = [m for m in rows if "timing_s/step" in m]
     drafting = [m for m in updates if "rollout/spec_drafted" in m]
@@ -174,7 +179,7 @@ def _make_result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
         drafted=drafted,
         accepted=accepted,
         acceptance=accepted / drafted if drafted else None,
-        by_seed=[rate for history in histories if (rate := _acceptance_rate(history, last)) is not None],
+        by_seed=[rate for history in histories if (rate := _acceptance_rate(history, last_updates)) is not None],
         by_position=[_weighted_mean(drafting, name) for name in positions],
         expected_by_position=[_weighted_mean(drafting, name) for name in expected if any(name in m for m in drafting)],
         accept_length=_weighted_mean(drafting, "rollout/spec_accept_length") if drafted else None,
@@ -186,8 +191,8 @@ def _make_result(arm: Arm, outcomes: list[Outcome], last: int) -> Result:
     )
 
 
-def _acceptance_rate(history: History, last: int) -> float | None:
-    begin = history.last_step("rl") - last
+def _acceptance_rate(history: History, last_updates: int) -> float | None:
+    begin = history.last_step("rl") - last_updates
     drafted, accepted = (
         sum(value for step, value in history.series(f"rollout/spec_{count}", "rl") if step > begin) for count in ("drafted", "accepted")
     )

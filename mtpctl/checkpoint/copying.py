@@ -34,7 +34,7 @@ from mtpctl.checkpoint.listing import (
 from mtpctl.cluster.object_store import ObjectMissing, ObjectStore, UrlField
 from mtpctl.errors import UserError
 
-FIELD = UrlField("train.checkpoint_copy", "remove the key")
+COPY_URL_FIELD = UrlField("train.checkpoint_copy", "remove the key")
 CHECKPOINTS = "checkpoints"
 _STATIC_FOLDERS = ("model", "tokenizer", "start", "reference")
 """Folders that do not change after a run has written them."""
@@ -89,8 +89,8 @@ class CopyWriter:
         files = {file.relative_to(folder).as_posix(): file for file in files_in(folder)}
         try:
             saved_listing = read_listing(folder)
-        except Damaged as damage:
-            raise Damaged(f"{name}/{damage.file}", damage.damage) from damage
+        except Damaged as error:
+            raise Damaged(f"{name}/{error.file}", error.damage) from error
         current_listing = Listing(
             max(number, saved_listing.number if saved_listing else 0),
             {relative: self._file_entry(file) for relative, file in files.items()},
@@ -160,22 +160,22 @@ def fetch_run(store: ObjectStore, run_dir: Path, report: Callable[[str], None]) 
         report(f"fetching {name}, {checkpoints[name].nbytes / (1 << 20):,.1f} MiB, from {store.url}")
         try:
             _fetch_folder(store, f"{CHECKPOINTS}/{name}", checkpoints[name], run_dir)
-        except Damaged as damage:
-            report(f"{name} in {store.url} is damaged: {damage}")
+        except Damaged as error:
+            report(f"{name} in {store.url} is damaged: {error}")
             continue
         for folder in _STATIC_FOLDERS:
             try:
                 if (listing := _read_listing_in_store(store, folder)) is not None and not (run_dir / folder).exists():
                     _fetch_folder(store, folder, listing, run_dir)
-            except Damaged as damage:
-                raise UserError(f"{FIELD}: {store.url}/{folder}/{damage}; restore the file, or name another URL") from damage
+            except Damaged as error:
+                raise UserError(f"{COPY_URL_FIELD}: {store.url}/{folder}/{error}; restore the file, or name another URL") from error
         for file in _RUN_FILES:
             if (contents := store.read(file)) is not None:
                 (run_dir / file).write_bytes(contents)
         write_latest(run_dir / CHECKPOINTS / name)
         return name
     if checkpoints:
-        raise UserError(f"{FIELD}: every checkpoint in {store.url} is damaged; restore their files, or name another URL")
+        raise UserError(f"{COPY_URL_FIELD}: every checkpoint in {store.url} is damaged; restore their files, or name another URL")
     return None
 
 

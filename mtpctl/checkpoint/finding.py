@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, flush, read_listing, write_latest
-from mtpctl.checkpoint.reading import METADATA, shard_sizes
+from mtpctl.checkpoint.reading import DCP_METADATA, shard_sizes
 from mtpctl.errors import UserError
 
-ENGINE, RUN, BUFFER, FORMAT = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
+ENGINE, RUN, BUFFER, FORMAT_FILE = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
 """Files of a checkpoint. ENGINE: the engine's record. RUN: the state of the run. BUFFER: groups of samples that are not trained on yet.
-FORMAT: megatron-core's description of the format."""
+FORMAT_FILE: megatron-core's description of the format."""
 PARTIAL, REPLACED, DAMAGED = ".partial", ".replaced", ".damaged"
 """Suffixes of checkpoints that are being written, being replaced, or damaged."""
 _DAMAGED_NAME = re.compile(rf"{re.escape(DAMAGED)}(-\d+)?$")
@@ -47,25 +47,25 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(_checkpoint_folders(root), key=number_of, reverse=True)
 
 
-def choose_checkpoint(root: Path, *, contents: bool) -> Choice:
-    """Find the newest complete checkpoint under `root`. `contents`: compare files with their checksums, not only sizes.
+def choose_checkpoint(root: Path, *, verify_checksums: bool) -> Choice:
+    """Find the newest complete checkpoint under `root`. `verify_checksums`: compare files with their checksums, not only sizes.
 
     Raises UserError if every checkpoint is damaged.
     """
     damaged: list[tuple[Path, Damaged]] = []
     for path in list_checkpoints(root):
         try:
-            check_checkpoint(path, contents=contents)
+            check_checkpoint(path, verify_checksums=verify_checksums)
             return Choice(path, damaged)
         except Damaged as error:
             if not path.exists():  # A running job has deleted it in the meantime.
-                return choose_checkpoint(root, contents=contents)
+                return choose_checkpoint(root, verify_checksums=verify_checksums)
             damaged.append((path, error))
     if damaged:
-        newest_path, damage = damaged[0]
+        newest_path, newest_error = damaged[0]
         older = f", and so {'is' if len(damaged) == 2 else 'are'} the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
         raise UserError(
-            f"{newest_path}/{damage}: the checkpoint is incomplete{older}; restore the file, or begin the run again with "
+            f"{newest_path}/{newest_error}: the checkpoint is incomplete{older}; restore the file, or begin the run again with "
             f"`mtpctl train {root.parent} --start-over`, which keeps the existing files"
         )
     return Choice(None)
@@ -78,16 +78,16 @@ def newest_checkpoint(root: Path) -> Path | None:
 
     Raises UserError if every checkpoint is damaged.
     """
-    return choose_checkpoint(root, contents=False).path
+    return choose_checkpoint(root, verify_checksums=False).path
 
 
-def check_checkpoint(path: Path, *, contents: bool) -> None:
+def check_checkpoint(path: Path, *, verify_checksums: bool) -> None:
     """Raise Damaged if a checkpoint is not complete, UserError if its metadata may run code or its listing has another format."""
     listing = read_listing(path)
     if listing is None:
         raise Damaged(LISTING, "is missing")
-    check_listing(path, listing, contents=contents)
-    if contents and METADATA in listing.files:
+    check_listing(path, listing, verify_checksums=verify_checksums)
+    if verify_checksums and DCP_METADATA in listing.files:
         shard_sizes(path)  # Rejects unsafe pickles: a listing does not prove who wrote the file.
 
 
@@ -99,7 +99,7 @@ def select_checkpoint(root: Path) -> Choice:
     for path in root.glob(f"*{REPLACED}"):
         if not (final := path.with_name(path.name.removesuffix(REPLACED))).exists():
             path.rename(final)
-    choice = choose_checkpoint(root, contents=True)
+    choice = choose_checkpoint(root, verify_checksums=True)
     for path, _ in choice.damaged:
         mark_damaged(path)
     if choice.path is not None:
@@ -167,4 +167,4 @@ def _checkpoint_folders(root: Path) -> Iterator[Path]:
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether a folder has any file of a checkpoint, so that damaged ones are recognized."""
-    return any((path / name).exists() for name in (LISTING, ENGINE, RUN, FORMAT, METADATA))
+    return any((path / name).exists() for name in (LISTING, ENGINE, RUN, FORMAT_FILE, DCP_METADATA))

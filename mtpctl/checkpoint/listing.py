@@ -164,18 +164,18 @@ def save_listing(folder: Path, listing: Listing) -> None:
     partial.replace(folder / LISTING)
 
 
-def check_listing(folder: Path, listing: Listing, *, contents: bool) -> None:
+def check_listing(folder: Path, listing: Listing, *, verify_checksums: bool) -> None:
     """Compare the files of a folder with its listing. Raises Damaged if one differs.
 
-    Compares all sizes, and the checksums of small files, because callers read these without another check. contents: compare the
-    checksums of all files.
+    Compares all sizes, and the checksums of small files, because callers read these without another check. verify_checksums:
+    compare the checksums of all files.
     """
     for name, entry in listing.files.items():
         if (size := size_of(folder, name)) != entry.size:
             raise Damaged(name, f"has {size:,} bytes, and {entry.size:,} were saved")
         if entry.size <= _SMALL_BYTES:
             _check_contents(folder, name, entry)
-    if not contents:
+    if not verify_checksums:
         return
     large = [name for name, entry in listing.files.items() if entry.size > _SMALL_BYTES]
     large.sort(key=lambda name: listing.files[name].size, reverse=True)

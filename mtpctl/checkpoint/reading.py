@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.planner import ReadItem
 
-METADATA = ".metadata"
-_METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
+DCP_METADATA = ".metadata"
+_METADATA_MODULE, _PLANNER_MODULE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
 _ALLOWED_NAMES = {
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "Metadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_PLANNER, "BytesIOWriteData"),
-    (_PLANNER, "SavePlan"),
-    (_PLANNER, "TensorWriteData"),
-    (_PLANNER, "WriteItem"),
-    (_PLANNER, "WriteItemType"),
+    (_METADATA_MODULE, "BytesStorageMetadata"),
+    (_METADATA_MODULE, "ChunkStorageMetadata"),
+    (_METADATA_MODULE, "Metadata"),
+    (_METADATA_MODULE, "MetadataIndex"),
+    (_METADATA_MODULE, "StorageMeta"),
+    (_METADATA_MODULE, "TensorProperties"),
+    (_METADATA_MODULE, "TensorStorageMetadata"),
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    (_PLANNER_MODULE, "BytesIOWriteData"),
+    (_PLANNER_MODULE, "SavePlan"),
+    (_PLANNER_MODULE, "TensorWriteData"),
+    (_PLANNER_MODULE, "WriteItem"),
+    (_PLANNER_MODULE, "WriteItemType"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("torch.serialization", "_get_layout"),
@@ -91,7 +91,7 @@ def shard_sizes(checkpoint: Path) -> dict[str, int]:
 
     Raises Damaged if the metadata cannot be read, UserError if it contains a name that may run code.
     """
-    path = checkpoint / METADATA
+    path = checkpoint / DCP_METADATA
     sizes: dict[str, int] = {}
     try:
         with path.open("rb") as file:
@@ -102,11 +102,11 @@ def shard_sizes(checkpoint: Path) -> dict[str, int]:
                 raise ValueError("not a file of the folder")
             sizes[name] = max(end, sizes.get(name, 0))
     except FileNotFoundError as error:
-        raise Damaged(METADATA, "is missing") from error
+        raise Damaged(DCP_METADATA, "is missing") from error
     except OSError as error:
-        raise Damaged(METADATA, f"cannot be read ({error.strerror})") from error
+        raise Damaged(DCP_METADATA, f"cannot be read ({error.strerror})") from error
     except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, IndexError, TypeError, ValueError, MemoryError) as error:
-        raise Damaged(METADATA, "is truncated or overwritten") from error
+        raise Damaged(DCP_METADATA, "is truncated or overwritten") from error
     return sizes
 
 

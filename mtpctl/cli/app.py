@@ -153,9 +153,9 @@ _POLL_S = 0.05
 def fork_command() -> None:
     """Run the command in a child process, because this process is process 1 of a container. Returns in the child.
 
-    The kernel discards signals to process 1 that it has no handler for, so a second SIGTERM would not end it. Orphaned processes become its
-    children, and remain zombies until it waits for them. So process 1 only forwards signals, reaps children, and exits with the command's
-    exit code.
+    The kernel discards a signal for which process 1 has no handler. The first SIGTERM ends the block with the handler (`raising_on_stop`),
+    so a second one could not end a command that hangs on exit. Orphaned processes become children of process 1, and remain zombies until it
+    waits for them. So process 1 only forwards signals, reaps children, and exits with the command's exit code.
     """
     wait_signals = {*FORWARDED_SIGNALS, signal.SIGCHLD}
     signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*wait_signals, signal.SIGTTOU})

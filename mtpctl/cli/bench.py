@@ -62,7 +62,7 @@ def fused_kernels(
 def train_step(
     model: Model = "",
     tokens: Annotated[int, typer.Option("--tokens", min=64, help="Packed tokens of the step.")] = 8192,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of equal length that fill them.")] = 8,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Number of samples of equal length that fill --tokens.")] = 8,
     prompt_share: Annotated[float, typer.Option("--prompt-share", min=0, max=0.9, help="Share of each sample that is prompt.")] = 0.25,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option("--precision")] = "bf16",
     layers: Annotated[int, typer.Option("--layers", min=0, help="Number of decoder layers; 0: all.")] = 0,
@@ -73,8 +73,8 @@ def train_step(
     ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks, which share the samples.")] = 1,
     json: Json = False,
 ) -> None:
-    """Forward and backward of an update with MTP: on one device in one pass, in two, and with every logit materialised; over several
-    ranks in one pass."""
+    """Time the forward and backward pass of an update with MTP. One device: losses and gradients in one pass, in two passes, and with all
+    logits materialized. Several ranks: in one pass only."""
     from mtpctl.compat import cpu_device
     from mtpctl.errors import UserError
     from mtpctl.recipe.model import MtpConfig
@@ -113,16 +113,18 @@ def rollout(
             "temporary folder.",
         ),
     ] = None,
-    engines: Annotated[int, typer.Option("--engines", min=1, help="Of your model: engines on the GPU, in addition to one alone.")] = 1,
+    engines: Annotated[
+        int, typer.Option("--engines", min=1, help="With --model: number of engines that share the GPU; one engine alone is measured too.")
+    ] = 1,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="For your model: a prompt per line; default: random tokens.")
+        Path | None, typer.Option("--prompts", metavar="FILE", help="With --model: file with a prompt per line; default: random tokens.")
     ] = None,
     part: Annotated[list[str] | None, typer.Option("--part", metavar="path|speculation", help="Only this part; default: both.")] = None,
     batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Concurrent requests; default: 8, 64, 256.")] = None,
     drafts: Annotated[int, typer.Option("--drafts", min=1, max=8, help="Largest number of draft tokens a step.")] = 3,
     acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of drafts that are right.")] = 0.75,
     prompt: Annotated[int, typer.Option("--prompt", min=2, help="Prompt tokens.")] = 128,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Response tokens; default: 256, of tiny 192.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Response tokens; default: 256, or 192 with --shape tiny.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds, after a warm-up round.")] = 3,
     eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs.")] = False,
     json: Json = False,
@@ -217,14 +219,19 @@ def sync_weights(
     shared: Annotated[bool, typer.Option("--shared", help="Trainer and engine on one GPU (ipc, shm).")] = False,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measured syncs over each transport.")] = 3,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in flight.")] = 64,
-    prompt: Annotated[int | None, typer.Option("--prompt", min=1, help="Prompt tokens of each; default: 256, 16 on a CPU.")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Response tokens of each; default: 2048, 200 on a CPU.")] = None,
-    bucket: Annotated[int | None, typer.Option("--bucket-mib", min=1, help="MiB of a bucket; default: 1024, 16 on a CPU.")] = None,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers in FP8 (rollout.quantization); a bound of 0.09 s.")] = False,
+    prompt: Annotated[int | None, typer.Option("--prompt", min=1, help="Prompt tokens of a request; default: 256, 16 on a CPU.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, help="Response tokens of a request; default: 2048, 200 on a CPU.")
+    ] = None,
+    bucket: Annotated[int | None, typer.Option("--bucket-mib", min=1, help="Size of a bucket in MiB; default: 1024, 16 on a CPU.")] = None,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Quantize linear layers to FP8 (rollout.quantization). A sync may then take 0.09 s.")
+    ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs: the engine starts sooner.")] = False,
     json: Json = False,
 ) -> None:
-    """Weights from a trainer to an engine under load: wire, whole sync, stall, memory. Exit code 6 if a bound is missed."""
+    """Sync weights from a trainer to an engine under load: time of the transfer and of the whole sync, stall, memory. Exit code 6 if a
+    bound is missed."""
     from mtpctl.errors import EnvironmentMissing, UserError
     from mtpctl.recipe.sync import TRANSPORTS
 

@@ -24,7 +24,7 @@ ArmsOrCustom = Annotated[
     list[str] | None,
     typer.Option("--arm", metavar="NAME[: KEY=VALUE …]", help="Only this arm, or a custom one by the keys it sets; may be repeated."),
 ]
-ThreeSeeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated; default: three, from the recipe's on.")]
+ThreeSeeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated; default: the recipe's seed and the next two.")]
 MeasuredOnly = Annotated[bool, typer.Option("--measured-only", help="Start nothing: evaluate the runs in DIR, finished or not.")]
 
 
@@ -33,16 +33,27 @@ def mtp(
     out: Out = Path("runs/bench-mtp"),
     seed: Seeds = None,
     arm: Arms = None,
-    last: Annotated[int, typer.Option("--last", min=1, help="Updates at the end of RL that are evaluated.")] = 10,
+    last_updates: Annotated[int, typer.Option("--last", min=1, help="Updates at the end of RL that are evaluated.")] = 10,
     measured_only: MeasuredOnly = False,
     together: Annotated[
         bool, typer.Option("--together", help="Run the arms of a seed concurrently: tokens/s are then not comparable.")
     ] = False,
-    loss: Annotated[list[str] | None, typer.Option("--loss", help="Arms by mtp.loss instead of the four; may be repeated.")] = None,
-    draft_method: Annotated[
-        list[str] | None, typer.Option("--draft-method", help="Arms by rollout.speculation.draft_method; may be repeated.")
+    loss: Annotated[
+        list[str] | None, typer.Option("--loss", help="An mtp.loss to compare, in place of the four default arms; may be repeated.")
     ] = None,
-    k: Annotated[list[int] | None, typer.Option("--k", min=1, help="Arms by draft tokens a step; may be repeated.")] = None,
+    draft_method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft-method",
+            help="A rollout.speculation.draft_method to compare, in place of the four default arms; may be repeated.",
+        ),
+    ] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--k", min=1, help="A number of draft tokens per step to compare, in place of the four default arms; may be repeated."
+        ),
+    ] = None,
     least_gain: Annotated[float, typer.Option("--least-gain", help="Minimum gain of acceptance by training the drafter, in points.")] = 0.0,
     least_relative: Annotated[
         float, typer.Option("--least-relative", help="Minimum gain relative to the frozen drafter's acceptance.")
@@ -51,8 +62,8 @@ def mtp(
     overlay: Overlays = None,
     json: Json = False,
 ) -> None:
-    """Four arms of RL: no drafter, frozen, trained and synced, trained with only the target synced; or arms by loss, draft method and
-    number of draft tokens. Exit code 6 if a bound is missed."""
+    """Compare four arms of RL: without speculation; drafter frozen; drafter trained and synced to the engine; drafter trained but not
+    synced. With --loss, --draft-method or --k: one arm for each combination of these. Exit code 6 if a bound is missed."""
     from mtpctl.bench import mtp as bench
     from mtpctl.bench.arms import Experiment, select_arms
     from mtpctl.bench.report import merge_machines, render
@@ -72,10 +83,10 @@ def mtp(
             is_block=is_block,
         )
     outcomes = _outcomes(experiment, select_arms(arms, arm), seed, measured_only, together=together)
-    results, environment = bench.summarize(outcomes, last), merge_machines([o.versions for o in outcomes])
-    document = bench.to_document(results, environment, last)
+    results, environment = bench.summarize(outcomes, last_updates), merge_machines([o.versions for o in outcomes])
+    document = bench.to_document(results, environment, last_updates)
     _write(out, document)
-    answer(render(document, bench.format_table(results, last), as_json=json))
+    answer(render(document, bench.format_table(results, last_updates), as_json=json))
     gain = bench.compute_gain(results)
     if gain is None:
         without_drafts = [r.name for r in results if r.name in ("frozen", "trained") and not r.drafted]
@@ -97,23 +108,31 @@ def asynchrony(
     seed: ThreeSeeds = None,
     arm: ArmsOrCustom = None,
     measured_only: MeasuredOnly = False,
-    level: Annotated[
+    accuracy_level: Annotated[
         float | None,
-        typer.Option("--accuracy", help="Held-out accuracy to reach and hold; default: the synchronous arm's late mean less 2 points."),
+        typer.Option(
+            "--accuracy",
+            help="Held-out accuracy to reach and hold; default: the mean of the synchronous arm's last evaluations, minus 2 points.",
+        ),
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option("--tolerance", min=0, help="Permitted drop of later evaluations below a held level; default: 0.03.")
+        float | None,
+        typer.Option(
+            "--tolerance", min=0, help="How far later evaluations may fall below --accuracy while it counts as held; default: 0.03."
+        ),
     ] = None,
     least_speedup: Annotated[
         float,
-        typer.Option("--least-speedup", help="Minimum speed-up of the best arm over the synchronous one, in seconds to the held level."),
+        typer.Option(
+            "--least-speedup", help="Minimum ratio of the synchronous arm's seconds until --accuracy is held to those of the best arm."
+        ),
     ] = 1.0,
     sets: Sets = None,
     overlay: Overlays = None,
     json: Json = False,
 ) -> None:
-    """Synchronous, streaming, stale, partial rollouts, log-prob server: how well and how steadily each learns, and how soon it holds
-    the synchronous arm's accuracy. Exit code 6 if a bound is missed."""
+    """Compare five arms (synchronous, streaming, stale, partial rollouts, log-prob server): how well and how steadily each learns, and
+    when it holds the accuracy of the synchronous arm. Exit code 6 if a bound is missed."""
     from mtpctl.bench import asynchrony as bench
     from mtpctl.bench.arms import Experiment, select_arms
     from mtpctl.bench.report import merge_machines, render
@@ -122,11 +141,12 @@ def asynchrony(
     arms, experiment = select_arms(bench.ARMS, arm, custom=True), Experiment(recipe, tuple(overlay or ()), tuple(sets or ()), out)
     outcomes = _outcomes(experiment if measured_only else bench.with_evaluations(experiment), arms, seed, measured_only, seeds_by_default=3)
     tolerance = bench.LEVEL_TOLERANCE if tolerance is None else tolerance
-    results, levels = bench.summarize(outcomes, level, tolerance)
+    results, level_by_seed = bench.summarize(outcomes, accuracy_level, tolerance)
     environment = merge_machines([o.versions for o in outcomes])
-    document = bench.to_document(outcomes, results, levels, tolerance, environment)
+    document = bench.to_document(outcomes, results, level_by_seed, tolerance, environment)
     _write(out, document)
-    answer(render(document, bench.format_table(results, levels, tolerance, is_level_given=level is not None), as_json=json))
+    table = bench.format_table(results, level_by_seed, tolerance, is_level_given=accuracy_level is not None)
+    answer(render(document, table, as_json=json))
     best = bench.find_best_speedup(results)
     if best is not None and best < least_speedup:
         raise ThresholdMissed(f"the best arm's speed-up over the synchronous one is {best:.2f}x, bound {least_speedup:g}x")

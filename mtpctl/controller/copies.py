@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mtpctl.checkpoint.copying import FIELD, CopyWriter, fetch_run, newest_copy
+from mtpctl.checkpoint.copying import COPY_URL_FIELD, CopyWriter, fetch_run, newest_copy
 from mtpctl.checkpoint.finding import newest_checkpoint
 from mtpctl.checkpoint.listing import Damaged, OtherVersion
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
@@ -146,7 +146,7 @@ class CheckpointCopier:
 
 def store_of(recipe: Recipe) -> ObjectStore | None:
     """The object store for the recipe's copies; None if none is configured. Raises the errors of `ObjectStore`."""
-    return None if recipe.copy_url is None else ObjectStore(recipe.copy_url, FIELD)
+    return None if recipe.copy_url is None else ObjectStore(recipe.copy_url, COPY_URL_FIELD)
 
 
 def check_sync_url(recipe: Recipe) -> None:
@@ -171,12 +171,12 @@ def check_copies(recipe: Recipe) -> None:
         if _has_checkpoint(RunDirectory(recipe.run_path)):
             return  # The run starts, and reports that its checkpoints cannot be copied yet.
         problem = f"{store.url} does not answer ({error.reason}), and may have the checkpoint from which this run resumes"
-        raise EnvironmentMissing(f"{FIELD}: {problem}; start again once it does, or remove the key") from error
+        raise EnvironmentMissing(f"{COPY_URL_FIELD}: {problem}; start again once it does, or remove the key") from error
     if text is not None:
         name = yaml12.parse(text.decode("utf-8", errors="replace"), f"{store.url}/{RECIPE}").value
         if isinstance(name, dict) and name.get("name") != recipe.name:
             problem = f"{store.url} contains the run {name.get('name')}, not {recipe.name}"
-            raise UserError(f"{FIELD}: {problem}; put {{name}} into the URL, or use another URL")
+            raise UserError(f"{COPY_URL_FIELD}: {problem}; put {{name}} into the URL, or use another URL")
 
 
 def _has_checkpoint(directory: RunDirectory) -> bool:
@@ -207,7 +207,7 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
             return f"{name} was fetched from {store.url} in {time.monotonic() - began:.0f} s" if name else ""
         except StoreFailed as error:
             if attempt == FETCH_ATTEMPTS:
-                raise EnvironmentMissing(f"{FIELD}: {error}; start again once it answers; fetched files are kept") from error
+                raise EnvironmentMissing(f"{COPY_URL_FIELD}: {error}; start again once it answers; fetched files are kept") from error
             report(f"{error}; trying again")
             time.sleep(FIRST_DELAY_S * 2**attempt)
     raise AssertionError("the last attempt returns or raises")

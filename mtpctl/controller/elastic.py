@@ -31,7 +31,7 @@ from mtpctl.telemetry.run_directory import (
 POLL_S = 1.0
 """Interval between checks of requests and hosts, in seconds."""
 YIELD_S = 10.0
-"""How long another actor waits for a host before a replica above the minimum leaves to free capacity for it, in seconds."""
+"""How long a trainer or log-prob actor may wait for a host, in seconds. After that, a replica above the minimum leaves to make room."""
 
 
 class ElasticRollout:
@@ -93,7 +93,8 @@ class ElasticRollout:
             while True:
                 self._answer_requests()
                 if self._membership is not None and not self._state.stopping.is_set():
-                    # In a thread: if the GCS server has ended, Ray reports it only after a minute. The run saves its checkpoint meanwhile.
+                    # In a thread, because Ray may block for a minute if the GCS server has ended, and the event loop must stay free to save
+                    # a checkpoint.
                     live, draining = await in_thread(lambda: (live_nodes(), draining_nodes()))
                     if self._membership is not None:
                         self._check(self._membership, live, draining)
@@ -136,9 +137,9 @@ class ElasticRollout:
             self._report(f"replica {index} serves")
             self._joining.remove(index)
         # In a separate task, because Ray needs a while to reject a reservation if another job was faster.
-        if (joining := self._join_task) is None or joining.done():
-            if joining is not None:
-                joining.result()
+        if (join_task := self._join_task) is None or join_task.done():
+            if join_task is not None:
+                join_task.result()
             self._join_task = asyncio.create_task(self._join(membership))
         self._show_wait(len(membership.occupied_slots))
 
@@ -182,15 +183,17 @@ class ElasticRollout:
         lost = self._bundles.lost([actor for actor, since in self._waiting_actors().items() if max(since, self._last_left_at) <= latest])
         return lost[0] if lost else ""
 
-    def _show_wait(self, placed: int) -> None:
+    def _show_wait(self, hosted_replicas: int) -> None:
         """Show that the run waits for hosts while fewer than `rollout.replicas.min` replicas have one."""
         minimum = self.rollout.replica_range.min
-        if placed < minimum:
+        if hosted_replicas < minimum:
             self.on_wait()
-        if (placed < minimum) != self._waits_for_hosts:
-            self._waits_for_hosts = placed < minimum
+        if (hosted_replicas < minimum) != self._waits_for_hosts:
+            self._waits_for_hosts = hosted_replicas < minimum
             if self._waits_for_hosts:
-                message = f"rollout: {placed} of at least {minimum} replica(s) have a host (rollout.replicas.min), waiting for capacity"
+                message = (
+                    f"rollout: {hosted_replicas} of at least {minimum} replica(s) have a host (rollout.replicas.min), waiting for capacity"
+                )
                 self._shown_wait.enter_context(self._waits.on(message))
             else:
                 self._shown_wait.close()

@@ -62,7 +62,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     report = partial(print, flush=True)
     fetch_note = fetch_if_lost(recipe, report)
     earlier_run = RunDirectory(recipe.run_path)
-    checkpoint = choose_checkpoint(earlier_run.checkpoints, contents=False).path
+    checkpoint = choose_checkpoint(earlier_run.checkpoints, verify_checksums=False).path
     state = load_resume_state(checkpoint, recipe.train)
     if report_completed_run(recipe, earlier_run, checkpoint, state, report):
         return 0

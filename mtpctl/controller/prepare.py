@@ -233,7 +233,7 @@ def _verify_listing(folder: Path) -> None:
     """Compare a folder that the run has created with its checksums. Raises UserError if it is damaged."""
     try:
         if (listing := read_listing(folder)) is not None:
-            check_listing(folder, listing, contents=True)
+            check_listing(folder, listing, verify_checksums=True)
     except Damaged as damage:
         raise UserError(f"{folder}/{damage}; restore the file, or remove {folder}: the run creates it again") from damage
 

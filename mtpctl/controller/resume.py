@@ -56,7 +56,7 @@ def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start
     Raises UserError if every checkpoint is damaged, if the checkpoint is within a stage that the recipe leaves out, or if the initial
     policy of RL is needed and damaged.
     """
-    candidate = choose_checkpoint(directory.checkpoints, contents=False).path
+    candidate = choose_checkpoint(directory.checkpoints, verify_checksums=False).path
     if candidate is not None and (nbytes := sum(file.stat().st_size for file in candidate.iterdir())) > _ANNOUNCED_BYTES:
         report(f"verifying {candidate.name}, {nbytes / (1 << 30):,.1f} GiB")
     choice = select_checkpoint(directory.checkpoints)
@@ -70,7 +70,7 @@ def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start
 def describe_start(recipe: Recipe) -> list[str]:
     """Lines about the checkpoint that a start would resume from, after verifying it; empty without one. Raises like `find_start`."""
     directory = RunDirectory(recipe.run_path)
-    choice = choose_checkpoint(directory.checkpoints, contents=True)
+    choice = choose_checkpoint(directory.checkpoints, verify_checksums=True)
     if choice.path is None:
         return []
     state = load_resume_state(choice.path, recipe.train)
@@ -88,7 +88,7 @@ def _check_reference(recipe: Recipe, directory: RunDirectory, state: SavedState)
     if not path.exists():
         raise UserError(f"train.rl.kl_coef: the initial policy of RL, {path}, is missing; {fix}")
     try:
-        check_checkpoint(path, contents=True)
+        check_checkpoint(path, verify_checksums=True)
     except Damaged as damage:
         raise UserError(f"train.rl.kl_coef: {path}/{damage}; it is the initial policy of RL: {fix}") from damage
 

@@ -57,7 +57,7 @@ def ended_stages(root: Path) -> list[str]:
 
 def newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
     """The newest checkpoint whose checksums match, and its weight version; (None, 0) without a checkpoint. Reports newer, damaged ones."""
-    choice = choose_checkpoint(root, contents=True)
+    choice = choose_checkpoint(root, verify_checksums=True)
     for line in choice.lines:
         report(line)
     return choice.path, int(load_state(choice.path)["version"])
@@ -72,7 +72,7 @@ def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Pa
     path = Path(text).absolute()
     if (path / RUN).is_file():
         try:
-            check_checkpoint(path, contents=True)
+            check_checkpoint(path, verify_checksums=True)
         except Damaged as damage:
             raise UserError(f"--from: {path}/{damage}; name another checkpoint, or the run to use its newest undamaged one") from damage
         try:

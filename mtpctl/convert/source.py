@@ -40,7 +40,7 @@ class Reference:
     weights: ModelWeights | None = None
 
 
-def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None, *, contents: bool = True) -> Path | None:
+def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None, *, verify_checksums: bool = True) -> Path | None:
     """Find the checkpoint at `path`: a checkpoint, or a run directory or its `checkpoints`, of which the newest is used.
 
     Damaged checkpoints of a run are reported and skipped.
@@ -48,7 +48,7 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     Args:
         path: the path that the user named.
         report: called with messages to the user.
-        contents: compare files with their checksums, not only their sizes.
+        verify_checksums: compare files with their checksums, not only their sizes.
 
     Returns:
         The checkpoint; None if `path` is a Hugging Face folder.
@@ -61,7 +61,7 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     if is_checkpoint(path) or any((path / name).is_file() for name in (ENGINE, LISTING)):
         try:
             if any((path / name).is_file() for name in (ENGINE, LISTING)):
-                check_checkpoint(path, contents=contents)
+                check_checkpoint(path, verify_checksums=verify_checksums)
             else:  # a checkpoint of another program
                 check_shards(path)
                 report(f"{path} has no checksums: its contents are not verified")
@@ -73,7 +73,7 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     checkpoints = path / "checkpoints"
     root = checkpoints if checkpoints.is_dir() else path if pointer_of(path).exists() or path.name == checkpoints.name else None
     if root is not None:
-        choice = choose_checkpoint(root, contents=contents)
+        choice = choose_checkpoint(root, verify_checksums=verify_checksums)
         for line in choice.lines:
             report(line)
         if choice.path is not None:
@@ -127,7 +127,7 @@ def count_elements(shape: ModelShape, *, mtp: bool) -> dict[str, int]:
 
 def inspect(source: Path, model: Path | None) -> dict[str, object]:
     """The output of `convert-hf --inspect`. Raises UserError if `source` is neither a folder, a checkpoint nor a run."""
-    checkpoint = find_checkpoint(source, contents=False)
+    checkpoint = find_checkpoint(source, verify_checksums=False)
     return _inspect_folder(source) if checkpoint is None else _inspect_checkpoint(checkpoint, model)
 
 

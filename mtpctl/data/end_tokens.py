@@ -210,7 +210,7 @@ def _find_turn_ends(tokenizer: Tokenizer) -> tuple[int | None, int | None, int |
 
     def first_token_after_answer(*next_messages: dict[str, str]) -> int | None:
         try:
-            _, _, suffix = tokenizer.chat_text([question, answer, *next_messages], opened=False).partition(_ANSWER_MARKER)
+            _, _, suffix = tokenizer.chat_text([question, answer, *next_messages], add_generation_prompt=False).partition(_ANSWER_MARKER)
         except UserError:  # no template, or one that rejects these roles
             return None
         ids = tokenizer.encode(suffix)

@@ -22,7 +22,7 @@ class SetReport:
     """The result of reading one set.
 
     Attributes:
-        role: as in `row_sources`.
+        role: `train`, `eval`, `sft`, or `eval/NAME` for a named set.
         rows: number of rows read.
         is_complete: whether all rows were read.
         unread_reason: why no row was read; empty otherwise.
@@ -57,13 +57,13 @@ def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequenc
     for remaining_sets, (role, rows) in zip(range(len(rows_by_role), 0, -1), rows_by_role.items(), strict=True):
         now = time.monotonic()
         try:
-            prompts, is_complete = _hash_prompts(rows.problems(fetch=False), now + max(0.0, end - now) / remaining_sets)
+            prompt_hashes, is_complete = _hash_prompts(rows.problems(fetch=False), now + max(0.0, end - now) / remaining_sets)
         except EnvironmentMissing:
             reports.append(SetReport(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run downloads it from the hub"))
             continue
-        if not prompts:
+        if not prompt_hashes:
             raise rows.empty_error()
-        reports.append(SetReport(role, rows.name, len(prompts), is_complete, prompt_hashes=tuple(prompts)))
+        reports.append(SetReport(role, rows.name, len(prompt_hashes), is_complete, prompt_hashes=tuple(prompt_hashes)))
     return reports
 
 
@@ -92,4 +92,6 @@ def leak_warning(leaked: int, count: int) -> str:
     if not leaked:
         return ""
     warning = f"{leaked} of {count} held-out problems are trained on too, so their accuracy measures memorization"
-    return f"{warning}; the unseen accuracy leaves them out; or remove them from data.path or data.sft_path"
+    return (
+        f"{warning}. The unseen accuracy already excludes them; to correct the accuracy itself, remove them from data.path or data.sft_path"
+    )

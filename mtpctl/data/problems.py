@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 from mtpctl.errors import UserError
 
@@ -82,7 +82,14 @@ def content_of(message: Message) -> str:
 
 
 MAX_INTERVAL = 16
-"""Maximum number of epochs between two draws of a problem without signal."""
+"""A problem whose groups have no signal (the rewards of each group are equal) is drawn again after at most this many epochs."""
+
+
+class Backoff(NamedTuple):
+    """How often a problem was drawn in vain: consecutive groups without signal, and the epoch of the last draw. A list in JSON."""
+
+    groups_without_signal: int
+    last_epoch: int
 
 
 class CursorState(TypedDict):
@@ -94,7 +101,7 @@ class CursorState(TypedDict):
     shuffle: bool
     fingerprint: str
     drawn: int
-    draws: dict[str, list[int]]
+    draws: Mapping[str, Sequence[int]]
 
 
 class PromptCursor:
@@ -112,7 +119,7 @@ class PromptCursor:
         self._shuffle = shuffle
         self._drawn = 0
         self._backoff = backoff
-        self._draws: dict[str, list[int]] = {}  # by prompt id: consecutive groups without signal, epoch of the last draw
+        self._backoff_by_prompt: dict[str, Backoff] = {}  # by prompt id, only with `backoff`
         self._start_epoch(epoch=0, position=0)
 
     def _start_epoch(self, epoch: int, position: int) -> None:
@@ -144,7 +151,8 @@ class PromptCursor:
             problem = self._next_in_order()
         self._drawn += 1
         if self._backoff:
-            self._draws.setdefault(problem.prompt_id, [0, 0])[1] = self._epoch
+            previous = self._backoff_by_prompt.get(problem.prompt_id)
+            self._backoff_by_prompt[problem.prompt_id] = Backoff(previous.groups_without_signal if previous else 0, self._epoch)
         return problem
 
     def _next_in_order(self) -> Problem:
@@ -155,8 +163,8 @@ class PromptCursor:
         return problem
 
     def _should_skip(self, problem: Problem) -> bool:
-        without_signal, epoch = self._draws.get(problem.prompt_id, (0, 0))
-        return without_signal > 0 and self._epoch < epoch + min(2**without_signal, MAX_INTERVAL)
+        without_signal, last_epoch = self._backoff_by_prompt.get(problem.prompt_id, (0, 0))
+        return without_signal > 0 and self._epoch < last_epoch + min(2**without_signal, MAX_INTERVAL)
 
     def record_signal(self, problem: Problem, *, signal: bool) -> None:
         """Record whether a drawn problem's group had signal. After z consecutive groups without signal, skip it for 2^z - 1 epochs.
@@ -164,9 +172,9 @@ class PromptCursor:
         At most `MAX_INTERVAL` - 1 epochs are skipped. GRESO (arXiv 2506.02177) skips with a probability instead.
         """
         if signal:
-            self._draws.pop(problem.prompt_id, None)
-        elif problem.prompt_id in self._draws:
-            self._draws[problem.prompt_id][0] += 1
+            self._backoff_by_prompt.pop(problem.prompt_id, None)
+        elif (backoff := self._backoff_by_prompt.get(problem.prompt_id)) is not None:
+            self._backoff_by_prompt[problem.prompt_id] = backoff._replace(groups_without_signal=backoff.groups_without_signal + 1)
 
     def take(self, count: int) -> list[Problem]:
         return [next(self) for _ in range(count)]
@@ -180,7 +188,7 @@ class PromptCursor:
             "shuffle": self._shuffle,
             "fingerprint": self._fingerprint,
             "drawn": self._drawn,
-            "draws": self._draws,
+            "draws": self._backoff_by_prompt,
         }
 
     def load_state_dict(self, state: CursorState) -> None:
@@ -198,7 +206,7 @@ class PromptCursor:
                 )
         self._start_epoch(state["epoch"], state["position"])
         self._drawn = state["drawn"]
-        self._draws = dict(state["draws"]) if self._backoff else {}
+        self._backoff_by_prompt = {prompt_id: Backoff(*values) for prompt_id, values in state["draws"].items()} if self._backoff else {}
 
     @cached_property
     def _fingerprint(self) -> str:

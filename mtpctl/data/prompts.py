@@ -169,7 +169,7 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
     try:
         if has_droppable_parts(messages, tools):
             tokenizer.check_rendered(messages, tools)
-        text = tokenizer.chat_text(messages, tools, opened=False)
+        text = tokenizer.chat_text(messages, tools, add_generation_prompt=False)
         turns = [
             _turn_span(tokenizer, messages, index, text, problem)
             for index, message in enumerate(messages)
@@ -197,8 +197,8 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
 def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], index: int, text: str, problem: Problem) -> tuple[int, int]:
     """Begin and end of message `index` in the text of the whole conversation."""
     tools = problem.tools or ()
-    before = tokenizer.chat_text(messages[:index], tools, opened=True)
-    through = tokenizer.chat_text(messages[: index + 1], tools, opened=False)
+    before = tokenizer.chat_text(messages[:index], tools, add_generation_prompt=True)
+    through = tokenizer.chat_text(messages[: index + 1], tools, add_generation_prompt=False)
     if not through.startswith(before) or not text.startswith(through):
         mismatch = next((i for i, (a, b) in enumerate(zip(through, text, strict=False)) if a != b), min(len(through), len(text)))
         reason = "renders the generation prompt differently" if not through.startswith(before) else "changes turns when others follow"

@@ -1,8 +1,8 @@
 """The tasks of a verifiers environment, as problems.
 
-A verifiers task consists of data and code. A problem contains only the data. The process that runs an episode creates the task from it, as
-verifiers' own server does, so that process loads no dataset. The package is an extra of mtpctl, and is imported only if a recipe names one
-of its environments.
+A verifiers task consists of data and code. A problem contains only the data. The process that runs an episode creates the task from the
+problem, as verifiers' own server does, and therefore needs no dataset. The package is an extra of mtpctl, and is imported only if a recipe
+names one of its environments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mtpctl.errors import EnvironmentMissing, MtpctlError, UserError
 from mtpctl.recipe.data import TasksetConfig
 from mtpctl.recipe.rollout import RolloutBase
 
-FIELD, ARGS, EVAL_ARGS = "rollout.environment", "rollout.environment_args", "rollout.environment_eval_args"
+ENVIRONMENT_KEY, ARGS_KEY, EVAL_ARGS_KEY = "rollout.environment", "rollout.environment_args", "rollout.environment_eval_args"
 RELEASE = "0.4.0"
 """The supported release of verifiers. Others are rejected, because this module uses functions that are not a stable API."""
 TRAIN, HELD_OUT = "train", "eval"
@@ -34,13 +34,13 @@ def require_verifiers() -> None:
     try:
         installed = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError as error:
-        raise EnvironmentMissing(f"{FIELD}: the package verifiers is not installed; {install}") from error
+        raise EnvironmentMissing(f"{ENVIRONMENT_KEY}: the package verifiers is not installed; {install}") from error
     if installed != RELEASE:
-        raise EnvironmentMissing(f"{FIELD}: verifiers {installed} is installed, but mtpctl supports {RELEASE}; {install}")
+        raise EnvironmentMissing(f"{ENVIRONMENT_KEY}: verifiers {installed} is installed, but mtpctl supports {RELEASE}; {install}")
 
 
-def resolve_environment_config(name: str, args: Mapping[str, object], overrides: Mapping[str, object], field: str = ARGS) -> Any:
-    """The configuration of the environment `name` from `args`, the block `env` of verifiers' own configurations.
+def resolve_environment_config(name: str, args: Mapping[str, object], overrides: Mapping[str, object], field: str = ARGS_KEY) -> Any:
+    """The configuration of the environment `name`. `args` has the form of the block `env` in verifiers' configuration files.
 
     `overrides` are merged into `args`. `field` is the recipe key in errors. Raises EnvironmentMissing if the environment's package is not
     installed, UserError for unsupported arguments.
@@ -55,7 +55,7 @@ def resolve_environment_config(name: str, args: Mapping[str, object], overrides:
     try:
         return vf.resolve_env_config(settings)
     except ModuleNotFoundError as error:
-        raise EnvironmentMissing(f"{FIELD}: verifiers:{name}: {' '.join(str(error).split())[:300]}") from error
+        raise EnvironmentMissing(f"{ENVIRONMENT_KEY}: verifiers:{name}: {' '.join(str(error).split())[:300]}") from error
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{'.'.join([field, *map(str, first['loc'])])}: {first['msg']}") from error
@@ -75,14 +75,14 @@ def check_runtimes(rollout: RolloutBase) -> None:
     for agent, agent_config in agent_config_fields(config).items():
         if agent_config.runtime.type == "prime":
             raise EnvironmentMissing(
-                f"{ARGS}: {agent} runs in a sandbox of Prime Intellect, but PRIME_API_KEY is not set; set it, or choose another runtime: "
-                f"{{{agent}: {{runtime: {{type: docker}}}}}}, or subprocess, which is this machine without isolation"
+                f"{ARGS_KEY}: {agent} runs in a sandbox of Prime Intellect, but PRIME_API_KEY is not set; set it, or choose another "
+                f"runtime: {{{agent}: {{runtime: {{type: docker}}}}}}, or subprocess, which is this machine without isolation"
             )
 
 
 def iterate_tasks(name: str, args: Mapping[str, object], overrides: Mapping[str, object]) -> tuple[Iterator[Any], bool]:
     """Return an iterator over the environment's tasks, and whether it is finite. Raises the errors of `resolve_environment_config`."""
-    config = resolve_environment_config(name, args, overrides, EVAL_ARGS if overrides else ARGS)
+    config = resolve_environment_config(name, args, overrides, EVAL_ARGS_KEY if overrides else ARGS_KEY)
     from verifiers.v1.utils.loaders import load_taskset
 
     try:
@@ -130,7 +130,7 @@ def _load_problems(rollout: RolloutBase, name: str, split: str, size: int | None
     except Exception as error:  # of the environment's own code
         raise _environment_error(name, error) from error
     if not problems:
-        raise UserError(f"{FIELD}: verifiers:{name} has no task; check {ARGS}: {{taskset: …}}")
+        raise UserError(f"{ENVIRONMENT_KEY}: verifiers:{name} has no task; check {ARGS_KEY}: {{taskset: …}}")
     return problems
 
 
@@ -160,4 +160,4 @@ def is_held_out(problem: Problem, name: str) -> bool:
 
 
 def _environment_error(name: str, error: BaseException) -> UserError:
-    return UserError(f"{FIELD}: verifiers:{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return UserError(f"{ENVIRONMENT_KEY}: verifiers:{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")

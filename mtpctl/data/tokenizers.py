@@ -85,9 +85,9 @@ class Tokenizer(Protocol):
         tools: Sequence[object] = (),
         variables: TemplateVariables = NO_TEMPLATE_VARIABLES,
         *,
-        opened: bool = True,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """A conversation in the chat template as text; with `opened`, with the generation prompt."""
+        """A conversation in the chat template as text; with `add_generation_prompt`, up to where the model's turn begins."""
         ...
 
     def check_rendered(
@@ -167,7 +167,7 @@ class HfTokenizer:
         self, messages: Sequence[Message], tools: Sequence[object] = (), variables: TemplateVariables = NO_TEMPLATE_VARIABLES
     ) -> list[int]:
         self.check_rendered(messages, tools, variables)
-        return cast("list[int]", self._apply_template(messages, tools, variables, opened=True, tokenize=True))
+        return cast("list[int]", self._apply_template(messages, tools, variables, add_generation_prompt=True, tokenize=True))
 
     def chat_text(
         self,
@@ -175,20 +175,26 @@ class HfTokenizer:
         tools: Sequence[object] = (),
         variables: TemplateVariables = NO_TEMPLATE_VARIABLES,
         *,
-        opened: bool = True,
+        add_generation_prompt: bool = True,
     ) -> str:
-        return cast(str, self._apply_template(messages, tools, variables, opened=opened, tokenize=False))
+        return cast(str, self._apply_template(messages, tools, variables, add_generation_prompt=add_generation_prompt, tokenize=False))
 
     def check_rendered(
         self, messages: Sequence[Message], tools: Sequence[object] = (), variables: TemplateVariables = NO_TEMPLATE_VARIABLES
     ) -> None:
         def render(messages: Sequence[Message], tools: Sequence[object]) -> str:
-            return self.chat_text(messages, tools, variables, opened=messages[-1]["role"] != "assistant")
+            return self.chat_text(messages, tools, variables, add_generation_prompt=messages[-1]["role"] != "assistant")
 
         self._render_check.check(render, messages, tools)
 
     def _apply_template(
-        self, messages: Sequence[Message], tools: Sequence[object], variables: TemplateVariables, *, opened: bool, tokenize: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[object],
+        variables: TemplateVariables,
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
     ) -> object:
         from jinja2 import TemplateError
 
@@ -200,7 +206,12 @@ class HfTokenizer:
         prepared, schemas = cast(Any, prepare_for_template(messages)), cast(Any, without_nulls(list(tools)) or None)
         try:
             return self.inner.apply_chat_template(
-                prepared, tools=schemas, add_generation_prompt=opened, tokenize=tokenize, return_dict=False, **cast(Any, variables)
+                prepared,
+                tools=schemas,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=tokenize,
+                return_dict=False,
+                **cast(Any, variables),
             )
         except (TemplateError, TypeError, KeyError) as error:
             roles = list(dict.fromkeys(str(message["role"]) for message in messages))

@@ -339,7 +339,7 @@ def examine_run(run: Path) -> Diagnosis:
 def _verify(path: Path) -> Check:
     began = time.perf_counter()
     try:
-        check_checkpoint(path, contents=True)
+        check_checkpoint(path, verify_checksums=True)
         listing = read_listing(path)
         assert listing is not None
     except Damaged as damage:

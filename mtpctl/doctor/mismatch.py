@@ -24,7 +24,7 @@ from mtpctl.recipe.schema import Recipe
 
 RESPONSE_TOKENS = 128
 DEADLINE_S = {"mismatch-engine": 1200.0, "mismatch-trainer": 900.0}
-"""On a GPU the engine may start twice, and compiles once."""
+"""Time limit of each part, in seconds. The limit of the engine is long, because on a GPU it may start twice and compile once."""
 _LAYER = re.compile(r"(\d+)\.(\w+)$")
 _NAMES = {
     "norm1": "attention norm",
@@ -41,7 +41,8 @@ _HINTS = {
     "attention": "Compare its weights, rope, masks and windows, and the engine's attention backend (rollout.engine_args)",
     "norm2": "Compare its weight and epsilon",
     "mlp": "Compare its weights and activation",
-    "experts": "Compare its weights and the router's settings; without train.moe.replay: rollout, a near tie selects other experts",
+    "experts": "Compare its weights and the router's settings. If `train.moe.replay: rollout` is not set, engine and trainer may also "
+    "select different experts where router scores nearly tie",
     "embedding": "Compare its weight and scale",
     "final_norm": "Compare its weight and epsilon",
     "head": "Compare its weight, scale and temperature",
@@ -73,12 +74,12 @@ class Mismatch:
 
     @property
     def first(self) -> ModuleDifference | None:
-        """The first module whose difference rounding does not explain."""
+        """The first module that differs by more than rounding explains."""
         return next((module for module in self.modules if module.exceeds(self.limit)), None)
 
     @property
     def bound(self) -> float:
-        """The largest mean difference of log-probs, in nats."""
+        """The largest permitted mean difference of log-probs, in nats."""
         return 0.0 if self.is_bitwise else AGREEMENT_BOUNDS[self.precision]
 
     def label(self, name: str) -> str:
@@ -100,10 +101,11 @@ class Mismatch:
                 f"{self.label(first.name)}: engine and trainer differ by {first.mean:.1e} ({first.worst:.1e} at the worst token) with the "
                 f"same inputs; {self._explanation}. {_HINTS[self._kind(first.name)]}"
             )
-        if (line := next((line for line in self.logprobs if not line.mean <= self.bound), None)) is not None:
+        if (difference := next((each for each in self.logprobs if not each.mean <= self.bound), None)) is not None:
             return (
-                f"{line.source}: log-probs differ from the trainer's by {line.mean:.1e} nats on average (bound {self.bound:g}), although "
-                "each module agrees within rounding. Look for the difference in how this pass runs, or set train.precision: fp32"
+                f"{difference.source}: log-probs differ from the trainer's by {difference.mean:.1e} nats on average (bound "
+                f"{self.bound:g}), although each module agrees within rounding. Look for the difference in how this pass runs, or set "
+                "train.precision: fp32"
             )
         largest = max(self.modules, key=lambda module: module.mean)
         return (
@@ -120,7 +122,7 @@ class Mismatch:
     @property
     def error(self) -> ThresholdMissed | None:
         """The error of a mismatch; None if there is none."""
-        agrees = self.first is None and all(line.mean <= self.bound for line in self.logprobs)
+        agrees = self.first is None and all(difference.mean <= self.bound for difference in self.logprobs)
         return None if agrees else ThresholdMissed(self.verdict)
 
     def to_dict(self) -> dict[str, object]:
@@ -129,7 +131,7 @@ class Mismatch:
         modules = [asdict(module) | {"name": self.label(module.name), "exceeds": module.exceeds(self.limit)} for module in self.modules]
         return {
             "modules": modules,
-            "logprobs": [asdict(line) for line in self.logprobs],
+            "logprobs": [asdict(difference) for difference in self.logprobs],
             "limit": self.limit,
             "worst_limit": WORST_FACTOR * self.limit,
             "logprob_bound": self.bound,
@@ -169,9 +171,9 @@ async def _run_parts(folder: Path) -> dict[str, Any]:
 
 def _build_request(recipe: Recipe, scratch: Path) -> Request:
     run = recipe.run_path.absolute()
-    home = run if recipe.model.randomly_initialized and (run / "model").is_dir() else scratch
-    model = open_model(recipe, home)
-    tokenizer = open_tokenizer(recipe, model, home)
+    model_parent = run if recipe.model.randomly_initialized and (run / "model").is_dir() else scratch
+    model = open_model(recipe, model_parent)
+    tokenizer = open_tokenizer(recipe, model, model_parent)
     check_fits_model(tokenizer, model.shape.vocab)
     problems = first_problems(recipe.data, recipe.seed, recipe.evaluation, 1, recipe.rollout).get("train")
     if not problems:

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 TensorShapes = Iterator[tuple[str, Shape]]
 
 MTP_EXPERT_LAYER = "mtp.layers.1."
-"""Prefix of the experts of Nemotron-H's MTP layer. Folders and vLLM number the experts as a separate layer."""
+"""Prefix of the experts of Nemotron-H's MTP layer. Checkpoints and vLLM number them as a second MTP layer."""
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
@@ -242,8 +242,9 @@ def _eagle3_tensors(shape: ModelShape, eagle3: Eagle3Shape, mtp: MtpConvention) 
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = f"{mtp.layer}self_attn."
     assert mtp.final_norm is not None
+    states = len(eagle3.boundaries)  # states of the trunk that the drafter reads per token
     return {
-        mtp.projection: (hidden, hidden * len(eagle3.boundaries)),
+        mtp.projection: (hidden, hidden * states),
         mtp.embedding_norm: (hidden,),
         mtp.hidden_norm: (hidden,),
         f"{attention}q_proj.weight": (q, 2 * hidden),
@@ -260,7 +261,8 @@ def _dflash_tensors(shape: ModelShape, dflash: DFlashShape, mtp: MtpConvention) 
     hidden = shape.hidden
     layer_shape = replace(shape, ffn=dflash.ffn, qkv_bias=False, qk_norm=True, gated_attention=False)
     assert mtp.final_norm is not None
-    tensors = {mtp.projection: (hidden, hidden * len(dflash.boundaries)), mtp.hidden_norm: (hidden,), mtp.final_norm: (hidden,)}
+    states = len(dflash.boundaries)  # states of the trunk that the drafter reads per token
+    tensors = {mtp.projection: (hidden, hidden * states), mtp.hidden_norm: (hidden,), mtp.final_norm: (hidden,)}
     for index in range(dflash.layers):
         tensors.update(_layer_tensors(layer_shape, f"drafter.layers.{index}.", "full_attention", sparse=False))
     return tensors

@@ -143,7 +143,7 @@ def _has_chat_template(source: Path) -> bool:
 
 def _export(source: Path, run: Path, target: Path) -> None:
     """Create `target`: a copy of the model's files with the trained drafter."""
-    checkpoint = choose_checkpoint(RunDirectory(run).checkpoints, contents=True).path
+    checkpoint = choose_checkpoint(RunDirectory(run).checkpoints, verify_checksums=True).path
     assert checkpoint is not None, "a run that has ended has a checkpoint"
     converted = run / "trained"
     # In a subprocess, because the conversion hides the GPUs from its process.

@@ -32,11 +32,10 @@ class VersionedWeights:
         self.spare = [torch.empty_like(p.data) for p in self.parameters] if keep_previous else None
         self.incoming: int | None = None
         self.touched = False
-        # By index in `parameters`: the base weights of the current version, those of the incoming version (if there is none, of the current
-        # one), and the merged weights while `showing_base` has replaced them.
-        self._base: dict[int, Tensor] = {}
-        self._incoming_base: dict[int, Tensor] = {}
-        self._merged: dict[int, Tensor] = {}
+        # Keys are indices in `parameters`.
+        self._base: dict[int, Tensor] = {}  # base weights of the current version
+        self._incoming_base: dict[int, Tensor] = {}  # of the incoming version; those of the current version if there is no update
+        self._merged: dict[int, Tensor] = {}  # merged weights, while `showing_base` has replaced them
 
     @property
     def versions(self) -> list[int]:

@@ -106,7 +106,7 @@ class LoraColumnParallelLinear(_AdaptedLinear, ColumnParallelLinear):
 
 
 class LoraLayerNormColumnParallelLinear(LayerNormColumnParallelLinear, LoraColumnParallelLinear):
-    """`LayerNormColumnParallelLinear.forward` passes the normed input to the adapted layer's `forward`."""
+    """The adapter gets the normed input: in `LayerNormColumnParallelLinear.forward`, `super()` is `LoraColumnParallelLinear` here."""
 
 
 class LoraRowParallelLinear(_AdaptedLinear, RowParallelLinear):
@@ -155,7 +155,7 @@ class GroupedLayer:
 
 type _Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 
-_ADAPTED: dict[type, type[torch.nn.Module]] = {
+_LORA_CLASS_OF: dict[type, type[torch.nn.Module]] = {
     ColumnParallelLinear: LoraColumnParallelLinear,
     LayerNormColumnParallelLinear: LoraLayerNormColumnParallelLinear,
     RowParallelLinear: LoraRowParallelLinear,
@@ -177,7 +177,7 @@ def attach_adapters(model: GPTModel, lora: LoraConfig, seed: int) -> None:
     for path, linear, segments in linears:
         if _leaf(path) in lora.targets:
             linear.adapter = _create_adapter(linear, path, segments, lora, seed)
-            cast(Any, linear).__class__ = _ADAPTED[type(linear)]
+            cast(Any, linear).__class__ = _LORA_CLASS_OF[type(linear)]
     if model.pre_process and model.config.recompute_granularity == "full":
         # Recomputation gives adapters no gradient unless its input requires one.
         model.embedding.register_forward_hook(lambda _module, _args, out: out.requires_grad_() if torch.is_grad_enabled() else out)
@@ -191,7 +191,7 @@ def _linear_layers(model: GPTModel) -> Iterator[tuple[str, _Linear, dict[str, in
     """Yield this rank's linear decoder layers: path in the whole model (decoder layer, expert, name), module, segments."""
     for layer in model.decoder.layers:
         for name, module in list(layer.named_modules()):
-            if type(module) not in _ADAPTED:
+            if type(module) not in _LORA_CLASS_OF:
                 continue
             parent = layer.get_submodule(name.rpartition(".")[0])
             segments: dict[str, int] = {}

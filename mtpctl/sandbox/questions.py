@@ -1,9 +1,9 @@
 """Messages between tests and an answer that runs in another process, so that the tests' process runs no code of the answer.
 
-`TestsPeer` is trusted. `AnswerPeer` shares its process with the answer, which may replace it. Tests receive plain data or
-proxies (`values`), never functions or classes. Names that the answer chose are looked up only in the allow-lists of exception classes
-(`_EXCEPTIONS`) and of built-in types. Exception classes of the answer are replaced by stand-ins. A call that raises StopIteration raises
-RuntimeError in the tests, as in a generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
+`TestsPeer` is trusted. `AnswerPeer` is not: it runs in the answer's process, and code of the answer may overwrite it. Tests receive plain
+data or proxies (`values`), never functions or classes. Names that the answer chose are looked up only in the allow-lists of exception
+classes (`_EXCEPTIONS`) and of built-in types. Exception classes of the answer are replaced by stand-ins. A call that raises StopIteration
+raises RuntimeError in the tests, as in a generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
 
 The answer can call functions that tests pass to it. If it changes a list, dict, set or bytearray of the tests, the
 change is copied to the tests when the call returns.
@@ -37,6 +37,10 @@ _EXCEPTIONS: dict[str, type[Exception]] = {
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, BaseExceptionGroup)
 }
 _MUTABLE = (list, dict, set, bytearray)
+_OWN, _REMOTE, _EXCEPTION_CLASS, _IMPORTABLE = "o", "r", "E", "I"
+"""Tags of references. OWN: an object of the receiver, by its number, or a built-in class, by its name. REMOTE: an object of the sender, for
+which the receiver makes a proxy. EXCEPTION_CLASS: an exception class of the answer. IMPORTABLE: a function or class that the answer
+imports, by module and name."""
 
 
 class PeerGone(BaseException):
@@ -52,7 +56,7 @@ class _Peer:
         self._lock = threading.RLock()
 
     def _encode(self, value: object) -> object:
-        return values.encode(value, lambda item: ["o", values.remote_id(item)] if isinstance(item, Remote) else self._reference(item))
+        return values.encode(value, lambda item: [_OWN, values.remote_id(item)] if isinstance(item, Remote) else self._reference(item))
 
     def _decode(self, coded: Any) -> Any:
         return values.decode(coded, self._resolve)
@@ -162,7 +166,7 @@ class TestsPeer(_Peer):
     def _serve_callback(self, encoded: list[Any]) -> None:
         function, *arguments = (self._decode(item) for item in encoded)
         self.received = True
-        if encoded[0][0] != "o" or isinstance(function, Remote):
+        if encoded[0][0] != _OWN or isinstance(function, Remote):
             reply: dict[str, object] = {"raised": ["TypeError", "functions of the tests support calls only"]}
         else:
             try:
@@ -173,10 +177,10 @@ class TestsPeer(_Peer):
 
     def _reference(self, value: object) -> list[object]:
         if isinstance(value, type) and value in self._class_ids:
-            return ["o", self._class_ids[value]]
+            return [_OWN, self._class_ids[value]]
         if not callable(value):
             raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the answer")
-        return ["I", *name] if (name := _importable_name(value)) else self._make_reference("r", value)
+        return [_IMPORTABLE, *name] if (name := _importable_name(value)) else self._make_reference(_REMOTE, value)
 
     def _decode(self, coded: Any) -> Any:
         value = super()._decode(coded)
@@ -186,42 +190,43 @@ class TestsPeer(_Peer):
     def _resolve(self, kind: str, fields: list[Any]) -> object:
         """The proxy of an object of the answer, the stand-in for its exception class, or a function of the tests."""
         object_id = fields[0]
-        if kind == "o":
+        if kind == _OWN:
             return self._referenced[object_id]
-        if kind == "E":
-            class_chain, base = fields
-            stand_in = self._stand_in_class(class_chain or [[base, base]], base)
-            self._class_ids[stand_in] = class_chain[0][0] if class_chain else base
+        if kind == _EXCEPTION_CLASS:
+            answer_classes, base = fields
+            stand_in = self._stand_in_class(answer_classes or [[base, base]], base)
+            self._class_ids[stand_in] = answer_classes[0][0] if answer_classes else base
             return stand_in
         features, builtin_name = fields[1:]
-        if kind != "r" or type(object_id) is not int or type(features) is not int:
+        if kind != _REMOTE or type(object_id) is not int or type(features) is not int:
             raise TypeError("no reference")
         if object_id not in self._remotes:
             self._remotes[object_id] = values.make_remote(self, object_id, features, values.PLAIN_CLASSES.get(builtin_name))
         return self._remotes[object_id]
 
-    def _stand_in_class(self, chain: list[list[Any]], base: str) -> type[Exception]:
-        """The stand-in for an exception class of the answer. `chain`: number and name of each class above the built-in `base`.
+    def _stand_in_class(self, answer_classes: list[list[Any]], base: str) -> type[Exception]:
+        """The stand-in for an exception class of the answer. `answer_classes`, `base`: see `AnswerPeer._answer_classes`.
 
-        It is never a built-in class, which would catch failed assertions of the tests.
+        The stand-in is always a new class. If it were the built-in AssertionError, an `except` for the answer's exception would also catch
+        failed assertions of the tests.
         """
         stand_in = _EXCEPTIONS.get(base, Exception)
-        for class_id, name in reversed(chain):
+        for class_id, name in reversed(answer_classes):
             if class_id not in self._stand_ins:
                 self._stand_ins[class_id] = type(str(name), (stand_in,), {"__init__": _init_stand_in, "__str__": _str_stand_in})
             stand_in = self._stand_ins[class_id]
         return stand_in
 
     def _decode_exception(self, operation: str, encoded: list[Any]) -> Exception:
-        chain, base, arguments, text, attributes = encoded
+        answer_classes, base, arguments, text, attributes = encoded
         self.received = True
         decoded_arguments = [self._decode(item) for item in arguments]
-        if base == "StopIteration" and not chain:
+        if base == "StopIteration" and not answer_classes:
             if operation == "next":
                 return StopIteration(*decoded_arguments)
             decoded_arguments = decoded_arguments or ["the answer raised StopIteration"]
         known_class = self._stand_ins.get(base) or _EXCEPTIONS.get(base)
-        error_class = known_class if known_class and not chain else self._stand_in_class(chain or [[base, base]], base)
+        error_class = known_class if known_class and not answer_classes else self._stand_in_class(answer_classes or [[base, base]], base)
         try:
             error = error_class(*decoded_arguments)
         except TypeError:  # some built-in exceptions require special arguments
@@ -289,31 +294,34 @@ class AnswerPeer(_Peer):
 
     def _reference(self, value: object) -> list[object]:
         if isinstance(value, type) and issubclass(value, Exception):
-            return ["E", *self._class_chain(value)]
+            return [_EXCEPTION_CLASS, *self._answer_classes(value)]
         builtin_name = value.__name__ if isinstance(value, type) and values.PLAIN_CLASSES.get(value.__name__) is value else None
-        return self._make_reference("r", value, values.special_method_bits(type(value)), builtin_name)
+        return self._make_reference(_REMOTE, value, values.special_method_bits(type(value)), builtin_name)
 
     def _resolve(self, kind: str, fields: list[Any]) -> object:
-        if kind == "o":
+        if kind == _OWN:
             return self._referenced[fields[0]] if type(fields[0]) is int else getattr(builtins, fields[0])
-        if kind == "I":
+        if kind == _IMPORTABLE:
             module, name = fields
             return reduce(getattr, name.split("."), importlib.import_module(module))
         return values.make_remote(self, fields[0], values.special_method_bits(type(_number_or_value)))
 
-    def _class_chain(self, error_class: type[BaseException]) -> tuple[list[list[object]], str]:
+    def _answer_classes(self, error_class: type[BaseException]) -> tuple[list[list[object]], str]:
+        """Number and name of each of the answer's own classes, from `error_class` to its last base that is not built in, and the name of
+        the first built-in base.
+        """
         user_classes = [cls for cls in error_class.__mro__ if getattr(builtins, cls.__name__, None) is not cls]
         base = next(cls.__name__ for cls in error_class.__mro__ if cls not in user_classes)
         return [[self._make_reference("", cls)[1], cls.__name__] for cls in user_classes], base
 
     def _encode_exception(self, error: BaseException) -> list[object]:
-        chain, base = self._class_chain(type(error))
+        answer_classes, base = self._answer_classes(type(error))
         text, arguments, attributes = "", [], {}
         with suppress(Exception):
             arguments = [self._encode(item) for item in error.args]
             text = str(error)
             attributes = {name: self._encode(item) for name, item in vars(error).items()}
-        return [chain, base, arguments, text, attributes]
+        return [answer_classes, base, arguments, text, attributes]
 
 
 def _number_or_value(value: object) -> object:

@@ -5,9 +5,10 @@ All receivers of a host share the folder of downloaded files, which is in shared
 With relays, hosts form a chain, so that object storage sends each version once. The first host downloads from the store, every other host
 from the host before it. Hosts serve files while they download them, so each host adds a short delay instead of the time of a download. If
 the previous host fails, or sends nothing for some seconds, a host downloads the rest of the file, and the remaining files, from the store.
-Later hosts in the chain wait `HOP_S` longer per hop. By then the file grows again, so they stay in the chain. A relayed file is compared
-with its digest in the manifest before it gets its final name. If it differs, it is downloaded from the store. A file is requested by its
-path, which contains the random token of the version. Files cannot be listed.
+Each host waits `HOP_S` longer than the host before it. In that time the host before it has begun to download from the store, so its file
+grows again and the later hosts stay in the chain. A relayed file is compared with its digest in the manifest before it gets its final name.
+If it differs, it is downloaded from the store. A file is requested by its path, which contains the random token of the version. Files
+cannot be listed.
 """
 
 from __future__ import annotations
@@ -220,8 +221,9 @@ ATTEMPTS, PAUSE_S = 4, 1.0
 """Maximum attempts of a transfer, and the pause before the second one in seconds. The pause doubles with each attempt."""
 _ADDRESS = re.compile(r"(?P<url>.+)/(?P<version>v\d{8}-\w+(/\w+)?)")
 """An address: the store's URL and the folder of a version. Its name contains the sender's token, so that runs do not share files."""
-_CHAINED = "chained"
-"""A file that marks the downloads of a host in a chain, whose relay may send every download to other hosts."""
+_IN_CHAIN_MARKER = "chained"
+"""Marker file: this host is in a chain. Its relay may send any file while it is downloaded, so every file is written from the beginning to
+the end (`partial_path`)."""
 
 
 def with_retries[T](call: Callable[[], T]) -> T:
@@ -309,8 +311,8 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
     if not missing:
         return folder
     if link is not None:
-        (cache / _CHAINED).touch()
-    elif (cache / _CHAINED).exists():
+        (cache / _IN_CHAIN_MARKER).touch()
+    elif (cache / _IN_CHAIN_MARKER).exists():
         link = ChainLink("", 0, {})
     store, relay_failed = ObjectStore(url, URL_FIELD), Event()
 
@@ -359,8 +361,8 @@ def files_of(sections: Mapping[Section, Sequence[Bucket]]) -> dict[str, int]:
 def prefetch(manifests: Sequence[Manifest]) -> None:
     """Download these versions of one store, and delete all other versions on this host. Raises SyncError.
 
-    A receiver that is several versions behind needs several versions. Their manifests are from the version store and have no relay, so its
-    host downloads them from object storage.
+    `manifests` has several versions if a receiver is more than one version behind and must apply them in order. Such manifests are from the
+    version store and have no relay, so its host downloads them from object storage.
     """
     nbytes = sum(manifest.nbytes for manifest in manifests)
     cache = open_cache(split_address(manifests[0].address)[0], nbytes)

@@ -19,7 +19,7 @@ def test_last_updates_of_all_seeds_are_pooled() -> None:
         mtp_outcome("trained", drafting_run([0.1, 0.1, 0.8, 0.9])),
         mtp_outcome("trained", drafting_run([0.2, 0.2, 0.6, 0.7]), seed=1),
     ]
-    (result,) = summarize(outcomes, last=2)
+    (result,) = summarize(outcomes, last_updates=2)
     assert (result.drafted, result.accepted, result.seeds, result.updates) == (4000, 3000, 2, [4, 4])
     assert result.acceptance == pytest.approx(0.75) and result.by_seed == pytest.approx([0.85, 0.65])
     assert result.by_position == pytest.approx([0.75]) and result.accept_length == pytest.approx(1.75)
@@ -30,19 +30,19 @@ def test_last_updates_of_all_seeds_are_pooled() -> None:
 def test_expected_acceptance_is_of_the_draft_method() -> None:
     greedy, sampled = (mtp_outcome("trained", drafting_run([0.5] * 2)) for _ in range(2))
     for each, expected in ((greedy, 0.51), (replace(sampled, draft_method="probabilistic"), 0.49)):
-        (result,) = summarize([each], last=2)
+        (result,) = summarize([each], last_updates=2)
         assert result.expected_by_position == pytest.approx([expected])
         assert "| 50.0% | " + f"{expected:.1%}" in format_table([result], 2)
 
 
 def test_throughput_is_over_all_time_and_over_time_with_requests() -> None:
-    (result,) = summarize([mtp_outcome("none", drafting_run([0.0, 0.0], drafted=0))], last=2)
+    (result,) = summarize([mtp_outcome("none", drafting_run([0.0, 0.0], drafted=0))], last_updates=2)
     assert (result.tokens_per_s, result.tokens_per_busy_s) == (200, 400)
     assert result.acceptance is None and result.by_position == []
 
 
 def test_gain_is_in_points_relative_and_in_standard_errors() -> None:
-    results = summarize([mtp_outcome("frozen", drafting_run([0.5] * 3)), mtp_outcome("trained", drafting_run([0.6] * 3))], last=3)
+    results = summarize([mtp_outcome("frozen", drafting_run([0.5] * 3)), mtp_outcome("trained", drafting_run([0.6] * 3))], last_updates=3)
     difference = compute_gain(results)
     assert difference is not None
     assert difference.points == pytest.approx(10) and difference.relative == pytest.approx(0.2)
@@ -52,7 +52,7 @@ def test_gain_is_in_points_relative_and_in_standard_errors() -> None:
 
 def test_every_arm_is_a_row() -> None:
     outcomes = [mtp_outcome("none", drafting_run([0.0, 0.0], drafted=0)), mtp_outcome("trained", drafting_run([0.4, 0.6]))]
-    text = format_table(summarize(outcomes, last=2), 2)
+    text = format_table(summarize(outcomes, last_updates=2), 2)
     assert "| no speculation | 2 of 4 | – |" in text and "| drafter trained and synced | 2 of 4 | 50.0% (1000/2000)" in text
     assert "+0.0%" in text
 

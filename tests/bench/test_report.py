@@ -80,7 +80,9 @@ def test_throughput_that_did_not_recover_is_null() -> None:
 
 
 def test_gain_over_a_frozen_drafter_that_accepted_nothing_is_null() -> None:
-    results = mtp.summarize([mtp_outcome("frozen", drafting_run([0.0] * 3)), mtp_outcome("trained", drafting_run([1.0] * 3))], last=3)
+    results = mtp.summarize(
+        [mtp_outcome("frozen", drafting_run([0.0] * 3)), mtp_outcome("trained", drafting_run([1.0] * 3))], last_updates=3
+    )
     document = strict(to_json(mtp.to_document(results, {}, 3)))
     assert document["trained_against_frozen"] == {"points": 100.0, "relative": None, "standard_errors": None}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.checkpoint.copying import FIELD, CopyWriter, fetch_run, newest_copy
+from mtpctl.checkpoint.copying import COPY_URL_FIELD, CopyWriter, fetch_run, newest_copy
 from mtpctl.checkpoint.finding import newest_checkpoint
 from mtpctl.checkpoint.listing import LISTING
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
@@ -26,7 +26,7 @@ class Faltering(ObjectStore):
     """A store in memory that fails after `left` changes; None: never."""
 
     def __init__(self, left: int | None = None) -> None:
-        super().__init__(f"memory://{uuid.uuid4()}/run", FIELD)
+        super().__init__(f"memory://{uuid.uuid4()}/run", COPY_URL_FIELD)
         self.left, self.changes = left, list[str]()
 
     def _change(self, name: str) -> None:
@@ -208,7 +208,7 @@ def test_second_fetch_gets_the_remaining_files(run: Path, tmp_path: Path) -> Non
 
     result = Faltering()
     CopyWriter(result, run, 2).copy(make_checkpoint(run, "rl-000002"))
-    store, back = Once(result.url, FIELD), tmp_path / "back"
+    store, back = Once(result.url, COPY_URL_FIELD), tmp_path / "back"
     (back / "checkpoints").mkdir(parents=True)
     with pytest.raises(StoreFailed):
         fetch_run(store, back, lambda line: None)

@@ -126,7 +126,7 @@ def test_checkpoint_of_another_version_is_an_error_that_renames_nothing(run: Pat
     path = run / "checkpoints" / "rl-000004" / LISTING
     listing = json.loads(path.read_text())
     path.write_text(json.dumps(with_checksum(listing | {"format": 4})))
-    for read in (lambda: select_checkpoint(path.parents[1]), lambda: check_checkpoint(path.parent, contents=True)):
+    for read in (lambda: select_checkpoint(path.parents[1]), lambda: check_checkpoint(path.parent, verify_checksums=True)):
         with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: was saved by another version of mtpctl \(format 4, .*; use that"):
             read()
     assert sorted(each.name for each in path.parents[1].iterdir()) == ["latest", "rl-000002", "rl-000004"]
@@ -138,7 +138,7 @@ def test_random_damage_of_any_file_is_detected(run: Path) -> None:
     for _ in range(100):
         damage = apply(draw.choice([*saved]), draw.choice(WAYS), draw)
         with pytest.raises(Damaged):
-            check_checkpoint(path, contents=True)
+            check_checkpoint(path, verify_checksums=True)
             pytest.fail(f"{damage}: whole")
         for file, contents in saved.items():
             file.write_bytes(contents)
@@ -162,7 +162,7 @@ def test_second_damaged_checkpoint_of_a_name_does_not_replace_the_first(run: Pat
     assert names(root) == ["rl-000004", "rl-000002"]
 
 
-def test_only_sizes_of_large_files_are_compared_without_contents(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_sizes_of_large_files_are_compared_without_checksums(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.checkpoint.listing._SMALL_BYTES", 1024)
     flip(run / "checkpoints" / "rl-000004" / SHARD)
     assert newest_checkpoint(run / "checkpoints") == run / "checkpoints" / "rl-000004"
@@ -170,10 +170,10 @@ def test_only_sizes_of_large_files_are_compared_without_contents(run: Path, monk
     assert newest_checkpoint(run / "checkpoints") == run / "checkpoints" / "rl-000002"
 
 
-@pytest.mark.parametrize("contents", [False, True])
-def test_flipped_bit_in_the_state_of_the_newest_checkpoint_selects_the_one_before(run: Path, contents: bool) -> None:
+@pytest.mark.parametrize("verify_checksums", [False, True])
+def test_flipped_bit_in_the_state_of_the_newest_checkpoint_selects_the_one_before(run: Path, verify_checksums: bool) -> None:
     flip(run / "checkpoints" / "rl-000004" / "run.json", 5)
-    assert choose_checkpoint(run / "checkpoints", contents=contents).path == run / "checkpoints" / "rl-000002"
+    assert choose_checkpoint(run / "checkpoints", verify_checksums=verify_checksums).path == run / "checkpoints" / "rl-000002"
 
 
 def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
@@ -213,7 +213,7 @@ def test_lost_listing_is_damage(run: Path) -> None:
     path = run / "checkpoints" / "rl-000004"
     (path / LISTING).unlink()
     with pytest.raises(Damaged, match=r"files\.json is missing"):
-        check_checkpoint(path, contents=True)
+        check_checkpoint(path, verify_checksums=True)
 
 
 def test_file_that_cannot_be_read_is_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,12 +222,12 @@ def test_file_that_cannot_be_read_is_damage(run: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(Damaged, match=r"cannot be read \(Input/output error\)"):
-        check_checkpoint(run / "checkpoints" / "rl-000004", contents=True)
+        check_checkpoint(run / "checkpoints" / "rl-000004", verify_checksums=True)
 
 
 def test_files_added_by_the_user_are_not_damage(run: Path) -> None:
     (run / "checkpoints" / "rl-000004" / "notes.txt").write_text("the good one")
-    assert choose_checkpoint(run / "checkpoints", contents=True) == Choice(run / "checkpoints" / "rl-000004")
+    assert choose_checkpoint(run / "checkpoints", verify_checksums=True) == Choice(run / "checkpoints" / "rl-000004")
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.checkpoint.copying import FIELD
+from mtpctl.checkpoint.copying import COPY_URL_FIELD
 from mtpctl.cluster.object_store import ObjectMissing, ObjectStore, StoreFailed
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.sync import remote
@@ -27,7 +27,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "s3":
         request.getfixturevalue("server")
     place = {"s3": f"s3://{BUCKET}", "memory": "memory://", "file": f"file://{tmp_path}"}[request.param]
-    return ObjectStore(f"{place}/{uuid.uuid4()}/run/", FIELD)
+    return ObjectStore(f"{place}/{uuid.uuid4()}/run/", COPY_URL_FIELD)
 
 
 def test_objects_are_written_read_listed_and_removed(store: ObjectStore, tmp_path: Path) -> None:
@@ -50,23 +50,23 @@ def test_objects_are_written_read_listed_and_removed(store: ObjectStore, tmp_pat
 def test_missing_bucket_is_a_user_error(server: S3Server) -> None:
     message = r"train.checkpoint_copy: s3://elsewhere/run does not exist \(The specified bucket does not exist\); create the bucket"
     with pytest.raises(UserError, match=message):
-        ObjectStore("s3://elsewhere/run", FIELD).check()
+        ObjectStore("s3://elsewhere/run", COPY_URL_FIELD).check()
 
 
 def test_unknown_scheme_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"train.checkpoint_copy: fsspec does not know the scheme of s4://bucket/run; use s3://"):
-        ObjectStore("s4://bucket/run", FIELD)
+        ObjectStore("s4://bucket/run", COPY_URL_FIELD)
 
 
 def test_unreachable_server_is_reported_at_once() -> None:
     with pytest.raises(EnvironmentMissing, match=r"train.checkpoint_copy: ftp://127.0.0.1:9/x cannot be reached: .*refused"):
-        ObjectStore("ftp://127.0.0.1:9/x", FIELD)
+        ObjectStore("ftp://127.0.0.1:9/x", COPY_URL_FIELD)
 
 
 def test_missing_package_of_a_scheme_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    for field, fix in ((FIELD, "remove the key"), (remote.URL_FIELD, "set another sync.transport")):
+    for field, fix in ((COPY_URL_FIELD, "remove the key"), (remote.URL_FIELD, "set another sync.transport")):
         message = f"^{field}: s3:// needs the package s3fs, which is not installed; install it, or {fix}$"
         with pytest.raises(EnvironmentMissing, match=message):
             ObjectStore("s3://bucket/run", field)
@@ -77,12 +77,12 @@ def test_rejected_credentials_are_an_environment_error() -> None:
         server.refuse()
         message = rf"train.checkpoint_copy: the credentials do not allow writing to s3://{BUCKET}/run \(The AWS Access Key Id"
         with pytest.raises(EnvironmentMissing, match=message):
-            ObjectStore(f"s3://{BUCKET}/run", FIELD).check()
+            ObjectStore(f"s3://{BUCKET}/run", COPY_URL_FIELD).check()
 
 
 def test_store_that_stops_responding_is_named_in_the_error() -> None:
     with serving() as server:
-        store = ObjectStore(f"s3://{BUCKET}/run", FIELD)
+        store = ObjectStore(f"s3://{BUCKET}/run", COPY_URL_FIELD)
         store.write("text", b"one")
         server.stop()
         with pytest.raises(StoreFailed, match=rf"cannot write s3://{BUCKET}/run/text: Could not connect to the endpoint URL"):

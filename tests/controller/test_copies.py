@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from mtpctl.checkpoint.copying import FIELD, newest_copy
+from mtpctl.checkpoint.copying import COPY_URL_FIELD, newest_copy
 from mtpctl.checkpoint.finding import newest_checkpoint, publish_checkpoint
 from mtpctl.checkpoint.listing import LISTING, Listing
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
@@ -39,7 +39,7 @@ class Store(ObjectStore):
     """A store in memory that is there or not (`down`), and that waits before it takes a file while `slow`."""
 
     def __init__(self) -> None:
-        super().__init__(f"memory://{uuid.uuid4()}/run", FIELD)
+        super().__init__(f"memory://{uuid.uuid4()}/run", COPY_URL_FIELD)
         self.down, self.slow = False, False
 
     def put(self, file: Path, name: str) -> None:
@@ -280,7 +280,7 @@ def test_run_resumes_from_the_copy_on_another_machine(server: S3Server, tmp_path
     assert second.returncode == 0, second.stdout + second.stderr
     assert f"sft-000004-end was fetched from s3://{BUCKET}/runs/tiny_mtp in " in second.stdout
     assert losses(there).keys() == set(range(1, 9)), "its metrics came along"
-    store = ObjectStore(f"s3://{BUCKET}/runs/tiny_mtp", FIELD)
+    store = ObjectStore(f"s3://{BUCKET}/runs/tiny_mtp", COPY_URL_FIELD)
     assert newest_copy(store) == "sft-000008-end"
     # The same without the move.
     assert trained(here, server, 8).returncode == 0

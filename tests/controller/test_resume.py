@@ -93,11 +93,11 @@ def test_start_over_is_refused_while_the_run_is_writing(recipe: Recipe) -> None:
 
 
 def test_start_over_does_not_replace_the_copy(recipe: Recipe, tmp_path: Path) -> None:
-    from mtpctl.checkpoint.copying import FIELD, CopyWriter
+    from mtpctl.checkpoint.copying import COPY_URL_FIELD, CopyWriter
     from mtpctl.cluster.object_store import ObjectStore
 
     url = f"file://{tmp_path}/copy"
-    CopyWriter(ObjectStore(url, FIELD), recipe.run_path, 2).copy(recipe.run_path / "checkpoints" / "rl-000004")
+    CopyWriter(ObjectStore(url, COPY_URL_FIELD), recipe.run_path, 2).copy(recipe.run_path / "checkpoints" / "rl-000004")
     copied = recipe.model_copy(update={"train": recipe.train.model_copy(update={"checkpoint_copy": url})})
     with pytest.raises(
         UserError, match=r"^--start-over: train\.checkpoint_copy: .*/copy has rl-000004 of this run, which would be overwritten"

@@ -68,8 +68,8 @@ def test_conversation_is_masked_to_the_assistants_turns(tmp_path: Path) -> None:
 
         special_ids = frozenset({0})
 
-        def chat_text(self, messages: Any, tools: Any = (), *, opened: bool = True) -> str:
-            return "".join(m["role"][0] + m["content"] for m in messages) + ("a" if opened else "")
+        def chat_text(self, messages: Any, tools: Any = (), *, add_generation_prompt: bool = True) -> str:
+            return "".join(m["role"][0] + m["content"] for m in messages) + ("a" if add_generation_prompt else "")
 
         def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
             return self.encode(text), list(range(len(text)))

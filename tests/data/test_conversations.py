@@ -79,7 +79,7 @@ def test_every_turn_of_the_assistant_is_trained_on_with_the_token_that_ends_it(c
 def test_ids_equal_those_of_the_template(chatml: Tokenizer) -> None:
     problem = talk("1+1?", "2", "2+2?", "4")
     prompt, target, _ = encode_conversation(chatml, problem)
-    assert [*prompt, *target, *b"\n"] == chatml.encode(chatml.chat_text(problem.messages, opened=False))
+    assert [*prompt, *target, *b"\n"] == chatml.encode(chatml.chat_text(problem.messages, add_generation_prompt=False))
     assert prompt == chatml.chat(problem.messages[:1])
 
 

@@ -74,7 +74,7 @@ def whole_in(root: Path) -> list[Path]:
     whole = []
     for path in list_checkpoints(root):
         with suppress(Damaged, OSError):
-            check_checkpoint(path, contents=True)
+            check_checkpoint(path, verify_checksums=True)
             whole.append(path)
     return whole
 

@@ -89,7 +89,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         if case.saved:
             failed_save(made, rank, root / case.name, of=dist.get_world_size() - 1 if case.parallel.dp == 1 else 0)
             made.save(root / case.name, {"step": 1})
-            check_checkpoint(root / case.name, contents=True)
+            check_checkpoint(root / case.name, verify_checksums=True)
             listing = read_listing(root / case.name)
             assert listing is not None and set(listing.files) == {file.name for file in files_in(root / case.name)}, "of every rank's files"
         scored = made.score(batch, record_routes=case.replay)

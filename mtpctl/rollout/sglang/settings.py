@@ -62,7 +62,7 @@ def sglang_engine_settings(
             "speculative_eagle_topk": rollout.draft_top_k,
             # SGLang also counts the verified token.
             "speculative_num_draft_tokens": k + 1,
-            # A replayed prefill graph only has the hidden state after the final norm; MiMo's MTP layer reads the one before.
+            # A replayed prefill graph only returns the hidden state after the final norm; MiMo's MTP layer needs the state before it.
             "disable_prefill_cuda_graph": True,
         }
     return SglangSettings(args | rollout.engine_args, rollout.python)
