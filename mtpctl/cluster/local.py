@@ -75,15 +75,23 @@ def check_shared_memory() -> None:
         )
 
 
-def _check_reachable(address: str | None) -> None:
-    """Raise EnvironmentMissing if nothing listens at `host:port`, since Ray would retry for a minute."""
-    match = re.fullmatch(r"(?:\w+://)?([^/]+):([0-9]+)", address or "")
-    if match is None:
-        return
+def _check_reachable(address: str) -> None:
+    """Raise EnvironmentMissing if nothing listens where Ray would connect to, since Ray would retry for minutes.
+
+    For `auto`, Ray looks for a cluster on this machine. It replaces the loopback address by the host's, at which the local cluster of
+    another run does not listen.
+    """
+    from ray._private.services import canonicalize_bootstrap_address
+
+    resolved = address
+    client = re.fullmatch(r"\w+://([^/]+:[0-9]+)", address)
     try:
-        socket.create_connection((match[1], int(match[2])), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise EnvironmentMissing(f"cluster.address: no Ray cluster answers at {address}: {error}") from error
+        resolved = client[1] if client else str(canonicalize_bootstrap_address(address))
+        host, _, port = resolved.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        where = address if resolved == address else f"{address} ({resolved})"
+        raise EnvironmentMissing(f"cluster.address: no Ray cluster answers at {where}: {error}") from error
 
 
 def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
@@ -182,7 +190,8 @@ def cluster(
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     # Ray would start an idle worker per CPU, but actors have their own environment and cannot use them.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    _check_reachable(config.address)
+    if config.address is not None:
+        _check_reachable(config.address)
     with contextlib.ExitStack() as stack:
         daemons = None
         if config.address is None:

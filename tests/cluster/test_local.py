@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtpctl.cluster.local import _environment, check_capacity, cluster, on_one_host
+from mtpctl.cluster.local import _check_reachable, _environment, check_capacity, cluster, on_one_host
 from mtpctl.errors import ClusterResources, EnvironmentMissing
 from mtpctl.recipe.schema import ClusterConfig
 
@@ -116,3 +117,24 @@ def test_interface_of_ranks(
     for name, value in named.items():
         monkeypatch.setenv(name, value)
     assert _environment(config, None) == expected
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_cluster_that_listens_on_the_loopback_only_is_reported_at_once(auto: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray finds the local cluster of another run, and connects to the host's own address instead of the loopback's."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr("ray._private.services.get_node_ip_address", lambda: "127.0.0.2")
+        monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {address})
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        named, resolved = "auto" if auto else address, address.replace("0.0.1", "0.0.2")
+        with pytest.raises(EnvironmentMissing, match=rf"^cluster\.address: no Ray cluster answers at {named} \({resolved}\): .*refused"):
+            _check_reachable(named)
+
+
+def test_cluster_that_is_not_running_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda _: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(EnvironmentMissing, match=r"^cluster\.address: no Ray cluster answers at auto: Could not find any running"):
+        _check_reachable("auto")
