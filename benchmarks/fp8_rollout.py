@@ -78,8 +78,7 @@ async def serve(order: dict[str, Any]) -> dict[str, Any]:
 
 async def apply_updates(engine: Any, work: Path, *, syncs: int) -> None:
     """Update the engine with changed weights, and last with those of the folder `last`; verify each of the `syncs`."""
-    from mtpctl.run_conversion.model_weights import ModelWeights
-
+    from mtpctl.convert.model_weights import ModelWeights
     from mtpctl.families.quantization import select_fp8_names
     from mtpctl.families.tensors import section_of
     from mtpctl.sync.sender import Publisher
@@ -111,7 +110,7 @@ def serve_in_process(order: dict[str, Any]) -> dict[str, Any]:
 
 def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[str]:
     """Print the rows of one model. Returns the missed bounds."""
-    from mtpctl.run_conversion.hf_folder import HfFolder
+    from mtpctl.convert.hf_folder import HfFolder
 
     shape, misses = HfFolder.open(folder).shape, []
     (work / "last").symlink_to(folder.resolve())
@@ -173,7 +172,8 @@ def main() -> None:
             misses = measure_model(arguments.model.name, arguments.model.resolve(), work, arguments)
         else:
             import torch
-            from mtpctl.run_conversion.hf_folder import create_hf_folder
+
+            from mtpctl.convert.hf_folder import create_hf_folder
 
             for name in [arguments.only] if arguments.only else SHAPES:
                 fields, work = SHAPES[name], Path(root) / name

@@ -56,6 +56,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (-longest[item.path], item.path.parent.name in LIGHT, -tests[item.path], item.path))
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each test draws the same numbers in each run and in any order of the tests."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(0)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Garbage is from now on looked for among what tests make, and not among all that they have imported.
 

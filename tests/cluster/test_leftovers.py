@@ -225,7 +225,7 @@ class Ray(types.ModuleType):
 def ray(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
     result = Ray(leftovers.sessions() / "session_2")
     monkeypatch.setitem(sys.modules, "ray", result)
-    monkeypatch.setattr("mtpctl.cluster.local.Daemons.starting", lambda self: nullcontext())
+    monkeypatch.setattr("mtpctl.cluster.local.Daemons.start_in_sessions", lambda self: nullcontext())
     return result
 
 

@@ -122,7 +122,7 @@ def test_missing_resources_are_reported_before_the_run_directory_is_created(tmp_
         page = f"telemetry.http={other.getsockname()[1]}"
         with pytest.raises(UserError, match=r"^telemetry\.http: cannot listen on 127\.0\.0\.1:"):
             launch.run(recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2", page))
-    with pytest.raises(ClusterResources, match=r"5 CPUs are needed .* lower rollout\.replicas\.max: 4, or join a cluster"):
+    with pytest.raises(ClusterResources, match=r"5 CPUs are needed .* lower rollout\.replicas\.max: 4, or use a cluster that"):
         launch.run(recipe(tmp_path / "run", "rollout.replicas={min: 1, max: 4}", "cluster.num_cpus=3"))
     assert not (tmp_path / "run").exists()
 

@@ -140,7 +140,7 @@ def test_uncached_dataset_does_not_contact_the_hub(tmp_path: Path, monkeypatch: 
         raise AssertionError("the hub was asked")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", asked)
-    monkeypatch.setattr("mtpctl.data.rows._cached", absent)
+    monkeypatch.setattr("mtpctl.data.rows._cached_layout", absent)
     sets = ["data.task=", "data.path=openai/gsm8k", f"rollout.environment={MODULE}:Echo"]
     (warning,) = check_code(recipe(*sets))
     assert warning == "openai/gsm8k is not in the cache yet: your code was loaded, but is tried on rows only when the run starts"
