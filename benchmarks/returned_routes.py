@@ -82,7 +82,9 @@ async def measure(config: dict[str, object], folder: Path, recipe: Recipe, optio
     print("| requests | tokens/s without | with routes | with / without |\n|---|---|---|---|")
     try:
         for batch in options.batch:
-            load = make_load(f"batch {batch}", batch, batch, prompt=PROMPT, tokens=options.tokens, spread=0.0, vocab=shape.vocab)
+            load = make_load(
+                f"batch {batch}", batch, batch, prompt_length=PROMPT, mean_answer_length=options.tokens, spread=0.0, vocab=shape.vocab
+            )
             rates: tuple[list[float], list[float]] = ([], [])
             for number in range(-1, options.rounds):
                 for pool, of_pool in zip((plain, returning), rates, strict=True):

@@ -26,7 +26,7 @@ _MAX_DEFAULT_CHARACTERS = 40
 """Maximum number of characters of a default in messages."""
 
 
-def is_reference(text: str) -> bool:
+def is_code_reference(text: str) -> bool:
     """Whether `text` names a user-defined object. Names of built-in objects have no colon."""
     return ":" in text
 

@@ -44,7 +44,7 @@ def page() -> str:
 
 def _section(model: type[BaseModel], path: tuple[str, ...], title: str, about: str) -> Iterator[str]:
     keys = section_keys(model, path)
-    values = [key for key in keys.values() if not key.models or key.accepts_value]
+    values = [key for key in keys.values() if not key.sections or key.accepts_value]
     if values:
         yield from (f"## {title}", "")
         if about:
@@ -53,7 +53,7 @@ def _section(model: type[BaseModel], path: tuple[str, ...], title: str, about: s
         yield from (_row(key) for key in values)
         yield ""
     for key in keys.values():
-        if key.models:
+        if key.sections:
             yield from _below(key)
         elif (below := element_section(key)) is not None:
             yield from _section(below, (*key.path, "NAME"), f"`{key.dotted}.NAME`", key.field.description or "")
@@ -63,17 +63,17 @@ def _below(key: Key) -> Iterator[str]:
     about = "" if key.accepts_value else key.field.description or ""
     if type(None) in getattr(key.field.annotation, "__args__", ()):
         about = f"{about} Default: none.".strip()
-    if len(key.models) == 1:
-        model = key.models[0]
+    if len(key.sections) == 1:
+        model = key.sections[0]
         own = model.__doc__.strip() if model.__doc__ and "Base of all sections" not in model.__doc__ else ""
         yield from _section(model, key.path, f"`{key.dotted}`", about or own)
         return
     tag, default = DEFAULT_VARIANTS[key.path[-1]]
-    shared = set.intersection(*({name for name in section_keys(model)} for model in key.models)) - {tag}
-    base = key.models[0].__mro__[1]
-    chosen = ", ".join(f"`{model.model_fields[tag].default}`" for model in key.models)
+    shared = set.intersection(*({name for name in section_keys(model)} for model in key.sections)) - {tag}
+    base = key.sections[0].__mro__[1]
+    chosen = ", ".join(f"`{model.model_fields[tag].default}`" for model in key.sections)
     yield from _section(base, key.path, f"`{key.dotted}`", f"`{key.dotted}.{tag}` chooses one of {chosen}; default `{default}`.")
-    for model in key.models:
+    for model in key.sections:
         name = model.model_fields[tag].default
         own_keys = [found for field, found in section_keys(model, key.path).items() if field not in shared and field != tag]
         yield from (f"### `{key.dotted}` with `{tag}: {name}`", "", model.model_fields[tag].description or "", "")

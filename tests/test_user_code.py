@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.user_code import check_call, describe_error, is_reference, load, location_of
+from mtpctl.user_code import check_call, describe_error, is_code_reference, load, location_of
 
 
 def written(folder: Path, text: str, name: str = "judge.py") -> str:
@@ -19,8 +19,8 @@ def written(folder: Path, text: str, name: str = "judge.py") -> str:
 
 
 def test_a_name_with_a_colon_is_a_reference() -> None:
-    assert is_reference("judge.py:score") and is_reference("package.module:score")
-    assert not is_reference("math")
+    assert is_code_reference("judge.py:score") and is_code_reference("package.module:score")
+    assert not is_code_reference("math")
 
 
 def test_a_function_is_loaded_from_a_file_that_imports_its_neighbours(tmp_path: Path) -> None:

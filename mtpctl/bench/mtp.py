@@ -1,4 +1,5 @@
-"""`mtpctl bench mtp`: the gain from training and syncing the drafter in RL; or a comparison of draft losses, methods and numbers.
+"""`mtpctl bench mtp`: the gain from training and syncing the drafter in RL; or a comparison of draft
+losses, draft methods and numbers of draft tokens.
 
 The four default arms differ only in the MTP layers: not used; frozen; trained and synced with the target; trained, but only the target is
 synced. The engine measures acceptance over the last updates, when policies and drafters have changed most, and on the held-out problems
@@ -22,7 +23,7 @@ ARMS = (
     Arm("trained", "drafter trained and synced", ("train.rl.train_mtp=true", "sync.sections=[target, draft]")),
     Arm("target-only", "drafter trained, only the target synced", ("train.rl.train_mtp=true", "sync.sections=[target]")),
 )
-TRAINED_SETS = ("train.rl.train_mtp=true", "sync.sections=[target, draft]")
+TRAINED_OVERRIDES = ("train.rl.train_mtp=true", "sync.sections=[target, draft]")
 
 
 def make_drafter_arms(
@@ -39,7 +40,7 @@ def make_drafter_arms(
             f"{loss}-{method}-k{count}",
             f"{loss}, {method} drafts, k = {count}",
             (
-                *TRAINED_SETS,
+                *TRAINED_OVERRIDES,
                 f"mtp.loss={loss}",
                 f"mtp.repeat={count if layers == 1 else 1}",
                 f"rollout.speculation.draft_method={method}",
@@ -50,12 +51,12 @@ def make_drafter_arms(
         for loss in losses
         for method in methods
     ]
-    baseline_sets = ("mtp.loss=ce", "mtp.repeat=1", "rollout.speculation.draft_method=greedy")
+    baseline_overrides = ("mtp.loss=ce", "mtp.repeat=1", "rollout.speculation.draft_method=greedy")
     baselines = [
         Arm(
             f"first-k{count}",
             f"ce at the first draft token alone, greedy drafts, k = {count}",
-            (*TRAINED_SETS, *baseline_sets, f"rollout.speculation.num_tokens={count}"),
+            (*TRAINED_OVERRIDES, *baseline_overrides, f"rollout.speculation.num_tokens={count}"),
         )
         for count in counts
         if layers == 1 and count > 1 and not is_block
@@ -64,14 +65,18 @@ def make_drafter_arms(
 
 
 TIMER = (
-    "tokens/s: response tokens of the last updates over their wall time (updates, syncs and waiting included), and over the part of it "
-    "in which the engines had requests; evaluations excluded"
+    "tokens/s: response tokens of the last updates, divided by the wall time of those updates (syncs and waiting included, evaluations "
+    "excluded). While busy: divided only by the time in which the engines had requests"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm over the last updates of its runs, with seeds pooled. Acceptances are fractions; None if nothing was drafted."""
+    """One arm over the last updates of its runs, with seeds pooled. Acceptances are fractions; None if nothing was drafted.
+
+    updates: completed updates of each run. by_seed, by_position: acceptance of each run, and of the draft token at each position.
+    expected_by_position: acceptance at each position that the trainer computed from the probabilities of trunk and drafter.
+    """
 
     name: str
     meaning: str
@@ -109,7 +114,7 @@ def summarize(outcomes: list[Outcome], last_updates: int) -> list[Result]:
 
 def compute_gain(results: list[Result]) -> Gain | None:
     """Compare the trained arm with the frozen one. None if one of them was not run or drafted nothing."""
-    by_name = {rate.name: rate for rate in results}
+    by_name = {result.name: result for result in results}
     trained, frozen = by_name.get("trained"), by_name.get("frozen")
     if trained is None or frozen is None or trained.acceptance is None or frozen.acceptance is None:
         return None
@@ -126,7 +131,7 @@ def format_table(results: list[Result], last_updates: int) -> str:
     for r in results:
         relative_speed = "" if baseline is None else f"{r.tokens_per_busy_s / baseline.tokens_per_busy_s - 1:+.1%}"
         acceptance_text = "–" if r.acceptance is None else f"{r.acceptance:.1%} ({r.accepted}/{r.drafted})"
-        updates = ", ".join(format_updates(updates, r.updates_wanted) for updates in r.updates)
+        updates_text = ", ".join(format_updates(done, r.updates_wanted) for done in r.updates)
         acceptance = [acceptance_text, _format_shares(r.by_seed), _format_shares(r.by_position), _format_shares(r.expected_by_position)]
         speed_cells = [
             format_number(r.accept_length, ".2f"),
@@ -135,7 +140,7 @@ def format_table(results: list[Result], last_updates: int) -> str:
             f"{r.tokens_per_busy_s:,.0f}",
         ]
         accuracy = f"{_format_share(r.accuracy_before)} → {_format_share(r.accuracy_after)}"
-        rows.append([r.meaning, updates, *acceptance, *speed_cells, relative_speed, accuracy])
+        rows.append([r.meaning, updates_text, *acceptance, *speed_cells, relative_speed, accuracy])
     return (
         f"Over the last {last_updates} updates of each run:\n\n{markdown_table(f'{headings} | against none | accuracy'.split(' | '), rows)}"
     )
@@ -161,13 +166,13 @@ def _make_result(arm: Arm, outcomes: list[Outcome], last_updates: int) -> Result
         for row in history.rows
         if row.phase == "rl" and 0 <= history.last_step("rl") - row.step < last_updates
     ]
-    updates = [m for m in rows if "timing_s/step" in m]
-    drafting = [m for m in updates if "rollout/spec_drafted" in m]
-    drafted, accepted = (int(sum(m[f"rollout/spec_{suffix}"] for m in drafting)) for suffix in ("drafted", "accepted"))
-    wall = sum(m["timing_s/step"] for m in updates)
-    busy = sum(m["timing_s/step"] * (1 - m["async/rollout_idle"]) for m in updates)
-    tokens = sum(m["rollout/tokens_per_s"] * m["timing_s/step"] for m in updates)
-    positions = sorted({name for m in drafting for name in m if name.startswith("rollout/spec_accept_rate_")})
+    update_rows = [m for m in rows if "timing_s/step" in m]
+    drafting_rows = [m for m in update_rows if "rollout/spec_drafted" in m]
+    drafted, accepted = (int(sum(m[f"rollout/spec_{suffix}"] for m in drafting_rows)) for suffix in ("drafted", "accepted"))
+    wall = sum(m["timing_s/step"] for m in update_rows)
+    busy = sum(m["timing_s/step"] * (1 - m["async/rollout_idle"]) for m in update_rows)
+    tokens = sum(m["rollout/tokens_per_s"] * m["timing_s/step"] for m in update_rows)
+    positions = sorted({name for m in drafting_rows for name in m if name.startswith("rollout/spec_accept_rate_")})
     suffix = "" if outcomes[0].draft_method == "probabilistic" else "_greedy"
     expected = [name.replace("rollout/spec_accept_rate_", f"mtp/expected_rate{suffix}_") for name in positions]
     return Result(
@@ -180,9 +185,9 @@ def _make_result(arm: Arm, outcomes: list[Outcome], last_updates: int) -> Result
         accepted=accepted,
         acceptance=accepted / drafted if drafted else None,
         by_seed=[rate for history in histories if (rate := _acceptance_rate(history, last_updates)) is not None],
-        by_position=[_weighted_mean(drafting, name) for name in positions],
-        expected_by_position=[_weighted_mean(drafting, name) for name in expected if any(name in m for m in drafting)],
-        accept_length=_weighted_mean(drafting, "rollout/spec_accept_length") if drafted else None,
+        by_position=[_weighted_mean(drafting_rows, name) for name in positions],
+        expected_by_position=[_weighted_mean(drafting_rows, name) for name in expected if any(name in m for m in drafting_rows)],
+        accept_length=_weighted_mean(drafting_rows, "rollout/spec_accept_length") if drafted else None,
         held_out_acceptance=_mean_at([history.series("eval/spec_accept_rate", "rl") for history in histories], -1),
         tokens_per_s=tokens / wall if wall else 0.0,
         tokens_per_busy_s=tokens / busy if busy else 0.0,

@@ -52,7 +52,7 @@ MIN_GAIN_SHARE = 0.9
 MAX_GAIN_BATCH = 64
 RUN_TIMEOUT_S = 300.0
 TIMER = (
-    "the first request sent to the last answer received, prefill included; engine start and one warm-up round excluded. "
+    "from sending the first request to receiving the last answer, prefill included; engine start and one warm-up round excluded. "
     "All engines are loaded at the same time and alternate; a ratio is the median of the rounds' ratios"
 )
 VLLM, POOL, VLLM_BARE = "vLLM LLM.generate", "mtpctl", "vLLM LLM.generate, no log-probs"
@@ -130,8 +130,8 @@ class Bench:
             name,
             batch,
             count,
-            prompt=options.prompt,
-            tokens=options.tokens,
+            prompt_length=options.prompt,
+            mean_answer_length=options.tokens,
             spread=spread,
             vocab=self.shape.vocab,
             wrong_drafts=wrong_drafts,
@@ -231,7 +231,7 @@ def allowed_gain(tokens: float, draft_s: float, step_s: float) -> float:
 
 
 async def send_alternately(load: Load, senders: Mapping[str, Send], rounds: int, *, warm_up: bool = True) -> dict[str, list[Run]]:
-    """Send the load each way `rounds` times, after a warm-up round. Every other round is in reverse order, to cancel out drift."""
+    """Send the load with each sender `rounds` times, after a warm-up round. Every other round is in reverse order, to cancel out drift."""
     runs: dict[str, list[Run]] = {name: [] for name in senders}
     for round_number in range(-1 if warm_up else 0, rounds):
         for name in list(senders)[:: 1 if round_number % 2 == 0 else -1]:

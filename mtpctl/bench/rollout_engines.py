@@ -1,7 +1,7 @@
 """Loads, engines and models of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, with the same model.
 
-Throughput varies with other load on the host by more than the bounds on the ratios allow. Therefore all engines are resident, and each
-load is sent to them in turn.
+The benchmark bounds the ratio of two engines' throughputs. Other load on the host changes throughput by more than those bounds. Therefore
+all engines are resident, and each load is sent to them in turn.
 
 The cycle model is a model of any MiMo shape with known outputs, whose MTP layer predicts a chosen share of tokens correctly. The trunk
 predicts `token + 1`. Its attention and MLP have random weights but zero output projections, so it does the computation of a real model
@@ -56,18 +56,21 @@ class Load:
 
 
 def make_load(
-    name: str, batch: int, count: int, *, prompt: int, tokens: int, spread: float, vocab: int, wrong_drafts: bool = False
+    name: str, batch: int, count: int, *, prompt_length: int, mean_answer_length: int, spread: float, vocab: int, wrong_drafts: bool = False
 ) -> Load:
-    """Make a load of `count` random prompts for a cycle model. The lengths of answers are uniform in `tokens * (1 ± spread)`.
+    """Make a load of `count` random prompts for a cycle model.
 
+    Answer lengths are uniform in `mean_answer_length * (1 ± spread)`.
     wrong_drafts: use answers in the upper half of the vocabulary, with which all drafts are wrong, instead of the lower half.
     """
     draw = random.Random(f"{name} {batch} {count} {wrong_drafts}")
-    half_vocab, max_start = vocab // 2, vocab // 2 - 2 * tokens
-    assert max_start > 0, "answers do not leave their half of the vocabulary"
+    half_vocab, max_start = vocab // 2, vocab // 2 - 2 * mean_answer_length
+    assert max_start > 0, "vocabulary too small: answers would leave their half of it"
     first_start = half_vocab * wrong_drafts
-    prompts = [[draw.randrange(half_vocab) for _ in range(prompt - 1)] + [draw.randrange(max_start) + first_start] for _ in range(count)]
-    lengths = [max(1, round(tokens * draw.uniform(1 - spread, 1 + spread))) for _ in range(count)]
+    prompts = [
+        [draw.randrange(half_vocab) for _ in range(prompt_length - 1)] + [draw.randrange(max_start) + first_start] for _ in range(count)
+    ]
+    lengths = [max(1, round(mean_answer_length * draw.uniform(1 - spread, 1 + spread))) for _ in range(count)]
     return Load(name, batch, prompts, lengths)
 
 
@@ -130,7 +133,7 @@ class OfflineEngine:
 async def send_load(pool: ReplicaPool, load: Load, vocab: int) -> Run:
     """Send a load through a pool with one replica, and wait for all answers."""
     clock = time.perf_counter
-    busy_readings: list[tuple[float, float]] = []
+    occupied_readings: list[tuple[float, float]] = []
 
     async def occupied_seconds() -> float:
         return sum(health.occupied_s for health in await pool.health())
@@ -138,10 +141,10 @@ async def send_load(pool: ReplicaPool, load: Load, vocab: int) -> Run:
     async def requests() -> AsyncIterator[GenerationRequest]:
         for index, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
             if index == 2 * load.batch:
-                busy_readings.append((clock(), await occupied_seconds()))
+                occupied_readings.append((clock(), await occupied_seconds()))
             yield GenerationRequest(Sample(str(index), str(index), prompt), length, seed=index)
-        if busy_readings:
-            busy_readings.append((clock(), await occupied_seconds()))
+        if occupied_readings:
+            occupied_readings.append((clock(), await occupied_seconds()))
 
     samples: dict[int, Sample] = {}
     began = clock()
@@ -154,9 +157,9 @@ async def send_load(pool: ReplicaPool, load: Load, vocab: int) -> Run:
         stats.add(sample.speculation, len(sample.response_ids))
     answers = [samples[index].response_ids.tolist() for index in range(len(load.prompts))]
     idle = None
-    if len(busy_readings) == 2:
-        (first, before), (last, after) = busy_readings
-        idle = 1 - (after - before) / (load.batch * (last - first))
+    if len(occupied_readings) == 2:
+        (begin_time, begin_occupied), (end_time, end_occupied) = occupied_readings
+        idle = 1 - (end_occupied - begin_occupied) / (load.batch * (end_time - begin_time))
     return Run(seconds, sum(map(len, answers)), count_wrong(load, answers, vocab), idle, stats)
 
 
@@ -184,7 +187,7 @@ def engine_recipe(folder: Path, device: Literal["cpu", "cuda"], rollout: dict[st
 async def engine_pool(
     recipe: Recipe, folder: Path, context: int, device: Literal["cpu", "cuda"], gpus: float, engines: int = 1
 ) -> AsyncIterator[ReplicaPool]:
-    """A pool with engines of the recipe. gpus: the share of a GPU of each."""
+    """A pool with engines of the recipe. gpus: the share of a GPU that each engine gets."""
     actors = tuple(Actor("rollout", index, 0, 0, 1.0, gpus) for index in range(engines))
     pool = await start_pool(recipe, model=str(folder), context=context, placement=Placement(device, actors, 1))
     try:
@@ -323,7 +326,8 @@ def _predicting_tensors(shape: ModelShape, acceptance: float, device: str) -> di
     gate = torch.zeros(shape.ffn, hidden, device=device)
     gate[0, 0] = 4.0
     down = torch.zeros(hidden, shape.ffn, device=device)
-    # If the marker is positive, the neuron outputs MARKER * silu(4 MARKER) and so adds four times the embedding; else almost 0.
+    # With M = MARKER_MAGNITUDE: if the marker is positive, the neuron outputs M * silu(4 M) ≈ 4 M², from which `down` makes four times the
+    # embedding of token vocab - 1. If the marker is negative, the output is almost 0.
     down[:, 0] = 4 * embedding[vocab - 1] / (4 * MARKER_MAGNITUDE * MARKER_MAGNITUDE)
     projection = torch.zeros(hidden, 2 * hidden, device=device)
     projection[:, hidden:] = torch.eye(hidden, device=device)

@@ -1,7 +1,7 @@
 """`mtpctl bench rollout --model FOLDER`: throughput of a model's rollout on one GPU, in comparison with vLLM's offline generation.
 
-Prompts and responses have fixed lengths, so every way generates the same number of tokens. The response lengths of a load vary around their
-mean, so slots become free at different times. All engines are loaded at the same time and alternate.
+The length of each prompt and response is set in advance, so every arm generates the same number of tokens. Within a load the response
+lengths differ, so slots become free at different times. All engines are loaded at the same time and alternate.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GPU_MEMORY_FRACTION = 0.8
 """Share of GPU memory for all engines together."""
 RUN_TIMEOUT_S = 300.0
 TIMER = (
-    "the first request sent to the last response received, prefill included; engine start and one warm-up round excluded. "
+    "from sending the first request to receiving the last response, prefill included; engine start and one warm-up round excluded. "
     "All engines are loaded at the same time and alternate; a ratio is the median of the rounds' ratios"
 )
 HEADINGS = "| what | in flight | tokens/s (least – most) | of vLLM | controller's loop, cores | engines, busy cores each |"
@@ -55,7 +55,8 @@ EngineKey = tuple[int, int, str]
 class Arm:
     """One way to generate: `engines` engines of mtpctl on the GPU, or vLLM alone if 0.
 
-    in_flight: maximum concurrent requests of each engine. at_once: admit each request as soon as a slot is free. engine_args: on a GPU.
+    in_flight: maximum concurrent requests of each engine. at_once: admit each request as soon as a slot is free. engine_args:
+    `rollout.engine_args` as JSON; ignored on CPUs.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """prompt, tokens: tokens of a prompt and mean tokens of a response. group: responses per prompt. requests: per slot and round."""
+    """prompt: tokens of a random prompt. tokens: mean tokens of a response. group: responses per prompt. requests: per slot and round."""
 
     folder: Path
     device: Literal["cpu", "cuda"]
@@ -85,19 +86,22 @@ class Options:
     eager: bool = False
 
     @property
-    def longest(self) -> int:
+    def max_response_tokens(self) -> int:
         """Maximum tokens of a response."""
         return max(1, round(self.tokens * (1 + LENGTH_SPREAD)))
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One round of an arm. loop_s: CPU seconds of the controller's event loop. engines_s: those of all engine processes; None for vLLM."""
+    """One round of an arm.
+
+    loop_cpu_s: CPU seconds of the controller's event loop. engines_cpu_s: those of all engine processes; None for vLLM.
+    """
 
     seconds: float
     tokens: int
-    loop_s: float = 0.0
-    engines_s: float | None = None
+    loop_cpu_s: float = 0.0
+    engines_cpu_s: float | None = None
 
     @property
     def rate(self) -> float:
@@ -106,7 +110,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A row of the table. loop, busy: cores that the controller's loop and each engine keep busy."""
+    """A row of the table. loop, busy: mean number of cores that the controller's event loop, and each engine, keep busy."""
 
     what: str
     in_flight: int
@@ -151,7 +155,7 @@ async def send_load(pool: ReplicaPool, load: Load, group: int, pids: Sequence[in
         for index, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
             yield GenerationRequest(Sample(str(index), str(index // group), prompt), length)
 
-    engine_seconds, loop_seconds, started = cpu_seconds(pids), time.thread_time(), time.perf_counter()
+    engine_cpu_seconds, loop_cpu_seconds, started = cpu_seconds(pids), time.thread_time(), time.perf_counter()
     tokens = 0
     async with aclosing(pool.generate(requests())) as samples:
         async for sample in samples:
@@ -159,7 +163,7 @@ async def send_load(pool: ReplicaPool, load: Load, group: int, pids: Sequence[in
     seconds = time.perf_counter() - started
     if tokens != sum(load.lengths):
         raise RuntimeError(f"{tokens} tokens were generated, {sum(load.lengths)} requested")
-    return Measurement(seconds, tokens, time.thread_time() - loop_seconds, cpu_seconds(pids) - engine_seconds)
+    return Measurement(seconds, tokens, time.thread_time() - loop_cpu_seconds, cpu_seconds(pids) - engine_cpu_seconds)
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
@@ -182,7 +186,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     return sum(count for pid, count in ticks.items() if is_included(pid)) / os.sysconf("SC_CLK_TCK")
 
 
-Run = Callable[[Load], Awaitable[Measurement]]
+SendOffline = Callable[[Load], Awaitable[Measurement]]
 
 
 class ModelBench:
@@ -198,8 +202,8 @@ class ModelBench:
         self.prompts = make_prompts(options, -(-max_requests // options.group))
         if self.context > self.shape.max_positions:
             raise UserError(
-                f"--prompt: prompts and responses of up to {options.longest} tokens take {self.context} positions, the model has "
-                f"{self.shape.max_positions}; shorten the prompts, or reduce --tokens"
+                f"--prompt: prompts and responses of up to {options.max_response_tokens} tokens take {self.context} positions, the model "
+                f"has {self.shape.max_positions}; shorten the prompts, or reduce --tokens"
             )
         keys = {arm.engine_key for arm in self.arms}
         self.num_engines = sum(max(1, engines) for engines, _, _ in keys)
@@ -207,7 +211,7 @@ class ModelBench:
     @property
     def context(self) -> int:
         """Maximum tokens of a prompt with its response, plus a margin."""
-        return max(map(len, self.prompts)) + self.options.longest + 8
+        return max(map(len, self.prompts)) + self.options.max_response_tokens + 8
 
     def recipe(self, key: EngineKey) -> Recipe:
         """The recipe of an arm's engines. Each has a cache for all of its slots."""
@@ -216,7 +220,7 @@ class ModelBench:
         rollout: dict[str, object] = {
             "replicas": max(1, engines),
             "max_in_flight": in_flight,
-            "max_tokens": options.longest,
+            "max_tokens": options.max_response_tokens,
             "threads": 0 if gpu else 1,
             "eager": options.eager,
             "speculation": {"num_tokens": 0},
@@ -238,7 +242,7 @@ class ModelBench:
         return engine_pool(self.recipe(key), self.options.folder, self.context, self.options.device, self.share, key[0])
 
     @asynccontextmanager
-    async def offline(self, key: EngineKey) -> AsyncIterator[Run]:
+    async def offline(self, key: EngineKey) -> AsyncIterator[SendOffline]:
         """vLLM's offline generation with the settings of an engine."""
         async with offline_actor(self.recipe(key), self.options.folder, self.context, self.options.device, self.share) as actor:
 
@@ -249,9 +253,11 @@ class ModelBench:
             yield run
 
     async def measure(self, report: Report) -> list[Result]:
-        """Start all engines, send each load each way, and print a row for each arm."""
+        """Start all engines, send each load with each arm, and print a row for each arm."""
         keys = list(dict.fromkeys(arm.engine_key for arm in self.arms))
-        managers: list[AbstractAsyncContextManager[ReplicaPool | Run]] = [self.pool(key) if key[0] else self.offline(key) for key in keys]
+        managers: list[AbstractAsyncContextManager[ReplicaPool | SendOffline]] = [
+            self.pool(key) if key[0] else self.offline(key) for key in keys
+        ]
         results: list[Result] = []
         async with enter_all(*managers) as engines:
             freeze_heap()
@@ -265,7 +271,7 @@ class ModelBench:
                     report(format_row(results[-1]))
         return results
 
-    async def _alternate(self, arms: Sequence[Arm], by_key: Mapping[EngineKey, ReplicaPool | Run]) -> dict[str, list[Measurement]]:
+    async def _alternate(self, arms: Sequence[Arm], by_key: Mapping[EngineKey, ReplicaPool | SendOffline]) -> dict[str, list[Measurement]]:
         measurements: dict[str, list[Measurement]] = {arm.name: [] for arm in arms}
         for round_number in range(-1, self.options.rounds):
             for arm in arms[:: 1 if round_number % 2 else -1]:
@@ -283,7 +289,7 @@ class ModelBench:
 
 def _make_result(arm: Arm, rounds: list[Measurement], baseline: list[Measurement] | None) -> Result:
     seconds = sum(measurement.seconds for measurement in rounds)
-    engines_s = [measurement.engines_s for measurement in rounds if measurement.engines_s is not None]
+    engines_cpu_s = [measurement.engines_cpu_s for measurement in rounds if measurement.engines_cpu_s is not None]
     return Result(
         arm.name,
         arm.in_flight,
@@ -291,8 +297,8 @@ def _make_result(arm: Arm, rounds: list[Measurement], baseline: list[Measurement
         tuple(measurement.rate / baseline_round.rate for measurement, baseline_round in zip(rounds, baseline, strict=True))
         if baseline
         else (),
-        sum(measurement.loop_s for measurement in rounds) / seconds if arm.engines else None,
-        sum(engines_s) / seconds / arm.engines if arm.engines and len(engines_s) == len(rounds) else None,
+        sum(measurement.loop_cpu_s for measurement in rounds) / seconds if arm.engines else None,
+        sum(engines_cpu_s) / seconds / arm.engines if arm.engines and len(engines_cpu_s) == len(rounds) else None,
     )
 
 

@@ -20,7 +20,7 @@ from mtpctl.jobs import print_progress
 
 TENTHS = 10
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
-SIDES = ("megatron", "hf")
+FORMATS = ("megatron", "hf")
 
 
 def convert_hf(
@@ -29,7 +29,11 @@ def convert_hf(
     to: Annotated[str | None, typer.Option("--to", metavar="megatron|hf", help="Format of DST; inferred from SRC by default.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="fp32|bf16|fp16|fp8", help="Dtype of the weights; default: as in SRC. fp8 only for a folder."),
+        typer.Option(
+            "--dtype",
+            metavar="fp32|bf16|fp16|fp8",
+            help="Dtype of the weights; default: as in SRC. fp8 only if DST is a Hugging Face folder.",
+        ),
     ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="The model folder, for a checkpoint that does not name one.")
@@ -43,7 +47,7 @@ def convert_hf(
     as_json: Json = False,
 ) -> None:
     """Convert weights, MTP layers included, one parameter at a time. DST is renamed into place when it is complete."""
-    for name, value, known in (("--to", to, SIDES), ("--dtype", dtype, DTYPES)):
+    for name, value, known in (("--to", to, FORMATS), ("--dtype", dtype, DTYPES)):
         if value is not None and value not in known:
             raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}")
     if inspect == (target is not None):
@@ -64,9 +68,9 @@ def convert_hf(
     from mtpctl.convert.hf_folder import check_target
 
     check_target(source, target, force=force)  # before torch is imported, which takes seconds
-    from mtpctl.cluster.process import importing
+    from mtpctl.cluster.process import gc_paused_for_imports
 
-    with importing():
+    with gc_paused_for_imports():
         from mtpctl.convert.conversion import ConversionOptions, convert
 
     options = ConversionOptions(to, dtype, model, verify, force, merge)  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ def freeze_heap() -> None:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def gc_paused_for_imports() -> Iterator[None]:
     """Disable the collector while the block imports, and exclude the imported modules from later collections.
 
     Collections take a fifth of the time of importing vLLM or Megatron, and free nothing.

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets, first_problems
 from mtpctl.errors import UserError
-from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, RewardConfig, reference_of
+from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, RewardConfig, code_reference
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
-from mtpctl.user_code import is_reference
+from mtpctl.user_code import is_code_reference
 
 if TYPE_CHECKING:
     from mtpctl.environments.trial import EnvironmentTrial
@@ -48,7 +48,7 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool) ->
     if "rl" not in recipe.train.stages:
         return CodeTrial()
     check_sandbox(recipe)
-    if is_reference(recipe.train.rl.loss) or is_reference(recipe.train.rl.advantage):
+    if is_code_reference(recipe.train.rl.loss) or is_code_reference(recipe.train.rl.advantage):
         from mtpctl.rl.user_objective import check_objective  # imports torch
 
         check_objective(recipe.rl)
@@ -119,7 +119,7 @@ def _try_rewards(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool
         from mtpctl.rl.rewards.function import Role, load_function
 
         for field, config in built_in.items():
-            load_function(reference_of(config.function), config.args, Role.reward(field))
+            load_function(code_reference(config.function), config.args, Role.reward(field))
     if len(built_in) == len(recipe.rewards) and not check_verifiers:
         return ""
     if "reward" not in built_in:
@@ -127,7 +127,7 @@ def _try_rewards(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool
         warning = try_reward(recipe.reward, problems.train, held_out=held_out)
     else:
         warning = check_verifier(recipe.reward, problems) if check_verifiers else ""
-    try_set_rewards(recipe, problems.named)
+    try_rewards_of_sets(recipe, problems.by_set_name)
     return warning
 
 
@@ -159,11 +159,11 @@ def try_reward(config: RewardConfig, problems: list[Problem], field: str = "rewa
         raise UserError(f"{field}{str(error).removeprefix('reward')}") from error
 
 
-def try_set_rewards(recipe: Recipe, sets: Mapping[str, list[Problem]]) -> None:
+def try_rewards_of_sets(recipe: Recipe, sets: Mapping[str, list[Problem]]) -> None:
     """Try the rewards of individual held-out sets, so that a mistake is reported before the first evaluation."""
-    for name, held_out in recipe.evaluation.sets.items():
-        if held_out.reward is not None and held_out.reward.function not in VERIFIERS:
-            try_reward(held_out.reward, sets.get(name, []), f"evaluation.sets.{name}.reward")
+    for name, set_config in recipe.evaluation.sets.items():
+        if set_config.reward is not None and set_config.reward.function not in VERIFIERS:
+            try_reward(set_config.reward, sets.get(name, []), f"evaluation.sets.{name}.reward")
 
 
 def check_verifier(config: RewardConfig, problems: ProblemSets) -> str:

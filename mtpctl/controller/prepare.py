@@ -92,14 +92,14 @@ class Prepared:
     warnings: Sequence[str] = ()
     tools: Sequence[object] = ()
     teacher: HfFolder | None = None
-    ends: EndTokens | None = None
+    end_tokens: EndTokens | None = None
     _prompts: dict[Problem, Ids] = field(default_factory=dict, repr=False, compare=False)
     _decoder: Decoder = field(default_factory=Decoder, repr=False, compare=False)
 
     @property
     def end_ids(self) -> Sequence[int]:
         """The tokens that end a response."""
-        return (self.tokenizer.eos_id,) if self.ends is None else self.ends.ids
+        return (self.tokenizer.eos_id,) if self.end_tokens is None else self.end_tokens.ids
 
     async def decode_response(self, sample: Sample) -> str:
         return await self._decoder.decode(self.tokenizer, sample.response_ids)

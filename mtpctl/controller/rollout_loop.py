@@ -196,7 +196,7 @@ class RolloutLoop:
             async for sample in samples:
                 self.record_progress()
                 self.count_response(sample)
-                if (failure := self._failures.first(sample)) is not None:
+                if (failure := self._failures.unreported(sample)) is not None:
                     self.telemetry.event("environment", failure)
                 tasks.create_task(self._process_sample(sample))
 

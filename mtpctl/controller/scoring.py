@@ -35,7 +35,7 @@ _RETRYABLE = (408, 429, 502, 503, 504)
 
 
 class OldLogprobScorer:
-    """The `Score` of the RL stage: one request per sample, answered under the server's current weights."""
+    """Scores samples for the RL stage: sends one request per sample, which the server answers with its current weights."""
 
     def __init__(self, server: LogprobServer, temperature: float, deadline_s: float = 600.0, *, replay: Replay = "off") -> None:
         """`deadline_s`: time limit of one answer in seconds, queueing included. `replay`: `train.moe.replay`."""
@@ -44,7 +44,8 @@ class OldLogprobScorer:
         self._late_count, self._unscored_count = 0, 0
 
     async def __call__(self, sample: Sample) -> Sample:
-        """Fill in a sample's old log-probs, the weight version that computed them, and with `recompute` its routes.
+        """Fill in a sample's old log-probs, the weight version that computed them, and, if `replay` is `recompute`, its expert
+        routes.
 
         If `ATTEMPTS` requests are answered late, the sample is returned unscored: the trainer computes its old log-probs at the update.
         """
@@ -237,14 +238,14 @@ class HintRenderer:
 class Teacher:
     """Fills in a teacher's log-probs of samples. `temperature`: that of rollout; both distributions are compared at it."""
 
-    def __init__(self, config: TeacherConfig, source: TeacherSource, temperature: float, hint: HintRenderer | None = None) -> None:
-        self._config, self._source, self._temperature, self._hint = config, source, temperature, hint
+    def __init__(self, config: TeacherConfig, source: TeacherSource, temperature: float, render_prompt: HintRenderer | None = None) -> None:
+        self._config, self._source, self._temperature, self._render_hinted_prompt = config, source, temperature, render_prompt
 
     async def check(self, tokenizer: Tokenizer, problems: Sequence[Problem]) -> None:
         """Raise UserError if the teacher tokenizes these prompts differently, or the hint does not fit them."""
         for problem in problems:
-            if self._hint is not None:
-                self._hint(problem)
+            if self._render_hinted_prompt is not None:
+                self._render_hinted_prompt(problem)
             ids = tokenizer.encode(problem.prompt, special=True)
             if len(ids) < 2:
                 continue
@@ -257,7 +258,10 @@ class Teacher:
 
     async def __call__(self, sample: Sample, problem: Problem) -> None:
         """Fill in the teacher's log-probs of the sample's response. Raises RuntimeFailure if it does not answer in time."""
-        prompt, timeout_s = sample.prompt_ids if self._hint is None else self._hint(problem), self._config.timeout_s
+        prompt, timeout_s = (
+            sample.prompt_ids if self._render_hinted_prompt is None else self._render_hinted_prompt(problem),
+            self._config.timeout_s,
+        )
         try:
             scores = await self._source.score(sample, prompt, TeacherOptions(self._temperature, self._config.topk, timeout_s))
         except TimeoutError as error:

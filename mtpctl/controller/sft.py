@@ -98,7 +98,7 @@ class SftStage:
             await self.state.checkpoint_if_due(self.trainer)
 
     def _next_sequence(self) -> SftSample:
-        return encode_sft(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools, self.prepared.ends)
+        return encode_sft(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools, self.prepared.end_tokens)
 
 
 def count_skipped(metrics: dict[str, float], count: int, limit: int) -> int:

@@ -87,7 +87,7 @@ class WeightSync:
         try:
             await update.run()
         except SyncError:
-            if not update.pushed:
+            if not update.is_push:
                 raise
             # Try again with the remaining receivers, while one that died is replaced.
             update = WeightUpdate(parties, version, self._sections(), verify=verify)
@@ -95,7 +95,11 @@ class WeightSync:
         return update
 
     def _sections(self) -> tuple[Section, ...]:
-        """The sections of the next version, the adapter first. Base weights are sent once; later replicas read the model's folder."""
+        """The sections of the next version, the adapter first.
+
+        With an adapter, the base weights (`target`) are sent only in the trainer's first version. A replica that starts afterwards reads
+        them from the model's folder.
+        """
         sections = self.parties.recipe.sync.sections
         if "adapter" not in sections:
             return tuple(sections)
@@ -117,7 +121,7 @@ class WeightSync:
 
 
 class _NoEngines:
-    """The engines of an update of the log-prob server alone."""
+    """Stands in for the engines in an update that only the log-prob server receives."""
 
     def quiesce(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()

@@ -94,13 +94,13 @@ class ProblemSets:
     train: list[Problem]
     evaluation: list[Problem]
     supervised: list[Problem]
-    named: Mapping[str, list[Problem]] = field(default_factory=dict)
+    by_set_name: Mapping[str, list[Problem]] = field(default_factory=dict)
     seen_prompts: frozenset[bytes] | None = frozenset()
 
     @property
     def held_out(self) -> dict[str, list[Problem]]:
         """All held-out sets with problems, by name; the set of the section `data` is `UNNAMED`."""
-        return {name: problems for name, problems in {UNNAMED: self.evaluation, **self.named}.items() if problems}
+        return {name: problems for name, problems in {UNNAMED: self.evaluation, **self.by_set_name}.items() if problems}
 
     def is_seen(self, problem: Problem) -> bool:
         """Whether a stage trains on the prompt of this held-out problem, so that its accuracy may be memorization."""

@@ -207,8 +207,8 @@ class Failures:
     def __init__(self) -> None:
         self._reported: set[str] = set()
 
-    def first(self, sample: Sample) -> str | None:
-        """The sample's failure in one line, if it is the first of its location."""
+    def unreported(self, sample: Sample) -> str | None:
+        """The sample's failure in one line, unless one from the same location was reported."""
         failure = "" if sample.environment is None else sample.environment.failure
         location = " ".join(failure.split()[:2])
         if not failure or location in self._reported:

@@ -48,7 +48,7 @@ class WeightSource:
 
     model: HfFolder
     tokenizer: Tokenizer
-    ends: EndTokens
+    end_tokens: EndTokens
     context: int
     checkpoint: Path | None = None
     version: int = 0
@@ -83,8 +83,10 @@ def find_weights(recipe: Recipe, start: str | None, scratch: Path, report: Repor
     model_folder = open_model(recipe, run_dir)
     tokenizer = open_tokenizer(recipe, model_folder, run_dir)
     check_fits_model(tokenizer, model_folder.shape.vocab)
-    ends = end_tokens_of(recipe, model_folder, tokenizer)
-    return WeightSource(model_folder, tokenizer, ends, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version)
+    end_tokens = end_tokens_of(recipe, model_folder, tokenizer)
+    return WeightSource(
+        model_folder, tokenizer, end_tokens, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version
+    )
 
 
 def without_training(recipe: Recipe) -> Recipe:
@@ -93,7 +95,7 @@ def without_training(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": train})
 
 
-def with_merged_sync(recipe: Recipe) -> Recipe:
+def with_local_merged_sync(recipe: Recipe) -> Recipe:
     """The recipe with a weight sync through this host's shared memory that merges an adapter into the weights."""
     sync = recipe.sync.model_copy(update={"transport": "shm", "sections": ["target", "draft"]})
     # If `cluster.device` is not set, the recipe's own transport determines it.
@@ -210,7 +212,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
     `start`: as in `find_weights`. Before anything starts, raises UserError if there is no held-out set, and for unsuitable problems,
     rewards or weights. Errors of the cluster and the engines are raised unchanged.
     """
-    recipe = with_merged_sync(recipe)
+    recipe = with_local_merged_sync(recipe)
     validate(_for_validation(recipe))
     problems = load_held_out(recipe.data, recipe.seed, recipe.evaluation, recipe.rollout, stages=recipe.train.stages)
     if not problems.held_out:
@@ -224,12 +226,12 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
         counts = {name: (n or recipe.evaluation.of(name).n) for name in problems.held_out}
         total = sum(len(held_out) * counts[name] for name, held_out in problems.held_out.items())
         report(f"model: {source.name}; {total} responses to {sum(map(len, problems.held_out.values()))} held-out problems")
-        if source.ends.disagreement:
-            report(source.ends.disagreement)
+        if source.end_tokens.disagreement:
+            report(source.end_tokens.disagreement)
         if problems.seen_prompts is None and recipe.data.path is not None:
             report("data.path: the training rows cannot be read, so the accuracy on unseen prompts is unknown")
         store = stack.enter_context(engine_cluster(recipe, source, folder))
-        prepared = Prepared(source.model, source.tokenizer, problems, source.context, ends=source.ends)
+        prepared = Prepared(source.model, source.tokenizer, problems, source.context, end_tokens=source.end_tokens)
         began = time.perf_counter()
         metrics = asyncio.run(_evaluate(recipe, source, store, prepared, n, report))
         seconds = time.perf_counter() - began

@@ -30,8 +30,8 @@ from mtpctl.telemetry.run_directory import RunDirectory
 SLURM_TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
 SLURM_SCRIPT, SLURM_ID = "slurm.sh", "slurm.id"
 SIGNAL_LEAD_S = 300
-"""Maximum seconds before the time limit at which Slurm signals the job: time for an update and a checkpoint. If a quarter of the limit is
-less, that is used."""
+"""Slurm signals the job this many seconds before its time limit (or a quarter of the limit before, if that is shorter), which leaves time
+for an update and a checkpoint."""
 COMMAND_TIMEOUT_S = 30.0
 """Timeout of a Slurm command, in seconds."""
 
@@ -158,7 +158,7 @@ def run_dir(recipe: Recipe, request: SlurmRequest, seed: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def slurm_script(recipe: Recipe, request: SlurmRequest, nodes: SlurmAllocation, arguments: Sequence[str]) -> str:
+def slurm_script(recipe: Recipe, request: SlurmRequest, allocation: SlurmAllocation, arguments: Sequence[str]) -> str:
     """The script of a job that runs `mtpctl train ARGUMENTS` on these nodes."""
     import jinja2
 
@@ -169,7 +169,7 @@ def slurm_script(recipe: Recipe, request: SlurmRequest, nodes: SlurmAllocation, 
     words = [shlex.quote(argument) for argument in arguments]
     if request.seeds:
         words += ['--set "seed=$SLURM_ARRAY_TASK_ID"', f'--set "name={recipe.name}-seed$SLURM_ARRAY_TASK_ID"']
-    if nodes.nodes > 1:
+    if allocation.nodes > 1:
         words += ["--set cluster.address=auto"]
     else:
         words += ["--set cluster.address=null", '--set "cluster.num_cpus=$SLURM_CPUS_ON_NODE"']
@@ -177,14 +177,14 @@ def slurm_script(recipe: Recipe, request: SlurmRequest, nodes: SlurmAllocation, 
     environment.filters["quote"] = shlex.quote
     values: Mapping[str, object] = {
         "name": recipe.name,
-        "nodes": nodes.nodes,
+        "nodes": allocation.nodes,
         "cpus": request.cpus,
-        "gpus": nodes.gpus,
+        "gpus": allocation.gpus,
         "options": [*options, *request.sbatch],
         "requeue": request.requeue,
         "folder": str(Path.cwd()),
         "log_dir": str(logs),
-        "lead_s": round(min(SIGNAL_LEAD_S, nodes.limit_s / 4)),
+        "lead_s": round(min(SIGNAL_LEAD_S, allocation.limit_s / 4)),
         "bin": str(Path(sys.executable).parent),
         "seeds": request.seeds,
         "arguments": " ".join(words),
@@ -267,7 +267,7 @@ def _config_map(name: str, text: str) -> str:
     return f"{yaml12.dump(head)}data:\n  recipe.yaml: |\n{textwrap.indent(text, '    ')}"
 
 
-def _pod(placement: Placement, recipe: str, image: str, claim: str, memory: str | None) -> dict[str, Any]:
+def _pod(placement: Placement, config_map_name: str, image: str, claim: str, memory: str | None) -> dict[str, Any]:
     """The specification of a pod with the CPUs and GPUs of the fullest host."""
     hosts = [[actor for actor in placement.actors if actor.host == host] for host in range(placement.hosts)]
     cpus = max(math.ceil(sum(actor.cpus for actor in actors)) for actors in hosts) + EXTRA_POD_CPUS
@@ -286,7 +286,7 @@ def _pod(placement: Placement, recipe: str, image: str, claim: str, memory: str 
         "containers": [container],
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "recipe", "configMap": {"name": recipe}},
+            {"name": "recipe", "configMap": {"name": config_map_name}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }

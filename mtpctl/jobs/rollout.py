@@ -20,7 +20,7 @@ from mtpctl.environments.agents import bind_gateway, open_generator
 from mtpctl.environments.environment import Failures, load_environment_class
 from mtpctl.environments.trial import try_environment
 from mtpctl.errors import UserError
-from mtpctl.jobs.engines import Report, WeightSource, engine_cluster, find_weights, serving, with_merged_sync, without_training
+from mtpctl.jobs.engines import Report, WeightSource, engine_cluster, find_weights, serving, with_local_merged_sync, without_training
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
@@ -59,13 +59,15 @@ class Prompt:
 def rollout(
     recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report, progress: Progress, start: str | None = None
 ) -> dict[str, Any]:
-    """Generate the responses that are missing in `out`, `n` to every prompt. Returns the summary. `start`: as in `find_weights`.
+    """Complete `out` to `n` responses per prompt: generate those that it lacks. Returns the summary.
+
+    `start`: run, checkpoint or model folder whose weights are used; default: those of the recipe's run or model.
 
     Before anything starts, raises UserError for unsuitable prompts, model or file, and EnvironmentMissing without vLLM. Errors of the
     cluster and the engines (ClusterResources, RuntimeFailure) are raised unchanged.
     """
     validate(without_training(recipe))
-    recipe = with_merged_sync(recipe)
+    recipe = with_local_merged_sync(recipe)
     if n < 1:
         raise UserError(f"--n: must be at least 1, got {n}")
     problems = read_problems(prompts, "--prompts", answers=False, columns=recipe.data.columns)
@@ -75,8 +77,8 @@ def rollout(
         folder = Path(scratch)
         source = find_weights(recipe, start, folder, report)
         report(f"model: {source.name}")
-        if source.ends.disagreement:
-            report(source.ends.disagreement)
+        if source.end_tokens.disagreement:
+            report(source.end_tokens.disagreement)
         environment, chat, deadline_s = (
             load_environment_class(recipe.rollout),
             uses_chat_template(recipe.data, problems),
@@ -137,7 +139,7 @@ def origin_of(recipe: Recipe, source: WeightSource) -> Origin:
 
 def _extra_end_ids(source: WeightSource) -> list[int]:
     """The end tokens other than EOS. If EOS is not an end token: -1, followed by all end tokens."""
-    eos, ids = source.tokenizer.eos_id, list(source.ends.ids)
+    eos, ids = source.tokenizer.eos_id, list(source.end_tokens.ids)
     return [token for token in ids if token != eos] if eos in ids else [-1, *ids]
 
 
@@ -169,7 +171,7 @@ def _generate(
             Rewarder(recipe.reward, report=report) as rewarder,
             open_generator(
                 recipe.rollout, pool, source.tokenizer, context=source.context, name=recipe.name, report=report, trains=False
-            ) as agents,
+            ) as generator,
         ):
 
             async def reward(text: str, sample: Sample) -> float | None:
@@ -178,12 +180,12 @@ def _generate(
                 return outcome.reward
 
             return await generate_responses(
-                agents,
+                generator,
                 missing,
                 file,
                 recipe.rollout,
                 context=source.context,
-                end_ids=source.ends.ids,
+                end_ids=source.end_tokens.ids,
                 decode=source.tokenizer.decode,
                 reward=reward,
                 seed=recipe.seed if recipe.async_.deterministic else None,
@@ -241,7 +243,7 @@ async def generate_responses(
     try:
         async with contextlib.aclosing(generator.generate(requests())) as samples:
             async for sample in samples:
-                if (failure := failures.first(sample)) is not None:
+                if (failure := failures.unreported(sample)) is not None:
                     report(failure)
                 write_tasks.append(asyncio.create_task(write(sample)))
     finally:
@@ -273,14 +275,14 @@ def summary(tally: Tally, *, new_samples: int, new_tokens: int, seconds: float) 
 def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Report, start: str | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM. Appends the trajectories that agents finish to `out`. Returns their number.
 
-    `start`: as in `find_weights`. Raises UserError if the address is in use, the file cannot be written, or the tokenizer has no chat
+    `start`: as in `rollout`. Raises UserError if the address is in use, the file cannot be written, or the tokenizer has no chat
     template. Errors of the cluster and the engines are raised unchanged.
     """
     gateway_keys: dict[str, object] = {"agent": None, "agent_args": {}, "environment": "single", "gateway": True}
     gateway_keys |= {"gateway_host": host, "gateway_port": port}
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=gateway_keys)})
     validate(without_training(recipe))
-    recipe, listener = with_merged_sync(recipe), bind_gateway(recipe.rollout)
+    recipe, listener = with_local_merged_sync(recipe), bind_gateway(recipe.rollout)
     assert listener is not None, "the gateway is on"
     with contextlib.closing(listener), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as scratch, contextlib.ExitStack() as stack:
         source = find_weights(recipe, start, Path(scratch), report)
@@ -307,7 +309,7 @@ async def _serve(
             return 0
         generator = start_task.result()
         failures = Failures()
-        samples = await stack.enter_async_context(contextlib.aclosing(generator.generate(_trajectories(recipe, source, file))))
+        samples = await stack.enter_async_context(contextlib.aclosing(generator.generate(_trajectory_requests(recipe, source, file))))
         while True:
             next_sample = asyncio.ensure_future(anext(samples))
             await asyncio.wait({next_sample, stop_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -316,7 +318,7 @@ async def _serve(
                 await asyncio.gather(next_sample, return_exceptions=True)
                 break
             sample = next_sample.result()
-            if (failure := failures.first(sample)) is not None:
+            if (failure := failures.unreported(sample)) is not None:
                 report(failure)
             finished += 1
             if file is not None:
@@ -338,23 +340,23 @@ async def _start_generator(
             name=recipe.name,
             report=report,
             trains=False,
-            single_requests=lambda: _trajectory(recipe, source, "request"),
+            single_requests=lambda: _trajectory_request(recipe, source, "request"),
             listener=listener,
         )
     )
 
 
-async def _trajectories(recipe: Recipe, source: WeightSource, file: SampleFile | None) -> AsyncIterator[GenerationRequest]:
+async def _trajectory_requests(recipe: Recipe, source: WeightSource, file: SampleFile | None) -> AsyncIterator[GenerationRequest]:
     """An endless series of requests, one for each trajectory of an external agent. Their problems are not known here."""
     names = set() if file is None else {prompt_id for prompt_id, _ in file.keys}
     for number in itertools.count():
         if (name := f"trajectory/{number}") not in names:
-            yield _trajectory(recipe, source, name)
+            yield _trajectory_request(recipe, source, name)
 
 
-def _trajectory(recipe: Recipe, source: WeightSource, name: str) -> GenerationRequest:
+def _trajectory_request(recipe: Recipe, source: WeightSource, name: str) -> GenerationRequest:
     problem = Problem(name, "", NO_ANSWER)
-    return create_request(recipe.rollout, Sample(name, name, []), context=source.context, end_ids=source.ends.ids, problem=problem)
+    return create_request(recipe.rollout, Sample(name, name, []), context=source.context, end_ids=source.end_tokens.ids, problem=problem)
 
 
 def _write(file: SampleFile, sample: Sample, source: WeightSource) -> None:

@@ -129,7 +129,7 @@ async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: i
     update = sync.last
     assert update is not None
     manifest, sent = update.manifest, update.sent
-    link_rate = None if update.pushed else copy_rate(max(bucket.nbytes for plan in manifest.sections.values() for bucket in plan.buckets))
+    link_rate = None if update.is_push else copy_rate(max(bucket.nbytes for plan in manifest.sections.values() for bucket in plan.buckets))
     return SyncResult(
         version,
         manifest.transport,

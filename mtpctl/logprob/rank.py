@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpctl.cluster.bundles import ActorLocation, current_location
-from mtpctl.cluster.process import freeze_heap, importing, redirect_output
+from mtpctl.cluster.process import freeze_heap, gc_paused_for_imports, redirect_output
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.recipe.model import MtpConfig
@@ -83,7 +83,7 @@ class ScoreRank:
 
     def build(self, master: str) -> Bounds:
         """Load the model. `master`: rank 0's `address`."""
-        with importing():
+        with gc_paused_for_imports():
             import torch
 
             from mtpctl.convert.hf_folder import HfFolder

@@ -102,13 +102,13 @@ _SCALARS: dict[object, str] = {str: "text", int: "integer", float: "number", boo
 class Key:
     """One key of the recipe.
 
-    models: the sections that it may contain: none for a value, several for a choice of variants. A key such as `rollout.replicas` may be a
+    sections: those that it may contain: none for a value, several for a choice of variants. A key such as `rollout.replicas` may be a
     section or a value.
     """
 
     path: KeyPath
     field: FieldInfo
-    models: tuple[type[BaseModel], ...]
+    sections: tuple[type[BaseModel], ...]
 
     @property
     def dotted(self) -> str:
@@ -123,7 +123,7 @@ class Key:
     def accepts_value(self) -> bool:
         """Whether the key may have a value that is not a section."""
         parts = [part for part in _alternatives(self.field.annotation) if part is not type(None)]
-        return len(parts) > len(self.models)
+        return len(parts) > len(self.sections)
 
     @property
     def tags(self) -> frozenset[str]:
@@ -157,7 +157,7 @@ def element_section(key: Key) -> type[BaseModel] | None:
 
 def section_keys(model: type[BaseModel], path: KeyPath = ()) -> dict[str, Key]:
     """The keys of one section, by their names in YAML."""
-    return {name: Key((*path, name), field, models) for name, (field, models) in _fields(model).items()}
+    return {name: Key((*path, name), field, sections) for name, (field, sections) in _fields(model).items()}
 
 
 @cache
@@ -165,8 +165,8 @@ def _fields(model: type[BaseModel]) -> dict[str, tuple[FieldInfo, tuple[type[Bas
     """The fields of a section by their names in YAML, each with the sections in its type."""
     fields = {}
     for attribute, field in model.model_fields.items():
-        models = tuple(part for part in _alternatives(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel))
-        fields[field.alias or attribute] = (field, models)
+        sections = tuple(part for part in _alternatives(field.annotation) if isinstance(part, type) and issubclass(part, BaseModel))
+        fields[field.alias or attribute] = (field, sections)
     return fields
 
 
@@ -175,7 +175,7 @@ def walk_keys(model: type[BaseModel] = Recipe, path: KeyPath = ()) -> Iterator[K
     visited: set[KeyPath] = set()
     for key in section_keys(model, path).values():
         yield key
-        for section in key.models:
+        for section in key.sections:
             for nested_key in walk_keys(section, key.path):
                 if nested_key.path not in visited:
                     visited.add(nested_key.path)
@@ -189,16 +189,16 @@ def all_dotted_keys() -> tuple[str, ...]:
 
 def find_key(path: KeyPath) -> Key | None:
     """The key at `path`; None if there is none. Any path below a free mapping leads to the mapping's key."""
-    models: tuple[type[BaseModel], ...] = (Recipe,)
+    sections: tuple[type[BaseModel], ...] = (Recipe,)
     key = None
     for depth, name in enumerate(path):
         if key is not None and key.has_free_keys:
             return key
-        match = next((fields[name] for model in models if name in (fields := _fields(model))), None)
+        match = next((fields[name] for model in sections if name in (fields := _fields(model))), None)
         if match is None:
             return None
-        field, models = match
-        key = Key(path[: depth + 1], field, models)
+        field, sections = match
+        key = Key(path[: depth + 1], field, sections)
     return key
 
 
@@ -274,15 +274,15 @@ def _yaml_path(location: Iterable[str | int]) -> KeyPath:
     """The path of a pydantic location, without the tags of variants."""
     path: KeyPath = ()
     key: Key | None = None
-    models: tuple[type[BaseModel], ...] = (Recipe,)
+    sections: tuple[type[BaseModel], ...] = (Recipe,)
     below_free_key = False
     for step in map(str, location):
-        if (len(models) > 1 and not any(step in section_keys(m) for m in models)) or (key is not None and step in key.tags):
+        if (len(sections) > 1 and not any(step in section_keys(m) for m in sections)) or (key is not None and step in key.tags):
             continue
         path = (*path, step)
-        key = None if below_free_key else next((keys[step] for m in models if step in (keys := section_keys(m, path[:-1]))), None)
+        key = None if below_free_key else next((keys[step] for m in sections if step in (keys := section_keys(m, path[:-1]))), None)
         below_free_key = below_free_key or key is None
-        models = key.models if key else ()
+        sections = key.sections if key else ()
     return path
 
 

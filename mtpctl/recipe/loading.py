@@ -162,17 +162,17 @@ def _reject_unknown(tree: Mapping[str, object], model: type[BaseModel], path: Ke
         key_path = (*path, name)
         if name not in keys:
             raise UserError(f"{lines[key_path]}: {'.'.join(key_path)} is not a key{unknown_key_hint(key_path, tuple(keys))}")
-        if isinstance(value, Mapping) and keys[name].models:
+        if isinstance(value, Mapping) and keys[name].sections:
             # The variant is only known after merging: keys of all variants are accepted here.
-            _reject_unknown_below(value, keys[name], key_path, lines)
+            _reject_unknown_in_variants(value, keys[name], key_path, lines)
         elif isinstance(value, Mapping) and (section := element_section(keys[name])) is not None:
             for item_name, item in value.items():
                 if isinstance(item, Mapping):
                     _reject_unknown(item, section, (*key_path, item_name), lines)
 
 
-def _reject_unknown_below(tree: Mapping[str, object], key: Key, path: KeyPath, lines: Mapping[KeyPath, str]) -> None:
-    names = {name: model for model in reversed(key.models) for name in section_keys(model)}
+def _reject_unknown_in_variants(tree: Mapping[str, object], key: Key, path: KeyPath, lines: Mapping[KeyPath, str]) -> None:
+    names = {name: model for model in reversed(key.sections) for name in section_keys(model)}
     for name in tree:
         if name not in names:
             raise UserError(
@@ -210,7 +210,7 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
     if key is None:
         known_depth = next(depth for depth in range(len(path), -1, -1) if depth == 0 or find_key(path[:depth]))
         parent = find_key(path[:known_depth])
-        siblings = tuple(name for model in (parent.models if parent else (Recipe,)) for name in section_keys(model))
+        siblings = tuple(name for model in (parent.sections if parent else (Recipe,)) for name in section_keys(model))
         hint = unknown_key_hint(path, siblings if known_depth == len(path) - 1 else ()) or unknown_key_hint(
             path[: known_depth + 1], siblings
         )
@@ -218,9 +218,9 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
     value = yaml12.parse_value(raw)
     if append:
         value = _append_to_list(tree, path, key, value, text)
-    elif isinstance(value, dict) and key.models:
+    elif isinstance(value, dict) and key.sections:
         new_paths = [(*path, *leaf[:depth]) for leaf in flatten(value) for depth in range(1, len(leaf) + 1)]
-        _reject_unknown_below(value, key, path, dict.fromkeys(new_paths, f"--set {text}"))
+        _reject_unknown_in_variants(value, key, path, dict.fromkeys(new_paths, f"--set {text}"))
     section = tree
     for step in path[:-1]:
         child = section.get(step)
@@ -250,27 +250,27 @@ def _resolve_files(tree: Tree, origins: Origins, set_folders: Sequence[Path]) ->
     A relative path is looked up in the working directory, then in the folder of the recipe file that contains it, or for `--set` in
     `set_folders`: the folders of the recipe and its overlays. Paths of missing files are not changed: they may be modules or hub ids.
     """
-    for keys, value in flatten(tree).items():
+    for key_path, value in flatten(tree).items():
         if not isinstance(value, str):
             continue
-        if _matches(keys, FILE_KEYS):
+        if _matches(key_path, FILE_KEYS):
             source, colon, name = value, "", ""
-        elif _matches(keys, REFERENCE_KEYS) and ".py:" in value:
+        elif _matches(key_path, REFERENCE_KEYS) and ".py:" in value:
             source, colon, name = value.rpartition(":")
         else:
             continue
-        origin = origins.get(keys, "--set")
+        origin = origins.get(key_path, "--set")
         folders = [Path.cwd(), *(set_folders if origin == "--set" else [Path(origin.rpartition(":")[0]).absolute().parent])]
         relative = Path(source).expanduser()
         if (file := next((folder / relative for folder in folders if (folder / relative).exists()), None)) is not None:
             section = tree
-            for step in keys[:-1]:
+            for step in key_path[:-1]:
                 section = cast(Tree, section[step])
-            section[keys[-1]] = f"{file}{colon}{name}"
+            section[key_path[-1]] = f"{file}{colon}{name}"
 
 
-def _matches(keys: KeyPath, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(".".join(keys), pattern) for pattern in patterns)
+def _matches(key_path: KeyPath, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(".".join(key_path), pattern) for pattern in patterns)
 
 
 def _all_origins(recipe: Recipe, origins: Origins) -> dict[str, str]:

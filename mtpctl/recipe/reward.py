@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from mtpctl.recipe.section import Complaints, PositiveFloat, PositiveInt, Section
-from mtpctl.user_code import is_reference, missing_file
+from mtpctl.user_code import is_code_reference, missing_file
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -53,7 +53,7 @@ class RewardConfig(Section):
     )
 
 
-def reference_of(function: str) -> str:
+def code_reference(function: str) -> str:
     """The function that a recipe names, as `FILE.py:NAME` or `MODULE:NAME`."""
     return BUILT_IN.get(function, function)
 
@@ -74,7 +74,7 @@ def check_function(reward: RewardConfig, section: str) -> Complaints:
             key = f"{section}.args.{BOUNDS[function]}"
             yield f"{section}.timeout_s: must be more than {key}: {seconds:g}, got {reward.timeout_s:g}"
         return
-    if is_reference(function):
+    if is_code_reference(function):
         if reason := missing_file(function):
             yield f"{field}: {reason}"
         return

@@ -23,7 +23,7 @@ from mtpctl.recipe.section import (
     Section,
     check_parallel,
 )
-from mtpctl.user_code import is_reference
+from mtpctl.user_code import is_code_reference
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -62,7 +62,7 @@ def _built_in_or_user_defined(names: tuple[str, ...]) -> AfterValidator:
     def check(value: str) -> str:
         if value in names:
             return value
-        if not is_reference(value):
+        if not is_code_reference(value):
             matches = difflib.get_close_matches(value, names, 1)
             hint = f"; did you mean {matches[0]}?" if matches else ""
             raise ValueError(f"must be {', '.join(names)}, or FILE.py:NAME or MODULE:NAME, got {value!r}{hint}")
@@ -264,9 +264,9 @@ def check_objective(recipe: Recipe) -> Complaints:
 
 def check_loss(rl: RlConfig) -> Complaints:
     """Report arguments of a built-in loss or advantage, and groups that are too small for the baseline or for dynamic sampling."""
-    if rl.loss_args and not is_reference(rl.loss):
+    if rl.loss_args and not is_code_reference(rl.loss):
         yield f"train.rl.loss_args: loss: {rl.loss} takes none; leave them out, or name your own loss as FILE.py:NAME"
-    if rl.advantage_args and not is_reference(rl.advantage):
+    if rl.advantage_args and not is_code_reference(rl.advantage):
         yield f"train.rl.advantage_args: advantage: {rl.advantage} takes none; remove them, or name a function as FILE.py:NAME"
     if rl.signal_backoff and rl.teacher is not None:
         yield "train.rl.signal_backoff: a teacher trains on groups without signal as well; set it to false"

@@ -16,7 +16,7 @@ from mtpctl.families.reading import missing_fields, unsupported_by_vllm_cpu
 from mtpctl.families.shape import ModelShape
 from mtpctl.recipe.section import Complaints, Float, Fraction, HomePath, NonNegativeInt, PositiveFloat, PositiveInt, Section, check_divides
 from mtpctl.recipe.train import EXPERT_TARGETS
-from mtpctl.user_code import is_reference, missing_file
+from mtpctl.user_code import is_code_reference, missing_file
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -360,7 +360,7 @@ def check_environment(rollout: RolloutBase) -> Complaints:
         yield "rollout.environment: verifiers: needs the name of an environment; write verifiers:NAME"
     if rollout.environment == "single" and rollout.environment_args:
         yield "rollout.environment_args: there is no environment to pass them to; set rollout.environment, or leave them out"
-    elif rollout.environment not in names and not is_reference(rollout.environment):
+    elif rollout.environment not in names and not is_code_reference(rollout.environment):
         matches = difflib.get_close_matches(rollout.environment, names, 1)
         hint = f"did you mean {matches[0]}?" if matches else f"built in are {', '.join(names)}; name your own class as FILE.py:NAME"
         yield f"rollout.environment: mtpctl has no environment {rollout.environment!r}; {hint}"
@@ -369,7 +369,7 @@ def check_environment(rollout: RolloutBase) -> Complaints:
 def check_agents(rollout: RolloutBase) -> Complaints:
     """Report a missing agent, and keys of agents and environments that exclude each other."""
     if rollout.agent is not None:
-        if not is_reference(rollout.agent):
+        if not is_code_reference(rollout.agent):
             yield f"rollout.agent: {rollout.agent!r} is neither FILE.py:NAME nor MODULE:NAME"
         elif reason := missing_file(rollout.agent):
             yield f"rollout.agent: {reason}"

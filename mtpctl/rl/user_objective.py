@@ -22,7 +22,7 @@ from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.recipe.rl import RlConfig
 from mtpctl.rl.advantages import group_advantages
 from mtpctl.rl.losses import LossOut, TokenTerms, token_policy_loss
-from mtpctl.user_code import check_call, describe_error, is_reference, load, location_of
+from mtpctl.user_code import check_call, describe_error, is_code_reference, load, location_of
 
 LOSS, ADVANTAGE = "train.rl.loss", "train.rl.advantage"
 _TOLERANCE = 1e-8
@@ -44,7 +44,7 @@ def load_loss(config: RlConfig) -> TokenPolicyLoss:
 
     Raises UserError if a user-defined loss cannot be loaded. The loss raises RuntimeFailure, with file and line, if the user's code fails.
     """
-    if not is_reference(config.loss):
+    if not is_code_reference(config.loss):
         return token_policy_loss
     function = _load_function(config.loss, ("logprob", "entropy", "terms", "config"), config.loss_args, LOSS)
 
@@ -63,7 +63,7 @@ def compute_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor, config:
 
     Raises RuntimeFailure if a user-defined advantage fails.
     """
-    if not is_reference(config.advantage):
+    if not is_code_reference(config.advantage):
         return group_advantages(rewards, groups, config.advantage, lengths)
     function = _load_advantage(config)
     arguments = (rewards.double(), groups, lengths)
@@ -72,9 +72,9 @@ def compute_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor, config:
 
 def check_objective(config: RlConfig) -> None:
     """Test the user-defined loss and advantage, if any, on a small example on the CPU. Raises UserError with file and line."""
-    if is_reference(config.loss):
+    if is_code_reference(config.loss):
         _check_loss(config)
-    if is_reference(config.advantage):
+    if is_code_reference(config.advantage):
         _check_advantage(config)
 
 

@@ -3,13 +3,13 @@
 A step with k draft tokens takes a time `t(k)`, which depends on the batch size, and yields `1 + a(1) + … + a(k)` tokens per request, where
 `a(i)` is the acceptance of the draft at position i. Both are measured while requests are served: the acceptance in every step that
 verifies drafts, the time of another k by trying it for a few steps. The choice is the k with the highest `(1 + a(1) + … + a(k)) / t(k)`;
-with a limit of 1 it switches speculation on or off. Before times are measured, a draft is assumed to add `PRIOR_DRAFT_COST` of a step, so
-an engine whose drafts are never accepted does not draft. Effects that slow the current steps, such as longer contexts and a busy host, are
-assumed to slow steps with other k by the same factor.
+if at most one draft token is allowed, the choice is whether to speculate at all. Before times are measured, a draft is assumed to add
+`PRIOR_DRAFT_COST` of a step, so an engine whose drafts are never accepted does not draft. Effects that slow the current steps, such as
+longer contexts and a busy host, are assumed to slow steps with other k by the same factor.
 
 A look is one round of trying all k. Trying a slower k costs throughput. `LOSS_SHARE` limits this cost to a share of all steps, except for
-the first look: after a look that cost the work of n steps, the next one is due n / `LOSS_SHARE` steps later. Until the limit permits a
-look, an unmeasured load uses the times of the nearest measured load.
+the first look: after a look that cost the work of n steps, the next one is due n / `LOSS_SHARE` steps later. Until `LOSS_SHARE`
+permits a look, an unmeasured load uses the times of the nearest measured load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ WINDOW_STEPS = 16
 PRIOR_DRAFT_COST = 0.05
 """Assumed cost of a draft before it is measured, as a share of a step."""
 MIN_REQUEST_STEPS = 256
-"""Minimum request-steps with verified drafts. With fewer, the acceptance counts as unknown before the first look."""
+"""Before the first look, the acceptance is considered unknown until drafts have been verified in this many request-steps (requests times
+steps)."""
 LOSS_SHARE = 0.005
 """Maximum cost of looks, as a share of all steps."""
 MIN_GAIN = 0.01
@@ -36,7 +37,7 @@ MAX_LOAD_RATIO = 1.5
 ACCEPTANCE_WINDOW = 4096
 """Request-steps over which acceptance is averaged."""
 WEIGHT_AFTER_UPDATE = 256
-"""Weight that the measured acceptance keeps after a weight update, in request-steps."""
+"""After a weight update, the acceptance measured so far counts as if it came from at most this many request-steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Choice:
 
 @dataclass(slots=True)
 class _Load:
-    """Measurements for batch sizes up to one power of two."""
+    """Measurements for the batch sizes above one power of two and up to the next."""
 
     times: dict[int, float] = field(default_factory=dict)
     """Seconds per step by number of drafts."""
@@ -74,8 +75,8 @@ class _Load:
 class SpeculationSwitch:
     """Call `drafts()` before each step and `observe(step)` after it. `report` receives every changed decision."""
 
-    def __init__(self, limit: int, report: Callable[[Choice], None] = lambda choice: None) -> None:
-        self.limit = limit
+    def __init__(self, max_drafts: int, report: Callable[[Choice], None] = lambda choice: None) -> None:
+        self.max_drafts = max_drafts
         self.looks = 0
         self.switches = 0
         self._report = report
@@ -83,13 +84,13 @@ class SpeculationSwitch:
 
     def _reset(self) -> None:
         self._fixed: int | None = None
-        self._current = self.limit
+        self._current_drafts = self.max_drafts
         self._loads: dict[int, _Load] = {}
         self._untried: deque[int] = deque()
         self._timed_steps: list[Step] = []
         self._settling_steps = SETTLE_STEPS
-        self._verified = [0.0] * self.limit
-        self._accepted = [0.0] * self.limit
+        self._verified = [0.0] * self.max_drafts
+        self._accepted = [0.0] * self.max_drafts
         self._steps = 0
         self._lost_steps = 0.0
         self._first_look_loss: float | None = None
@@ -103,15 +104,15 @@ class SpeculationSwitch:
 
     def fix(self, drafts: int | None) -> None:
         """Use `drafts` without looking; None: automatic again, without previous measurements."""
-        if drafts is not None and not 0 <= drafts <= self.limit:
-            raise ValueError(f"from 0 to {self.limit} draft tokens are possible, got {drafts}")
+        if drafts is not None and not 0 <= drafts <= self.max_drafts:
+            raise ValueError(f"from 0 to {self.max_drafts} draft tokens are possible, got {drafts}")
         self._reset()
         self._fixed = drafts
 
     def look_again(self) -> None:
         """Discount the measured acceptance, which a weight update changes. Step times are kept.
 
-        The previous acceptance counts as `WEIGHT_AFTER_UPDATE` request-steps, and a look is due as soon as `LOSS_SHARE` permits.
+        The previous acceptance counts as at most `WEIGHT_AFTER_UPDATE` request-steps, and a look is due as soon as `LOSS_SHARE` permits.
         """
         for position, verified in enumerate(self._verified):
             weight = min(1.0, WEIGHT_AFTER_UPDATE / verified) if verified else 1.0
@@ -121,7 +122,7 @@ class SpeculationSwitch:
 
     def drafts(self) -> int:
         """Draft tokens of the next step."""
-        return self._current if self._fixed is None else self._fixed
+        return self._current_drafts if self._fixed is None else self._fixed
 
     @property
     def looking(self) -> bool:
@@ -148,11 +149,15 @@ class SpeculationSwitch:
         if allowed and self._steps_at_load >= WINDOW_STEPS and (due or load.chosen is None):
             self._start_look(step.requests, load)
             return
-        drafts = self._fastest(load.times, self._current) if len(load.times) == self.limit + 1 else self._fastest_unmeasured(load_index)
+        drafts = (
+            self._fastest(load.times, self._current_drafts)
+            if len(load.times) == self.max_drafts + 1
+            else self._choice_for_unmeasured_load(load_index)
+        )
         self._choose(drafts, step.requests, load)
 
     def _record_acceptance(self, step: Step) -> None:
-        for position in range(min(step.drafts, len(step.accepted), self.limit)):
+        for position in range(min(step.drafts, len(step.accepted), self.max_drafts)):
             weight = max(0.0, 1 - step.requests / ACCEPTANCE_WINDOW)
             self._verified[position] = weight * self._verified[position] + step.requests
             self._accepted[position] = weight * self._accepted[position] + step.accepted[position]
@@ -161,7 +166,7 @@ class SpeculationSwitch:
         """Scale the times of all numbers of drafts by the current step time, since longer contexts slow all of them."""
         if self._settling_steps:
             self._settling_steps -= 1
-        elif step.drafts == self._current and step.drafts in load.times and _is_typical(step, load):
+        elif step.drafts == self._current_drafts and step.drafts in load.times and _is_typical(step, load):
             scale = 1 + (step.seconds / load.times[step.drafts] - 1) / (4 * WINDOW_STEPS)
             load.times = {drafts: scale * seconds for drafts, seconds in load.times.items()}
 
@@ -171,8 +176,8 @@ class SpeculationSwitch:
         After an aborted first look, only the numbers without times are tried.
         """
         self._look_requests, self._look_steps = requests, 0
-        self._untried = deque(drafts for drafts in range(self.limit, -1, -1) if load.chosen is not None or drafts not in load.times)
-        self._set_current(self._untried[0])
+        self._untried = deque(drafts for drafts in range(self.max_drafts, -1, -1) if load.chosen is not None or drafts not in load.times)
+        self._set_current_drafts(self._untried[0])
 
     def _time_step(self, step: Step, load_index: int) -> None:
         self._look_steps += 1
@@ -192,7 +197,7 @@ class SpeculationSwitch:
         self._timed_steps.clear()
         self._untried.popleft()
         if self._untried:
-            self._set_current(self._untried[0])
+            self._set_current_drafts(self._untried[0])
             return
         self._finish_look(step.requests, look_load)
 
@@ -202,7 +207,7 @@ class SpeculationSwitch:
         self._timed_steps.clear()
         if self._first_look_loss is not None:
             self._lost_steps += self._look_steps
-        self._set_current(self._fastest_unmeasured(load_index))
+        self._set_current_drafts(self._choice_for_unmeasured_load(load_index))
 
     def _finish_look(self, requests: int, load: _Load) -> None:
         rates = self._rates(load.times)
@@ -214,7 +219,7 @@ class SpeculationSwitch:
         self._next_look_step = self._steps + max(lost_steps / LOSS_SHARE, 16.0 * WINDOW_STEPS)
         self.looks += 1
         previous, load.chosen = load.chosen, best
-        self._set_current(best)
+        self._set_current_drafts(best)
         if previous != best:
             self._record_switch(requests, best, load)
 
@@ -222,11 +227,11 @@ class SpeculationSwitch:
         if load.chosen is not None and drafts != load.chosen:
             self._record_switch(requests, drafts, load)
             load.chosen = drafts
-        if drafts != self._current:
-            self._set_current(drafts)
+        if drafts != self._current_drafts:
+            self._set_current_drafts(drafts)
 
-    def _set_current(self, drafts: int) -> None:
-        self._current = drafts
+    def _set_current_drafts(self, drafts: int) -> None:
+        self._current_drafts = drafts
         self._settling_steps = SETTLE_STEPS
 
     def _record_switch(self, requests: int, drafts: int, load: _Load) -> None:
@@ -251,14 +256,17 @@ class SpeculationSwitch:
             return current
         return best
 
-    def _fastest_unmeasured(self, load_index: int) -> int:
-        """The fastest number by the times of the nearest measured load, or by `PRIOR_DRAFT_COST` if no load is measured."""
+    def _choice_for_unmeasured_load(self, load_index: int) -> int:
+        """The number for a load without measurements: the fastest one, with the times of the nearest measured load.
+
+        If no load is measured, times follow from `PRIOR_DRAFT_COST`.
+        """
         measured_times = {index: load.times for index, load in self._loads.items() if load.chosen is not None}
         if measured_times:
-            return self._fastest(measured_times[min(measured_times, key=lambda index: abs(index - load_index))], self._current)
+            return self._fastest(measured_times[min(measured_times, key=lambda index: abs(index - load_index))], self._current_drafts)
         if self._verified[0] < MIN_REQUEST_STEPS:
-            return self.limit
-        return self._fastest({drafts: 1 + PRIOR_DRAFT_COST * drafts for drafts in range(self.limit + 1)}, self._current)
+            return self.max_drafts
+        return self._fastest({drafts: 1 + PRIOR_DRAFT_COST * drafts for drafts in range(self.max_drafts + 1)}, self._current_drafts)
 
 
 def _load_index(requests: int) -> int:

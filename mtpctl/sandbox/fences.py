@@ -29,9 +29,9 @@ def extract_code(response: str, names: Collection[str] = ()) -> str:
     """Extract the Python code from a response.
 
     Candidates are the fenced blocks that are marked as Python (the last one may be truncated), or else the blocks without a language. If
-    there are none, the whole response is returned. If candidates define some of `names`, the last one that defines all of these is
-    returned, or all candidates joined if no single one does: a usage example is not mistaken for the answer, and no helper is lost.
-    Otherwise, the last candidate is returned.
+    there are none, the whole response is returned. If candidates define some of `names`, take those that any candidate defines: the last
+    candidate that defines all of them is returned; if no single one does, all candidates are joined. So a usage example is not mistaken
+    for the answer, and no helper is lost. Otherwise, the last candidate is returned.
     """
     non_empty = [block for block in parse_blocks(response) if block.code.strip()]
     candidates = [block.code for block in non_empty if block.language == "python"] or [

@@ -237,7 +237,7 @@ class WeightUpdate:
         """`verify`: compare the checksums of every tensor on both ends."""
         self.parties, self.version, self.sections, self.verify = parties, version, sections, verify
         self.options = parties.recipe.sync
-        self.pushed = self.options.transport in PUSH_TRANSPORTS
+        self.is_push = self.options.transport in PUSH_TRANSPORTS
         # Without partial rollouts no response spans two versions: responses in flight end before the weights change.
         self.pause: PauseMode = self.options.pause if parties.recipe.async_.partial_rollout else "wait"
         self.state = State.PLAN
@@ -247,7 +247,7 @@ class WeightUpdate:
 
     async def run(self) -> None:
         """Plan, transfer and commit. Raises SyncError if a target refuses; targets that did not commit keep the previous version."""
-        if self.pushed:
+        if self.is_push:
             async with self._quiesced():
                 await self.plan(self._members())
                 await self.transfer()
@@ -303,11 +303,11 @@ class WeightUpdate:
             raise
         finally:
             await asyncio.gather(send_task, return_exceptions=True)
-        self.state = State.PERSIST if self.pushed else State.DONE
+        self.state = State.PERSIST if self.is_push else State.DONE
 
     async def _send(self) -> TransferStats | None:
         """Let the trainer push the buckets. Returns None if they are in the store already."""
-        sent = await self.parties.trainer.transfer_weights() if self.pushed else None
+        sent = await self.parties.trainer.transfer_weights() if self.is_push else None
         self.state = State.COMMIT
         return sent
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import ActorLocation, current_location
-from mtpctl.cluster.process import freeze_heap, importing, redirect_output
+from mtpctl.cluster.process import freeze_heap, gc_paused_for_imports, redirect_output
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, Section
@@ -86,7 +86,7 @@ class TrainerRank(WeightExporter):
 
         Raises UserError if a user-defined loss or advantage cannot be loaded on this host or fails its check.
         """
-        with importing():
+        with gc_paused_for_imports():
             import torch
 
             from mtpctl.cluster.rendezvous import use_own_interface

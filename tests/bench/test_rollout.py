@@ -90,13 +90,13 @@ def test_requests_too_long_for_the_model_are_rejected_before_it_is_written(tmp_p
 
 def test_load_stays_in_its_half_of_the_vocabulary() -> None:
     for wrong_drafts in (False, True):
-        load = make_load("l", 8, 40, prompt=16, tokens=100, spread=0.5, vocab=VOCAB, wrong_drafts=wrong_drafts)
+        load = make_load("l", 8, 40, prompt_length=16, mean_answer_length=100, spread=0.5, vocab=VOCAB, wrong_drafts=wrong_drafts)
         assert len(load.prompts) == len(load.lengths) == 40
         assert all(50 <= length <= 150 for length in load.lengths) and len(set(load.lengths)) > 10
         for prompt, length in zip(load.prompts, load.lengths, strict=True):
             half = {token // HALF for token in [prompt[-1], *expected_answer(prompt[-1], length, VOCAB)]}
             assert half == {int(wrong_drafts)}
-    assert make_load("l", 8, 8, prompt=4, tokens=100, spread=0.0, vocab=VOCAB).lengths == [100] * 8
+    assert make_load("l", 8, 8, prompt_length=4, mean_answer_length=100, spread=0.0, vocab=VOCAB).lengths == [100] * 8
 
 
 def test_drafting_as_long_as_a_step_halves_the_gain() -> None:

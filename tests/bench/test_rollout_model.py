@@ -54,7 +54,7 @@ def test_a_load_fills_all_slots_and_repeats_the_prompt_of_a_group(folder: Path) 
     load = make_load(options, prompts, 32, 2)
     assert len(load.prompts) == len(load.lengths) == 32 * 3 * 2
     assert [load.prompts[number] for number in range(4)] == [prompts[0]] * 4 and load.prompts[4] == prompts[1]
-    assert min(load.lengths) >= 10 and max(load.lengths) <= options.longest == 70
+    assert min(load.lengths) >= 10 and max(load.lengths) <= options.max_response_tokens == 70
     assert sum(load.lengths) / len(load.lengths) == pytest.approx(40, rel=0.15)
     assert load == make_load(options, prompts, 32, 2), "each way gets the same requests"
 
@@ -75,7 +75,7 @@ def test_cpu_time_includes_descendants_and_no_others() -> None:
 
 def test_a_row_compares_with_vllm_in_the_same_round() -> None:
     arm = Arm("3 engines", 3, 256)
-    rounds = [Measurement(2.0, 400, loop_s=0.2, engines_s=9.0), Measurement(4.0, 400, loop_s=0.4, engines_s=18.0)]
+    rounds = [Measurement(2.0, 400, loop_cpu_s=0.2, engines_cpu_s=9.0), Measurement(4.0, 400, loop_cpu_s=0.4, engines_cpu_s=18.0)]
     result = _make_result(arm, rounds, [Measurement(8.0, 400), Measurement(8.0, 400)])
     assert (result.rates, result.ratios) == ((200.0, 100.0), (4.0, 2.0))
     assert (result.loop, result.busy) == (pytest.approx(0.1), pytest.approx(1.5))

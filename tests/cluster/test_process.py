@@ -119,17 +119,17 @@ def test_objects_are_collected_only_if_created_after_settle_heap() -> None:
 
 IMPORT = """
 import gc
-from mtpctl.cluster.process import importing
+from mtpctl.cluster.process import gc_paused_for_imports
 
 class Node: pass
 
-with importing():
+with gc_paused_for_imports():
     assert not gc.isenabled()
     loaded = Node()
 assert gc.isenabled() and not any(isinstance(each, Node) for each in gc.get_objects()), "imported objects are not visited"
 gc.disable()
 try:
-    with importing():
+    with gc_paused_for_imports():
         raise ImportError
 except ImportError:
     assert not gc.isenabled(), "a disabled collector stays disabled"

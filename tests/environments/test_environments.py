@@ -205,14 +205,14 @@ def test_first_failure_of_each_line_is_reported() -> None:
     failures = Failures()
 
     def told(failure: str) -> str | None:
-        return failures.first(Sample("p", "g", [1], environment=EnvironmentUse(errors=1, failure=failure)))
+        return failures.unreported(Sample("p", "g", [1], environment=EnvironmentUse(errors=1, failure=failure)))
 
     assert told("tool.py:12: KeyError: 'a'") == (
         "rollout.environment: tool.py:12: KeyError: 'a'; the response ended there (environment/errors counts them)"
     )
     assert told("tool.py:12: KeyError: 'b'") is None
     assert told("tool.py:13: KeyError: 'a'") is not None
-    assert told("") is None and failures.first(Sample("p", "g", [1])) is None
+    assert told("") is None and failures.unreported(Sample("p", "g", [1])) is None
 
 
 # ------------------------------------------------------------------------------------- what is refused before anything starts

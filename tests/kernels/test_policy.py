@@ -16,7 +16,7 @@ from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.model.parallel import Rank
 from mtpctl.rl.losses import LossInputs, policy_loss, token_terms
 from mtpctl.rl.user_objective import load_loss
-from mtpctl.user_code import is_reference
+from mtpctl.user_code import is_code_reference
 from tests.fakes import user_losses
 from tests.fakes.draft_agreement import SCALE, DraftCase, assert_sweep_agrees, in_one_sweep, token_loss
 from tests.fakes.forked import in_gloo_group, run_ranks
@@ -75,7 +75,7 @@ def test_fused_loss_matches_the_unfused_one(settings: dict[str, Any], workspace:
     loss = load_loss(config)
     unfused = (
         policy_loss(inputs, config)
-        if not is_reference(config.loss)
+        if not is_code_reference(config.loss)
         else loss(out.logprob, out.entropy, token_terms(inputs, config), config)
     )
     expected = torch.autograd.grad(unfused.loss_sum * scale, (p["hidden"], p["weight"]))

@@ -33,7 +33,7 @@ class World:
 
     async def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest:
         self.note("plan_weights")
-        assert (version, members, checksums, sections) == (1, ["engine 0"] if self.update.pushed else [], False, ("target", "draft"))
+        assert (version, members, checksums, sections) == (1, ["engine 0"] if self.update.is_push else [], False, ("target", "draft"))
         return Manifest(1, self.update.options.transport, "", {})
 
     async def transfer_weights(self) -> TransferStats:

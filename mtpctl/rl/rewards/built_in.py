@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from mtpctl.errors import UserError
-from mtpctl.recipe.reward import reference_of
+from mtpctl.recipe.reward import code_reference
 from mtpctl.rl.rewards.function import Answered, RewardFunction, Role, load_function, parse
 from mtpctl.samples import Sample
 
@@ -73,7 +73,7 @@ _functions: dict[str, RewardFunction] = {}
 
 def _load_plain(of: str, args: Mapping[str, object]) -> RewardFunction:
     if of not in _functions:
-        function = load_function(reference_of(of), args, Role.reward("reward.args: of"))
+        function = load_function(code_reference(of), args, Role.reward("reward.args: of"))
         if function.coroutine:
             raise UserError(
                 f"reward.args: of: {of} is a coroutine, and length takes a plain function; subtract the penalty in the coroutine"

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import cast
 
 from mtpctl.errors import RuntimeFailure
-from mtpctl.recipe.reward import RewardConfig, reference_of
+from mtpctl.recipe.reward import RewardConfig, code_reference
 from mtpctl.rl.rewards.function import Answered, Outcome, Result, Role
 from mtpctl.rl.rewards.watch import (
     RecentDurations,
@@ -409,7 +409,7 @@ class Rewarder:
     def __init__(self, config: RewardConfig, *, report: Callable[[str], None] = lambda line: None, log: Path | None = None) -> None:
         self.config, self._report = config, report
         self._reported: set[str] = set()
-        self._pool = Pool(reference_of(config.function), config.args, workers=config.workers, timeout_s=config.timeout_s, log=log)
+        self._pool = Pool(code_reference(config.function), config.args, workers=config.workers, timeout_s=config.timeout_s, log=log)
 
     async def __aenter__(self) -> Rewarder:
         """Load the function. Raises UserError if it cannot be loaded, or called with the recipe's arguments."""

@@ -49,7 +49,9 @@ def register() -> None:
     Raises UpstreamMoved for another release, and if SGLang no longer supports the pre-norm state.
     """
     if (release := version("sglang")) != PINNED:
-        raise UpstreamMoved(f"{__name__} was written for SGLang {PINNED}, found {release}: look whether it is needed, then move its guard")
+        raise UpstreamMoved(
+            f"{__name__} was written for SGLang {PINNED}, found {release}: check whether the patch is still needed, then set plugin.PINNED"
+        )
     register_mimo()
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.models.mimo import MiMoForCausalLM

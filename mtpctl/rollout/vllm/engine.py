@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpctl.cluster.process import importing
+from mtpctl.cluster.process import gc_paused_for_imports
 from mtpctl.compat.transformers import import_transformers
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.plan.memory import GIB
@@ -65,7 +65,7 @@ class VllmEngine(Engine):
         check_plugin()
         if not settings.in_loop and not settings.args.get("numa_bind"):  # binding replaces the executable that is spawned
             cores.start_fork_server()
-        with importing():
+        with gc_paused_for_imports():
             import_transformers()  # which vLLM imports
             import torch
             from vllm.engine.arg_utils import AsyncEngineArgs

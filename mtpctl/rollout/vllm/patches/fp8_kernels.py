@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def install_fp8_linear() -> None:
     """Multiply with FP8 matrices by dequantizing them, on every CPU.
 
-    vLLM's kernel for CPUs needs AMX, and packs weights for it, so an update would have nothing to write to. Activations stay in bf16, as in
-    vLLM's kernel. Scales are powers of two, so the product of a value and its scale is exact in bf16.
+    vLLM's kernel for CPUs needs AMX. It also replaces the loaded weights by a packed form, into which a weight update cannot be written.
+    Activations stay in bf16, as in vLLM's kernel. Scales are powers of two, so the product of a value and its scale is exact in bf16.
     """
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel

@@ -28,7 +28,8 @@ def require_pinned(patch: str) -> None:
     """Raise UpstreamMoved for any other release than the pinned one, naming the patch to check."""
     if (release := installed_release()) != PINNED:
         raise UpstreamMoved(
-            f"{patch} was written for vLLM {PINNED}, found {release}: check whether it is still needed, then move its guard"
+            f"{patch} was written for vLLM {PINNED}, found {release}: check every patch against the new "
+            "sources, remove those that are no longer needed, then set guard.PINNED"
         )
 
 
