@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MTPCTL_TEACHER_KEY"
 """Environment variable with the API key of the teacher's server, if it requires one."""
-FIELD = "train.rl.teacher"
+TEACHER_KEY = "train.rl.teacher"
 _MAX_CONNECTIONS = 32
 _RETRYABLE = (408, 429, 502, 503, 504)
 
@@ -171,10 +171,10 @@ class RemoteSource:
         except (httpx.HTTPError, TimeoutError) as error:
             await self._client.aclose()
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(f"{FIELD}.url: nothing answers at {self.name} ({cause}); start mtpctl logprob-serve") from error
+            raise UserError(f"{TEACHER_KEY}.url: nothing answers at {self.name} ({cause}); start mtpctl logprob-serve") from error
         if (reason := _server_mismatch(response)) is not None:
             await self._client.aclose()
-            raise UserError(f"{FIELD}.url: {self.name} {reason}")
+            raise UserError(f"{TEACHER_KEY}.url: {self.name} {reason}")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -185,7 +185,7 @@ class RemoteSource:
         if response.status_code == 400 and "tokenizer" in response.text:
             return None
         if response.status_code != 200:
-            raise UserError(f"{FIELD}.url: {self.name} refused {text[:40]!r}: {response.text[:300]}")
+            raise UserError(f"{TEACHER_KEY}.url: {self.name} refused {text[:40]!r}: {response.text[:300]}")
         ids: list[int] = _first_item(response)["token_ids"]
         return ids
 
@@ -201,7 +201,7 @@ class RemoteSource:
         async with asyncio.timeout(options.timeout_s):
             response = await self._post(body)
         if response.status_code != 200:
-            raise RuntimeFailure(f"{FIELD}: {self.name} refused {sample.name}: {response.text[:300]}")
+            raise RuntimeFailure(f"{TEACHER_KEY}: {self.name} refused {sample.name}: {response.text[:300]}")
         data = _first_item(response)
         logprobs = [0.0 if value is None else value for value in data["logprobs"]]
         rows = data.get("top_logprobs") or ()
@@ -252,7 +252,7 @@ class Teacher:
             teacher_ids = await self._source.tokenize(problem.prompt)
             if teacher_ids is not None and (not teacher_ids or teacher_ids != ids[len(ids) - len(teacher_ids) :]):
                 raise UserError(
-                    f"{FIELD}: {self._source.name} has another tokenizer: {problem.prompt[:40]!r} is {ids[:8]} for the policy and "
+                    f"{TEACHER_KEY}: {self._source.name} has another tokenizer: {problem.prompt[:40]!r} is {ids[:8]} for the policy and "
                     f"{teacher_ids[:8]} for the teacher; use a teacher with the same vocabulary"
                 )
 
@@ -266,8 +266,8 @@ class Teacher:
             scores = await self._source.score(sample, prompt, TeacherOptions(self._temperature, self._config.topk, timeout_s))
         except TimeoutError as error:
             raise RuntimeFailure(
-                f"{FIELD}: {self._source.name} returned no log-probs of {sample.name} within {timeout_s:g} s; "
-                f"add replicas, or raise {FIELD}.timeout_s"
+                f"{TEACHER_KEY}: {self._source.name} returned no log-probs of {sample.name} within {timeout_s:g} s; "
+                f"add replicas, or raise {TEACHER_KEY}.timeout_s"
             ) from error
         sample.teacher_logprobs = logprobs_of(scores.logprobs)
         if topk := self._config.topk:
@@ -275,7 +275,7 @@ class Teacher:
             sample.candidates = ids_of(chain.from_iterable(row or [0] * topk for row in scores.candidate_ids))
             sample.candidate_logprobs = logprobs_of(chain.from_iterable(row or [0.0] * topk for row in scores.candidate_logprobs))
             if len(sample.candidates) != topk * len(sample.response_ids):
-                raise RuntimeFailure(f"{FIELD}.topk: {self._source.name} did not return {topk} candidates per token of {sample.name}")
+                raise RuntimeFailure(f"{TEACHER_KEY}.topk: {self._source.name} did not return {topk} candidates per token of {sample.name}")
 
 
 def _first_item(response: httpx.Response) -> dict[str, Any]:

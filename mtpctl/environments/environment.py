@@ -24,7 +24,7 @@ from mtpctl.recipe.rollout import ENVIRONMENTS, RolloutBase
 from mtpctl.samples import Sample
 from mtpctl.user_code import check_call, describe_error, from_environment, load
 
-FIELD = "rollout.environment"
+ENVIRONMENT_KEY = "rollout.environment"
 MAX_REPLY_LENGTH = 1_000_000
 """Maximum length of a reply in characters. It exceeds every context."""
 MAX_ERROR_LENGTH = 500
@@ -86,15 +86,15 @@ def load_environment_class(rollout: RolloutBase) -> EnvironmentClass | None:
     if rollout.environment == "single" or rollout.uses_agents:
         return None
     reference = ENVIRONMENTS.get(rollout.environment, rollout.environment)
-    environment = load(reference, FIELD)
+    environment = load(reference, ENVIRONMENT_KEY)
     if not isinstance(environment, type):
-        raise UserError(f"{FIELD}: {reference} is not a class; name one with `stop` and `reply(self, turn)`")
-    check_call(environment, ("problem",), rollout.environment_args, FIELD)
+        raise UserError(f"{ENVIRONMENT_KEY}: {reference} is not a class; name one with `stop` and `reply(self, turn)`")
+    check_call(environment, ("problem",), rollout.environment_args, ENVIRONMENT_KEY)
     reply = getattr(environment, "reply", None)
     if not callable(reply):
-        raise UserError(f"{FIELD}: {environment.__name__} has no method `reply(self, turn)`; add one")
+        raise UserError(f"{ENVIRONMENT_KEY}: {environment.__name__} has no method `reply(self, turn)`; add one")
     is_static = isinstance(inspect.getattr_static(environment, "reply"), staticmethod | classmethod)
-    check_call(reply, ("turn",) if is_static else ("self", "turn"), {}, FIELD)
+    check_call(reply, ("turn",) if is_static else ("self", "turn"), {}, ENVIRONMENT_KEY)
     return EnvironmentClass(reference, environment, from_environment(rollout.environment_args, "rollout.environment_args"))
 
 
@@ -214,7 +214,7 @@ class Failures:
         if not failure or location in self._reported:
             return None
         self._reported.add(location)
-        return f"{FIELD}: {failure}; the response ended there (environment/errors counts them)"
+        return f"{ENVIRONMENT_KEY}: {failure}; the response ended there (environment/errors counts them)"
 
 
 def _short_repr(value: object) -> str:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 from mtpctl.data.problems import Problem
 from mtpctl.data.taskset import check_runtimes
 from mtpctl.data.tokenizers import Tokenizer, load_plain_tokenizer, make_byte_tokenizer
-from mtpctl.environments.environment import CLOSE_TIMEOUT_S, FIELD, EnvironmentClass, EnvironmentFailure, Instance, Message, UserLoops
+from mtpctl.environments.environment import (
+    CLOSE_TIMEOUT_S,
+    ENVIRONMENT_KEY,
+    EnvironmentClass,
+    EnvironmentFailure,
+    Instance,
+    Message,
+    UserLoops,
+)
 from mtpctl.environments.turns import ChatReplies, ChatText, Text
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
@@ -51,14 +59,14 @@ class EnvironmentTrial:
         for stop in sorted(self.stops):
             if not tokenizer.decode(tokenizer.encode(stop)).strip():
                 raise UserError(
-                    f"{FIELD}: stop: {stop!r} is a special token, which decoded text never contains; set stop = [] to end turns "
+                    f"{ENVIRONMENT_KEY}: stop: {stop!r} is a special token, which decoded text never contains; set stop = [] to end turns "
                     "at the end token"
                 )
         try:
             for messages in self.replies:
                 ChatReplies(tokenizer).tokens(messages, None)
         except EnvironmentFailure as failure:
-            raise UserError(f"{FIELD}: {failure}") from failure
+            raise UserError(f"{ENVIRONMENT_KEY}: {failure}") from failure
 
 
 def try_environment(
@@ -84,10 +92,12 @@ def try_environment(
     try:
         trials = asyncio.run(try_all())
     except EnvironmentFailure as failure:
-        raise UserError(f"{FIELD}: {failure}") from failure
+        raise UserError(f"{ENVIRONMENT_KEY}: {failure}") from failure
     tools = trials[0].tools if trials else []
     if tools and not chat:
-        raise UserError(f"{FIELD}: {environment.location_of('tools')} is for the chat template; set data.chat_template: true, or remove it")
+        raise UserError(
+            f"{ENVIRONMENT_KEY}: {environment.location_of('tools')} is for the chat template; set data.chat_template: true, or remove it"
+        )
     return EnvironmentTrial(
         tools,
         frozenset().union(*(trial.stops for trial in trials)),
@@ -119,7 +129,7 @@ async def _try_problem(environment: EnvironmentClass, instance: Instance, chat: 
         await asyncio.wait_for(instance.close(), CLOSE_TIMEOUT_S)
     except TimeoutError as error:
         limit = CLOSE_TIMEOUT_S if method == "close" else timeout_s
-        raise UserError(f"{FIELD}: {environment.location_of(method)} took longer than {limit:g} s; make it return") from error
+        raise UserError(f"{ENVIRONMENT_KEY}: {environment.location_of(method)} took longer than {limit:g} s; make it return") from error
     finally:
         if method != "close":
             with contextlib.suppress(TimeoutError, EnvironmentFailure):  # the first failure is reported
@@ -157,7 +167,7 @@ def try_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> None:
     check_runtimes(rollout)
     failures = asyncio.run(_play_episodes(rollout, problems[:NUM_TRIAL_PROBLEMS]))
     if failures and all(failures):
-        raise UserError(f"{FIELD}: {rollout.environment}: {failures[0]} (with {problems[0].prompt_id})")
+        raise UserError(f"{ENVIRONMENT_KEY}: {rollout.environment}: {failures[0]} (with {problems[0].prompt_id})")
 
 
 async def _play_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> list[str]:
