@@ -94,15 +94,16 @@ class _CandidateLoss(torch.autograd.Function):
         term, shard = arguments.term, arguments.shard
         wide_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         buffer = weight_grad_buffer(weight, arguments.needs_weight_grad, arguments.main_grad)
-        accumulate = buffer.add
+        accumulate = buffer.accumulates
         grad_dtype = hidden.dtype if shard.world == 1 else wide_dtype
         hidden_grad = torch.zeros(hidden.shape, dtype=grad_dtype, device=hidden.device) if arguments.needs_hidden_grad else None
         total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
         divergence = torch.zeros(len(hidden), dtype=wide_dtype, device=hidden.device)
         weighted_rows = term.weight.nonzero().squeeze(1)
-        # Ranks combine statistics per slice, so all use the slices that fit rank 0, which has the most vocabulary entries.
-        columns = min(shard.columns, shard.total)
-        row_bytes = TEMPORARIES * wide_dtype.itemsize * max(columns, term.ids.shape[1] * hidden.shape[1])
+        # Ranks combine statistics per slice, so all use the slices that fit rank 0, which has the most vocabulary entries: all columns of
+        # its shard, or the whole vocabulary (`total`) if that is smaller.
+        max_columns = min(shard.columns, shard.total)
+        row_bytes = TEMPORARIES * wide_dtype.itemsize * max(max_columns, term.ids.shape[1] * hidden.shape[1])
         for span in row_slices(len(weighted_rows), max(1, arguments.workspace // max(1, row_bytes))):
             rows = weighted_rows[span]
             if not len(rows):
@@ -117,9 +118,13 @@ class _CandidateLoss(torch.autograd.Function):
             divergence[rows] = grads.divergence
             if hidden_grad is not None:
                 rest_part = products.hidden_grad(None, grads.rest, head, wide_dtype)
-                hidden_grad[rows] = rest_part.add_(torch.einsum("nk,nkh->nh", grads.named, head[grads.local].to(wide_dtype))).to(grad_dtype)
+                hidden_grad[rows] = rest_part.add_(
+                    torch.einsum("nk,nkh->nh", grads.named_grads, head[grads.local_columns].to(wide_dtype))
+                ).to(grad_dtype)
             if buffer.out is not None:
-                products.weight_grad(grads.rest.scatter_add_(1, grads.local, grads.named), states, buffer.out[: len(head)], accumulate)
+                products.weight_grad(
+                    grads.rest.scatter_add_(1, grads.local_columns, grads.named_grads), states, buffer.out[: len(head)], accumulate
+                )
                 if not accumulate:
                     buffer.out[shard.vocab_columns :] = 0
                 accumulate = True
@@ -144,33 +149,33 @@ class _CandidateLoss(torch.autograd.Function):
 class _SliceGrads(NamedTuple):
     """A slice's weighted loss, each row's divergence, and the gradients of this rank's unscaled logits.
 
-    rest [n, V]: gradients of the other entries, 0 at named ones. named [n, k]: gradients of the named entries, in columns `local`; 0 for
-    entries of other ranks.
+    rest [n, V]: gradients of the other entries, 0 at named ones. named_grads [n, k]: gradients of the named entries, in
+    columns `local_columns`; 0 for entries of other ranks.
     """
 
     loss: Tensor
     divergence: Tensor
     rest: Tensor
-    named: Tensor
-    local: Tensor
+    named_grads: Tensor
+    local_columns: Tensor
 
 
 def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceGrads:
     """Loss and gradients of these rows from their scaled logits [n, V], which are overwritten."""
     term, shard, wide_dtype = arguments.term, arguments.shard, logits.dtype
-    local = term.ids[rows].long() - shard.start
-    is_local = (local >= 0) & (local < logits.shape[1])
-    local = local.masked_fill(~is_local, 0)
-    named = sum_shards(logits.gather(1, local).masked_fill_(~is_local, 0), shard)
-    # Set the named entries to −inf. An entry of another rank has local index 0; the minimum with inf leaves that column unchanged.
+    local_columns = term.ids[rows].long() - shard.start
+    is_local = (local_columns >= 0) & (local_columns < logits.shape[1])
+    local_columns = local_columns.masked_fill(~is_local, 0)
+    named_logits = sum_shards(logits.gather(1, local_columns).masked_fill_(~is_local, 0), shard)
+    # Set the named entries to −inf. An entry of another rank has local column 0; the minimum with inf leaves that column unchanged.
     floor = torch.where(is_local, float("-inf"), float("inf")).to(wide_dtype)
-    logits.scatter_reduce_(1, local, floor, "amin")
+    logits.scatter_reduce_(1, local_columns, floor, "amin")
     rest_lse = torch.logsumexp(logits, 1)
     if shard.world > 1:
         rest_lse = torch.logsumexp(gather_shards(rest_lse, shard), 0)
-    lse = torch.logaddexp(rest_lse, torch.logsumexp(named, 1))
+    lse = torch.logaddexp(rest_lse, torch.logsumexp(named_logits, 1))
     with torch.enable_grad():
-        named_logprob = (named - lse.unsqueeze(1)).double().requires_grad_()
+        named_logprob = (named_logits - lse.unsqueeze(1)).double().requires_grad_()
         rest_logprob = (rest_lse - lse).double().clamp_(min=MIN_LOGPROB).requires_grad_()
         divergence = term.divergence(named_logprob, rest_logprob, rows)
         loss = (term.weight[rows] * divergence).sum()
@@ -185,5 +190,5 @@ def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceG
         .exp_()
         .mul_((rest_grad * scale).to(wide_dtype).unsqueeze(1))
     )
-    local_grad = (named_grad * scale).to(wide_dtype).masked_fill_(~is_local, 0)
-    return _SliceGrads(loss.detach().to(wide_dtype), divergence.detach().to(wide_dtype), rest_logit_grads, local_grad, local)
+    named_local_grads = (named_grad * scale).to(wide_dtype).masked_fill_(~is_local, 0)
+    return _SliceGrads(loss.detach().to(wide_dtype), divergence.detach().to(wide_dtype), rest_logit_grads, named_local_grads, local_columns)

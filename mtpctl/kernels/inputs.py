@@ -76,8 +76,8 @@ class Call:
     workspace_bytes: int
     main_grad: bool
 
-    def problem(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Problem:
-        """The backend's problem: the selected rows and this rank's vocabulary entries."""
+    def selected_inputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Problem:
+        """The inputs of the backend: the selected rows and this rank's vocabulary entries."""
         inverse: float | Tensor
         if isinstance(self.temperature, Tensor):
             wide_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -249,12 +249,12 @@ def _nonfinite_error(name: str, x: Tensor) -> ValueError | None:
 class WeightGradBuffer:
     """Buffer of the weight gradient.
 
-    out: None if no gradient is needed. add: add to `out` instead of overwriting it. finish: returns the gradient for autograd. shared:
-    `out` is Megatron's buffer, to which other gradients are added as well.
+    out: None if no gradient is needed. accumulates: add to `out` instead of overwriting it. finish: returns the gradient for autograd.
+    shared: `out` is Megatron's buffer, to which other gradients are added as well.
     """
 
     out: Tensor | None
-    add: bool
+    accumulates: bool
     finish: Callable[[], Tensor | None]
     shared: bool = False
 

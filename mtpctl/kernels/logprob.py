@@ -65,13 +65,13 @@ def linear_logprob(
     if detach_weight:
         weight = weight.detach()
     if implementation == "reference":
-        logprob, row_entropy, greedy, best, ids = reference_scores(hidden, weight, labels, call, topk)
+        logprob, row_entropy, is_hit, topk_logprob, topk_ids = reference_scores(hidden, weight, labels, call, topk)
     else:
         for_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         backend = select_backend(implementation, hidden, weight, rows=call.rows.count, topk=topk, names=IMPLEMENTATIONS)
         arguments = _Arguments(call, backend, entropy, topk, for_backward)
-        logprob, row_entropy, greedy, best, ids = _LinearLogProb.apply(hidden, weight, labels, arguments)
-    return LogProbOut(logprob, row_entropy if entropy else None, greedy if hit else None, TopK(best, ids) if topk else None)
+        logprob, row_entropy, is_hit, topk_logprob, topk_ids = _LinearLogProb.apply(hidden, weight, labels, arguments)
+    return LogProbOut(logprob, row_entropy if entropy else None, is_hit if hit else None, TopK(topk_logprob, topk_ids) if topk else None)
 
 
 class _Arguments(NamedTuple):
@@ -86,8 +86,8 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, arguments: _Arguments) -> tuple[Tensor, ...]:
         call, rows, topk = arguments.call, arguments.call.rows, arguments.topk
-        problem = call.problem(hidden, weight, labels)
-        scores = arguments.backend.scores(problem, entropy=arguments.entropy, topk=topk, for_backward=arguments.for_backward)
+        inputs = call.selected_inputs(hidden, weight, labels)
+        scores = arguments.backend.scores(inputs, entropy=arguments.entropy, topk=topk, for_backward=arguments.for_backward)
         stats = combine_shards(scores.stats, call.shard)
         lse = stats.lse
         row_entropy = stats.entropy if arguments.entropy else torch.zeros_like(lse)
@@ -99,10 +99,10 @@ class _LinearLogProb(torch.autograd.Function):
         finite = FiniteCheck(lse + row_entropy)
         if arguments.for_backward:
             ctx.save_for_backward(hidden, weight, labels, lse, row_entropy)
-            ctx.arguments, ctx.saved, ctx.finite = arguments, scores.saved, finite
+            ctx.arguments, ctx.backend_state, ctx.finite = arguments, scores.saved, finite
         else:
-            # No backward pass will check for a non-finite weight or overflow. `prepare_call` has checked hidden.
-            finite.enforce(problem.hidden, weight)
+            # Without a backward pass, which would check the weight and overflow, they are checked here. `prepare_call` has checked hidden.
+            finite.enforce(inputs.hidden, weight)
         return tuple(outputs)
 
     @staticmethod
@@ -120,12 +120,12 @@ class _LinearLogProb(torch.autograd.Function):
             None if entropy_grad is None else select(entropy_grad).to(lse.dtype).contiguous(),
             None if entropy_grad is None else row_entropy,
         )
-        saved, ctx.saved = ctx.saved, None  # overwritten by the backward pass
+        backend_state, ctx.backend_state = ctx.backend_state, None  # overwritten by the backward pass
         buffer = weight_grad_buffer(weight, ctx.needs_input_grad[1], call.main_grad)
-        problem = call.problem(hidden, weight, labels)
-        targets = GradTargets(call.partial_dtype(hidden) if ctx.needs_input_grad[0] else None, buffer.out, buffer.add)
-        local_grad = arguments.backend.grads(problem, row_grads, saved, targets)
-        ctx.finite.enforce(problem.hidden, weight)
+        inputs = call.selected_inputs(hidden, weight, labels)
+        targets = GradTargets(call.partial_dtype(hidden) if ctx.needs_input_grad[0] else None, buffer.out, buffer.accumulates)
+        local_grad = arguments.backend.grads(inputs, row_grads, backend_state, targets)
+        ctx.finite.enforce(inputs.hidden, weight)
         return None if local_grad is None else call.reduce_hidden_grad(local_grad, hidden.dtype), buffer.finish(), None, None
 
 

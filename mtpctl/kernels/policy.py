@@ -271,7 +271,7 @@ class _SlicedLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: _Arguments, labels: Tensor, weight: Tensor, hidden: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         call, backend = arguments.call, arguments.backend
-        problem = call.problem(hidden, weight, labels)
+        problem = call.selected_inputs(hidden, weight, labels)
         buffer = weight_grad_buffer(weight, arguments.any_weight_grad, call.main_grad)
         trunk = _TrunkTerm(arguments, problem)
         terms = [
@@ -280,7 +280,7 @@ class _SlicedLosses(torch.autograd.Function):
         ]
         trunk_slices = row_slices(len(problem.hidden), _rows_per_slice(arguments, problem))
         draft_slices = [term.draft_slices(trunk_slices) for term in terms]
-        accumulate = buffer.add
+        accumulate = buffer.accumulates
         for index, span in enumerate(trunk_slices):
             slice_problem = problem.select_rows(span)
             if terms:

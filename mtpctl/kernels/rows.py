@@ -3,7 +3,7 @@
 The rows of the first rank's experts come first. Within a rank the rows of the last expert come first, because its weights come first in
 memory (`mtpctl.model.experts`). On CUDA three Triton kernels compute the order without a host synchronization: `count_rows_kernel` counts
 the rows of each expert in each block of tokens, `sum_counts_kernel` sums the counts over blocks, and `place_rows_kernel` writes the
-indices. Their columns are experts in the order of the rows.
+indices. In all three kernels a column stands for an expert, and columns follow the order of the rows.
 
 Shape legend: T tokens, k experts per token (at most), E experts in total, R rows, H hidden size. R is T k if each token has k experts.
 """
@@ -131,7 +131,7 @@ def count_rows_kernel(
 @triton.jit
 @no_type_check
 def sum_counts_kernel(
-    counts_ptr,  # int32 [blocks, E]: on entry rows in each block, on return rows in all earlier blocks
+    counts_ptr,  # int32 [blocks, E]: before: number of rows in each block; after: number of rows in all earlier blocks
     total_ptr,  # int32 [E]
     blocks,
     experts,

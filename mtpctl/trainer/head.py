@@ -34,7 +34,7 @@ from mtpctl.trainer.batch import DraftRows
 from mtpctl.trainer.objective import Sums
 
 HITS = "hits"
-"""Metric sum of a loss: the number of tokens that greedy drafting would have proposed."""
+"""Key in a loss's `Sums`: the number of response tokens that a greedy draft would have matched."""
 
 
 class _KernelOptions(TypedDict):
@@ -169,7 +169,8 @@ class Head:
             group=options["group"],
             valid_vocab=options["valid_vocab"],
             workspace_bytes=options["workspace_bytes"],
-            # Other backends return the weight gradient to autograd, and Megatron reads either that gradient or its buffer.
+            # Megatron reads a weight's gradient either from autograd or from main_grad. The backends that are not in `ONE_PASS` return
+            # theirs to autograd, so this loss does the same.
             main_grad=options["main_grad"] and self.implementation in ONE_PASS,
         )
         return out.loss_sum * scale, out.divergence
@@ -193,8 +194,8 @@ class Head:
     ) -> tuple[Tensor, Sums, list[DraftLossOut]]:
         """Like `loss`, plus the losses of MTP depths against the trunk's distribution, each times its weight and `scale`.
 
-        drafts: the rows of each depth, a draft whose `hidden` has all of this rank's states [t, H], and the weights of its rows' gradients
-        (None: 1), which are read in the backward pass. Also returns each depth's token statistics.
+        drafts: for each depth its rows, its draft, with all of this rank's states [t, H] as `hidden`, and factors for the gradients of its
+        rows, or None for 1. The factors are read in the backward pass only. Also returns each depth's token statistics.
         """
         out = linear_policy_loss(
             distinct_rows(self._gather_sequence(state), rows),
@@ -204,10 +205,10 @@ class Head:
             drafts=[
                 replace(
                     draft,
-                    hidden=scale_gradient(distinct_rows(self._gather_sequence(draft.hidden), index.rows), weights),
-                    rows=index.tokens,
+                    hidden=scale_gradient(distinct_rows(self._gather_sequence(draft.hidden), draft_rows.rows), row_factors),
+                    rows=draft_rows.tokens,
                 )
-                for index, draft, weights in drafts
+                for draft_rows, draft, row_factors in drafts
             ],
             grad_scale=scale,
             temperature=temperature,
@@ -222,35 +223,35 @@ class Head:
         state: Tensor,
         trunk: Tensor,
         weight: Tensor,
-        draft: DraftRows,
+        draft_rows: DraftRows,
         targets: Tensor,
         temperature: float,
         *,
         depth: int,
         loss: DraftLoss,
-        mix: float,
+        loss_share: float,
         scale: float,
         detach_weight: bool,
-        weights: Tensor | None = None,
+        row_factors: Tensor | None = None,
     ) -> tuple[Tensor, DraftLossOut]:
         """The loss of an MTP depth against the trunk's distribution times `scale`, and the statistics of its tokens on all cp ranks.
 
         Recomputes the trunk's logits. state, trunk [t, H]: states of the depth and of the trunk. targets [n]: trunk rows that the draft's
-        labels were sampled from, `depth` tokens after the draft's rows. weights [n]: as in `loss_with_drafts`. Call `backward` as for
-        `loss`.
+        labels were sampled from, `depth` tokens after the draft's rows. loss_share: weight of `loss`; the cross-entropy has weight
+        1 − `loss_share`. row_factors [n]: factors for the gradients of the rows, as in `loss_with_drafts`. Call `backward` as for `loss`.
         """
         state = self._gather_sequence(state)
         with torch.no_grad():
             trunk = self._gather_sequence(trunk)
         group = parallel_state.get_context_parallel_group() if self.parallel.cp > 1 else None
-        rows, labels, _, index = self._select_local(packing, draft.rows, draft.labels, temperature)
+        rows, labels, _, index = self._select_local(packing, draft_rows.rows, draft_rows.labels, temperature)
         out = linear_draft_loss(
-            scale_gradient(distinct_rows(state, rows), weights, index),
+            scale_gradient(distinct_rows(state, rows), row_factors, index),
             _target_states(packing, trunk, targets if index is None else targets[index], depth, group),
             weight,
             labels,
             loss=loss,
-            mix=mix,
+            mix=loss_share,
             grad_scale=scale,
             temperature=temperature,
             detach_weight=detach_weight,
@@ -259,7 +260,7 @@ class Head:
         if index is None:
             return out.loss_sum * scale, out
         statistics = torch.stack([x.float() for x in out[1:]])
-        gathered = statistics.new_zeros(len(statistics), len(draft.labels))
+        gathered = statistics.new_zeros(len(statistics), len(draft_rows.labels))
         gathered[:, index] = statistics
         dist.all_reduce(gathered, group=group)
         total = out.loss_sum.detach().float().clone()
@@ -316,7 +317,9 @@ class _GatherOverRanks(torch.autograd.Function):
 
 
 def _target_states(packing: Packing, state: Tensor, targets: Tensor, depth: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Select trunk states from `state` [t, H] at `targets` [n], microbatch rows `depth` tokens after rows of this rank. No gradient.
+    """Select trunk states from `state` [t, H] at `targets` [n]. No gradient.
+
+    A target is a row of the microbatch, `depth` tokens after one of this rank's rows.
 
     With context parallelism a target may be at the start of the next block, on another rank. The first `depth` states of every block except
     the first are therefore exchanged. Collective over `group`.
@@ -336,23 +339,23 @@ def _target_states(packing: Packing, state: Tensor, targets: Tensor, depth: int,
     return torch.where((local_targets >= 0)[:, None], state[local_targets.clamp(min=0)], halo[halo_index])
 
 
-def scale_gradient(x: Tensor, weights: Tensor | None, index: Tensor | None = None) -> Tensor:
-    """Return x [n, ·], and multiply its gradient by a weight for each row.
+def scale_gradient(x: Tensor, row_factors: Tensor | None, index: Tensor | None = None) -> Tensor:
+    """Return x [n, ·], and multiply its gradient by a factor for each row.
 
-    weights: read in the backward pass, so they may be written after this call; None: 1. index [n]: the index into `weights` of each row;
-    None: row i has weight i.
+    row_factors: read in the backward pass, so they may be written after this call; None: 1. index [n]: the index into `row_factors` of each
+    row; None: row i has factor i.
     """
-    return x if weights is None else _ScaledGradient.apply(x, weights, index)
+    return x if row_factors is None else _ScaledGradient.apply(x, row_factors, index)
 
 
 class _ScaledGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, index: Tensor | None) -> Tensor:
-        ctx.weights, ctx.index = weights, index  # not saved tensors, because the weights are written after the forward pass
+    def forward(ctx: Any, x: Tensor, row_factors: Tensor, index: Tensor | None) -> Tensor:
+        ctx.row_factors, ctx.index = row_factors, index  # not saved tensors, because the factors are written after the forward pass
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        weights = ctx.weights if ctx.index is None else ctx.weights[ctx.index]
-        # The product is computed in the weights' precision without a copy of the gradient in that precision.
-        return torch.mul(grads[0], weights.unsqueeze(1), out=torch.empty_like(grads[0])), None, None
+        row_factors = ctx.row_factors if ctx.index is None else ctx.row_factors[ctx.index]
+        # The product is computed in the factors' precision without a copy of the gradient in that precision.
+        return torch.mul(grads[0], row_factors.unsqueeze(1), out=torch.empty_like(grads[0])), None, None

@@ -174,8 +174,8 @@ class UpdateLoss:
                 with torch.no_grad():
                     output = self._trunk_draft_loss(micro, hidden, state, measured_rows, depth, 0.0)[1]
             else:
-                weights = None if chains is None else chains.weights[depth - 1]
-                loss, output = self._trunk_draft_loss(micro, hidden, state, draft, depth, scale, weights)
+                row_factors = None if chains is None else chains.weights[depth - 1]
+                loss, output = self._trunk_draft_loss(micro, hidden, state, draft, depth, scale, row_factors)
             losses.append(loss)
             outputs.insert(0, output)
             probabilities.insert(0, _depth_probabilities(output, measured_rows, len(micro.labels), measured_tokens))
@@ -185,7 +185,14 @@ class UpdateLoss:
         return losses, sums | acceptance_sums(micro, probabilities, measured_tokens, self.config.drafts)
 
     def _trunk_draft_loss(
-        self, micro: MicroBatch, hidden: Hidden, state: Tensor, draft: DraftRows, depth: int, scale: float, weights: Tensor | None = None
+        self,
+        micro: MicroBatch,
+        hidden: Hidden,
+        state: Tensor,
+        draft_rows: DraftRows,
+        depth: int,
+        scale: float,
+        row_factors: Tensor | None = None,
     ) -> tuple[Tensor, DraftLossOut]:
         mtp = self.config.mtp
         return self.head.draft_loss(
@@ -193,15 +200,15 @@ class UpdateLoss:
             state,
             hidden.trunk,
             hidden.head,
-            draft,
-            micro.rows[draft.tokens],
+            draft_rows,
+            micro.rows[draft_rows.tokens],
             self.temperature,
             depth=depth,
             loss=self.draft_loss,
-            mix=mtp.loss_mix,
+            loss_share=mtp.loss_mix,
             scale=scale,
             detach_weight=mtp.mode == "isolated",
-            weights=weights,
+            row_factors=row_factors,
         )
 
     def _count_measured_tokens(self, micro: MicroBatch) -> int:
