@@ -172,7 +172,7 @@ class MergedReader:
             name for name, value in values.items() if all(piece.key in saved_tensors for piece in skeleton.pieces(name, value))
         }
         base_dtypes = {name: weights.dtype(name) for name in weights}
-        self.dtypes = {name: common_dtype(base_dtypes, parameter.needs) for name, parameter in skeleton.parameters.items()}
+        self.dtypes = {name: common_dtype(base_dtypes, parameter.hf_names) for name, parameter in skeleton.parameters.items()}
         sizes = {name: value.numel() * self.dtypes[name].itemsize for name, value in values.items()}
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]

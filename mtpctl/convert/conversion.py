@@ -117,7 +117,7 @@ def _convert_to_megatron(weights: ModelWeights, target: Path, options: Conversio
         hf = output.folder / HF_FOLDER
         with Skeleton(target_model, mtp=True) as skeleton:
             parameters = skeleton.parameters
-            dtypes = {name: common_dtype(tensor_dtypes, parameter.needs) for name, parameter in parameters.items()}
+            dtypes = {name: common_dtype(tensor_dtypes, parameter.hf_names) for name, parameter in parameters.items()}
             writer = PartWriter(output.folder, skeleton, dtypes)
             extras_writer = HfWriter(hf, extras, {}, stem="carried", shard_bytes=1 << 62)
             count = _start_progress(output, writer.nbytes, extras_writer.nbytes, folder.path, progress)
@@ -224,7 +224,7 @@ def _target_dtypes_and_layout(
     reference: Reference, reader: Reader, num_elements: dict[str, int], cast_to: torch.dtype | None
 ) -> tuple[dict[str, torch.dtype], list[Stored]]:
     """The dtypes of the model's tensors, and the layout of the folder to write."""
-    saved_dtypes = {name: reader.dtypes[parameter.name] for parameter in reader.skeleton.parameters.values() for name in parameter.needs}
+    saved_dtypes = {name: reader.dtypes[parameter.name] for parameter in reader.skeleton.parameters.values() for name in parameter.hf_names}
     folder_dtypes = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in num_elements}
     tensor_dtypes = cast_dtypes(
         {name: saved_dtypes[name] for name in num_elements}, num_elements, cast_to, folder_dtypes=folder_dtypes or None

@@ -51,11 +51,11 @@ _EXPERT_INDEX = re.compile(r"\.local_experts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A Megatron parameter. needs: names of the model's tensors of which it consists."""
+    """A Megatron parameter. hf_names: names of the Hugging Face tensors that it is made of."""
 
     name: str
     shape: tuple[int, ...]
-    needs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     task: LocalTask
 
 
@@ -69,9 +69,11 @@ class Skeleton:
         self.shape = shape = folder.shape
         self.groups = ProcessGroups(Rank(), ParallelConfig())
         try:
-            self.bridge, config = WeightBridge(folder), MtpConfig(mode="load" if mtp else "off")
-            transformer = complete_config(self.bridge.config(), shape, parallel=ParallelConfig(), precision=precision, mtp=config)
-            self.model = build_model(transformer, shape, config)
+            self.bridge, mtp_config = WeightBridge(folder), MtpConfig(mode="load" if mtp else "off")
+            transformer_config = complete_config(
+                self.bridge.config(), shape, parallel=ParallelConfig(), precision=precision, mtp=mtp_config
+            )
+            self.model = build_model(transformer_config, shape, mtp_config)
             if lora is not None:
                 attach_adapters(self.model, lora, seed=0)
             self._state = self.model.sharded_state_dict()
@@ -120,7 +122,7 @@ class Skeleton:
         mapping = parameter.task.mapping
         if is_packed_experts(parameter.task):
             # The mapping expects a packed tensor, but also accepts the matrix of a single expert.
-            source: Tensor | dict[str, Tensor] = torch.cat([weights[source_name] for source_name in parameter.needs])
+            source: Tensor | dict[str, Tensor] = torch.cat([weights[source_name] for source_name in parameter.hf_names])
         else:
             source = self._map.bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, weights)
         value = mapping.hf_to_megatron(source, parameter.task.megatron_module)
@@ -134,12 +136,12 @@ class Skeleton:
             parameter.task.param_weight.copy_(self.to_megatron(name, weights))
 
     def to_hf(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """Convert the value of a parameter to the model's tensors, without the rows that pad the vocabulary."""
+        """Convert the value of a parameter to Hugging Face tensors, without the rows that pad the vocabulary."""
         parameter = self.parameters[name]
         tensors = parameter.task.mapping.megatron_to_hf(value, parameter.task.megatron_module)
         if is_packed_experts(parameter.task):
             (packed,) = tensors.values()
-            tensors = dict(zip(parameter.needs, packed.chunk(len(parameter.needs)), strict=True))
+            tensors = dict(zip(parameter.hf_names, packed.chunk(len(parameter.hf_names)), strict=True))
         else:
             tensors = dict(self._map.bridge.maybe_modify_converted_hf_weight(parameter.task, tensors, {}))
         embeddings = (self.shape.embedding_name, "lm_head.weight")
@@ -201,7 +203,8 @@ class PartWriter:
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
         self._parameter_of_piece: dict[tuple[str, torch.Size], str] = {}
-        self._current: tuple[str, dict[tuple[str, torch.Size], Tensor]] = ("", {})
+        self._computed_name = ""
+        self._computed_pieces: dict[tuple[str, torch.Size], Tensor] = {}
         self._results: list[WriteResult] = []
         self._writer = FileSystemWriter(folder, sync_files=False)
         plans = [SavePlan([item for name in part for item in self._plan_items(name, dtypes[name])]) for part in self.parts]
@@ -230,24 +233,24 @@ class PartWriter:
             )
 
     def write(self, part_index: int, compute: Compute) -> None:
-        """Write a part. `compute` returns each of its parameters when it is written."""
+        """Write a part. Calls `compute` for each parameter of the part, just before writing that parameter."""
         planner = _LazySave(self._saved_objects(), lambda index: self._compute_piece(index, compute))
         self._results += self._writer.write_data(self._plans[part_index], planner).wait()
-        self._current = ("", {})
+        self._computed_name, self._computed_pieces = "", {}
 
     def _compute_piece(self, index: MetadataIndex, compute: Compute) -> Tensor:
         assert index.offset is not None
         key = index.fqn, index.offset
         name = self._parameter_of_piece[key]
-        if self._current[0] != name:
+        if self._computed_name != name:
             pieces = self.skeleton.pieces(name, compute(name))
-            values = {
+            self._computed_pieces = {
                 (piece.key, torch.Size(piece.global_offset)): piece.data.reshape(_stored_shape(piece))
                 for piece in pieces
                 if piece.data is not None
             }
-            self._current = (name, values)
-        return self._current[1][key]
+            self._computed_name = name
+        return self._computed_pieces[key]
 
     def flush(self, part_index: int) -> None:
         flush(self.folder / f"{self._plans[part_index].storage_data.prefix}0.distcp")
@@ -336,13 +339,13 @@ class _LoadInto(DefaultLoadPlanner):
 class _LazySave(DefaultSavePlanner):
     """Computes the data of an item when the writer requests it."""
 
-    def __init__(self, objects: Mapping[str, object], tensor: Callable[[MetadataIndex], Tensor]) -> None:
+    def __init__(self, objects: Mapping[str, object], compute_tensor: Callable[[MetadataIndex], Tensor]) -> None:
         super().__init__()
-        self.objects, self.tensor = objects, tensor
+        self.objects, self.compute_tensor = objects, compute_tensor
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type is not WriteItemType.BYTE_IO:
-            return self.tensor(write_item.index)
+            return self.compute_tensor(write_item.index)
         stream = io.BytesIO()
         torch.save([self.objects[write_item.index.fqn]], stream)
         return stream
