@@ -58,8 +58,8 @@ TIMER = (
 VLLM, POOL, VLLM_BARE = "vLLM LLM.generate", "mtpctl", "vLLM LLM.generate, no log-probs"
 OFF = "no speculation"
 HEADINGS = (
-    "| what | load | tokens/s (least – most) | ratio (least – most) | accepted | tokens a step | steps, ms of one | drafting, ms a step "
-    "| allowed | slots empty |"
+    "| what | load | tokens/s (least – most) | ratio (least – most) | accepted | tokens a step | steps, ms each | drafting, ms a step "
+    "| with free verification | slots empty |"
 )
 RULE = "|---" * HEADINGS.count(" | ") + "|---|"
 

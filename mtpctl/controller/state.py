@@ -90,7 +90,10 @@ def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Pa
 
 
 def load_resume_state(checkpoint: Path | None, train: TrainConfig) -> SavedState:
-    """The state in a checkpoint, or that of a new run. If the stage that ended last has more updates in `train`, it has not ended."""
+    """The state in a checkpoint, or that of a new run.
+
+    If `train` now has more updates for the stage that ended last, the stage continues.
+    """
     state = load_state(checkpoint)
     if checkpoint is not None and continues_last_stage(state["stage"], state["step"], state["ended"], train):
         state["ended"].remove(state["stage"])
@@ -134,7 +137,7 @@ class RunState:
         stage: in progress, or the last one that ended.
         step: updates of `stage` so far.
         version: the latest published weight version.
-        synced_at: the step whose weights `version` has; -1 if none of this stage.
+        synced_at: the step of this stage after which `version` was published; -1 before the first.
         cursor: the position in the training problems.
         losses: the latest losses of a supervised stage.
         ended: the stages that have ended.
@@ -289,7 +292,10 @@ class RunState:
                     message = f"{failure}; {attempts} attempts in {minutes:.0f} minutes failed; free space and start the same command again"
                     raise RuntimeFailure(message) from failure
                 if attempts == 1:
-                    self.report(f"{failure}; free space: it is retried every {RETRY_S:.0f} seconds, for {minutes:.0f} minutes")
+                    self.report(
+                        f"{failure}; free disk space, since the checkpoint is written again every {RETRY_S:.0f} seconds "
+                        f"for {minutes:.0f} minutes"
+                    )
                 await asyncio.sleep(RETRY_S)
 
     @contextlib.asynccontextmanager

@@ -53,7 +53,7 @@ class Shard:
 
 
 class HfWriter:
-    """Writes the weight files of `folder` according to `layout`. sizes: number of elements of each of the model's tensors."""
+    """Writes the weight files of `folder` according to `layout`. num_elements: of each of the model's tensors."""
 
     def __init__(
         self, folder: Path, layout: list[Stored], num_elements: Mapping[str, int], *, stem: str = "model", shard_bytes: int = SHARD_BYTES
@@ -208,7 +208,10 @@ def select_fp8_matrices(shape: ModelShape, candidates: Iterable[str]) -> frozens
 
 
 def make_fp8_layout(layout: list[Stored], fp8_matrices: frozenset[str], shape: ModelShape) -> list[Stored]:
-    """The layout with the named matrices in FP8, each followed by its scales. Packed experts are stored one by one, as published."""
+    """The layout with the named matrices in FP8, each followed by its scales.
+
+    Packed experts are stored one by one, as in published checkpoints.
+    """
     shapes = tensor_shapes(shape)
     result = []
     for stored in layout:

@@ -57,7 +57,8 @@ class ModuleDifference:
     """Differences between engine and trainer in the output of one module, relative to the engine's output of the same token.
 
     mean, worst: over tokens, if the trainer's module reads the engine's input. total: the mean if it reads the trainer's own input, so that
-    it includes the differences of all earlier modules. prefill: the mean between the engine's prefill and its decoding.
+    it includes the differences of all earlier modules. prefill: the mean difference between the engine's outputs in prefill
+    and in decoding.
     """
 
     name: str

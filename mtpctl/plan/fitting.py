@@ -209,12 +209,12 @@ def _engine_error(recipe: Recipe, shape: ModelShape, index: int | None) -> Mtpct
         return ClusterResources(f"{field}: {(fixed + cache) / GIB:.1f} GiB of the GPU are too small for {contents}; {fix}")
     tokens = replace(memory, states=memory.sequence_state).kv_tokens
     if tokens is not None and tokens < max_sample_tokens(recipe, shape):
-        source = f"{field}: {engine_memory_share(recipe, index):g} leaves a cache;"
+        start = f"{field}: {engine_memory_share(recipe, index):g} leaves a KV cache of {cache} bytes, which hold"
         if rollout.kv_cache_bytes:
-            source = "rollout.kv_cache_bytes:"
+            start, fix = f"rollout.kv_cache_bytes: {cache} bytes hold", "raise it"
         return UserError(
-            f"{source} {cache} bytes hold {tokens} tokens at {memory.kv_token} bytes each, less than one sample of "
-            f"{max_sample_tokens(recipe, shape)}; give at least {_sample_cache_bytes(recipe, shape, memory)}, or lower rollout.context"
+            f"{start} {tokens} tokens at {memory.kv_token} bytes each; a sample may have {max_sample_tokens(recipe, shape)} tokens and "
+            f"needs {_sample_cache_bytes(recipe, shape, memory)} bytes; {fix}, or lower rollout.context"
         )
     return None
 
@@ -343,7 +343,8 @@ def _on_trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
 def sharing_cautions(recipe: Recipe, placement: Placement, hosts: Sequence[Host] | None = None) -> list[str]:
     """Cautions about too few cores, and about GPUs whose processes take turns.
 
-    hosts: hosts of the cluster that the run joins. None: this machine; without a GPU here, the plan is for another machine, and empty.
+    hosts: hosts of the cluster that the run joins. None: this machine. If it has no GPU, the plan is for another machine, and the result is
+    empty.
     """
     if hosts is None and gpu_memory_gib() is None:
         return []

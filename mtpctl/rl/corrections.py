@@ -155,7 +155,7 @@ def cause_sums(
 
 
 def cause_metrics(s: Mapping[str, float], *, tokens: float) -> dict[str, float]:
-    """The metrics by cause that have tokens; `tokens`: number of trained tokens."""
+    """The metrics by cause, without those that no token belongs to. `tokens`: number of trained tokens."""
     metrics = {}
     if s["same"]:
         metrics["rollout_corr/abs_diff_same_version"] = s["same_abs_diff"] / s["same"]

@@ -134,7 +134,7 @@ class Membership:
 MAX_WAITING_FACTOR = 8
 """Responses that may wait for their environment without taking up capacity, as a multiple of the engines' capacity."""
 GRACE_S = 60.0
-"""Seconds after the deadline of a request (queueing and updates included) until a replica that does not answer counts as dead."""
+"""A replica counts as dead if it has not answered this many seconds after a request's deadline, which queueing and updates extend."""
 RELAY_START_S = 5.0
 """Seconds for a replica to start its relay before an update."""
 

@@ -1,4 +1,4 @@
-"""The caller's end of runs: `Process` is one run, and `Session` a run that executes cells of code one after another.
+"""The caller's side of runs: `Process` is one run, and `Session` a run that executes cells of code one after another.
 
 `Limits` are the limits of a run, `Result` and `Judgement` the results of runs and of tests.
 """

@@ -345,7 +345,7 @@ def test_the_default_cache_on_a_cpu_fits_one_sample_of_full_length() -> None:
 
 def test_a_cache_too_small_for_one_sample_is_an_error_with_the_minimum() -> None:
     needed = 10240 * kv_bytes_per_token(MIMO, 1, 2, drafting=True)
-    with pytest.raises(UserError, match=f"rollout.kv_cache_bytes: .* give at least {needed}"):
+    with pytest.raises(UserError, match=f"rollout.kv_cache_bytes: .* needs {needed} bytes; raise it, or lower rollout.context"):
         check_fits(recipe(f"rollout.kv_cache_bytes={needed - 1}"), MIMO)
     check_fits(recipe(f"rollout.kv_cache_bytes={needed}"), MIMO)
 
@@ -353,7 +353,7 @@ def test_a_cache_too_small_for_one_sample_is_an_error_with_the_minimum() -> None
 def test_a_cache_that_exceeds_the_gpu_or_its_share_is_an_error() -> None:
     with pytest.raises(ClusterResources, match=r"rollout.kv_cache_bytes: 128.0 GiB and 14.6 GiB of weights exceed the GPU's 139 GiB"):
         check_fits(recipe(f"rollout.kv_cache_bytes={128 * GIB}"), MIMO)
-    with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.11 leaves a cache; [0-9]+ bytes hold"):
+    with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.11 leaves a KV cache of [0-9]+ bytes, which hold [0-9]+ tokens"):
         check_fits(recipe("rollout.gpu_memory=0.11"), MIMO)
 
 
@@ -418,7 +418,7 @@ def test_the_cache_must_fit_the_state_of_one_sequence() -> None:
     free = engine_memory(recipe(*sets), shape)
     needed = 4096 * free.kv_token + free.sequence_state
     assert engine_memory(recipe(*sets, f"rollout.kv_cache_bytes={needed}"), shape).kv_tokens == 0
-    with pytest.raises(UserError, match=f"give at least {needed}"):
+    with pytest.raises(UserError, match=f"needs {needed} bytes; raise it"):
         check_fits(recipe(*sets, f"rollout.kv_cache_bytes={needed - 1}"), shape)
 
 

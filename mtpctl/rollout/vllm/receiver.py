@@ -212,9 +212,9 @@ class WorkerExtension:
         """Memory of this worker's GPU in bytes. `reset`: reset the peaks."""
         return gpu_memory(reset=bool(reset))
 
-    def mtpctl_capture(self, positions: str) -> None:
+    def mtpctl_capture(self, max_tokens: str) -> None:
         """Record the layers' outputs of the next request (`mtpctl.rollout.vllm.receiver`), which runs alone."""
-        self.mtpctl_capturing = LayerCapture(self.model_runner.get_model(), int(positions))
+        self.mtpctl_capturing = LayerCapture(self.model_runner.get_model(), int(max_tokens))
 
     def mtpctl_write_capture(self, path: str, tokens: str, temperature: str) -> None:
         """Write the recorded outputs of the request with these tokens, on rank 0. `tokens`: a JSON list."""
@@ -236,7 +236,7 @@ class LayerCapture:
     """
 
     def __init__(self, model: nn.Module, max_tokens: int) -> None:
-        """positions: maximum number of tokens. Raises UserError for a model whose layers have other norms."""
+        """max_tokens: of the request and its rejected drafts. Raises UserError for a model whose layers have other norms."""
         self._model: Any = model
         self._limit = max_tokens
         self._rows: dict[str, Tensor] = {}
@@ -255,7 +255,7 @@ class LayerCapture:
         self._hook_norm(self._final_norm, FINAL)
 
     def _hook_norm(self, norm: nn.Module, name: str, *, source: str | None = None) -> None:
-        """Record the norm's output and the stream that it reads; its first argument too, as the output of `source`."""
+        """Record the norm's output, the residual stream that it reads, and with `source` its first argument as the output of `source`."""
         if source is not None:
             self._handles.append(norm.register_forward_pre_hook(self._input_hook(source)))
         self._handles.append(norm.register_forward_hook(self._norm_hook(name)))

@@ -107,7 +107,7 @@ def recur(layer: QwenGatedDeltaNetAttention, mixed_qkv: Tensor, alpha: Tensor, b
     windows, states = layer.kv_cache
     windows = windows if is_conv_state_dim_first() else windows.transpose(1, 2)
     states = states.view(*states.shape[:2], *states.shape[:1:-1])
-    taps, decay = layer.conv1d.get_parameter("weight").squeeze(1), layer.A_log.to(mixed_qkv.dtype)  # vLLM's is fp32, but not the trainer's
+    taps, decay = layer.conv1d.get_parameter("weight").squeeze(1), layer.A_log.to(mixed_qkv.dtype)  # fp32 in vLLM, not in the trainer
     weights = DeltaWeights(taps, decay, layer.dt_bias, layer.num_k_heads, layer.head_k_dim)
     for rows, starts, slots, accepted in _split_by_drafts(metadata):
         cache = DeltaCache(windows, states, slots, accepted)
