@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,14 +29,19 @@ def of_size(groups: int) -> Recipe:
 
 
 def executed(groups: int, folder: Path) -> int:
-    """How many calls and loop passes of Python code a step takes, the fakes' included."""
-    world, monitor, count = World(), sys.monitoring, 0
+    """How many calls and loop passes of Python code a step takes in this thread, the fakes' included.
+
+    Threads and garbage that other tests have left are not counted.
+    """
+    world, monitor, count, thread = World(), sys.monitoring, 0, threading.get_ident()
     stage = stage_of(of_size(groups), world, folder)
 
     def one_more(*_: object) -> None:
         nonlocal count
-        count += 1
+        count += threading.get_ident() == thread
 
+    gc.collect()
+    gc.disable()
     monitor.use_tool_id(monitor.PROFILER_ID, "test")
     try:
         for event in (monitor.events.PY_START, monitor.events.JUMP):
@@ -44,6 +51,7 @@ def executed(groups: int, folder: Path) -> int:
     finally:
         monitor.set_events(monitor.PROFILER_ID, 0)
         monitor.free_tool_id(monitor.PROFILER_ID)
+        gc.enable()
     assert len(world.batches[0]) == 2 * groups
     return count
 
