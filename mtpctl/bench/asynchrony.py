@@ -443,7 +443,7 @@ def _format_legend(results: Sequence[Result], level_by_seed: dict[int, float], t
     origin = "as given" if is_level_given else f"late means minus {100 * LEVEL_MARGIN:g} points"
     return (
         f"Held-out accuracy. Late mean: of the last {LATE_EVALUATIONS} evaluations. Worst fall: of an evaluation under the best one before "
-        "it, in points. Area: mean height of the curve over the updates that all arms of a seed completed. A level is held from where a "
-        f"run reaches it if no later evaluation, of one at least, is more than {100 * tolerance:g} points below it.\n"
+        "it, in points. Area: mean height of the curve over the updates that all arms of a seed completed. A run holds a level from the "
+        f"first evaluation that reaches it, if there are later ones and none of them is more than {100 * tolerance:g} points below it.\n"
         f"Levels, {origin}: {', '.join(level_texts) or 'none, since no run was evaluated after an update'}."
     )

@@ -124,7 +124,7 @@ def asynchrony(
     least_speedup: Annotated[
         float,
         typer.Option(
-            "--least-speedup", help="Minimum ratio of the synchronous arm's seconds until --accuracy is held to those of the best arm."
+            "--least-speedup", help="Minimum speed-up until --accuracy is held: seconds of the synchronous arm / seconds of the best arm."
         ),
     ] = 1.0,
     sets: Sets = None,

@@ -83,10 +83,12 @@ def _check_reachable(address: str) -> None:
     """
     from ray._private.services import canonicalize_bootstrap_address
 
-    resolved = address
+    resolved: str | None = address
     client = re.fullmatch(r"\w+://([^/]+:[0-9]+)", address)
     try:
-        resolved = client[1] if client else str(canonicalize_bootstrap_address(address))
+        resolved = client[1] if client else canonicalize_bootstrap_address(address)
+        if resolved is None:  # `local`: Ray starts a cluster
+            return
         host, _, port = resolved.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:

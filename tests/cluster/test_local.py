@@ -138,3 +138,7 @@ def test_cluster_that_is_not_running_is_reported_at_once(monkeypatch: pytest.Mon
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(EnvironmentMissing, match=r"^cluster\.address: no Ray cluster answers at auto: Could not find any running"):
         _check_reachable("auto")
+
+
+def test_address_local_is_left_to_ray() -> None:
+    _check_reachable("local")

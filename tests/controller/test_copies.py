@@ -84,7 +84,7 @@ def test_checkpoints_are_copied_in_the_background_and_complete_at_the_end(run: P
     result = copier.metrics()
     assert result.pop("timing_s/checkpoint_copy") >= 0
     assert result == {"checkpoint/copy_failures": 0, "checkpoint/copy_behind": 0}
-    assert "timing_s/checkpoint_copy" not in copier.metrics(), "each is told once"
+    assert "timing_s/checkpoint_copy" not in copier.metrics(), "each is reported once"
 
 
 def test_temporary_store_failure_is_reported_counted_and_recovered_from(run: Path) -> None:
