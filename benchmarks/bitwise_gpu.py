@@ -2,7 +2,8 @@
 
     python benchmarks/bitwise_gpu.py                            # at most 8 minutes on an H100
     python benchmarks/bitwise_gpu.py --parts operations,small,mismatch     # about 4 minutes
-    python benchmarks/bitwise_gpu.py --parts large --deadline 590          # with other numbers of drafts, if time is left
+    python benchmarks/bitwise_gpu.py --parts large,trainer --deadline 590
+    python benchmarks/bitwise_gpu.py --parts large --drafts 0,3 --deadline 590
     python benchmarks/bitwise_gpu.py --family qwen3 --parts small,mismatch,large
     python benchmarks/bitwise_gpu.py --device cpu               # toy sizes: fp32, and kernels in Triton's interpreter
 
@@ -16,9 +17,10 @@ graphs for
    steps without prefill only, and in an eager one; chunked prompts, prefix cache hits, and many requests in flight. Prints the largest
    difference of log-probs from the trainer's: it must be 0.
 3. `mismatch`: the first module of this model whose outputs differ between engine and trainer (`mtpctl doctor --mismatch`).
-4. `large`: random weights with the widths of a published model: MiMo-7B, Qwen3-8B, Qwen3-30B-A3B (12 layers). Differences and tokens per
-   second with `bitwise`, the trainer's forward and backward pass in both modes, then tokens per second with the default numerics. Skipped
-   if `run_small_model` finds a difference.
+4. `large`: random weights with the widths of a published model: MiMo-7B, Qwen3-8B, Qwen3-30B-A3B (12 layers). For each number in
+   `--drafts`: differences, and tokens per second with `bitwise` and with the default numerics. Skipped if `run_small_model` finds a
+   difference.
+5. `trainer`: the large model's forward and backward pass in both modes.
 
 Models of families other than MiMo have an EAGLE-3 drafter.
 """
@@ -43,11 +45,9 @@ from typing import IO
 
 from bitwise_model import FAMILIES
 
-PARTS = ("operations", "small", "mismatch", "large")
+PARTS = ("operations", "small", "mismatch", "large", "trainer")
 LOG_TAIL_LINES = 25
 """Lines of a failed process's log that are printed."""
-MIN_ENGINE_S = 90.0
-"""Minimum time that another engine of the large model takes, in seconds."""
 
 
 def report(text: str) -> None:
@@ -116,6 +116,7 @@ def main() -> None:
     arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments.add_argument("--family", choices=tuple(FAMILIES), default="mimo")
     arguments.add_argument("--parts", default=",".join(PARTS))
+    arguments.add_argument("--drafts", default="1", help="draft tokens per step of the large model's engines, separated by commas")
     arguments.add_argument("--deadline", type=float, default=470.0, help="seconds after which everything ends")
     arguments.add_argument("--logs", type=Path, default=None, help="folder of the processes' logs")
     options = arguments.parse_args()
@@ -126,11 +127,11 @@ def main() -> None:
         arguments.error(f"--parts: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     report(f"logs in {logs}")
     with tempfile.TemporaryDirectory(prefix="bitwise-") as scratch:
-        run_parts(runner, parts, Path(scratch))
+        run_parts(runner, parts, [int(number) for number in options.drafts.split(",")], Path(scratch))
     report(f"\nfailed: {', '.join(runner.failed) or 'nothing'}; {options.deadline - (runner.deadline - time.monotonic()):.0f} s")
 
 
-def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
+def run_parts(runner: Runner, parts: list[str], drafts: list[int], scratch: Path) -> None:
     device, began, agree = runner.device, time.monotonic(), True
 
     def title(text: str) -> None:
@@ -144,9 +145,11 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
             runner.run("library", [script, "--library"], 40)
     with ExitStack() as stack:
         large = None
-        if "large" in parts:
+        if {"large", "trainer"} & set(parts):
             large = Large(runner, scratch, stack.enter_context(create_memory_folder(scratch)))
-            large.start()
+            large.create_folder()
+            if "large" in parts:
+                large.start_engines(drafts[0])
         if {"small", "mismatch"} & set(parts):
             title("small model: engines and trainer; first module that differs, with one draft in an eager engine")
             runner.run("folder", runner.child("folder", folder=scratch / "small"), 60)
@@ -156,9 +159,19 @@ def run_parts(runner: Runner, parts: list[str], scratch: Path) -> None:
                 agree = run_small_model(runner, scratch)
             if mismatch is not None:
                 runner.wait(mismatch, 150)
-        if large is not None:
-            title("large model")
-            large.run(agree)
+        if large is not None and not agree:
+            report("  large model skipped: the small model's log-probs differ, or were not compared")
+            large.stop()
+        elif large is not None and large.is_ready():
+            if "large" in parts:
+                for index, number in enumerate(drafts):
+                    title(f"large model, {number} drafts")
+                    if index:
+                        large.start_engines(number)
+                    large.run_engines(number)
+            if "trainer" in parts:
+                title("large model, trainer")
+                large.run_trainers()
 
 
 def run_small_model(runner: Runner, scratch: Path) -> bool:
@@ -188,65 +201,66 @@ def run_small_model(runner: Runner, scratch: Path) -> bool:
 
 
 class Large:
-    """The large model. Both engines start early, because they take minutes, and generate one after the other.
+    """The large model. Both engines of a number of drafts start together, because they take minutes, and generate one after the other.
 
     Each gets less than half of the GPU's memory.
     """
 
     def __init__(self, runner: Runner, scratch: Path, folder: Path) -> None:
-        self.runner, self.scratch, self.folder, self.device = runner, scratch, folder, runner.device
-        self.shared = {"folder": folder, "size": "large", "flight": 64, "tokens": 512 if runner.device == "cuda" else 8}
+        self.runner, self.scratch, self.folder = runner, scratch, folder
+        self.on_gpu = runner.device == "cuda"
         self.started: dict[str, StartedProcess] = {}
 
-    def start(self) -> None:
+    def create_folder(self) -> None:
         self.started["folder"] = self.runner.start("folder-large", self.runner.child("folder", folder=self.folder, size="large"))
+
+    def is_ready(self) -> bool:
+        """Wait for the folder. If it cannot be created, stop the engines."""
+        if self.runner.wait(self.started.pop("folder"), 120):
+            return True
+        self.stop()
+        return False
+
+    def stop(self) -> None:
+        for process in self.started.values():
+            self.runner.stop(process)
+
+    def start_engines(self, drafts: int) -> None:
+        shared = {"folder": self.folder, "size": "large", "flight": 64, "drafts": drafts}
+        shared |= {"responses": 512, "tokens": 512} if self.on_gpu else {"responses": 8, "tokens": 8}
         for numerics in ("bitwise", "default"):
-            command = self._engine(512, self._file(numerics), numerics=numerics, go=self._go(numerics))
-            self.started[numerics] = self.runner.start(f"engine-large-{numerics}", command)
+            name = f"{numerics}-{drafts}"
+            command = self.runner.child("engine", numerics=numerics, out=self._file(name), go=self._go(name), **shared)
+            self.started[name] = self.runner.start(f"engine-large-{name}", command)
 
-    def run(self, agree: bool) -> None:
-        if not agree:
-            report("  skipped: the small model's log-probs differ, or were not compared. To run it nevertheless: --parts large")
-        if not agree or not self.runner.wait(self.started["folder"], 120):
-            for name in ("bitwise", "default"):
-                self.runner.stop(self.started[name])
-            return
+    def run_engines(self, drafts: int) -> None:
+        files: list[Path] = []
         for numerics in ("bitwise", "default"):
-            self._go(numerics).touch()
-            if self.runner.wait(self.started[numerics], 200) and numerics == "bitwise":
-                self._score(self._file(numerics))
-        self._ratio("engine", [self._file(numerics) for numerics in ("default", "bitwise")], "tokens_per_s", 0.75)
-        self._trainers()
-        # In the remaining time: other numbers of drafts, and steps with prefill without graphs.
-        for graphs, drafts in (("all", 0), ("all", 3), ("decode", 1)) if self.device == "cuda" else ():
-            file = self.scratch / f"large-{graphs}-{drafts}.json"
-            if self.runner.deadline - time.monotonic() > MIN_ENGINE_S:
-                command = self._engine(512, file, graphs=graphs, drafts=drafts)
-                if self.runner.run(f"engine-{file.stem}", command, 150):
-                    self._score(file)
+            name = f"{numerics}-{drafts}"
+            self._go(name).touch()
+            if self.runner.wait(self.started.pop(name), 250) and numerics == "bitwise":
+                self._score(name)
+            files.insert(0, self._file(name))
+        self._ratio("engine", files, "tokens_per_s", 0.75)
 
-    def _file(self, numerics: str) -> Path:
-        return self.scratch / f"large-{numerics}.json"
-
-    def _go(self, numerics: str) -> Path:
-        """A file whose existence lets an engine generate."""
-        return self.scratch / f"go-{numerics}"
-
-    def _engine(self, responses: int, out: Path, **options: object) -> list[object]:
-        count = responses if self.device == "cuda" else 8
-        return self.runner.child("engine", responses=count, out=out, **(self.shared | {"drafts": 1} | options))
-
-    def _score(self, file: Path) -> None:
-        command = self.runner.child("score", folder=self.folder, size="large", samples=file, out=self.scratch / f"score-{file.stem}")
-        self.runner.run(f"score-{file.stem}", command, 90)
-
-    def _trainers(self) -> None:
+    def run_trainers(self) -> None:
         files = [self.scratch / f"trainer-{numerics}.json" for numerics in ("bitwise", "default")]
         for file in files:  # one after the other: each takes most of the GPU's memory
             numerics = file.stem.removeprefix("trainer-")
             command = self.runner.child("trainer", folder=self.folder, size="large", numerics=numerics, out=file)
             self.runner.run(file.stem, command, 100)
         self._ratio("trainer", files, "milliseconds", 0.85)
+
+    def _file(self, name: str) -> Path:
+        return self.scratch / f"large-{name}.json"
+
+    def _go(self, name: str) -> Path:
+        """A file whose existence lets an engine generate."""
+        return self.scratch / f"go-{name}"
+
+    def _score(self, name: str) -> None:
+        command = self.runner.child("score", folder=self.folder, size="large", samples=self._file(name), out=self.scratch / f"score-{name}")
+        self.runner.run(f"score-{name}", command, 90)
 
     def _ratio(self, name: str, files: list[Path], key: str, bound: float) -> None:
         if all(file.is_file() for file in files):

@@ -131,7 +131,7 @@ def make_config(family: str, size: str, device: str) -> dict[str, Any]:
             config = config | dict(load_named_config("Qwen/Qwen3-30B-A3B")) | {"num_hidden_layers": 12}
         else:
             config |= QWEN3_8B
-    for name in ("bos_token_id", "eos_token_id", *(["moe_intermediate_size"] if family == "qwen3.5" else [])):
+    for name in ("bos_token_id", "eos_token_id", *([] if family == "qwen3-moe" else ["moe_intermediate_size"])):
         config.pop(name, None)
     if family in ("mimo", "qwen3.5"):
         return config
