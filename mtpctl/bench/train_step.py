@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from mtpctl.bench.report import Environment, format_number, markdown_table
+from mtpctl.cluster.process import freeze_heap
 from mtpctl.cluster.rendezvous import address_of, host_store
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import RuntimeFailure, UserError
@@ -97,7 +98,7 @@ class NextTokenWithEntropy(NextToken):
 
 @dataclass(frozen=True)
 class Load:
-    """The work of a step: `tokens` packed tokens in `make_samples` samples of equal length, and how they are trained."""
+    """The work of a step: `tokens` packed tokens in `samples` samples of equal length, and how they are trained."""
 
     tokens: int
     samples: int
@@ -157,8 +158,6 @@ def measure(folder: HfFolder, parallel: ParallelConfig, load: Load) -> tuple[lis
     Raises RuntimeFailure with the rank and its error if one of several ranks fails.
     """
     if parallel.world_size == 1:
-        if torch.cuda.is_available():  # As in Ray's trainers, because small host operations are slower with more threads.
-            torch.set_num_threads(1)
         return _measure_rank(folder, parallel, load, None)
     store = host_store("127.0.0.1")
     answers: Queue[tuple[list[Result], float]] = mp.get_context("spawn").Queue()
@@ -178,6 +177,8 @@ def _run_rank(
 
 
 def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: Rank | None) -> tuple[list[Result], float]:
+    if torch.cuda.is_available():  # As in Ray's trainers, because small host operations are slower with more threads.
+        torch.set_num_threads(1)
     config = EngineConfig(
         parallel=parallel,
         precision=load.precision,
@@ -188,6 +189,7 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
         random_seed=0,
     )
     engine = MegatronEngine(folder, config) if rank is None else MegatronEngine(folder, config, rank)
+    freeze_heap()  # As in trainers.
     device, cuda = engine.device, engine.device.type == "cuda"
 
     def max_over_ranks(value: float) -> float:
