@@ -101,14 +101,17 @@ class BoundaryStates:
         final_norm.register_forward_pre_hook(lambda _, args: self._save(len(layers), args[0]))
 
     def begin(self) -> None:
-        """Collect the states of the next forward pass, but not those of its recomputation."""
+        """Start collecting the states of a forward pass."""
         self._states = {}
 
-    def take(self) -> Tensor:
-        """The states, concatenated: [T, 1, boundaries · H]."""
+    def states(self) -> Tensor:
+        """The states since `begin`, concatenated: [T, 1, boundaries · H]."""
         assert self._states is not None
-        states, self._states = self._states, None
-        return torch.cat([states[boundary] for boundary in self.boundaries], -1)
+        return torch.cat([self._states[boundary] for boundary in self.boundaries], -1)
+
+    def end(self) -> None:
+        """Drop the states. Those of a recomputation in the backward pass are not collected."""
+        self._states = None
 
     def _layer_hook(self, boundary: int) -> Any:
         def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:

@@ -108,24 +108,33 @@ class AsyncAllToAll:
     """
 
     def __init__(self, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
-        self._sent, self._received, self._group = sent, received, group
-        self._in_flight: tuple[Tensor, dist.Work] | None = None
-        self._sent_rows: Tensor | None = _Start.apply(rows, self)
+        # The graph refers to the transfer, not to this object, which refers to the graph. After an exception before `wait`, such a cycle
+        # would keep the activations of the pass until Python's next full collection.
+        self._transfer = _Transfer(sent, received, group)
+        self._sent_rows: Tensor | None = _Start.apply(rows, self._transfer)
 
     def wait(self) -> Tensor:
         """Return the received rows. May be called once."""
-        rows: Tensor = _Wait.apply(self._sent_rows, self)
+        rows: Tensor = _Wait.apply(self._sent_rows, self._transfer)
         self._sent_rows = None
         return rows
 
-    def start_transfer(self, rows: Tensor, *, backward: bool = False) -> None:
+
+class _Transfer:
+    """The communication of an `AsyncAllToAll`, in the forward and in the backward pass."""
+
+    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+        self._sent, self._received, self._group = sent, received, group
+        self._in_flight: tuple[Tensor, dist.Work] | None = None
+
+    def start(self, rows: Tensor, *, backward: bool = False) -> None:
         """Start sending rows, or gradients in the opposite direction."""
         sent, received = (self._received, self._sent) if backward else (self._sent, self._received)
         out = rows.new_empty(sum(received), *rows.shape[1:])
         self._in_flight = out, dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self._group, async_op=True)
 
-    def finish_transfer(self) -> Tensor:
-        """Wait for the result of `start_transfer`."""
+    def finish(self) -> Tensor:
+        """Wait for the received rows or gradients."""
         assert self._in_flight is not None, "wait() may be called once"
         (out, work), self._in_flight = self._in_flight, None
         work.wait()
@@ -134,25 +143,25 @@ class AsyncAllToAll:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: AsyncAllToAll) -> Tensor:
-        ctx.exchange = exchange
-        exchange.start_transfer(rows)
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(rows)
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.finish_transfer(), None
+        return ctx.transfer.finish(), None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent_rows: Tensor, exchange: AsyncAllToAll) -> Tensor:
-        ctx.exchange, ctx.shape = exchange, sent_rows.shape
-        return exchange.finish_transfer()
+    def forward(ctx: Any, sent_rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer, ctx.shape = transfer, sent_rows.shape
+        return transfer.finish()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.start_transfer(grads[0], backward=True)
+        ctx.transfer.start(grads[0], backward=True)
         # The gradient is in flight; `_Start.backward` waits for it, and does not read this placeholder, which has the right shape.
         return grads[0].new_empty(()).expand(ctx.shape), None
 

@@ -164,20 +164,28 @@ class MtpModel(GPTModel):
         packing.rotary, packing.window_rotary = self._rotary(position_ids), self._window_rotary(position_ids)
         embeddings = self._embed(input_ids[packing.tokens], position_ids) if self.pre_process else None
         padding = self._router_padding_mask(packing)
-        if self.boundary_states is not None and depths:
-            self.boundary_states.begin()
-        state = self.decoder(hidden_states=embeddings, attention_mask=None, packed_seq_params=packing, padding_mask=padding)
+        collector = self.boundary_states if depths else None
+        try:
+            if collector is not None:
+                collector.begin()
+            state = self.decoder(hidden_states=embeddings, attention_mask=None, packed_seq_params=packing, padding_mask=padding)
+            prenorm, boundary_states = self._prenorm, None if collector is None else collector.states()
+        finally:
+            # Otherwise the states of a pass that failed would stay in memory until the next pass has computed its own.
+            self._prenorm = None
+            if collector is not None:
+                collector.end()
         if not self.post_process:
             return state
-        prenorm, self._prenorm = self._prenorm, None
         head = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
         mtp: list[Tensor] = []
         if depths and self.block_drafter is not None:
-            mtp = self._draft_block(self.block_drafter, input_ids, packing, depths)
+            assert boundary_states is not None
+            mtp = self._draft_block(self.block_drafter, boundary_states, input_ids, packing, depths)
         elif depths:
             trunk_state = prenorm if self.mtp_reads_prenorm else state
-            if self.boundary_states is not None:
-                trunk_state = self.mtp.layers[0].project(self.boundary_states.take())
+            if boundary_states is not None:
+                trunk_state = self.mtp.layers[0].project(boundary_states)
             assert trunk_state is not None
             mtp = self._run_mtp(trunk_state, input_ids, packing, depths)
         return Hidden(trunk=state.squeeze(1), head=head, mtp=[depth.squeeze(1) for depth in mtp])
@@ -217,19 +225,20 @@ class MtpModel(GPTModel):
             states.append(head_state)
         return states
 
-    def _draft_block(self, drafter: BlockDrafter, input_ids: Tensor, packing: Packing, drafts: int) -> list[Tensor]:
+    def _draft_block(
+        self, drafter: BlockDrafter, boundary_states: Tensor, input_ids: Tensor, packing: Packing, drafts: int
+    ) -> list[Tensor]:
         """States of a block of `drafts` drafts, as inputs of the LM head.
 
         A block begins at every token i, after which the engine has sampled token i + 1. Its inputs are that token and `drafts` mask tokens,
         at the positions from i + 1 on. The mask at token i + 1 + k drafts that token, like depth k of MTP layers.
         """
-        assert self.boundary_states is not None
         positions = packing.position_ids
         sampled = packing.shift(input_ids)[packing.tokens]
         masks = torch.full_like(sampled, drafter.mask_token)
         token, mask = (self._embed(ids, positions).detach() for ids in (sampled, masks))
         rotary = [self._rotary(positions + 1 + offset) for offset in range(drafts + 1)]
-        return drafter(self.boundary_states.take(), [token, *[mask] * drafts], rotary, packing)
+        return drafter(boundary_states, [token, *[mask] * drafts], rotary, packing)
 
     def _router_padding_mask(self, packing: Packing) -> Tensor | None:
         """Mask of local tokens excluded from router losses and load statistics."""

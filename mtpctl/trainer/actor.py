@@ -317,12 +317,14 @@ class TrainerRank(WeightExporter):
         with self.engine.resident(), torch.no_grad():
             parameters = self._trained_parameters()
             current = [p.detach().clone() for p in parameters]
-            for parameter, value in zip(parameters, self.reference, strict=True):
-                parameter.copy_(value)
-            inputs = [replace(s, routes=None) for s in sequences]
-            scores = self.engine.score(inputs, temperature=self.recipe.rollout.temperature, local=True)
-            for parameter, value in zip(parameters, current, strict=True):
-                parameter.copy_(value)
+            try:
+                for parameter, value in zip(parameters, self.reference, strict=True):
+                    parameter.copy_(value)
+                inputs = [replace(s, routes=None) for s in sequences]
+                scores = self.engine.score(inputs, temperature=self.recipe.rollout.temperature, local=True)
+            finally:
+                for parameter, value in zip(parameters, current, strict=True):
+                    parameter.copy_(value)
         return [np.asarray(s.logprobs, np.float32) for s in scores]
 
     def _mismatch_metrics(

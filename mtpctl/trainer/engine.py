@@ -122,9 +122,9 @@ class MegatronEngine:
     def resident(self) -> Iterator[None]:
         """Load the parameters to the device. Offloaded parameters return to host memory when the outermost block ends."""
         self._resident_blocks += 1
-        if self.host_memory is not None:
-            self.host_memory.load(self.module.parameters())
         try:
+            if self.host_memory is not None:
+                self.host_memory.load(self.module.parameters())
             yield
         finally:
             self._resident_blocks -= 1

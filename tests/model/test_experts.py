@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,20 +129,43 @@ class Probe(torch.autograd.Function):
         return grads[0] * 2, None
 
 
-def test_async_all_to_all_overlaps_with_computation_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
+class Events(list[str]):
+    """Supports weak references."""
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> Events:
+    """The calls of an all-to-all that adds 1 to its rows."""
+    logged = Events()
 
     class Work:
         def wait(self) -> None:
-            events.append("waited")
+            logged.append("waited")
 
     def all_to_all(out: torch.Tensor, rows: torch.Tensor, to: list[int], of: list[int], *, group: Any, async_op: bool) -> Work:
         assert async_op and out.shape[0] == sum(to) and rows.shape[0] == sum(of)
         out.zero_()[: len(rows)] = rows[: len(out)] + 1
-        events.append("sent")
+        logged.append("sent")
         return Work()
 
     monkeypatch.setattr("torch.distributed.all_to_all_single", all_to_all)
+    return logged
+
+
+@pytest.mark.usefixtures("events")
+def test_pass_that_fails_before_wait_is_freed_at_once() -> None:
+    in_graph = Events()
+    pass_graph = weakref.ref(in_graph)
+    gc.disable()  # The memory is needed before Python's next full collection.
+    try:
+        exchange = AsyncAllToAll(Probe.apply(torch.randn(5, 3, requires_grad=True), in_graph), [2, 3], [1, 2], group=None)  # type: ignore[arg-type]
+        del exchange, in_graph
+        assert pass_graph() is None
+    finally:
+        gc.enable()
+
+
+def test_async_all_to_all_overlaps_with_computation_in_both_passes(events: Events) -> None:
     rows, other = (torch.randn(5, 3, requires_grad=True) for _ in range(2))
     exchange = AsyncAllToAll(rows, [2, 3], [1, 2], group=None)  # type: ignore[arg-type]
     other_out = Probe.apply(other, events)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.model import MtpConfig
+from mtpctl.trainer.objective import NextToken
 from tests.fakes import mimo_reference
 from tests.fakes.packed_logits import packed_logits
-from tests.fakes.tiny import engine, mimo, sequences
+from tests.fakes.tiny import GENTLE, MIMO, engine, mimo, sequences
+from tests.fakes.toys import LLAMA_EAGLE3, toy_folder
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -55,6 +59,27 @@ def test_reference_distinguishes_state_and_input_order(tmp_path):
         trainer.module.mtp_reads_prenorm = False
         _, mtp = packed_logits(trainer, [ids], 1)
     assert (mtp[0][:-1] - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("model", [MIMO, LLAMA_EAGLE3], ids=["mimo", "eagle3"])
+def test_states_of_a_failed_pass_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict) -> None:
+    folder = HfFolder.open(toy_folder(model, tmp_path / "model", 0, "fp32"))
+
+    def states() -> int:
+        gc.collect()
+        return sum(isinstance(x, torch.Tensor) and x.shape[1:] == (1, folder.shape.hidden) for x in gc.get_objects())
+
+    def fail(_: torch.Tensor) -> None:
+        raise MemoryError
+
+    with engine(folder, mtp=MtpConfig(repeat=1)) as trainer:
+        trainer.set_optimizer(GENTLE)
+        trainer.update(sequences(), NextToken())
+        before = states()
+        monkeypatch.setattr(trainer.module.decoder.final_layernorm, "forward", fail)
+        with pytest.raises(MemoryError):
+            trainer.update(sequences(), NextToken())
+        assert states() == before
 
 
 def test_mtp_off_builds_no_mtp(tmp_path):

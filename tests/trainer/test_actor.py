@@ -190,6 +190,20 @@ def batch(*lengths: int) -> list[Sample]:
     return created
 
 
+def test_policy_is_restored_if_scoring_the_reference_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, engine = recorder(kl_coef=0.1)
+    rank.reference = [torch.full((1, 1), 2.0)]
+
+    def fail(*_: Any, **__: Any) -> None:
+        assert engine.module.weight.item() == 2
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "score", fail)
+    with pytest.raises(MemoryError):
+        rank._reference_logprobs([])
+    assert engine.module.weight.item() == 1
+
+
 def test_peak_memory_is_that_after_the_last_minibatch() -> None:
     rank, _ = recorder(minibatches=2)
     assert step(rank, batch(2, 2, 1, 3), 1)["perf/memory_reserved_gib"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -74,6 +75,21 @@ def test_device_memory_is_freed_between_uses(tmp_path):
         assert stored(buffer.grad_data for buffer in trainer.model.buffers) == 0
         with trainer.resident():
             assert stored(parameters) == sum(p.nbytes for p in parameters)
+
+
+def test_failed_load_leaves_the_parameters_offloaded(tmp_path, monkeypatch):
+    load = HostMemory.load
+
+    def load_partly(self, tensors):
+        load(self, list(tensors)[:2])
+        raise torch.OutOfMemoryError
+
+    with engine(mimo(tmp_path / "model"), offload=EVERYTHING) as trainer:
+        for action in (load_partly, load):
+            monkeypatch.setattr(HostMemory, "load", action)
+            with pytest.raises(torch.OutOfMemoryError) if action is load_partly else contextlib.nullcontext():
+                trainer.score(sequences())
+            assert stored(trainer.module.parameters()) == 0
 
 
 def test_update_finishes_its_copies_before_it_returns(tmp_path, monkeypatch):
