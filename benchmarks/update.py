@@ -62,10 +62,10 @@ def main() -> None:
         assert engine.optimizer is not None
         step, optimizer_ms = engine.optimizer.step, list[float]()
 
-        def timed_step(total_steps: int) -> object:
+        def timed_step(total_steps: int, *, loss_is_finite: bool) -> object:
             synchronize(engine.device)
             began = time.perf_counter()
-            result = step(total_steps)
+            result = step(total_steps, loss_is_finite=loss_is_finite)
             synchronize(engine.device)
             optimizer_ms.append(1000 * (time.perf_counter() - began))
             return result

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from mtpctl.kernels import products
 from mtpctl.kernels.backend import Shard, gather_shards, row_slices, sum_shards, vocab_shard
-from mtpctl.kernels.inputs import DEFAULT_WORKSPACE_BYTES, PrecomputedGrads, weight_grad_buffer
+from mtpctl.kernels.inputs import DEFAULT_WORKSPACE_BYTES, FiniteCheck, PrecomputedGrads, weight_grad_buffer
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """divergence(named [n, k], rest [n], rows [n]) -> [n], differentiable in the log-probs `named` and `rest`. `rows`: indices among all N."""
@@ -66,7 +67,8 @@ def candidate_loss(
     """Compute the loss `term` from hidden states `hidden` [N, H] and this rank's rows of the LM head, `weight` [V, H].
 
     group: ranks that share the vocabulary. All pass the same hidden and term, and all get the complete gradient of hidden. Other arguments:
-    as in `linear_policy_loss`. Raises ValueError if the shape of `term.ids` does not match `hidden`.
+    as in `linear_policy_loss`. Raises ValueError if the shape of `term.ids` does not match `hidden`, and, in the backward pass if there is
+    one, if the logits are not finite.
     """
     if term.ids.dim() != 2 or len(term.ids) != len(hidden):
         raise ValueError(f"ids: shape {tuple(term.ids.shape)} does not fit hidden {tuple(hidden.shape)}: expected [{len(hidden)}, k]")
@@ -100,6 +102,7 @@ class _CandidateLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
         divergence = torch.zeros(len(hidden), dtype=wide_dtype, device=hidden.device)
         weighted_rows = term.weight.nonzero().squeeze(1)
+        lse = torch.zeros(len(weighted_rows), dtype=wide_dtype, device=hidden.device)
         # Ranks combine statistics per slice, so all use the slices that fit rank 0, which has the most vocabulary entries: all columns of
         # its shard, or the whole vocabulary (`total`) if that is smaller.
         max_columns = min(shard.columns, shard.total)
@@ -115,7 +118,7 @@ class _CandidateLoss(torch.autograd.Function):
                 logits.fill_(float("-inf"))
             grads = _slice_grads(logits, rows, arguments)
             total += grads.loss
-            divergence[rows] = grads.divergence
+            divergence[rows], lse[span] = grads.divergence, grads.lse
             if hidden_grad is not None:
                 rest_part = products.hidden_grad(None, grads.rest, head, wide_dtype)
                 hidden_grad[rows] = rest_part.add_(
@@ -132,7 +135,11 @@ class _CandidateLoss(torch.autograd.Function):
             buffer.out.zero_()
         if hidden_grad is not None:
             hidden_grad = sum_shards(hidden_grad, shard).to(hidden.dtype)
-        ctx.grads = PrecomputedGrads([hidden_grad], buffer, arguments.grad_scale, lambda: None)
+        check = partial(FiniteCheck(lse).enforce, hidden.detach(), weight.detach())
+        if arguments.needs_hidden_grad or arguments.needs_weight_grad:
+            ctx.grads = PrecomputedGrads([hidden_grad], buffer, arguments.grad_scale, check)
+        else:
+            check()
         ctx.mark_non_differentiable(divergence)
         return total, divergence
 
@@ -147,7 +154,7 @@ class _CandidateLoss(torch.autograd.Function):
 
 
 class _SliceGrads(NamedTuple):
-    """A slice's weighted loss, each row's divergence, and the gradients of this rank's unscaled logits.
+    """A slice's weighted loss, each row's divergence and log-sum-exp, and the gradients of this rank's unscaled logits.
 
     rest [n, V]: gradients of the other entries, 0 at named ones. named_grads [n, k]: gradients of the named entries, in
     columns `local_columns`; 0 for entries of other ranks.
@@ -155,6 +162,7 @@ class _SliceGrads(NamedTuple):
 
     loss: Tensor
     divergence: Tensor
+    lse: Tensor
     rest: Tensor
     named_grads: Tensor
     local_columns: Tensor
@@ -191,4 +199,6 @@ def _slice_grads(logits: Tensor, rows: Tensor, arguments: _Arguments) -> _SliceG
         .mul_((rest_grad * scale).to(wide_dtype).unsqueeze(1))
     )
     named_local_grads = (named_grad * scale).to(wide_dtype).masked_fill_(~is_local, 0)
-    return _SliceGrads(loss.detach().to(wide_dtype), divergence.detach().to(wide_dtype), rest_logit_grads, named_local_grads, local_columns)
+    return _SliceGrads(
+        loss.detach().to(wide_dtype), divergence.detach().to(wide_dtype), lse, rest_logit_grads, named_local_grads, local_columns
+    )

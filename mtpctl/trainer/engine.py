@@ -195,7 +195,7 @@ class MegatronEngine:
             with record_function("mtpctl/forward and backward"):
                 metrics = self.forward_backward(sequences, objective, temperature=temperature, microbatches=microbatches)
             with record_function("mtpctl/optimizer"):
-                result = self.optimizer.step(total_steps)
+                result = self.optimizer.step(total_steps, loss_is_finite=not metrics["skipped"])
                 metrics |= self.balance.finish(applied=result.applied)
         if self.config.offload.grads:
             self.optimizer.inner.zero_grad()
@@ -237,7 +237,10 @@ class MegatronEngine:
     def forward_backward(
         self, sequences: list[Sequence], objective: Objective, *, temperature: float = 1.0, microbatches: Microbatches | None = None
     ) -> dict[str, float]:
-        """Compute the gradients of all losses and write them to the gradient buffers. Returns metrics."""
+        """Compute the gradients of all losses and write them to the gradient buffers.
+
+        Returns metrics. `skipped` is 1 if a loss is not finite, and the gradients must not be applied.
+        """
         depths = self.depths if self.trains_mtp else 0
         totals = Totals.of(_assigned_sequences(sequences, microbatches), depths)
         if microbatches is not None:
@@ -248,7 +251,8 @@ class MegatronEngine:
         if not self.model.training:  # Iterating over thousands of experts is slow.
             self.model.train()
         self.gradients.clear(len(micros))
-        return loss.metrics(self._run(micros, loss, forward_only=False)) | {"perf/tokens": float(totals.tokens)}
+        sums = self._run(micros, loss, forward_only=False)
+        return loss.metrics(sums) | {"skipped": float(not loss.is_finite(sums)), "perf/tokens": float(totals.tokens)}
 
     # ------------------------------------------------------------------------------------------------------- scoring
 

@@ -28,7 +28,7 @@ from mtpctl.trainer.offload import HostMemory, release
 
 @dataclass
 class StepResult:
-    """Result of an optimizer step. Norms are before clipping. applied: False if a norm was not finite and the step was skipped."""
+    """Result of an optimizer step. Norms are before clipping. applied: False if the step was skipped, see `Optimizer.step`."""
 
     applied: bool
     grad_norm: float
@@ -121,8 +121,8 @@ class Optimizer:
         progress = min(1.0, (self.steps - c.warmup_steps) / max(1, total_steps - c.warmup_steps))
         return c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def step(self, total_steps: int) -> StepResult:
-        """Clip and apply the gradients of the last backward pass. If a norm is not finite, nothing is applied."""
+    def step(self, total_steps: int, *, loss_is_finite: bool) -> StepResult:
+        """Clip and apply the gradients of the last backward pass. If the loss or a norm is not finite, nothing is applied."""
         lr_factor = self.lr_factor(total_steps)
         for group in self.inner.param_groups:
             group["lr"] = group.get("max_lr", self.config.lr) * lr_factor
@@ -130,8 +130,8 @@ class Optimizer:
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         overflow = self.inner.prepare_grads()
         norms = {name: self._grad_norm(name) for name in (None, "mtp")}
-        finite = not overflow and all(math.isfinite(norm) for norm in norms.values())
-        if finite:
+        applied = loss_is_finite and not overflow and all(math.isfinite(norm) for norm in norms.values())
+        if applied:
             for name, clip in ((None, self.config.clip_grad), ("mtp", self.mtp_clip)):
                 if clip and norms[name] > clip:
                     parameters = [p for p in self.inner.get_parameters() if getattr(p, "grad_norm_group", None) == name]
@@ -140,7 +140,7 @@ class Optimizer:
                         torch._foreach_mul_(grads, clip / norms[name])
             self._apply()
             self.steps += 1
-        return StepResult(finite, norms[None], norms["mtp"], self.config.lr * lr_factor)
+        return StepResult(applied, norms[None], norms["mtp"], self.config.lr * lr_factor)
 
     def set_steps(self, steps: int) -> None:
         """Continue after this number of steps."""

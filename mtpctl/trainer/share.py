@@ -314,17 +314,19 @@ def _assign_sequences(lengths: Sequence[int], order: list[int], budget: int, cou
 
 def _check_logprobs(sample: Sample) -> None:
     is_trained = np.asarray(sample.loss_mask, np.bool_)
-    for source, logprobs in (
-        ("the rollout engine", sample.behaviour_logprobs),
-        ("old log-probs", sample.old_logprobs),
-        ("the teacher", sample.teacher_logprobs),
+    for source, receiver, logprobs in (
+        ("the rollout engine", "response token", sample.behaviour_logprobs),
+        ("old log-probs", "response token", sample.old_logprobs),
+        ("the teacher", "response token", sample.teacher_logprobs),
+        ("the teacher", "a candidate of response token", sample.candidate_logprobs),
     ):
-        if logprobs is None:
+        if not logprobs:
             continue
-        values = np.asarray(logprobs)
-        if len(non_finite := np.flatnonzero(is_trained & ~np.isfinite(values))):
+        values = np.asarray(logprobs).reshape(len(is_trained), -1)
+        if len(non_finite := np.argwhere(is_trained[:, None] & ~np.isfinite(values))):
+            token, column = non_finite[0].tolist()
             raise RuntimeFailure(
-                f"sample {sample.name}: {source} gave response token {non_finite[0]} the log-prob {values[non_finite[0]]:g}, which cannot "
+                f"sample {sample.name}: {source} gave {receiver} {token} the log-prob {values[token, column]:g}, which cannot "
                 "be trained on; check its sampling and scoring (rollout.top_k, rollout.top_p, logs/)"
             )
 

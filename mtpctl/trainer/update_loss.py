@@ -10,12 +10,15 @@ from torch import Tensor
 from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.drafts import Draft, DraftLossOut
 from mtpctl.model.gpt import Hidden
+from mtpctl.model.parallel import max_over_ranks
 from mtpctl.trainer.acceptance import Chains, DepthProbabilities, acceptance_metrics, acceptance_sums
 from mtpctl.trainer.batch import DraftRows, MicroBatch, Totals
 from mtpctl.trainer.config import EngineConfig
 from mtpctl.trainer.head import HITS, Head
 from mtpctl.trainer.objective import Objective, Sums
 
+NON_FINITE = "non_finite"
+"""Key in `Sums`: the number of microbatches whose loss is not finite."""
 MEASURED_TOKENS = 8192
 """Number of response tokens per rank and update from which acceptance is estimated, rounded up to whole sequences.
 
@@ -60,7 +63,14 @@ class UpdateLoss:
             # A NaN loss still runs all collectives, and its gradients make every rank skip the step.
             total = torch.nan * torch.stack([state.sum() for state in states]).sum()
             sums = {name: torch.nan * value for name, value in sums.items()}
-        return total, sums
+        return total, sums | {NON_FINITE: (~torch.isfinite(total.detach())).float()}
+
+    def is_finite(self, sums: Sums) -> bool:
+        """Whether the loss of every microbatch is finite on all ranks. Collective.
+
+        The gradient of a loss that is not finite may be finite: a constant term has none, and a clamp passes none of a NaN.
+        """
+        return max_over_ranks(int(sums[NON_FINITE])) == 0
 
     def _one_pass(self, micro: MicroBatch, hidden: Hidden) -> tuple[Tensor, Sums]:
         """The losses of the trunk and of the MTP depths, which learn from the logits computed for the trunk's loss."""
@@ -222,7 +232,7 @@ class UpdateLoss:
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """The objective's metrics, and the loss and acceptance of each MTP depth, from sums over the whole batch."""
-        values = {name: float(value) for name, value in sums.items()}
+        values = {name: float(value) for name, value in sums.items() if name != NON_FINITE}
         metrics = self.objective.metrics({name: value for name, value in values.items() if not name.startswith("mtp/")})
         for depth, drafts in enumerate(self.drafted_tokens, start=1):
             metrics |= {name: values[name] / drafts for name in (f"mtp/loss_{depth}", f"mtp/accept_{depth}") if name in values}

@@ -6,6 +6,7 @@ megatron-core is imported once; the ranks of a case are forked from there.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import sys
 import time
@@ -26,14 +27,15 @@ from mtpctl.checkpoint.listing import files_in, read_listing
 from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import SaveFailed
+from mtpctl.kernels.policy import TokenLoss
 from mtpctl.model import experts
 from mtpctl.model.experts import Experts
 from mtpctl.model.parallel import Rank
 from mtpctl.routes import RouteShape
 from mtpctl.trainer import data_parallel
-from mtpctl.trainer.batch import Sequence
+from mtpctl.trainer.batch import MicroBatch, Sequence
 from mtpctl.trainer.engine import MegatronEngine
-from mtpctl.trainer.objective import DraftsOnly, NextToken, PolicyObjective
+from mtpctl.trainer.objective import DraftsOnly, NextToken, PolicyObjective, Sums
 from mtpctl.trainer.share import partition
 from tests.fakes.forked import run_ranks
 from tests.fakes.full_disk import full_disk
@@ -162,6 +164,20 @@ def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
         weight.data[0, 0] = torch.nan
     assert made.update(batch, NextToken())["skipped"] == 1.0
     weight.data.copy_(retained)
+    assert made.update(batch, InfiniteOnLastRank())["skipped"] == 1.0
+
+
+class InfiniteOnLastRank(NextToken):
+    """A loss that is infinite on the last rank, with finite gradients."""
+
+    def token_loss(self, micro: MicroBatch) -> TokenLoss:
+        loss = super().token_loss(micro)
+
+        def infinite(logprob: Tensor, entropy: Tensor | None, tokens: Tensor) -> tuple[Tensor, Sums]:
+            value, sums = loss(logprob, entropy, tokens)
+            return value + (math.inf if dist.get_rank() == dist.get_world_size() - 1 else 0.0), sums
+
+        return infinite
 
 
 def own_part(batch: list[Sequence], case: Case) -> tuple[list[int], list[list[int]]]:

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from mtpctl.errors import UserError
+from mtpctl.kernels.candidates import CandidateTerm
+from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.section import ParallelConfig
+from mtpctl.rl.losses import candidate_kl
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences
@@ -63,7 +66,6 @@ def test_layout_that_does_not_divide_the_model_is_rejected(tmp_path, layout, mes
     from types import SimpleNamespace
 
     from mtpctl.model.build import complete_config
-    from mtpctl.recipe.model import MtpConfig
 
     shape = mimo(tmp_path / "model").shape
     with pytest.raises(UserError, match=message):
@@ -86,6 +88,17 @@ class TestNotFinite:
         with engine(mimo(tmp_path / "model")) as trainer:
             trainer.set_optimizer(GENTLE)
             assert skipped(trainer, Broken())
+
+    @pytest.mark.parametrize("mode", ["off", "isolated"])
+    def test_loss_with_finite_gradients(self, tmp_path, mode):
+        with engine(mimo(tmp_path / "model"), mtp=MtpConfig(mode=mode)) as trainer:
+            trainer.set_optimizer(GENTLE)
+            assert skipped(trainer, InfiniteConstant())
+
+    def test_candidate_loss_with_finite_gradients(self, tmp_path):
+        with engine(mimo(tmp_path / "model")) as trainer:
+            trainer.set_optimizer(GENTLE)
+            assert skipped(trainer, ImpossibleCandidate())
 
     def test_mtp_alone(self, tmp_path):
         with engine(mimo(tmp_path / "model")) as trainer:
@@ -116,6 +129,30 @@ class Broken(NextToken):
             return value * math.nan, sums
 
         return broken
+
+
+class InfiniteConstant(NextToken):
+    def token_loss(self, micro):
+        loss = super().token_loss(micro)
+
+        def infinite(*tokens):
+            value, sums = loss(*tokens)
+            return value + math.inf, sums
+
+        return infinite
+
+
+class ImpossibleCandidate(NextToken):
+    """Forward KL to a teacher that gives its only candidate the probability 0: the loss is NaN, and the gradient is that of the rest."""
+
+    def candidates(self, micro):
+        ids = torch.ones(len(micro.labels), 1, dtype=torch.long)
+        return CandidateTerm(
+            ids, micro.mask, lambda named, rest, rows: candidate_kl("forward", named, rest, torch.full_like(named, -math.inf))
+        )
+
+    def metrics(self, sums):
+        return {"actor/teacher_kl": sums["teacher_kl"]}
 
 
 def skipped(trainer, objective):

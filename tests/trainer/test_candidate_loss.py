@@ -158,6 +158,19 @@ def test_rest_is_empty_if_all_tokens_are_candidates() -> None:
     assert out.divergence.abs().max() < 1e-10 and grad.abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [(math.nan, r"^weight: nan at \[7, 2\], expected finite"), (1e300, r"^hidden: logits overflow torch\.float32: .*\|weight\| 1e\+300")],
+)
+def test_logits_that_are_not_finite_are_reported(entry: float, message: str, learns: bool) -> None:
+    hidden, weight, ids, likely, counts = drawn()
+    hidden = hidden.mul(1e10).requires_grad_(learns)
+    weight[7, 2] = entry
+    with pytest.raises(ValueError, match=message):
+        candidate_loss(hidden, weight, term_of("reverse", ids, likely, counts)).loss_sum.backward()
+
+
 def test_candidates_of_wrong_length_are_rejected() -> None:
     hidden, weight, *_ = drawn()
     with pytest.raises(ValueError, match=r"ids: shape \(3, 2\) does not fit hidden \(23, 12\): expected \[23, k\]"):

@@ -164,13 +164,15 @@ def test_share_takes_at_most_sixteen_bytes_per_token() -> None:
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
-@pytest.mark.parametrize("column", ["behaviour_logprobs", "old_logprobs", "teacher_logprobs"])
+@pytest.mark.parametrize("column", ["behaviour_logprobs", "old_logprobs", "teacher_logprobs", "candidate_logprobs"])
 def test_non_finite_logprob_of_a_trained_token_is_rejected_with_the_sample_name(column: str, value: float) -> None:
     samples = forked([[1, 1]])
     for sample in samples:
         sample.old_logprobs, sample.teacher_logprobs = sample.behaviour_logprobs[:], sample.behaviour_logprobs[:]
-    getattr(samples[1], column)[2] = value
-    with pytest.raises(RuntimeFailure, match=rf"^sample p0/1: .* gave response token 2 the log-prob {value:g}"):
+        sample.candidates, sample.candidate_logprobs = ids_of([1, 2] * 3), logprobs_of([-1.0] * 6)
+    logprobs = getattr(samples[1], column)
+    logprobs[-1] = value
+    with pytest.raises(RuntimeFailure, match=rf"^sample p0/1: .* gave (a candidate of )?response token 2 the log-prob {value:g}"):
         distribute(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
     samples[1].loss_mask = mask_of([1, 1, 0])
     distribute(samples, minibatches=1, tokens_per_microbatch=64, dp=1)
