@@ -19,6 +19,7 @@ from mtpctl.plan.sharding import (
     drafter_width,
     expert_tp,
     ffn_width,
+    head_widths,
     layer_widths,
     optimizer_ranks,
     peak_transient,
@@ -244,13 +245,6 @@ def _depths(recipe: Recipe, shape: ModelShape) -> int:
     return shape.mtp_layers * recipe.mtp.repeat if recipe.mtp.mode != "off" else 0
 
 
-def _drafter_passes(recipe: Recipe, shape: ModelShape) -> int:
-    """Number of passes of the trainer through a layer of the drafter, per token."""
-    depths = _depths(recipe, shape)
-    # A block has one more input than drafts.
-    return shape.dflash.layers * (depths + 1) if shape.dflash is not None and depths else depths
-
-
 def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, training: str) -> TrainerMemory:
     train, parallel = recipe.train, recipe.train.parallel
     width = WEIGHT_BYTES[train.precision]
@@ -280,27 +274,46 @@ def _trainer_stage(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, 
         gradients=gradients,
         optimizer=0 if train.offload.optimizer else state_bytes,
         reference=trained_params * width if training == "rl" and train.rl.kl_coef else 0,
-        activations=_activation_bytes(recipe, shape, index, stage, _drafter_passes(recipe, shape) if trains_mtp else 0, training),
+        activations=_activation_bytes(recipe, shape, index, stage, _depths(recipe, shape) if trains_mtp else 0, training),
         workspace=_workspace_bytes(recipe, shape, train.tokens_per_microbatch, parallel) if stage.has_head else 0,
         step=step_bytes,
         host=(state_bytes if train.offload.optimizer else 0) + (weights if train.offload.params else 0),
     )
 
 
-def _activation_bytes(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, passes: int, training: str) -> int:
+def _activation_bytes(recipe: Recipe, shape: ModelShape, index: int, stage: Stage, depths: int, training: str) -> int:
     train, parallel = recipe.train, recipe.train.parallel
-    trunk, passes = range(0) if training == "draft" else stage.layers, passes if stage.has_head else 0
-    widths = layer_widths(shape, parallel, trunk) + ([drafter_width(shape, parallel)] * passes if passes else [])
+    depths = depths if stage.has_head else 0
+    # Passes through a layer of the drafter, per token. A block has one more input than drafts.
+    passes = shape.dflash.layers * (depths + 1) if shape.dflash is not None and depths else depths
     input_width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    saved_width = sum(widths) if train.recompute != "full" else input_width * len(widths)
-    if recipe.numerics == "bitwise" and parallel.sequence_parallel and train.recompute != "full":
-        saved_width += 2 * input_width * len(widths)  # The two normed inputs of each layer, which default numerics recompute.
+    widths = layer_widths(shape, parallel, range(0) if training == "draft" else stage.layers)
+    draft_widths = [drafter_width(shape, parallel)] * passes if passes else []
+    if recipe.numerics == "bitwise" and parallel.sequence_parallel:
+        # The two normed inputs of each layer, which default numerics recompute.
+        widths, draft_widths = ([width + 2 * input_width for width in layers] for layers in (widths, draft_widths))
+    recomputes_drafts = train.recompute == "full" and _recomputes_drafter(recipe, shape)
+    if train.recompute == "full":
+        widths = [input_width] * len(widths)
+    if recomputes_drafts:
+        draft_widths = [input_width] * len(draft_widths)
     # A frozen trunk saves nothing, but its layers have temporaries.
     peak = peak_transient if train.recompute != "full" else peak_width
     transient_width = peak(shape, parallel, stage.layers, drafter=passes > 0)
+    if stage.has_head:
+        teacher = train.rl.teacher if training == "rl" else None
+        in_loss, in_backward = head_widths(
+            shape, parallel, depths, recomputes_drafts=recomputes_drafts, has_candidates=teacher is not None and teacher.topk > 0
+        )
+        transient_width = max(in_loss, in_backward + transient_width)
     microbatches_in_flight = parallel.pp - index  # 1F1B schedule: microbatches in flight at this stage.
-    elements = train.tokens_per_microbatch / parallel.cp * (saved_width * microbatches_in_flight + transient_width)
+    elements = train.tokens_per_microbatch / parallel.cp * (sum(widths + draft_widths) * microbatches_in_flight + transient_width)
     return int(elements * WEIGHT_BYTES[train.precision]) + _exact_sum_bytes(recipe, shape, train.tokens_per_microbatch)
+
+
+def _recomputes_drafter(recipe: Recipe, shape: ModelShape) -> bool:
+    """Whether `recompute: full` applies to the drafter's layers. It does not if depths share a layer and attend to each other's keys."""
+    return shape.dflash is not None or recipe.mtp.repeat == 1
 
 
 def _exact_sum_bytes(recipe: Recipe, shape: ModelShape, tokens: int) -> int:

@@ -159,6 +159,29 @@ def drafter_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     return _mixer_width(shape, attention_width(shape), parallel) + _expert_width(shape, parallel)
 
 
+def head_widths(
+    shape: ModelShape, parallel: ParallelConfig, depths: int, *, recomputes_drafts: bool, has_candidates: bool
+) -> tuple[float, float]:
+    """Elements per token of states around the LM head, which are not part of a layer: during the loss, and in the layers' backward pass.
+
+    Every token is assumed to be trained. Until the end of the backward pass there are the inputs of the final norms, and the rows that the
+    LM head reads, because the check of its logits may have to name their maximum. The final norms' outputs and the rows' gradients, which
+    are computed with the loss, are freed before. A depth also saves its embedding and its projection's input, unless it is recomputed; the
+    embedding then has a gradient instead. A drafter that reads states of several layers saves them. A loss over a teacher's candidates has
+    separate rows.
+    """
+    rows, state = shape.hidden, shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    gathered = rows if parallel.sequence_parallel else 0
+    in_loss, in_backward = 2 * state + 2 * rows + gathered, state + rows
+    if has_candidates:
+        in_loss, in_backward = in_loss + 2 * rows, in_backward + rows
+    if depths:
+        depth_in_loss, depth_in_backward = (1, 2) if recomputes_drafts else (5, 4)
+        in_loss += len(shape.boundaries) * state + depths * (depth_in_loss * state + 2 * rows)
+        in_backward += len(shape.boundaries) * state + depths * (depth_in_backward * state + rows)
+    return in_loss, in_backward
+
+
 def peak_width(shape: ModelShape, parallel: ParallelConfig, layers: range, *, drafter: bool) -> float:
     """Maximum elements per token of one recomputed layer, with its temporaries, among these decoder layers and the drafter's."""
     widths = zip(layer_widths(shape, parallel, layers), _transient_widths(shape, parallel, layers), strict=True)

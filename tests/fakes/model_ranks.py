@@ -12,7 +12,7 @@ from mtpctl.compat import cpu_device
 from mtpctl.model.parallel import Rank
 from tests.fakes.forked import run_ranks
 from tests.fakes.tiny import mimo
-from tests.model.test_memory import CASES, SHARED, kept_bytes
+from tests.model.test_memory import CASES, SHARED, kept_bytes, use_stand_ins
 
 
 def elements(name: str, root: Path) -> float:
@@ -22,7 +22,8 @@ def elements(name: str, root: Path) -> float:
     def kept_by(count: int) -> list[tuple[int, int]]:
         def work(rank: Rank) -> tuple[int, int]:
             folder = mimo(root / f"{name}-{count}-{rank.rank}", **CASES[case], num_hidden_layers=count)
-            return kept_bytes(pytest.MonkeyPatch(), folder, rank=rank, parallel=parallel)
+            use_stand_ins(pytest.MonkeyPatch())
+            return kept_bytes(folder, rank=rank, parallel=parallel)
 
         answers, error = run_ranks(parallel.world_size, work, 100)
         assert not error, error

@@ -15,9 +15,12 @@ import torch
 
 from mtpctl.kernels.qkv import split_heads_torch
 from mtpctl.model import attention, core_attention, layers
-from mtpctl.plan.sharding import activation_width, layer_widths
+from mtpctl.plan.sharding import activation_width, head_widths, layer_widths
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.section import ParallelConfig
+from mtpctl.trainer.batch import Sequence, Totals
+from mtpctl.trainer.objective import NextToken
+from mtpctl.trainer.update_loss import UpdateLoss
 from tests.fakes.kept import Kept
 from tests.fakes.tiny import engine, mimo, sequences
 from tests.fakes.trainer_cases import MODELS
@@ -84,11 +87,19 @@ SHARED = {
 }
 
 
-def kept_bytes(monkeypatch, folder, **fields) -> tuple[int, int]:
-    """Bytes alive after a forward pass, and its number of tokens."""
+def use_stand_ins(monkeypatch):
     monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps, offset: Norm.apply(x, weight))
     monkeypatch.setattr(attention, "split_heads", SplitHeads.apply)
     monkeypatch.setattr(core_attention.PackedAttention, "_attend_by_group", lambda self, q, k, v, packing, later: Flash.apply(q, k, v))
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    use_stand_ins(monkeypatch)
+
+
+def kept_bytes(folder, **fields) -> tuple[int, int]:
+    """Bytes alive after a forward pass, and its number of tokens."""
     with engine(folder, mtp=MtpConfig(mode="off"), tokens_per_microbatch=8192, **fields) as trainer:
         (micro,) = trainer._micro_batches(sequences(40, low=60, high=100), 0)
         trainer.model.train()
@@ -101,16 +112,41 @@ def kept_bytes(monkeypatch, folder, **fields) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layer_saves_the_planned_bytes(tmp_path, monkeypatch, case):
+def test_layer_saves_the_planned_bytes(tmp_path, case):
     less, more = (mimo(tmp_path / str(count), **CASES[case], num_hidden_layers=count) for count in (1, 2))
-    (first, tokens), (second, _) = kept_bytes(monkeypatch, less), kept_bytes(monkeypatch, more)
+    (first, tokens), (second, _) = kept_bytes(less), kept_bytes(more)
     a_token = (second - first) / tokens / 4
     expected = activation_width(less.shape, ParallelConfig())
     assert expected == pytest.approx(a_token, rel=0.05)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("depths", [0, 1, 2])
+def test_states_around_the_head_take_the_planned_bytes(tmp_path, depths, recompute):
+    """While the loss is computed, with layers whose widths the tests above check. `recompute: full` does not apply to a repeated layer."""
+    folder = mimo(tmp_path, **WIDE | {"hidden_size": 128, "head_dim": 32, "num_nextn_predict_layers": min(depths, 1)}, num_hidden_layers=1)
+    mtp = MtpConfig(mode="isolated", repeat=depths) if depths else MtpConfig(mode="off")
+    batch = [Sequence(s.token_ids, 1, [1] * (len(s.token_ids) - 1)) for s in sequences(40, low=90, high=120)]
+    with engine(folder, mtp=mtp, recompute=recompute, tokens_per_microbatch=8192) as trainer:
+        trainer.model.train()
+        (micro,) = trainer._micro_batches(batch, depths)
+        loss = UpdateLoss(trainer.head, trainer.config, NextToken(), Totals.of(batch, depths), temperature=1.0)
+        trainer.gradients.clear(1)
+        with Kept(*trainer.module.parameters(), *(buffer.grad_data for buffer in trainer.model.buffers)) as memory:
+            hidden = trainer.model(micro.input_ids, micro.packing, depths=depths)
+            total, _ = loss(micro, hidden)
+        actual = memory.bytes
+        total.backward()
+    layer = {"none": activation_width(folder.shape, ParallelConfig()), "full": folder.shape.hidden}
+    in_loss, _ = head_widths(
+        folder.shape, ParallelConfig(), depths, recomputes_drafts=recompute == "full" and depths < 2, has_candidates=False
+    )
+    planned = layer[recompute] + depths * layer["none" if depths > 1 else recompute] + in_loss
+    assert planned == pytest.approx(actual / len(micro.input_ids) / 4, rel=0.06)
+
+
 @pytest.mark.parametrize("letter", ["*", "E", "-"])
-def test_layer_of_nemotron_saves_the_planned_bytes(tmp_path, monkeypatch, letter):
+def test_layer_of_nemotron_saves_the_planned_bytes(tmp_path, letter):
     """Mamba-2 is left out: on a CPU its scan saves the matrices of every chunk."""
     sizes = {**WIDE, **MODELS["nemotron-h"]}
     patterns = "E*" + letter, "E*" + 2 * letter
@@ -118,7 +154,7 @@ def test_layer_of_nemotron_saves_the_planned_bytes(tmp_path, monkeypatch, letter
         mimo(tmp_path / pattern.replace("*", "A"), **sizes | {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)})
         for pattern in patterns
     )
-    (first, tokens), (second, _) = kept_bytes(monkeypatch, less), kept_bytes(monkeypatch, more)
+    (first, tokens), (second, _) = kept_bytes(less), kept_bytes(more)
     (expected,) = layer_widths(less.shape, ParallelConfig(), range(2, 3))
     assert expected == pytest.approx((second - first) / tokens / 4, rel=0.05)
 

@@ -138,7 +138,8 @@ def test_a_given_cache_is_listed_with_weights_and_reserve() -> None:
     memory = engine_memory(shared, shape)
     assert memory.reserve > 0
     (line,) = shared_gpu_lines(shared, shape, place(shared), ["10.0.0.1"])
-    assert f"host 10.0.0.1, GPU 0: trainer-0 184.1 MiB, rollout-0 {(memory.weights + memory.reserve + 2 * GIB) / GIB:.1f} GiB" in line
+    trainer, engine = trainer_memory(shared, shape).total, memory.weights + memory.reserve + 2 * GIB
+    assert f"host 10.0.0.1, GPU 0: trainer-0 {trainer / 2**20:.1f} MiB, rollout-0 {engine / GIB:.1f} GiB" in line
 
 
 def test_no_line_for_gpus_that_are_not_shared_or_of_unknown_size() -> None:

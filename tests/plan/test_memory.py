@@ -147,8 +147,37 @@ def test_trainer_memory_of_mimo_7b_in_bf16() -> None:
     total = count_parameters(MIMO)["total"]
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * total, 4 * total, 12 * total)
     assert memory.workspace == 1 << 30
-    # Every layer's, MTP's included, and what one layer makes and lets go.
-    assert memory.activations == 8192 * 2 * (37 * LAYER + 4096 + 11008)
+    # Every layer's, MTP's included, and the states around the head while the loss is computed.
+    assert memory.activations == 8192 * 2 * (37 * LAYER + (4 + 7) * 4096)
+
+
+def test_states_around_the_head_are_freed_after_the_loss_except_rows_and_inputs() -> None:
+    """The peak is in the loss, or in a layer's backward pass if its temporaries are larger than the freed states."""
+    sets = "train.parallel={tp: 1}", "train.tokens_per_microbatch=8192", "mtp.mode=off", "rollout.speculation.num_tokens=0"
+    assert trainer_memory(recipe(*sets), MIMO).activations == 8192 * 2 * (36 * LAYER + max(4 * 4096, 2 * 4096 + 4096 + 11008))
+    recomputed = trainer_memory(recipe(*sets, "train.recompute=full"), MIMO).activations
+    assert recomputed == 8192 * 2 * (36 * 4096 + 2 * 4096 + LAYER + 4096 + 11008)
+
+
+def test_only_the_last_pipeline_stage_has_states_around_the_head() -> None:
+    parallel = ParallelConfig(pp=2, pp_layout=[35, 1])
+    created = recipe("train.parallel={pp: 2, pp_layout: [35, 1]}", "train.tokens_per_microbatch=8192")
+    first, last = stages(MIMO, parallel, depths=1)
+    planned = [planning._activation_bytes(created, MIMO, index, stage, 1, "rl") for index, stage in enumerate((first, last))]
+    assert planned == [8192 * 2 * (2 * 35 * LAYER + 4096 + 11008), 8192 * 2 * (2 * LAYER + 11 * 4096)]
+
+
+def test_loss_over_candidates_has_rows_and_gradients() -> None:
+    sets = "train.parallel={tp: 1}", "train.tokens_per_microbatch=8192", "train.rl.teacher={path: teacher}"
+    plain, candidates = (trainer_memory(recipe(*sets, f"train.rl.teacher.topk={k}"), MIMO).activations for k in (0, 8))
+    assert candidates - plain == 8192 * 2 * 2 * 4096
+
+
+def test_repeated_mtp_layer_is_not_recomputed() -> None:
+    sets = "train.parallel={tp: 1}", "train.tokens_per_microbatch=8192", "train.recompute=full"
+    one, two, three = (trainer_memory(recipe(*sets, f"mtp.repeat={n}"), MIMO).activations for n in (1, 2, 3))
+    assert three - two == 8192 * 2 * (LAYER + 5 * 4096)
+    assert two - one > 8192 * 2 * LAYER
 
 
 def test_exact_sums_need_float64_temporaries() -> None:
@@ -206,7 +235,8 @@ def test_frozen_mtp_layers_have_gradient_buffers_and_sharded_state() -> None:
     mtp = count_parameters(MIMO)["mtp"]
     assert (alone.weights, alone.gradients) == (trained.weights, trained.gradients)
     assert trained.optimizer - alone.optimizer == 12 * mtp
-    assert trained.activations - alone.activations == 8192 * 2 * LAYER
+    frozen = 36 * LAYER + 2 * 4096 + 4096 + 11008
+    assert trained.activations - alone.activations == 8192 * 2 * (37 * LAYER + 11 * 4096 - frozen)
     trained, alone = (trainer_memory(recipe(*shards, *sets), MIMO) for sets in ([], [idle]))
     assert trained.optimizer == alone.optimizer == 12 * count_parameters(MIMO)["total"] // 2
     assert alone.activations < trained.activations
@@ -230,7 +260,7 @@ def test_depths_that_share_a_layer_each_have_activations() -> None:
     settings = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=8192"]
     one, three = (trainer_memory(recipe(*settings, f"mtp.repeat={n}"), MIMO) for n in (1, 3))
     assert three.weights == one.weights
-    assert three.activations - one.activations == 2 * 8192 * 2 * LAYER
+    assert three.activations - one.activations == 2 * 8192 * 2 * (LAYER + 7 * 4096)
 
 
 def test_each_input_of_a_block_has_activations_in_each_layer_of_a_block_drafter() -> None:
@@ -238,7 +268,7 @@ def test_each_input_of_a_block_has_activations_in_each_layer_of_a_block_drafter(
     shape = shape_of(LLAMA_DFLASH)
     one, three = (trainer_memory(recipe(*settings, f"mtp.repeat={n}"), shape) for n in (1, 3))
     width = activation_width(shape, ParallelConfig())
-    assert three.activations - one.activations == pytest.approx(2 * 2 * 1024 * width * 2)
+    assert three.activations - one.activations == pytest.approx(2 * 1024 * 2 * (2 * width + 7 * shape.hidden))
     cache = [kv_bytes_per_token(shape, 1, 2, drafting=drafting) for drafting in (True, False)]
     assert cache == [(4 + 2) * 2 * 32 * 2, 4 * 2 * 32 * 2]
 
@@ -573,7 +603,8 @@ def test_recomputation_needs_the_largest_layer_of_a_hybrid_model() -> None:
     assert peak == EXPERTS + transient
     assert peak_width(LIGHTNING, ParallelConfig(), range(LIGHTNING.layers), drafter=True) == ATTENTION + EXPERTS + transient
     memory = trainer_memory(recipe("train.tokens_per_microbatch=1024", name="nemotron_3_5_lightning_mtp"), LIGHTNING)
-    assert memory.activations == 1024 * 2 * (53 * 2688 + ATTENTION + EXPERTS + transient)
+    # With the inputs of both final norms, the rows of both losses, and the embedding of the MTP layer with its gradient.
+    assert memory.activations == 1024 * 2 * (53 * 2688 + ATTENTION + EXPERTS + transient + 5 * 2688)
 
 
 def test_recomputation_of_a_dense_hybrid_model_needs_its_mamba_layer() -> None:
@@ -581,6 +612,7 @@ def test_recomputation_of_a_dense_hybrid_model_needs_its_mamba_layer() -> None:
     shape = shape_of(config)
     sets = ["train.parallel={tp: 1}", "train.tokens_per_microbatch=1024", "mtp.mode=off", "rollout.speculation.num_tokens=0"]
     memory = trainer_memory(recipe(*sets, "train.recompute=full"), shape)
-    assert memory.activations == 1024 * 2 * (6 * 2688 + MAMBA + 2688)
+    head = 2 * 2688
+    assert memory.activations == 1024 * 2 * (6 * 2688 + MAMBA + 2688 + head)
     stored = trainer_memory(recipe(*sets, "train.recompute=none"), shape)
-    assert stored.activations == 1024 * 2 * (2 * MAMBA + ATTENTION + 3 * (2688 + 1856) + 2688 + 1856)
+    assert stored.activations == 1024 * 2 * (2 * MAMBA + ATTENTION + 3 * (2688 + 1856) + max(2688 + 1856 + head, 4 * 2688))
