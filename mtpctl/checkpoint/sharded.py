@@ -381,10 +381,12 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
     rank_shapes: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(rank_shapes, local)
     expected = {name: shape for shapes in rank_shapes for name, shape in shapes.items()}
-    differences = [f"{name}: {saved[name]} saved, {shape} wanted" for name, shape in expected.items() if saved.get(name, shape) != shape]
+    differences = [
+        f"{name}: saved with shape {saved[name]}, expected {shape}" for name, shape in expected.items() if saved.get(name, shape) != shape
+    ]
     missing = [name for name in expected if name not in saved]
     differences += [f"{name}: not saved" for name in missing]
-    differences += [f"{name}: saved, not wanted" for name in saved if name not in expected and not name.startswith("optimizer.")]
+    differences += [f"{name}: saved, but not in the model" for name in saved if name not in expected and not name.startswith("optimizer.")]
     if missing and len(missing) == len(differences) and all(name.startswith("optimizer.") for name in missing):
         raise UserError(
             f"{path}: its optimizer has no state of {missing[0].removeprefix('optimizer.')} and {len(missing) - 1} other "

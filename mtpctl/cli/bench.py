@@ -357,7 +357,7 @@ def _mtp_config(mode: str) -> MtpConfig:
     try:
         return MtpConfig.model_validate({"mode": mode})
     except ValidationError as error:
-        raise UserError(f"--mtp: {mode} is none of off, joint, isolated") from error
+        raise UserError(f"--mtp: must be off, joint or isolated, got {mode}") from error
 
 
 app.command("mtp")(bench_experiments.mtp)

@@ -117,14 +117,13 @@ def asynchrony(
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(
-            "--tolerance", min=0, help="How far later evaluations may fall below --accuracy while it counts as held; default: 0.03."
-        ),
+        typer.Option("--tolerance", min=0, help="How far evaluations may fall below --accuracy after reaching it; default: 0.03."),
     ] = None,
     least_speedup: Annotated[
         float,
         typer.Option(
-            "--least-speedup", help="Minimum speed-up until --accuracy is held: seconds of the synchronous arm / seconds of the best arm."
+            "--least-speedup",
+            help="Minimum speed-up to reach --accuracy and stay there: seconds of the synchronous arm / seconds of the best arm.",
         ),
     ] = 1.0,
     sets: Sets = None,

@@ -43,7 +43,9 @@ def convert_hf(
         bool, typer.Option("--merge", help="For an adapter: write the model with the adapter merged in, not a PEFT folder.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace DST, once its replacement is complete.")] = False,
-    inspect: Annotated[bool, typer.Option("--inspect", help="Print the contents of SRC and what it lacks; DST must be omitted.")] = False,
+    inspect: Annotated[
+        bool, typer.Option("--inspect", help="Print the contents of SRC and its missing files; DST must be omitted.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Convert weights, MTP layers included, one parameter at a time. DST is renamed into place when it is complete."""

@@ -33,7 +33,7 @@ def rollout(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="JSONL file to write, or to complete.")] = None,
     n: Annotated[int, typer.Option("--n", metavar="N", help="Responses to each prompt.", min=1)] = 1,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Serve an OpenAI-compatible endpoint until Ctrl-C; what agents finish there goes to --out.")
+        bool, typer.Option("--serve", help="Serve an OpenAI-compatible endpoint until Ctrl-C, and write finished trajectories to --out.")
     ] = False,
     host: Annotated[str, typer.Option("--host", help="Where --serve listens; others than loopback need MTPCTL_GATEWAY_KEY.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of --serve; 0: a free one.")] = 8339,
@@ -74,7 +74,7 @@ def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | Non
 
 
 def _render(summary: dict[str, Any]) -> str:
-    lines = [f"{summary['samples']} samples in {summary['out']}, {summary['made']} of them new"]
+    lines = [f"{summary['samples']} samples in {summary['out']}, {summary['made']} new"]
     if summary["tokens_per_s"] is not None:
         lines.append(f"{summary['tokens_per_s']:,.0f} tokens/s over {summary['seconds']:.1f} s")
     if summary["samples"]:
@@ -115,7 +115,7 @@ def _print_progress(done: int, total: int, tally: Tally) -> None:
 
 def evaluate(
     target: TargetArgument,
-    n: Annotated[int | None, typer.Option("--n", metavar="N", help="Responses to each problem; default: as each set says.", min=1)] = None,
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="Responses to each problem; default: that of its set.", min=1)] = None,
     sets: Sets = None,
     overlay: Overlays = None,
     start: Start = None,

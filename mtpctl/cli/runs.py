@@ -79,7 +79,7 @@ def clean(as_json: Json = False) -> None:
     for path in remaining:
         answer(f"not removed: {path}; another process is removing it, or it cannot be removed")
     if not removed and not remaining:
-        answer("killed runs left nothing here")
+        answer("found no leftovers of killed runs")
     for path in unmarked:
         answer(f"skipped: {path} does not name its owner; remove it manually once no run uses it")
     for path in foreign:
@@ -107,7 +107,7 @@ def report(
 def scale(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     replicas: Annotated[
-        int, typer.Option("--replicas", metavar="N", min=1, help="Rollout replicas to have, within rollout.replicas of the recipe.")
+        int, typer.Option("--replicas", metavar="N", min=1, help="New number of rollout replicas, within rollout.replicas of the recipe.")
     ],
 ) -> None:
     """Change the number of rollout replicas of a running run. Returns once the run has accepted it; replicas join or leave after that.

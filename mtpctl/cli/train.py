@@ -35,7 +35,7 @@ def train(
     from mtpctl.recipe.checks import validate
 
     if as_json and not dry_run:
-        raise UserError("--json: goes with --dry-run; a run writes metrics.jsonl in its directory")
+        raise UserError("--json: requires --dry-run; a run writes metrics.jsonl in its directory")
     if restart and (start is not None or dry_run):
         raise UserError(f"--start-over: cannot be combined with {'--from; name a new run_dir' if start is not None else '--dry-run'}")
     sets = [*(sets or []), *(["telemetry.profile=true"] if profile else [])]
@@ -68,7 +68,7 @@ def train(
         from mtpctl.controller.resume import start_over
 
         if (previous := start_over(loaded.recipe, [START_FOLDER])) is not None:
-            print_progress(f"{loaded.recipe.run_path} begins again; the run that was there is kept as {previous}")
+            print_progress(f"{loaded.recipe.run_path} starts over; the previous run was renamed to {previous}")
     raise typer.Exit(run(loaded.recipe, plain=plain))
 
 

@@ -84,7 +84,7 @@ def check_code(recipe: Recipe) -> list[str]:
     problems = ProblemSets(first_rows["train"], first_rows.get("eval", []), [], sets)
     warnings = list(try_code(recipe, problems, check_verifiers=False).warnings)
     if not first_rows["train"]:
-        warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, but is tried on rows only when the run starts")
+        warnings.append(f"{recipe.data.path} is not in the cache yet: your code was loaded, and is tested on rows when the run starts")
     return warnings
 
 

@@ -113,7 +113,7 @@ def read_rope_fields(family: Family, config: Mapping[str, object], positions: in
     fraction = rope.number("partial_rotary_factor", top_level.number("partial_rotary_factor", family.rotary_fraction))
     if fraction != family.rotary_fraction and not family.windows and (family.rotary_fraction == 1.0 or family.latent):
         # In these families transformers ignores the field, but engines apply it.
-        raise UserError(f"model config: partial_rotary_factor {fraction:g} is not supported for {family.name}; 1 is")
+        raise UserError(f"model config: partial_rotary_factor {fraction:g} is not supported for {family.name}; expected 1")
     scaling = _read_scaling(family, rope, positions)
     if scaling is not None:
         positions = _supported_positions(scaling, positions)
@@ -154,11 +154,11 @@ def _read_scaling(family: Family, rope: ConfigFields, positions: int) -> RopeSca
 def _check_latent_scaling(family: Family, kind: str, rope: ConfigFields) -> None:
     """Reject scalings of latent attention other than YaRN with mscale, because engines compute them differently from transformers."""
     if kind != "yarn":
-        raise UserError(f"model config: RoPE scaling {kind!r} is not supported for {family.name}; yarn is")
+        raise UserError(f"model config: RoPE scaling {kind!r} is not supported for {family.name}; expected yarn")
     if rope.raw.get("attention_factor") is not None:
-        raise UserError(f"model config: attention_factor is not supported for {family.name}; mscale and mscale_all_dim are")
+        raise UserError(f"model config: attention_factor is not supported for {family.name}; use mscale and mscale_all_dim")
     if not rope.boolean("truncate", True):
-        raise UserError(f"model config: truncate false is not supported for {family.name}; true is")
+        raise UserError(f"model config: truncate false is not supported for {family.name}; expected true")
     if bool(rope.raw.get("mscale")) != bool(rope.raw.get("mscale_all_dim")):
         raise UserError(f"model config: mscale and mscale_all_dim of {family.name} must both be given, or neither")
 
@@ -217,7 +217,7 @@ def check_supported(family: Family, fields: ConfigFields, positions: int) -> Non
     _check_biases(family, fields)
     for key, required in family.required_values:
         if (value := fields.raw.get(key)) not in (None, required):
-            raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; {required!r} is")
+            raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; expected {required!r}")
     for key, neutral in NEUTRAL_VALUES.items():
         value = fields.raw.get(key)
         is_window_field = family.windows and (key == "attention_chunk_size" or (key == "moe_layer_freq" and isinstance(value, list)))
@@ -237,7 +237,7 @@ def _check_biases(family: Family, fields: ConfigFields) -> None:
     expected = family.qkv_bias is True
     if "qkv_bias" in fields.raw and fields.boolean("qkv_bias", expected) != expected:
         raise UserError(
-            f"model config: qkv_bias {str(not expected).lower()} is not supported for {family.name}; {str(expected).lower()} is"
+            f"model config: qkv_bias {str(not expected).lower()} is not supported for {family.name}; expected {str(expected).lower()}"
         )
 
 
@@ -262,7 +262,7 @@ def _check_window_fields(family: Family, fields: ConfigFields) -> None:
     }
     for key, value in required_values.items():
         if (stated := fields.raw.get(key)) not in (None, value):
-            raise UserError(f"model config: {key} {stated!r} is not supported for {family.name} with this config; {value!r} is")
+            raise UserError(f"model config: {key} {stated!r} is not supported for {family.name} with this config; expected {value!r}")
     parameters, scaling = object_field(fields.raw, "rope_parameters"), object_field(fields.raw, "rope_scaling")
     if scaling.get("rope_type", scaling.get("type", "default")) != "default":
         raise UserError(f"model config: rope_scaling is not supported for {family.name}: vLLM ignores it")
@@ -310,18 +310,20 @@ def _check_router(family: Family, fields: ConfigFields) -> None:
         raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: routing weights sum to 1")
     score = "sigmoid" if family.moe.router_bias and not family.moe.softmax_bias else "softmax"
     if (value := fields.raw.get("scoring_func")) not in (None, score):
-        raise UserError(f"model config: scoring_func {value!r} is not supported for {family.name}; {score!r} is")
+        raise UserError(f"model config: scoring_func {value!r} is not supported for {family.name}; expected {score!r}")
     if family.moe.router_bias:
         if (value := fields.raw.get("topk_method")) not in (None, "noaux_tc"):
-            raise UserError(f"model config: topk_method {value!r} is not supported for {family.name}; 'noaux_tc' is")
+            raise UserError(f"model config: topk_method {value!r} is not supported for {family.name}; expected 'noaux_tc'")
         if fields.integer("n_group", 1) > 1 and (experts := fields.integer("num_experts_per_tok")) // fields.integer("topk_group", 1) != 2:
             # Engines rank groups by their two best experts; Megatron by num_experts_per_tok // topk_group of them.
             topk_group = fields.integer("topk_group", 1)
-            raise UserError(f"model config: topk_group {topk_group} with num_experts_per_tok {experts} is not supported; {experts // 2} is")
+            raise UserError(
+                f"model config: topk_group {topk_group} with num_experts_per_tok {experts} is not supported; expected {experts // 2}"
+            )
         return
     for key in ("routed_scaling_factor", "n_group", "topk_group"):
         if (value := fields.raw.get(key)) not in (*UNSET_VALUES, 1):
-            raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; 1 is")
+            raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; expected 1")
 
 
 class BlockKind(NamedTuple):
@@ -374,9 +376,9 @@ def check_blocks(family: str, config: Mapping[str, object]) -> None:
     if (stated := config.get("num_hidden_layers")) not in (None, layers):
         raise UserError(f"model config: num_hidden_layers is {stated!r}, but {BLOCKS_FIELD} has {layers}; make them equal")
     if mtp_blocks != _SUPPORTED_MTP_BLOCKS:
-        raise UserError(f"model config: {_MTP_BLOCKS} {mtp_blocks} is not supported for {family}; {_SUPPORTED_MTP_BLOCKS} is")
+        raise UserError(f"model config: {_MTP_BLOCKS} {mtp_blocks} is not supported for {family}; expected {_SUPPORTED_MTP_BLOCKS}")
     for key, value in _FIXED_VALUES.items():
         if (stated := config.get(key)) not in (None, value):
-            raise UserError(f"model config: {key} {stated!r} is not supported for {family}; {value!r} is")
+            raise UserError(f"model config: {key} {stated!r} is not supported for {family}; expected {value!r}")
     if (limit := config.get("time_step_limit")) is not None and limit not in [[0, infinity] for infinity in _INFINITIES]:
         raise UserError(f"model config: time_step_limit {limit!r} is not supported for {family}: vLLM ignores it; remove it")

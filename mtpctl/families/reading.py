@@ -112,15 +112,17 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         raise UserError(f"model config: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if family.head_dim_follows_hidden and head_dim * heads != hidden:
         raise UserError(
-            f"model config: head_dim {head_dim} is not supported for {family.name}; {hidden / heads:g} "
-            "(hidden_size / num_attention_heads) is"
+            f"model config: head_dim {head_dim} is not supported for {family.name}; expected {hidden / heads:g} "
+            "(hidden_size / num_attention_heads)"
         )
     mtp_layers = mtp_layers_of(config)
     has_drafter = bool(config.get(DRAFTER))
     if mtp_layers and family.mtp is None and not has_drafter:
         raise UserError(f"model config: {mtp_layers} MTP layers are named, but the family {family.name} has none")
     if mtp_layers > 1 and family.mtp is not None and family.mtp.shared:
-        raise UserError(f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; 1 is")
+        raise UserError(
+            f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; expected 1"
+        )
     moe = _read_moe_shape(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in blocks) else None
     if family.blocks and mtp_layers and not has_drafter and (moe is None or "full_attention" not in kinds):
         raise UserError(f"model config: {BLOCKS_FIELD} needs at least one attention and one MoE layer, whose sizes the MTP layer uses")
@@ -299,7 +301,7 @@ def _add_drafter_shape(config: Mapping[str, object], family: Family, shape: Mode
         if any(section.get(key) for key in MTP_COUNTS):
             raise UserError(f"model config: the model has both MTP layers and {description} drafter; keep one of them")
     if family.mtp is not None:
-        raise UserError(f"drafter config: {description} drafter is not supported for {shape.family}; its MTP layers are")
+        raise UserError(f"drafter config: {description} drafter is not supported for {shape.family}; use its MTP layers")
     try:
         drafter = object_field(config, DRAFTER)
         if is_dflash:
@@ -319,7 +321,7 @@ def _read_eagle3_shape(config: Mapping[str, object], shape: ModelShape) -> Eagle
     defaults = {"num_key_value_heads": heads, "head_dim": shape.hidden // heads}
     _check_drafter_fits(config, shape, "llama", defaults)
     if (value := drafter.integer("num_hidden_layers")) != 1:
-        raise UserError(f"drafter config: num_hidden_layers {value} is not supported with this model; 1 is")
+        raise UserError(f"drafter config: num_hidden_layers {value} is not supported with this model; expected 1")
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting"):
         if drafter.boolean(key, False):
             raise UserError(f"drafter config: {key} is not supported: the trainer would compute the drafter without it")
@@ -383,9 +385,9 @@ def _check_drafter_fits(config: Mapping[str, object], shape: ModelShape, kind: s
     defaults = {"target_hidden_size": shape.hidden, "draft_vocab_size": shape.vocab, **defaults}
     for key, size in sizes.items():
         if (value := drafter.integer(key, defaults.get(key))) != size:
-            raise UserError(f"drafter config: {key} {value} is not supported with this model; {size} is")
+            raise UserError(f"drafter config: {key} {value} is not supported with this model; expected {size}")
     if (eps := drafter.number("rms_norm_eps", family.rms_eps)) != shape.rms_eps:
-        raise UserError(f"drafter config: rms_norm_eps {eps:g} is not supported with this model; {shape.rms_eps:g} is")
+        raise UserError(f"drafter config: rms_norm_eps {eps:g} is not supported with this model; expected {shape.rms_eps:g}")
     positions = drafter.integer("max_position_embeddings", family.max_positions)
     check_supported(family, drafter, positions)
     rope = read_rope_fields(family, config, positions)

@@ -156,12 +156,12 @@ class MergedAdapter(AdapterReceiver):
             if name not in shapes:
                 errors.append(f"{name} is not a tensor of the served model's trunk")
             elif tuple(shapes[name]) != layer.shape:
-                errors.append(f"the adapter of {name} makes {layer.shape}, the served model has {tuple(shapes[name])}")
+                errors.append(f"the adapter of {name} has shape {layer.shape}, expected {tuple(shapes[name])}")
         if errors:
             raise PlanMismatch(f"the adapter does not fit the log-prob replica: {'; '.join(errors[:8])}")
         alpha = plan.config.get("lora_alpha")
         if not isinstance(alpha, int | float):
-            raise PlanMismatch("the adapter does not fit the log-prob replica: its config names no lora_alpha")
+            raise PlanMismatch("the adapter does not fit the log-prob replica: its config has no lora_alpha")
         self._scale = alpha / rank_of(plan)
 
     @torch.no_grad()

@@ -107,7 +107,7 @@ def check_data(data: DataConfig, *, environment_has_tasks: bool = False) -> Comp
             yield from check_path(path, f"data.{field}")
     for field, path, subset in (("subset", data.path, data.subset), ("sft_subset", data.sft_path, data.sft_subset)):
         if subset is not None and not (path and is_dataset_id(path)):
-            yield f"data.{field}: only a Hugging Face dataset has subsets, and {path or 'no path'} is none; leave it out"
+            yield f"data.{field}: only Hugging Face datasets have subsets, got {path or 'no path'}; remove it"
     if data.eval_path and is_dataset_id(data.eval_path):
         yield f"data.eval_path: a dataset needs its split: set evaluation.sets: {{NAME: {{path: {data.eval_path}, split: test}}}} instead"
     elif data.path and data.eval_path and os.path.realpath(data.path) == os.path.realpath(data.eval_path):
@@ -156,7 +156,7 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, rollout: Ro
             continue
         yield from check_path(config.path, f"{key}.path")
         if config.subset is not None and not is_dataset_id(config.path):
-            yield f"{key}.subset: only a Hugging Face dataset has subsets, and {config.path} is none; leave it out"
+            yield f"{key}.subset: only Hugging Face datasets have subsets, got {config.path}; remove it"
         is_training_split = (
             data.path is not None and config.path == data.path and (config.subset, config.split) == (data.subset, data.split)
         )

@@ -219,7 +219,7 @@ def check_teacher(rl: RlConfig) -> Complaints:
     if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
         yield f"train.rl.teacher.url: must begin with http:// or https://, got {teacher.url}"
     if teacher.path == POLICY and teacher.hint is None:
-        yield "train.rl.teacher.hint: a policy with the same prompt teaches itself nothing; set a hint"
+        yield "train.rl.teacher.hint: a policy learns nothing from itself with the same prompt; set a hint"
     if rl.loss == "gspo" and not teacher.topk:
         yield "train.rl.loss: gspo weights whole responses, and a teacher single tokens; set ppo, or train.rl.teacher.topk"
 

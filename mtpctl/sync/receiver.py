@@ -324,7 +324,7 @@ def layers_of(plan: SectionPlan) -> dict[str, Layer]:
             continue
         layers[f"{layer}.weight"] = Layer(a, b, (b_shape[0], a_shape[1]))
     if not rank:
-        errors.append("its config names no rank r")
+        errors.append("its config has no rank r")
     if errors:
         raise PlanMismatch(f"this is not a LoRA adapter: {'; '.join(errors[:8])}")
     return layers
@@ -347,7 +347,7 @@ def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, t
         if slot is None:
             errors.append(f"{name} resolves to nothing")
         elif ".base_layer." not in slot.parameter:
-            errors.append(f"{name} lies in {slot.parameter}, which takes no adapter")
+            errors.append(f"{name} is part of {slot.parameter}, which does not support adapters")
         else:
             try:
                 find_shard(model, live[slot.parameter], slot, layer.shape, tp)

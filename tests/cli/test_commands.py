@@ -246,10 +246,10 @@ def test_dry_run_reports_every_error_on_a_line(mtpctl: Any, monkeypatch: pytest.
 def test_misfit_is_reported_with_remedies(mtpctl: Any) -> None:
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}"]
     message = mtpctl(*arguments)
-    assert message.code == 4 and message.err.startswith("error: train.parallel: a trainer rank needs 225 GiB, but has 139 GiB of a GPU;")
-    assert "GPU        139 GiB (cluster.gpu_gib); the fullest rank needs one of 224.6 GiB\n" in message.out
+    assert message.code == 4 and message.err.startswith("error: train.parallel: a trainer rank needs 226 GiB, but has 139 GiB of a GPU;")
+    assert "GPU        139 GiB (cluster.gpu_gib); the fullest rank needs one of 226.4 GiB\n" in message.out
     assert (
-        "87.5 GiB  --set train.offload.optimizer=true  (fits)\n" in message.out and "79.6 GiB  --set train.recompute=full\n" in message.out
+        "87.5 GiB  --set train.offload.optimizer=true  (fits)\n" in message.out and "80.2 GiB  --set train.recompute=full\n" in message.out
     )
     assert mtpctl(*arguments, "--set", "train.offload.optimizer=true").code == 0
 
@@ -258,7 +258,7 @@ def test_unknown_gpu_size_is_reported_and_the_local_one_is_used(mtpctl: Any, mon
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}", "--set", "cluster.gpu_gib=null"]
     monkeypatch.setattr("mtpctl.jobs.dry_run.gpu_memory_gib", lambda: None)
     message = mtpctl(*arguments)
-    assert message.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 224.6 GiB; set" in message.out
+    assert message.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs one of 226.4 GiB; set" in message.out
     monkeypatch.setattr("mtpctl.jobs.dry_run.gpu_memory_gib", lambda: 80.0)
     message = mtpctl(*arguments)
     assert message.code == 4 and "GPU        80 GiB (this machine)" in message.out

@@ -65,7 +65,7 @@ def test_progress_goes_to_the_error_stream_and_the_summary_to_the_output(rollout
     _, out, err, _ = rollout(found(), "tiny_mtp", "--prompts", "p.jsonl", "--out", "o")
     assert err.splitlines()[:2] == ["model: as it is", "4/40 samples, acceptance 25.0%"] and len(err.splitlines()) == 11
     assert out.splitlines() == [
-        "1 samples in o.jsonl, 1 of them new",
+        "1 samples in o.jsonl, 1 new",
         "2 tokens/s over 1.5 s",
         "mean length 3.0 tokens; ended by 1 stop",
         "acceptance 25.0% (1 of 4 drafts), 1.50 tokens a step",

@@ -285,7 +285,7 @@ def test_the_next_start_removes_leftovers_of_a_killed_run() -> None:
 def test_clean_prints_the_removed_folders(run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (memory / "mtpctl-ipc-x").touch()
     kill(run)
-    for said in (["removed " + str(memory / "mtpctl-run"), "removed "], ["killed runs left nothing here"]):
+    for said in (["removed " + str(memory / "mtpctl-run"), "removed "], ["found no leftovers of killed runs"]):
         with pytest.raises(SystemExit) as ended:
             main(["clean"])
         *lines, last = capsys.readouterr().out.splitlines()

@@ -143,7 +143,7 @@ def test_uncached_dataset_does_not_contact_the_hub(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("mtpctl.data.rows._cached_layout", absent)
     sets = ["data.task=", "data.path=openai/gsm8k", f"rollout.environment={MODULE}:Echo"]
     (warning,) = check_code(recipe(*sets))
-    assert warning == "openai/gsm8k is not in the cache yet: your code was loaded, but is tried on rows only when the run starts"
+    assert warning == "openai/gsm8k is not in the cache yet: your code was loaded, and is tested on rows when the run starts"
 
 
 def absent(name: str) -> None:

@@ -169,24 +169,24 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "drafter config: architectures ['LlamaForCausalLM'] is not supported; LlamaForCausalLMEagle3 and DFlashDraftModel are",
     ),
     ({"architectures": "LlamaForCausalLMEagle3"}, "drafter config: architectures must be a list"),
-    ({"hidden_size": 64}, "drafter config: hidden_size 64 is not supported with this model; 96 is"),
+    ({"hidden_size": 64}, "drafter config: hidden_size 64 is not supported with this model; expected 96"),
     ({"hidden_size": None}, "drafter config: hidden_size is missing"),
-    ({"target_hidden_size": 64}, "drafter config: target_hidden_size 64 is not supported with this model; 96 is"),
-    ({"num_attention_heads": 6}, "drafter config: num_attention_heads 6 is not supported with this model; 3 is"),
-    ({"num_key_value_heads": None}, "drafter config: num_key_value_heads 3 is not supported with this model; 1 is"),
-    ({"head_dim": 64}, "drafter config: head_dim 64 is not supported with this model; 32 is"),
-    ({"vocab_size": 400}, "drafter config: vocab_size 400 is not supported with this model; 331 is"),
-    ({"draft_vocab_size": 100}, "drafter config: draft_vocab_size 100 is not supported with this model; 331 is"),
-    ({"num_hidden_layers": 2}, "drafter config: num_hidden_layers 2 is not supported with this model; 1 is"),
+    ({"target_hidden_size": 64}, "drafter config: target_hidden_size 64 is not supported with this model; expected 96"),
+    ({"num_attention_heads": 6}, "drafter config: num_attention_heads 6 is not supported with this model; expected 3"),
+    ({"num_key_value_heads": None}, "drafter config: num_key_value_heads 3 is not supported with this model; expected 1"),
+    ({"head_dim": 64}, "drafter config: head_dim 64 is not supported with this model; expected 32"),
+    ({"vocab_size": 400}, "drafter config: vocab_size 400 is not supported with this model; expected 331"),
+    ({"draft_vocab_size": 100}, "drafter config: draft_vocab_size 100 is not supported with this model; expected 331"),
+    ({"num_hidden_layers": 2}, "drafter config: num_hidden_layers 2 is not supported with this model; expected 1"),
     ({"intermediate_size": None}, "drafter config: intermediate_size is missing"),
-    ({"rms_norm_eps": 1e-5}, "drafter config: rms_norm_eps 1e-05 is not supported with this model; 1e-06 is"),
+    ({"rms_norm_eps": 1e-5}, "drafter config: rms_norm_eps 1e-05 is not supported with this model; expected 1e-06"),
     ({"hidden_act": "gelu"}, "drafter config: hidden_act 'gelu' is not supported; use silu"),
     ({"attention_bias": True}, "drafter config: attention_bias adds a bias to"),
     ({"mlp_bias": True}, "drafter config: mlp_bias adds a bias to"),
     ({"logit_scale": 0.5}, "drafter config: logit_scale 0.5 is not supported"),
     ({"rope_theta": 5000.0}, "drafter config: rope_theta and rope_scaling must be the model's"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "drafter config: rope_theta and rope_scaling must be the model's"),
-    ({"partial_rotary_factor": 0.5}, "drafter config: partial_rotary_factor 0.5 is not supported for llama; 1 is"),
+    ({"partial_rotary_factor": 0.5}, "drafter config: partial_rotary_factor 0.5 is not supported for llama; expected 1"),
     *(
         ({key: True}, f"drafter config: {key} is not supported: the trainer would compute the drafter without it")
         for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
@@ -214,7 +214,7 @@ def test_drafter_that_the_trainer_does_not_compute_is_rejected(fields: dict[str,
 def test_drafter_does_not_fit_a_model_with_mtp_layers() -> None:
     with pytest.raises(UserError, match=r"^model config: the model has both MTP layers and an EAGLE-3 drafter; keep one of them$"):
         shape_of({**GLM4_MOE, "drafter": EAGLE3})
-    with pytest.raises(UserError, match=r"^drafter config: an EAGLE-3 drafter is not supported for glm4-moe; its MTP layers are$"):
+    with pytest.raises(UserError, match=r"^drafter config: an EAGLE-3 drafter is not supported for glm4-moe; use its MTP layers$"):
         shape_of({**GLM4_MOE, "num_nextn_predict_layers": 0, "drafter": EAGLE3})
     with pytest.raises(UserError, match=r"^drafter config: drafter must be an object"):
         shape_of({**LLAMA_EAGLE3, "drafter": "somewhere"})
@@ -222,7 +222,7 @@ def test_drafter_does_not_fit_a_model_with_mtp_layers() -> None:
 
 DFLASH_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": None}, "drafter config: num_key_value_heads is missing"),
-    ({"head_dim": 64}, "drafter config: head_dim 64 is not supported with this model; 32 is"),
+    ({"head_dim": 64}, "drafter config: head_dim 64 is not supported with this model; expected 32"),
     ({"attention_bias": True}, "drafter config: attention_bias adds a bias to the output projections"),
     ({"rope_theta": 5000.0}, "drafter config: rope_theta and rope_scaling must be the model's"),
     ({"is_causal": True}, "drafter config: is_causal: true is not supported; leave it out"),
@@ -259,7 +259,7 @@ def test_dflash_drafter_that_the_trainer_does_not_compute_is_rejected(fields: di
 def test_dflash_fields_that_change_nothing_are_accepted() -> None:
     neutral = {"dflash_config": DFLASH["dflash_config"] | {"causal": False, "use_swa": False}, "is_causal": False, "block_size": 16}
     assert shape_of({**LLAMA_DFLASH, "drafter": {**DFLASH, **neutral}}) == shape_of(LLAMA_DFLASH)
-    with pytest.raises(UserError, match=r"^drafter config: a DFlash drafter is not supported for glm4-moe; its MTP layers are$"):
+    with pytest.raises(UserError, match=r"^drafter config: a DFlash drafter is not supported for glm4-moe; use its MTP layers$"):
         shape_of({**GLM4_MOE, "num_nextn_predict_layers": 0, "drafter": DFLASH})
 
 

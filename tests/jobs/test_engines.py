@@ -69,7 +69,7 @@ def test_other_folder_is_rejected(tmp_path: Path) -> None:
         ),
         (["evaluation.sets.a={path: ROWS, temperature: 0.001}"], r"^evaluation\.sets\.a\.temperature: the minimum of vLLM is 0\.01"),
         (["evaluation.sets.a/b={path: ROWS}"], r"^evaluation\.sets: 'a/b' may contain only letters"),
-        (["evaluation.sets.a={path: ROWS, subset: main}"], r"^evaluation\.sets\.a\.subset: only a Hugging Face"),
+        (["evaluation.sets.a={path: ROWS, subset: main}"], r"^evaluation\.sets\.a\.subset: only Hugging Face datasets"),
         (
             ["data.task=null", "data.path=ROWS", "evaluation.sets.a={path: ROWS}"],
             r"^evaluation\.sets\.a\.path: equals data\.path, ",

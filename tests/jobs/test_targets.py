@@ -72,7 +72,7 @@ def test_start_over_flag_keeps_the_earlier_run(mtpctl: Any, trained: Path, monke
     message = mtpctl("train", str(trained), "--start-over")
     retained = trained.with_name(f"{trained.name}.1")
     assert (message.code, requested[0].run_path, requested[0].seed) == (0, trained, 5)
-    assert message.err == f"{trained} begins again; the run that was there is kept as {retained}\n"
+    assert message.err == f"{trained} starts over; the previous run was renamed to {retained}\n"
     assert next((retained / "checkpoints" / "rl-000003").glob("*.distcp")).read_bytes() == shard
     assert not (trained / "checkpoints").exists()
     for other, said in (

@@ -184,7 +184,7 @@ def test_mismatched_weights_are_rejected_without_changes(
     for delta, why in (
         (
             adapters.adapter(wide, 1),
-            r"makes \(7, 64\), the served model has \(128, 64\); .*layers\.9\.mlp\.up_proj\.weight is not a tensor",
+            r"has shape \(7, 64\), expected \(128, 64\); .*layers\.9\.mlp\.up_proj\.weight is not a tensor",
         ),
         (adapters.adapter(base, 1, rank=3), r"A \(3, 64\) and B \(64, 3\), which are not of rank 4"),
         (drafter, r"model\.mtp_layers\.0\.mlp\.up_proj\.weight is not a tensor of the served model's trunk"),

@@ -358,7 +358,7 @@ HINTED = "path: policy, hint: '{answer}'"
         ("topk: 2", [], "train.rl.teacher: set either path or url"),
         ("path: policy, url: 'http://x'", ["logprob.standalone=true"], "train.rl.teacher: set either path or url"),
         ("url: x", [], "train.rl.teacher.url: must begin with http:// or https://, got x"),
-        ("path: policy", ["logprob.standalone=true"], "train.rl.teacher.hint: a policy with the same prompt teaches itself nothing"),
+        ("path: policy", ["logprob.standalone=true"], "train.rl.teacher.hint: a policy learns nothing from itself with the same prompt"),
         (HINTED, [], "train.rl.teacher.path: policy needs the run's log-prob server; set logprob.standalone: true"),
         (
             HINTED,

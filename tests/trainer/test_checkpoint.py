@@ -87,8 +87,11 @@ def test_restored_optimizer_keeps_the_new_hyperparameters(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"intermediate_size": 64}, r"decoder.layers.mlp.linear_fc1.weight: \(2, 96, 32\) saved, \(2, 128, 32\) wanted"),
-        ({"num_hidden_layers": 3}, r"decoder.layers.self_attention.linear_proj.weight: \(2, 32, 32\) saved, \(3, 32, 32\) wanted"),
+        ({"intermediate_size": 64}, r"decoder.layers.mlp.linear_fc1.weight: saved with shape \(2, 96, 32\), expected \(2, 128, 32\)"),
+        (
+            {"num_hidden_layers": 3},
+            r"decoder.layers.self_attention.linear_proj.weight: saved with shape \(2, 32, 32\), expected \(3, 32, 32\)",
+        ),
         ({"num_nextn_predict_layers": 2}, r"mtp.layers.1.enorm.weight: not saved"),
     ],
 )
@@ -106,7 +109,7 @@ def test_checkpoint_with_mtp_is_rejected_by_a_model_without(tmp_path):
     folder = mimo(tmp_path / "model")
     with engine(folder) as trainer:
         trainer.save(tmp_path / "checkpoint")
-    with engine(folder, mtp=MtpConfig(mode="off")) as trainer, pytest.raises(UserError, match=r"mtp.layers.0.*saved, not wanted"):
+    with engine(folder, mtp=MtpConfig(mode="off")) as trainer, pytest.raises(UserError, match=r"mtp.layers.0.*saved, but not in the model"):
         trainer.restore(tmp_path / "checkpoint")
 
 

@@ -171,7 +171,7 @@ class Gateway:
 
     async def _single_completion(self, request: Request) -> Response:
         if self.single_requests is None:
-            raise RequestInvalid("answers are given within a trajectory; take the base URL of one, from /v1/trajectories")
+            raise RequestInvalid("requests need the base URL of a trajectory; create one with POST /v1/trajectories")
         chat = _parse_chat_request(await request.body())
         secret, trajectory = self.open(self.single_requests())
         try:

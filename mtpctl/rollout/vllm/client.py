@@ -205,7 +205,7 @@ class ServedEngine:
         except SyncError as error:
             if was_paused:
                 raise SyncError(
-                    f"{error}; {self.client.url} was paused before, and stays so until a sync succeeds or it is resumed"
+                    f"{error}; {self.client.url} was already paused, and remains paused until a sync succeeds or it is resumed"
                 ) from error
             raise
         finally:

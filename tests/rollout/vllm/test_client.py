@@ -102,7 +102,7 @@ def test_paused_server_resumes_only_with_complete_weights(server: Server) -> Non
     """Whoever paused it may have been killed when its weights were halfway another version's."""
     server.paused = True
     server.refused |= {"/start_weight_update", "/update_weights"}
-    with pytest.raises(SyncError, match=f"{server.url} was paused before, and stays so"):
+    with pytest.raises(SyncError, match=f"{server.url} was already paused, and remains paused"):
         asyncio.run(update(server))
     assert server.paused
     server.refused = {"/update_weights"}

@@ -186,7 +186,7 @@ def test_session_of_a_killed_sync_is_ended_by_the_next_one(server: Server, folde
     delta = adapters.adapter(BASE, 4)
     unknown = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in delta.items()}
     other = adapters.publisher(tmp_path / "other", sections=("adapter",))
-    with pytest.raises(SyncError, match=r"resolves to nothing.* was paused before, and stays so"):
+    with pytest.raises(SyncError, match=r"resolves to nothing.* was already paused, and remains paused"):
         sync(server, other.publish(unknown.items(), version(server) + 1, checksums=True))
     assert server.ask("/is_paused")["is_paused"]
     sync(server, sends.publish(delta.items(), version(server) + 1, checksums=True))
