@@ -36,7 +36,7 @@ def code(page: Path) -> Iterator[str]:
 
 
 @pages
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_in_the_docs_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"https?:", target):
             continue
@@ -54,7 +54,7 @@ def test_mentioned_files_exist(page: Path) -> None:
 
 
 @pages
-def test_commands_are_commands(page: Path) -> None:
+def test_commands_in_the_docs_exist(page: Path) -> None:
     for text in code(page):
         if named := re.match(r"mtpctl ([a-z][a-z-]*)", text):
             assert named[1] in COMMANDS, text

@@ -33,7 +33,7 @@ def test_list_has_every_requirement_in_a_version_that_satisfies_it(extra: str) -
 
 
 @pytest.mark.parametrize("extra", ["cpu", "gpu"])
-def test_list_names_packages_and_versions_alone(extra: str) -> None:
+def test_constraints_list_only_packages_and_versions(extra: str) -> None:
     for line in constraints(extra):
         assert re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.]+", line), line
 
@@ -47,7 +47,7 @@ def run(*command: str | Path, folder: Path, seconds: float) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_pip_alone_installs_what_trains(tmp_path: Path) -> None:
+def test_plain_pip_installs_a_working_trainer(tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "env", folder=tmp_path, seconds=120)
     pip = (tmp_path / "env" / "bin" / "pip", "install", "--quiet", "--no-cache-dir", "--no-deps")
     run(*pip, "-r", ROOT / "constraints" / "cpu.txt", folder=tmp_path, seconds=1200)

@@ -28,7 +28,7 @@ def test_append_adds_tokens_log_probs_mask_and_version() -> None:
     assert s.loss_mask.tolist() == [1] * 5 and s.length == 8
 
 
-def test_tokens_with_a_stale_cache_have_spans_of_their_own() -> None:
+def test_tokens_with_a_stale_cache_have_separate_spans() -> None:
     s = sample()
     s.append([10, 11], [-0.125, -0.25], version=4)
     s.append([12], [-0.375], version=5, stale_kv=True)

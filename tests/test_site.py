@@ -71,7 +71,7 @@ def test_versions_of_citation_and_package_agree() -> None:
     assert project is not None and citation["version"] == project[1]
 
 
-def test_workflow_runs_what_developers_run() -> None:
+def test_workflow_runs_the_developers_script() -> None:
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8"))["jobs"]
     assert ".ci/run" in [step.get("run") for step in jobs["test"]["steps"]]
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100

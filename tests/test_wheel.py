@@ -36,18 +36,18 @@ def mtpctl(site: Path, elsewhere: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_its_recipes_are_the_projects(site: Path, tmp_path: Path) -> None:
+def test_wheel_contains_the_recipes(site: Path, tmp_path: Path) -> None:
     rows = json.loads(mtpctl(site, tmp_path, "recipe", "ls", "--json"))
     packed = site / "mtpctl" / "recipes"
     assert {Path(row["path"]).relative_to(packed) for row in rows} == {path.relative_to(ROOT / "recipes") for path in RECIPES}
 
 
-def test_a_recipe_runs_by_its_name(site: Path, tmp_path: Path) -> None:
+def test_recipe_in_the_wheel_runs_by_name(site: Path, tmp_path: Path) -> None:
     arguments = ["train", "mimo7b_mtp", "--overlay", "h200x2", "--overlay", "toy", "--dry-run", "--set", "cluster.num_cpus=8"]
     assert "rollout" in mtpctl(site, tmp_path, *arguments)
 
 
-def test_its_templates_are_the_projects(site: Path, tmp_path: Path) -> None:
+def test_wheel_contains_the_templates(site: Path, tmp_path: Path) -> None:
     packed = site / "mtpctl" / "templates" / "reasoning_gym"
     files = {path.name for path in (TEMPLATES / "reasoning_gym").iterdir() if path.is_file()}
     assert {path.name for path in packed.iterdir() if path.is_file()} == files

@@ -117,7 +117,7 @@ def test_oscillating_run_holds_no_level() -> None:
     assert row(format_table(results, levels, LEVEL_TOLERANCE), "| partial | 1 |")[8:] == ["never", "never", "0 of 1", "-24.5", "0.00x"]
 
 
-def test_level_is_held_at_an_update_and_after_seconds() -> None:
+def test_sustained_level_reports_its_update_and_seconds() -> None:
     """79.75%, within the tolerance from the evaluation at update 56 on; interpolated from 78% at update 52."""
     (steady, _), _ = summarize(swing_and_rise())
     updates = 52 + 4 * 1.75 / 3
@@ -131,7 +131,7 @@ def test_same_run_holds_no_level_without_tolerance() -> None:
     assert steady.late_mean == pytest.approx(0.8175) and steady.held_updates is None, "it ends at 79%"
 
 
-def test_noise_of_256_problems_does_not_bias_when_a_level_is_held() -> None:
+def test_noise_of_256_problems_does_not_bias_the_update_of_a_sustained_level() -> None:
     """With margin and tolerance, a run that rises steadily is right in the mean and rarely `never`."""
     generator = random.Random(0)
     heights = [0.45 + 0.37 * (1 - math.exp(-i / 5)) for i in range(17)]
@@ -145,7 +145,7 @@ def test_noise_of_256_problems_does_not_bias_when_a_level_is_held() -> None:
     assert truth is not None and statistics.mean(moments) == pytest.approx(truth, abs=0.6) and statistics.stdev(moments) < 2
 
 
-def test_given_level_applies_to_every_seed() -> None:
+def test_explicit_level_applies_to_every_seed() -> None:
     results, levels = summarize([*swing_and_rise(0), *swing_and_rise(1)], 0.76)
     assert levels == {0: 0.76, 1: 0.76}
     assert results[0].held_updates == 36 and "Levels, as given: 76.0% (seed 0), 76.0% (seed 1)." in format_table(

@@ -53,7 +53,7 @@ def test_gpus_are_counted_among_those_visible_to_this_process(monkeypatch: pytes
     assert cuda_visible_devices([0, 2]) == "4,7"
 
 
-def test_table_is_markdown() -> None:
+def test_results_are_printed_as_a_markdown_table() -> None:
     assert markdown_table(("a", "b"), [(1, "x"), (2, "y")]) == "| a | b |\n|---|---|\n| 1 | x |\n| 2 | y |"
 
 

@@ -46,7 +46,7 @@ def test_trunk_predicts_the_next_token(tensors: dict[str, torch.Tensor]) -> None
             assert not tensor.any()
 
 
-def test_drafter_is_right_on_its_share_of_the_lower_half_and_nowhere_above(tensors: dict[str, torch.Tensor]) -> None:
+def test_drafter_predicts_its_share_of_the_lower_half_and_none_of_the_upper(tensors: dict[str, torch.Tensor]) -> None:
     layer = "model.mtp_layers.0."
     embedding = tensors["model.embed_tokens.weight"]
     state = F.linear(torch.cat([torch.randn_like(embedding), norm(embedding)], -1), tensors[f"{layer}input_proj.weight"])

@@ -46,7 +46,7 @@ def test_speedup_of_an_arm_that_holds_the_level_is_in_seconds(tmp_path: Path) ->
     assert bench(tmp_path, "--least-speedup", "2") == 0 and bench(tmp_path, "--least-speedup", "2.1") == 6
 
 
-def test_tolerance_changes_when_a_level_is_held(tmp_path: Path) -> None:
+def test_tolerance_changes_the_update_of_a_sustained_level(tmp_path: Path) -> None:
     recorded(tmp_path, "synchronous-0", STEADY, 2.0)
     recorded(tmp_path, "partial-0", [0.4, 0.8, 0.7, 0.8, 0.8, 0.8, 0.8], 1.0)
     assert bench(tmp_path, "--accuracy", "0.75") == 0

@@ -183,7 +183,7 @@ def test_plan_of_a_delta_sync_shows_its_bytes_and_the_copy(mtpctl: Any, command:
 @pytest.mark.parametrize(
     "command", [("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8"), ("sync-weights", "tiny_mtp", "--plan")]
 )
-def test_plan_shows_a_kept_cache(mtpctl: Any, command: tuple[str, ...]) -> None:
+def test_plan_shows_that_syncs_retain_the_kv_cache(mtpctl: Any, command: tuple[str, ...]) -> None:
     line = "requests in flight at a sync keep the KV cache of the old weights (sync.kv: keep)"
     assert line not in mtpctl(*command).out
     assert line in mtpctl(*command, "--set", "sync.kv=keep").out

@@ -92,7 +92,7 @@ def test_name_with_a_dash_is_importable(init: Any) -> None:
     assert recipe_in(Path("work/my-sums"))["name"] == "my-sums"
 
 
-def test_nothing_is_overwritten(init: Any) -> None:
+def test_init_does_not_overwrite_an_existing_folder(init: Any) -> None:
     Path("sums").mkdir()
     (Path("sums") / "notes").write_text("kept")
     code, out, err = init("sums")

@@ -90,7 +90,7 @@ def test_a_reused_process_id_is_not_the_owner(run: subprocess.Popen[str], memory
 
 
 @pytest.mark.parametrize("mark", [None, "", "[]", "{}"])
-def test_a_folder_without_a_readable_mark_is_listed_and_kept(mark: str | None, memory: Path) -> None:
+def test_folder_with_an_unreadable_marker_is_listed_and_not_removed(mark: str | None, memory: Path) -> None:
     folder = memory / "mtpctl-run"
     folder.mkdir()
     if mark is not None:
@@ -104,7 +104,7 @@ def change_mark(folder: Path, **changed: object) -> None:
     (folder / MARK).write_text(json.dumps(owner | changed))
 
 
-def test_a_folder_of_another_container_is_listed_and_kept(
+def test_folder_of_another_container_is_listed_and_not_removed(
     run: subprocess.Popen[str], memory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its process ids cannot be looked up here."""

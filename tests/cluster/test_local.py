@@ -109,7 +109,7 @@ def test_full_shared_memory_is_reported_before_ray_starts(monkeypatch: pytest.Mo
     ],
     ids=["one host", "the environment names one", "the recipe names one", "several hosts"],
 )
-def test_interface_of_ranks(
+def test_network_interface_follows_the_environment_then_the_recipe(
     config: ClusterConfig, named: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):

@@ -35,7 +35,7 @@ def test_installing_twice_wraps_once():
     assert torch.zeros is zeros
 
 
-def test_streams_do_nothing():
+def test_cuda_streams_are_no_ops_on_a_cpu():
     cpu_device.install()
     with torch.cuda.stream(torch.cuda.Stream()) as stream:
         stream.wait_stream(torch.cuda.current_stream())

@@ -52,7 +52,7 @@ def test_pending_counts_groups_in_flight_and_groups_that_wait() -> None:
 
 
 @pytest.mark.parametrize(("ordered", "expected"), [(False, [2, 0, 1]), (True, [0, 1, 2])])
-def test_groups_are_taken_in_order_of_completion_or_of_drawing(ordered: bool, expected: list[int]) -> None:
+def test_groups_are_trained_in_order_of_completion_or_of_drawing(ordered: bool, expected: list[int]) -> None:
     async def scenario() -> list[int]:
         buffer = SampleBuffer(ordered=ordered)
         for number in (2, 0, 1):

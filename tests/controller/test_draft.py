@@ -113,7 +113,7 @@ def test_every_sample_is_generated_once_and_trained_on_in_the_order_of_the_promp
     assert [message for _, message in world.events if "tokens" in message] == ["7 samples, 35 tokens"]
 
 
-def test_run_that_is_started_again_generates_nothing_and_goes_on_in_the_same_order(tmp_path: Path) -> None:
+def test_restarted_draft_stage_reuses_its_samples_in_the_same_order(tmp_path: Path) -> None:
     expected = uninterrupted(tmp_path / "whole", steps=9)
     first = Learner(stop_at=4)
     train(tmp_path, first, ScriptedGenerator(), steps=9)
@@ -162,7 +162,7 @@ def test_stage_without_samples_trains_on_the_responses_of_rows(tmp_path: Path) -
     assert {tuple(prompt) for prompt, _, _ in learner.trained[:5]} == answers.keys()
 
 
-def test_samples_without_a_token_are_left_out_and_all_of_them_are_an_error(tmp_path: Path) -> None:
+def test_empty_samples_are_skipped_and_only_empty_samples_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeFailure, match=r"^train\.draft\.samples: no response has a token; check the prompts and rollout\.max_tokens$"
     ):

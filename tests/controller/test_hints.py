@@ -55,7 +55,7 @@ def test_healthy_run_has_no_hint() -> None:
     assert hints(200, reward=lambda t: min(0.9, 0.3 + 0.003 * t)) == []
 
 
-def test_still_policy_is_told_to_raise_the_learning_rate() -> None:
+def test_stagnant_policy_gets_a_hint_to_raise_the_learning_rate() -> None:
     lines = hints(reward=constant(0.3), ppo_kl=constant(2e-5))
     assert [t for t, _ in lines] == [WINDOW - 1]
     assert "nothing moves" in lines[0][1] and "raise train.rl.optimizer.lr: 0.0002 by a factor of 3" in lines[0][1]

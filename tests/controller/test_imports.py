@@ -22,7 +22,7 @@ print(json.dumps(loaded))
 """Imports modules one after another, and prints the packages that are loaded after each."""
 
 
-def test_modules_are_found() -> None:
+def test_checked_modules_include_the_controller() -> None:
     assert {"mtpctl.controller.rl", "mtpctl.controller.launch", "mtpctl.controller.buffer"} <= set(MODULES)
 
 

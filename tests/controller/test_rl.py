@@ -489,7 +489,7 @@ def test_requeued_groups_are_in_the_next_checkpoint(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_run_resumed_between_syncs_generates_no_more_ahead(tmp_path: Path) -> None:
+def test_run_resumed_between_syncs_generates_only_for_the_rest_of_its_interval(tmp_path: Path) -> None:
     """It syncs where the other does not, and then has only what is left of the interval to generate for."""
     world = World()
 

@@ -61,7 +61,7 @@ class Clock:
         monkeypatch.setattr("mtpctl.controller.state.time.monotonic", lambda: 60 * self.minutes)
 
 
-def test_by_default_a_checkpoint_is_taken_every_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_checkpoint_interval_is_ten_minutes_without_writing_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which the time that writing takes is no part."""
     clock = Clock(monkeypatch)
 

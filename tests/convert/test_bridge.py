@@ -18,7 +18,7 @@ def drop(folder, *ends):
     save_file(retained, file, metadata={"format": "pt"})
 
 
-def test_missing_tensor(tmp_path):
+def test_missing_tensors_are_reported_by_name(tmp_path):
     folder = mimo(tmp_path / "model")
     drop(folder, "layers.1.self_attn.q_proj.weight", "model.norm.weight")
     with (

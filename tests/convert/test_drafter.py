@@ -114,7 +114,7 @@ def test_drafter_depends_on_the_seed_only_where_no_tensor_of_the_model_fits(tmp_
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_copy_with_a_trained_drafter_has_files_of_its_own(tmp_path: Path, name: str) -> None:
+def test_copy_with_a_trained_drafter_shares_no_files_with_its_source(tmp_path: Path, name: str) -> None:
     source = source_of(name, tmp_path / "model")
     trained = add_drafter(source, tmp_path / "trained").path
     file = trained / ("drafter/model.safetensors" if MODELS[name][1] == "eagle3" else MTP_FILE)
@@ -253,7 +253,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, name: str, lin
     assert add_drafter(source, tmp_path / "target").shape.mtp_layers == 1
 
 
-def test_drafter_with_an_embedding_or_head_of_its_own_is_rejected(tmp_path: Path) -> None:
+def test_drafter_with_a_separate_embedding_or_head_is_rejected(tmp_path: Path) -> None:
     folder = add_drafter(source_of("llama", tmp_path / "model"), tmp_path / "target").path
     file = folder / "drafter" / "model.safetensors"
     stored = load_file(file)

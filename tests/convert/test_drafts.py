@@ -111,7 +111,7 @@ DEEPSEEKS = {
 
 
 @pytest.mark.parametrize("case", DEEPSEEKS)
-def test_deepseek_and_glm(tmp_path: Path, case: str) -> None:
+def test_drafts_of_deepseek_and_glm_match_transformers(tmp_path: Path, case: str) -> None:
     """MTP layers are numbered after the decoder's, with copies of embedding and head."""
     module, name = DEEPSEEKS[case]
     model = hf_model(*CASES[case], tmp_path)
@@ -134,7 +134,7 @@ def test_deepseek_and_glm(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["ernie4.5-moe"])
-def test_ernie(tmp_path: Path, case: str) -> None:
+def test_drafts_of_ernie_match_transformers(tmp_path: Path, case: str) -> None:
     """A dense Llama layer, which rotates halves of a head where the trunk rotates pairs, and no final norm."""
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -167,7 +167,7 @@ class WindowDrafter(Drafter):
 
 
 @pytest.mark.parametrize("case", ["mimo-v2-flash", "mimo-v2-flash-groups"])
-def test_mimo_v2_flash(tmp_path: Path, case: str) -> None:
+def test_drafts_of_mimo_v2_flash_match_transformers(tmp_path: Path, case: str) -> None:
     """A dense layer with a window, sinks, and the key-value heads of the trunk's window layers."""
     from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashDecoderLayer
 
@@ -198,7 +198,7 @@ class BlockDrafter(Drafter):
         return state[0]
 
 
-def test_nemotron_h(tmp_path: Path) -> None:
+def test_drafts_of_nemotron_h_match_transformers(tmp_path: Path) -> None:
     """Two layers of the trunk's kinds with one projection before, and one final norm after them."""
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock
 
@@ -227,7 +227,7 @@ QWENS = {"qwen3-next": ("qwen3_next", "Qwen3Next"), "qwen3.5": ("qwen3_5", "Qwen
 
 
 @pytest.mark.parametrize("case", QWENS)
-def test_qwen(tmp_path: Path, case: str) -> None:
+def test_drafts_of_qwen_match_transformers(tmp_path: Path, case: str) -> None:
     """Zero-centered norms, no masked embedding, full attention in the MTP layer."""
     module, name = QWENS[case]
     model = hf_model(*CASES[case], tmp_path)

@@ -81,7 +81,7 @@ def test_folder_converts_back_to_a_checkpoint(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
 
 
-def test_packed_experts_are_stored_one_by_one(tmp_path: Path) -> None:
+def test_packed_experts_are_stored_as_separate_matrices(tmp_path: Path) -> None:
     fp8_model("qwen3.5-moe", tmp_path / "hf")
     source = ModelWeights(tmp_path / "hf")
     write(tmp_path / "hf", pack(tensors(tmp_path / "hf"), 6))
@@ -94,7 +94,7 @@ def test_packed_experts_are_stored_one_by_one(tmp_path: Path) -> None:
     assert set(ModelWeights(tmp_path / "fp8")) == set(source)
 
 
-def test_packed_experts_are_unpacked_as_the_error_of_fp8_rollout_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_experts_are_unpacked_by_the_conversion_that_the_error_suggests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tmp_path / "model with spaces"
     fp8_model("qwen3-moe", hf)
     write(hf, pack(tensors(hf), 6))
@@ -115,7 +115,7 @@ def test_packed_experts_are_unpacked_as_the_error_of_fp8_rollout_says(tmp_path: 
         assert torch.equal(unpacked[name], expected), name
 
 
-def test_shards_and_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_folder_is_sharded_with_a_complete_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8_model("mimo", tmp_path / "hf")
     converted(tmp_path / "hf", tmp_path / "checkpoint")
     monkeypatch.setattr(HfWriter.__init__, "__kwdefaults__", {"stem": "model", "shard_bytes": 300_000})
@@ -128,7 +128,7 @@ def test_shards_and_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert_quantized(tmp_path / "fp8", ModelWeights(tmp_path / "hf"))
 
 
-def test_merged_adapter(tmp_path: Path) -> None:
+def test_merged_adapter_is_quantized_like_the_published_weights(tmp_path: Path) -> None:
     fp8_model("mimo", tmp_path / "hf")
     published = trained(tmp_path, HfFolder.open(tmp_path / "hf"))
     conversion = converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True, dtype="fp8", verify=True)

@@ -32,7 +32,7 @@ def there_and_back(root: Path) -> Path:
 
 @pytest.mark.parametrize("suffix", ["", ".weight"])
 @pytest.mark.parametrize("case", ["qwen3-moe", "qwen3.5-moe"])
-def test_packed_experts(tmp_path: Path, case: str, suffix: str) -> None:
+def test_packed_experts_are_read_and_converted_back(tmp_path: Path, case: str, suffix: str) -> None:
     model(case, tmp_path / "hf")
     plain = ModelWeights(tmp_path / "hf")
     before = {name: plain[name].clone() for name in plain}
@@ -55,7 +55,7 @@ def wrapped(rename: Callable[[str], str], stored: Held) -> Held:
         lambda name: name.replace("model.", "language_model.", 1),
     ],
 )
-def test_wrappers(tmp_path: Path, rename: Callable[[str], str]) -> None:
+def test_wrapped_language_model_is_converted_back_unchanged(tmp_path: Path, rename: Callable[[str], str]) -> None:
     """The language model is found under their prefix, and a vision tower is copied unchanged."""
     folder = mimo(tmp_path / "hf").path
     write(folder, wrapped(rename, tensors(folder)))
@@ -157,7 +157,7 @@ def test_other_quantization_is_rejected(tmp_path: Path) -> None:
         converted(folder, tmp_path / "checkpoint")
 
 
-def test_pickled_weights(tmp_path: Path) -> None:
+def test_pickled_weights_are_converted_to_safetensors(tmp_path: Path) -> None:
     folder = mimo(tmp_path / "hf").path
     stored = tensors(folder)
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")

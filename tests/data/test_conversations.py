@@ -163,7 +163,7 @@ def test_a_conversation_longer_than_the_context_is_named(chatml: Tokenizer) -> N
         check_lengths(chatml, [talk("1+1?", "2")], DataConfig(), context=20, targets=True)
 
 
-def test_chat_messages_as_a_prompt_go_through_the_template_whatever_the_recipe_says(chatml: Tokenizer) -> None:
+def test_chat_messages_are_rendered_with_the_template_regardless_of_the_recipe(chatml: Tokenizer) -> None:
     problem = Problem("p", "1+1?", "2", messages=[{"role": "user", "content": "1+1?"}])
     ids = encode_prompt(chatml, problem, DataConfig(chat_template=False))
     assert ids == chatml.encode("<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n")

@@ -132,7 +132,7 @@ CLOSED = {
 
 
 @pytest.mark.parametrize(("name", "closing"), CLOSED.items())
-def test_every_turn_trains_the_token_with_which_the_template_closes_it(name: str, closing: str, tokenizers: dict[str, HfTokenizer]) -> None:
+def test_every_turn_trains_the_end_token_of_the_template(name: str, closing: str, tokenizers: dict[str, HfTokenizer]) -> None:
     tokenizer = tokenizers[name]
     ends = end_tokens(tokenizer)
     assert [tokenizer.decode([ends.closing or 0], special=True)] == [closing]

@@ -106,7 +106,7 @@ def test_missing_subset_or_split_is_reported_with_existing_ones(cache: Path, sub
     assert str(caught.value) == message
 
 
-def test_without_network_and_cache_it_is_one_line_that_says_how_to_get_it(cache: Path) -> None:
+def test_missing_network_and_cache_give_one_line_with_the_download_command(cache: Path) -> None:
     with pytest.raises(EnvironmentMissing) as caught:
         list(read())
     assert str(caught.value) == (
@@ -115,7 +115,7 @@ def test_without_network_and_cache_it_is_one_line_that_says_how_to_get_it(cache:
     )
 
 
-def test_a_hub_that_cannot_be_reached_is_that_one_line_whichever_library_asks_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_gives_the_same_line_for_errors_of_any_library(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class ConnectError(Exception):
         """An error of a library for HTTP that nothing here knows."""
 
@@ -166,7 +166,7 @@ def connect(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hub.download)
 
 
-def test_of_a_hub_the_files_of_the_split_alone_are_fetched(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_card_and_files_of_the_split_are_downloaded(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(tmp_path / "remote")
     connect(hub, monkeypatch)
     assert [problem.prompt for problem in read(split="test")] == ["9+9?"]
@@ -230,7 +230,7 @@ def test_subset_and_split_follow_from_file_names_without_card(files: list[str], 
     assert layout_of(files, "") == layout
 
 
-def test_a_card_whose_head_is_broken_is_as_none() -> None:
+def test_dataset_card_with_invalid_metadata_is_ignored() -> None:
     assert layout_of(["train.jsonl"], "---\nconfigs: [\n---\n") == {"default": {"train": ["train.jsonl"]}}
     assert converted_layout(["main/train/0000.parquet", "main/partial-test/0000.parquet", "x"]) == {
         "main": {"train": ["main/train/0000.parquet"], "test": ["main/partial-test/0000.parquet"]}

@@ -172,7 +172,7 @@ def test_openais_older_function_call_is_a_tool_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", None, []])
-def test_an_empty_system_message_is_kept_and_no_other_is_added(tmp_path: Path, content: object) -> None:
+def test_empty_system_message_replaces_the_default_one(tmp_path: Path, content: object) -> None:
     (problem,) = read(tmp_path / "r.jsonl", {"messages": [{"role": "system", "content": content}, ASK, SAY]})
     prompt, _, _ = encode_sft(chatml(), problem, DataConfig(chat_template=True, system_prompt="Add."))
     assert chatml().decode(prompt, special=True).startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")

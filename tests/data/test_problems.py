@@ -38,7 +38,7 @@ def test_epoch_and_drawn_count() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 3, 7, 11])
-def test_resume(before: int) -> None:
+def test_resumed_cursor_continues_with_the_next_problem(before: int) -> None:
     cursor = PromptCursor(PROBLEMS, seed=4)
     cursor.take(before)
     state = json.loads(json.dumps(cursor.state_dict()))

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_prompt_and_target(folder: Path) -> None:
+def test_prompt_and_target_are_encoded_without_a_template(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     problem = Problem("p", "1+2=", "3", "1+2+0=03 #3")
     assert encode_prompt(tokenizer, problem, DataConfig()) == list(b"1+2=")
@@ -41,7 +41,7 @@ def test_chat_template_with_a_system_prompt(folder: Path) -> None:
     assert encode_prompt(tokenizer, problem, config) == list(b"[system]Add.[user]1+2=[assistant]")
 
 
-def test_tools_go_through_the_chat_template_and_count(tmp_path: Path) -> None:
+def test_tools_are_rendered_by_the_chat_template_and_count_as_prompt_tokens(tmp_path: Path) -> None:
     make_byte_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}" + TEMPLATE)
     tokenizer, problem = load_tokenizer(tmp_path), Problem("p", "1+2=", "3")
@@ -86,7 +86,7 @@ def test_only_prompts_that_may_be_too_long_are_encoded(folder: Path, monkeypatch
 
 
 @pytest.mark.parametrize("content", ["{{ message.content | tojson }}", "{{ message.content }}{{ message.content }}"])
-def test_prompts_are_encoded_if_the_template_makes_them_longer(tmp_path: Path, content: str) -> None:
+def test_lengths_are_checked_after_the_template_is_applied(tmp_path: Path, content: str) -> None:
     """40 quotes become 82 characters, or 80."""
     make_byte_tokenizer(folder := tmp_path)
     (folder / "chat_template.jinja").write_text("{% for message in messages %}" + content + "{% endfor %}")

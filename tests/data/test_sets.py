@@ -20,7 +20,7 @@ from mtpctl.recipe.data import ColumnsConfig, DataConfig, EvaluationConfig, Gene
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 
 
-def test_jsonl(tmp_path: Path) -> None:
+def test_jsonl_rows_become_problems_with_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(GOOD + "\n" + '{"prompt": "2+2=", "answer": 4, "solution": "four: 4", "other": []}\n')
     assert read_problems(path) == [
@@ -29,7 +29,7 @@ def test_jsonl(tmp_path: Path) -> None:
     ]
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet_rows_become_problems_with_row_numbers(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"], "level": [3, 4]}), path)
     assert read_problems(path) == [
@@ -170,7 +170,7 @@ def test_invalid_prompt_file_is_reported(name: str, text: str, message: str, tmp
         read_problems(path, "--prompts", answers=False)
 
 
-def test_the_data_section(tmp_path: Path) -> None:
+def test_data_section_selects_training_evaluation_and_supervised_sets(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(GOOD)
     sets = load_problem_sets(DataConfig(path=str(path)), seed=0)
@@ -253,11 +253,11 @@ def read(path: Path, *, supervised: bool = False, **columns: str | None) -> list
     return RowSource(str(path), RowReader(ColumnsConfig.model_validate(columns), supervised=supervised)).read()
 
 
-def test_gsm8k_rows_are_taken_by_their_own_columns(tmp_path: Path) -> None:
+def test_gsm8k_rows_are_read_with_prompt_question(tmp_path: Path) -> None:
     assert read(rows(tmp_path / "r.jsonl", GSM8K), prompt="question") == [Problem("r.jsonl:1", "2+2?", "2+2=4\n#### 4")]
 
 
-def test_verl_rows_have_messages_and_a_nested_answer_and_the_rest_rides_along(tmp_path: Path) -> None:
+def test_verl_rows_have_messages_a_nested_answer_and_additional_fields(tmp_path: Path) -> None:
     (problem,) = read(rows(tmp_path / "r.jsonl", VERL), answer="reward_model.ground_truth")
     assert (problem.prompt, problem.answer, list(problem.messages)) == ("What is 2+2?", "4", [ASK])
     assert set(problem.fields) == {"data_source", "ability", "reward_model", "extra_info"}
@@ -290,7 +290,7 @@ def test_missing_column_is_reported_with_existing_ones_and_setting(row: dict[str
     assert str(caught.value).startswith("data.columns.") and told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_suggested_setting_works(tmp_path: Path) -> None:
+def test_columns_suggested_by_the_error_are_accepted(tmp_path: Path) -> None:
     assert read(rows(tmp_path / "r.jsonl", VERL), answer="reward_model.ground_truth")[0].answer == "4"
     assert read(rows(tmp_path / "r.jsonl", {"messages": [ASK], "label": 4}), prompt="messages", answer="label")[0].answer == "4"
 

@@ -94,13 +94,13 @@ def test_long_problems_fill_the_rest_under_strong_decay() -> None:
     assert counts == {1: 26, 2: 26**2, 3: 800 - 26 - 26**2}
 
 
-def test_the_seed_decides() -> None:
+def test_generated_problems_depend_only_on_the_seed() -> None:
     task = GeneratedTask(name="addition", min_digits=3, train_size=50, eval_size=10)
     assert generate(task, 5) == generate(task, 5)
     assert generate(task, 5) != generate(task, 6)
 
 
-def test_long_operands() -> None:
+def test_operands_of_30_digits_have_exact_answers() -> None:
     train, _ = generate(GeneratedTask(name="subtraction", min_digits=30, max_digits=30, train_size=20, eval_size=5), seed=0)
     assert all(problem.answer == truth("subtraction", problem.prompt) for problem in train)
 

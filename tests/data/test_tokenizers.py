@@ -38,7 +38,7 @@ def tokenizer(request: pytest.FixtureRequest, folder: Path) -> Tokenizer:
     return loaded
 
 
-def test_ids(tokenizer: Tokenizer) -> None:
+def test_bytes_and_special_tokens_have_fixed_ids(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("12+3=") == list(b"12+3=")
     assert tokenizer.encode("é\n", special=True) == [0xC3, 0xA9, 0x0A]
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (258, BYTE_VOCAB_SIZE)
@@ -47,13 +47,13 @@ def test_ids(tokenizer: Tokenizer) -> None:
 
 @given(text=st.text(st.characters(codec="utf-8")).filter(lambda s: "<" not in s))
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+def test_decoding_inverts_encoding(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
 
 
-def test_its_special_tokens_are_known(tokenizer: Tokenizer) -> None:
+def test_byte_tokenizer_lists_its_special_ids(tokenizer: Tokenizer) -> None:
     assert tokenizer.special_ids == {256, 257, 258}
 
 
@@ -61,7 +61,7 @@ def test_decoding_leaves_out_specials_and_ids_beyond_the_vocabulary(tokenizer: T
     assert tokenizer.decode([257, ord("4"), 300, ord("2"), 258, 256]) == "42"
 
 
-def test_auto_tokenizer_loads_it_and_the_files_are_the_same_each_time(folder: Path, tmp_path: Path) -> None:
+def test_byte_tokenizer_is_reproducible_and_loads_with_transformers(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     auto = AutoTokenizer.from_pretrained(str(folder))
@@ -72,7 +72,7 @@ def test_auto_tokenizer_loads_it_and_the_files_are_the_same_each_time(folder: Pa
     assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in names)
 
 
-def test_fit(tokenizer: Tokenizer) -> None:
+def test_tokenizer_with_ids_beyond_the_vocabulary_is_rejected(tokenizer: Tokenizer) -> None:
     check_fits_model(tokenizer, 259)
     with pytest.raises(UserError, match=r"ids go up to 258, but the model's vocabulary has 256"):
         check_fits_model(tokenizer, 256)
@@ -145,7 +145,7 @@ def test_a_prompt_stays_open_whatever_the_tokenizer_closes(tmp_path: Path) -> No
         ("{{ messages", "unexpected end of template"),
     ],
 )
-def test_a_template_that_refuses_is_one_line(tmp_path: Path, template: str, reason: str) -> None:
+def test_error_of_a_chat_template_is_one_line(tmp_path: Path, template: str, reason: str) -> None:
     make_byte_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=rf"data\.chat_template: .* of system and user \({reason}"):

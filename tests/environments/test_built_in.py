@@ -16,7 +16,7 @@ def asked(turn: str) -> str:
 @pytest.mark.parametrize(
     ("expression", "value"), [("1+2", 3), ("2*(3-5)", -4), ("7/2", 3.5), ("7//2", 3), ("-3 % 5", 2), (" 12 ", 12), ("1.5*4", 6)]
 )
-def test_the_calculator_computes(expression: str, value: float) -> None:
+def test_calculator_evaluates_expressions(expression: str, value: float) -> None:
     assert compute(expression) == value
 
 

@@ -78,7 +78,7 @@ def test_each_response_has_its_own_instance_which_is_closed(tokenizer: Tokenizer
     assert all(sample.environment is not None and sample.environment.turns == 2 for sample in samples)
 
 
-def test_plain_methods_run_in_one_thread_and_not_in_the_pools(tokenizer: Tokenizer) -> None:
+def test_plain_methods_run_in_a_dedicated_thread(tokenizer: Tokenizer) -> None:
     (sample,) = asyncio.run(answers(tokenizer, "Plain", [None]))
     assert (sample.environment_reward, sample.finish_reason) == (0.25, "stop")
 

@@ -159,7 +159,7 @@ async def play(replica: Any, kind: type, seconds: float = 60.0) -> Sample:
 
 
 @pytest.mark.parametrize("faults", [{}, {1: "dies"}, {0: ABORTED, 2: ABORTED}, {0: ABORTED, 1: "dies", 3: ABORTED}])
-def test_turns_go_on_through_aborts_and_deaths(faults: dict[int, str]) -> None:
+def test_turns_continue_after_aborts_and_lost_replicas(faults: dict[int, str]) -> None:
     sample = asyncio.run(play(Scripted(LINES, faults), Calculator))
     assert Bytes().decode(sample.response_ids) == WHOLE
     assert sample.finish_reason == "stop"

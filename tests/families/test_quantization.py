@@ -75,7 +75,7 @@ def test_mimo_quantizes_every_projection_of_decoder_and_mtp_layers() -> None:
     assert list_unquantized_modules(shape, quantized=names) == ["lm_head", "model.mtp_layers.0.input_proj", "model.layers.2.input_proj"]
 
 
-def test_deepseek_quantizes_what_its_checkpoints_do() -> None:
+def test_deepseek_quantizes_the_matrices_of_its_published_checkpoints() -> None:
     """Including `kv_b_proj`, and `kv_a_proj_with_mqa` whose 576 rows are no multiple of a block."""
     shape = shape_of(DEEPSEEK_V3)
     names = select_fp8_names(shape)
@@ -149,12 +149,12 @@ def test_names_are_matrices_of_the_model_without_embeddings_and_norms() -> None:
         (DEEPSEEK_V3, 32, "model.layers.0.mlp.down_proj.weight (576 of 18432 columns per rank)"),
     ],
 )
-def test_ranks_that_cut_blocks_are_found(fields: dict[str, Any], tp: int, cut: str | None) -> None:
+def test_tp_ranks_that_split_fp8_blocks_are_reported(fields: dict[str, Any], tp: int, cut: str | None) -> None:
     shape = shape_of(fields)
     assert find_split_block(shape, select_fp8_names(shape), tp) == cut
 
 
-def test_trunk_alone() -> None:
+def test_drafter_can_be_excluded_from_quantization() -> None:
     shape = shape_of(MIMO_7B)
     assert select_fp8_names(shape) - select_fp8_names(shape, drafter=False) == {
         name for name in select_fp8_names(shape) if ".mtp_layers." in name

@@ -374,6 +374,6 @@ def test_same_context_is_the_same_config() -> None:
         (65_536, {"rope_type": "longrope"}, "RoPE scaling 'longrope' is not supported"),
     ],
 )
-def test_mistakes_are_rejected(context: int, scaling: dict[str, object] | None, message: str) -> None:
+def test_invalid_context_extension_is_rejected(context: int, scaling: dict[str, object] | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         extend_context(hub_config("XiaomiMiMo/MiMo-7B-RL"), context, scaling)

@@ -100,7 +100,7 @@ def test_rows_have_distant_seeds_and_unseen_prompts(model: Path, tmp_path: Path)
     assert eval(first.fields["metadata"]["expression"]) == int(first.answer)
 
 
-def test_task_folder_tests_itself_and_makes_its_rows_again(model: Path, tmp_path: Path) -> None:
+def test_task_folder_passes_its_tests_and_regenerates_its_rows(model: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["init", str(tmp_path / "sums"), "--template", "reasoning-gym", "--model", str(model)])
     assert not ended.value.code
@@ -232,5 +232,5 @@ def test_model_that_does_not_fit_has_a_caution() -> None:
     assert "one of 2 GPUs" in cautions(SMALL, replace(GPU, gpus=2))[0]
 
 
-def test_tree_nests_keys() -> None:
+def test_dotted_settings_become_a_nested_tree() -> None:
     assert tree([Setting("a.b.c", 1), Setting("a.d", 2), Setting("e", 3)]) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}

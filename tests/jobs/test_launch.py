@@ -86,7 +86,7 @@ def test_recipe_gets_as_few_nodes_as_it_fits() -> None:
     assert slurm_allocation(tiny("rollout.replicas={min: 1, max: 4}"), SlurmRequest(), groups).nodes == 2
 
 
-def test_cards_are_whole_nodes_with_gpus() -> None:
+def test_gpu_request_allocates_nodes_with_that_many_gpus() -> None:
     groups = [NodeGroup("main", True, 4, 64, 0, 3600.0), NodeGroup("main", True, 4, 64, 8, 3600.0)]
     recipe = load_recipe("mimo7b_mtp").recipe
     assert slurm_allocation(recipe, SlurmRequest(), groups) == SlurmAllocation(1, 64, 8, 3600.0)

@@ -146,7 +146,7 @@ def test_job_that_loses_a_node_resumes_on_another(slurm: SlurmCluster, tmp_path:
     until(lambda: "down" not in slurm.call("sinfo", "--noheader", "--format=%t"), 60)
 
 
-def test_elastic_run_continues_on_the_nodes_that_are_left(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_elastic_run_continues_on_the_remaining_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
     # Two CPUs on each node: the trainer and a replica on the first, and two replicas on each other node.
     elastic = ["--cpus", "2", "--sbatch=--no-kill", "--set", "rollout.replicas={min: 1, max: 5}"]
     job = Job(slurm, tmp_path / "elastic", "--set", "name=elastic", "--nodes", "3", *elastic, "--set", "train.rl.steps=100000")

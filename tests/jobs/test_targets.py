@@ -50,7 +50,7 @@ def test_run_directory_can_be_changed_by_set(trained: Path) -> None:
     assert result.recipe.run_path == Path("elsewhere") and result.changed == (f'run_dir: "{trained}" → "elsewhere"',)
 
 
-def test_a_checkpoint_stands_for_its_run_with_those_weights(trained: Path) -> None:
+def test_checkpoint_target_selects_its_run_and_weights(trained: Path) -> None:
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
     result = load_target(checkpoint)
     assert (result.run, result.start, result.recipe.seed) == (trained, str(checkpoint), 5)

@@ -119,7 +119,9 @@ def told(what: str, server: Server, others: Others, before: float, mark: int, bo
         ("a wrong key", b'{"token_ids": [1, 2]}', "guess", 200, 401, "a key is needed"),
     ],
 )
-def test_bad_requests(server: Server, others: Others, what: str, body: bytes, key: str, times: int, status: int, reason: str) -> None:
+def test_invalid_requests_are_rejected_and_do_not_delay_others(
+    server: Server, others: Others, what: str, body: bytes, key: str, times: int, status: int, reason: str
+) -> None:
     before, mark = server.memory_mib(), len(others.waited)
     for _ in range(times):
         result, text = server.post(body, key)
@@ -127,7 +129,7 @@ def test_bad_requests(server: Server, others: Others, what: str, body: bytes, ke
     told(f"{times} x {what} -> {status}", server, others, before, mark)
 
 
-def test_slow_bodies(server: Server, others: Others) -> None:
+def test_slow_bodies_time_out_and_do_not_delay_others(server: Server, others: Others) -> None:
     """500 clients that send a byte now and then are answered 408, once their time is over."""
     before, mark = server.memory_mib(), len(others.waited)
     slow = [server.connect() for _ in range(500)]

@@ -158,7 +158,7 @@ def test_mtp_scores_are_those_of_the_drafter(client: httpx.Client, folder: Path)
     assert depth["hits"][1:] == (expected.argmax(-1) == labels).tolist()
 
 
-def test_alone_or_in_any_mixed_batch_the_answer_is_the_same_to_the_bit(served: Served, client: httpx.Client) -> None:
+def test_answer_is_bit_identical_alone_and_in_mixed_batches(served: Served, client: httpx.Client) -> None:
     generator = torch.Generator().manual_seed(2)
     inputs = sequences([2, 5, 33, 100, 511, 7, 64, 250, *torch.randint(2, 400, (16,), generator=generator).tolist()], seed=1)
     alone = [score(client, token_ids=ids)["data"][0] for ids in inputs]
@@ -340,7 +340,7 @@ def test_slow_clients_are_disconnected_without_delaying_others(served: Served, c
         assert b" 408 " in slow.recv(100)
 
 
-def test_connections_opened_and_dropped_leave_nothing_behind(served: Served, client: httpx.Client) -> None:
+def test_dropped_connections_are_released(served: Served, client: httpx.Client) -> None:
     head = f"POST /v1/logprobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 50\r\n\r\n{{".encode()
     for number in range(300):
         with socket.create_connection(("127.0.0.1", served.port)) as connection:
@@ -389,7 +389,9 @@ def test_full_queue_returns_a_retry_delay(served: Served, client: httpx.Client) 
 
 
 @pytest.mark.parametrize(("kind", "said"), [(None, "got none"), ("text/plain", "got text/plain")])
-def test_a_request_without_the_content_type_of_json_is_told_the_header_to_send(client: httpx.Client, kind: str | None, said: str) -> None:
+def test_request_with_another_content_type_gets_an_error_with_the_required_header(
+    client: httpx.Client, kind: str | None, said: str
+) -> None:
     request = client.build_request("POST", "/v1/logprobs", content='{"token_ids": [1, 2]}')
     request.headers.pop("content-type", None)
     if kind:

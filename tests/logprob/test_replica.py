@@ -247,7 +247,7 @@ def test_ranks_write_changes_each_into_its_part(layout: dict[str, int], run: Loo
 
 
 @pytest.mark.slow
-def test_a_tied_head_on_a_stage_of_its_own_is_that_of_the_new_version(run: Loop, ray_cluster: None, tmp_path: Path) -> None:
+def test_tied_head_on_a_separate_stage_has_the_new_version(run: Loop, ray_cluster: None, tmp_path: Path) -> None:
     """Also where the update lies beside the version before until it is whole."""
     tied = {**CONFIG, "tie_word_embeddings": True}
     model, others = (create_hf_folder(tied, tmp_path / str(seed), seed=seed).path for seed in (3, 9))

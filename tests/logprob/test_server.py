@@ -38,7 +38,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @settled
-async def test_weights_that_are_not_what_was_sent_end_the_sync_and_score_no_more() -> None:
+async def test_weights_that_differ_from_the_sent_ones_fail_the_sync_and_stop_scoring() -> None:
     server = await serve(started := Started(), 1)
     sent = Manifest(1, "shm", "nowhere", {"target": SectionPlan((), {"w": "this"})})
     with pytest.raises(WeightsDiffer, match="version 1 these tensors differ from what was sent: w"):
@@ -87,7 +87,7 @@ async def test_queued_requests_are_batched_and_an_idle_server_starts_immediately
 
 
 @settled
-async def test_free_replicas_share_what_waits() -> None:
+async def test_waiting_requests_are_split_over_free_replicas() -> None:
     start = Started(seconds=1e-4)
     server = await serve(start, 2, tokens_per_batch=400)
     await server.dispatcher.pause()
@@ -159,7 +159,7 @@ async def test_queued_requests_survive_an_update_and_name_the_version_that_answe
 
 
 @settled
-async def test_pinned_requests_wait_for_their_version_and_fail_when_it_is_gone() -> None:
+async def test_pinned_requests_wait_for_their_version_and_fail_after_it_is_replaced() -> None:
     server = await serve(Started())
     future = [asyncio.create_task(server.score(request(version=1))), asyncio.create_task(server.score(request(at_least=1)))]
     assert (await server.score(request(version=0))).version == 0

@@ -43,7 +43,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     rank.engine.close()
 
 
-def test_every_tensor_in_its_own_type(made: tuple[Replica, Tensors, Any], run: Loop) -> None:
+def test_update_keeps_the_dtype_of_each_tensor(made: tuple[Replica, Tensors, Any], run: Loop) -> None:
     replica, tensors, publish = made
 
     async def ask() -> int:

@@ -83,7 +83,7 @@ def test_a_batch_gets_the_same_numbers_from_the_server_as_from_the_trainers_reco
     run(ask())
 
 
-def test_an_update_gives_what_a_load_gives(
+def test_update_equals_loading_the_weights(
     run: Loop, engine: Any, tensors: Tensors, others: Tensors, other_folder: Path, publish: Any, replica: Any
 ) -> None:
     engine.load(other_folder)
@@ -98,7 +98,7 @@ def test_an_update_gives_what_a_load_gives(
     assert run(logprobs(one, 2)).equal(before)
 
 
-def test_the_target_alone_leaves_the_draft_as_it_was(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
+def test_update_of_the_target_does_not_change_the_draft(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
     one = replica(keep_previous=True)
     run(update_target(one, publish(1, others, ("target",))))
     result = run(one.checksums())
@@ -141,7 +141,7 @@ def test_changes_are_written_into_the_current_weights(
     assert late.versions[0] == 5 and run(logprobs(late, 5)).equal(answers[5])
 
 
-def test_the_previous_version_is_kept_on_demand(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
+def test_previous_version_is_retained_with_keep_previous(run: Loop, tensors: Tensors, others: Tensors, publish: Any, replica: Any) -> None:
     one = replica(keep_previous=True)
     before = run(logprobs(one, 0))
     run(update_target(one, publish(1, others)))
@@ -216,7 +216,7 @@ def test_interrupted_update_is_aborted(
             run(update_target(one, manifest))
 
 
-def test_versions_only_grow(run: Loop, tensors: Tensors, publish: Any, replica: Any) -> None:
+def test_version_that_does_not_increase_is_rejected(run: Loop, tensors: Tensors, publish: Any, replica: Any) -> None:
     one = replica()
     manifest = publish(3, tensors)
     run(update_target(one, manifest))

@@ -77,7 +77,7 @@ def test_every_input_of_a_block_uses_all_matrices_of_a_block_drafter() -> None:
         ("cpu", None),
     ],
 )
-def test_gpu_peaks_are_found_by_name(gpu: str, peak: float | None) -> None:
+def test_peak_flops_are_looked_up_by_gpu_name(gpu: str, peak: float | None) -> None:
     assert peak_flops(gpu) == peak
 
 

@@ -58,12 +58,12 @@ BITWISE_GPU = [*BITWISE, *GPU, "train.precision=bf16"]
 
 
 @pytest.mark.parametrize("path", list_recipes(), ids=lambda path: path.stem)
-def test_our_recipes_fit(path: Path) -> None:
+def test_included_recipes_are_valid(path: Path) -> None:
     validate(load_recipe(path).recipe)
 
 
 @pytest.mark.parametrize("path", list_recipes(RECIPES / "overlays"), ids=lambda path: path.stem)
-def test_our_overlays_fit(path: Path) -> None:
+def test_included_overlays_are_valid(path: Path) -> None:
     # Toys of a family go on top of `toy`; what is not named here fits the small model.
     of = {"h200": "mimo7b_mtp", "qwen3_5": "qwen3_5_35b_a3b_mtp", "toy_qwen3_5": "qwen3_5_35b_a3b_mtp"}
     of |= {"toy_glm4_7_flash": "glm4_7_flash_mtp", "toy_glm4": "glm4_5_air_mtp", "toy_ernie4_5": "ernie4_5_21b_a3b_mtp"}
@@ -526,7 +526,7 @@ def test_names_of_special_tokens_are_no_secrets() -> None:
         ({"tp": 2}, "train.parallel.sequence_parallel: experts with tp: 2 need it"),
     ],
 )
-def test_experts(fields: dict[str, Any], message: str) -> None:
+def test_layout_that_does_not_fit_the_experts_is_rejected(fields: dict[str, Any], message: str) -> None:
     moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 66}
     sets = [f"model.config.{key}={json.dumps(value)}" for key, value in {**moe, "num_nextn_predict_layers": 0}.items()]
     off = ["mtp.mode=off", "rollout.speculation.num_tokens=0", f"train.parallel={json.dumps(fields)}"]
@@ -724,7 +724,7 @@ def test_model_that_the_engine_does_not_support_is_rejected(
     assert with_folder(tmp_path, *sets, "train.stages=[sft]") == [], "nothing is served"
 
 
-def test_on_gpus_linear_and_latent_attention_come_in_any_type_and_size(tmp_path: Path) -> None:
+def test_bitwise_accepts_linear_and_latent_attention_of_any_size_on_gpus(tmp_path: Path) -> None:
     for family in ("qwen3-next", "deepseek-v3"):
         (tmp_path / "config.json").write_text(json.dumps({**TOYS[family], **({"kv_lora_rank": 64} if family == "deepseek-v3" else {})}))
         (tmp_path / "model.safetensors").touch()
@@ -804,14 +804,14 @@ def test_a_dense_model_has_no_routes_to_replay() -> None:
         (["train.stages=[sft]"], "off"),
     ],
 )
-def test_which_routes_a_mixture_of_experts_replays_by_default(sets: list[str], replay: str) -> None:
+def test_default_replay_follows_engine_and_old_logprobs(sets: list[str], replay: str) -> None:
     assert load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe.replay(shape_of(TOYS["qwen3.5-moe"])) == replay
 
 
 VERIFIERS = ["rollout.environment=verifiers:letters", "data.task=null", "train.stages=[rl]", "reward.function=environment"]
 
 
-def test_an_environment_of_verifiers_brings_problems_and_rewards() -> None:
+def test_verifiers_environment_provides_problems_and_rewards() -> None:
     validate(load_recipe("tiny_mtp", sets=VERIFIERS).recipe)
     validate(load_recipe("tiny_mtp", sets=[*VERIFIERS, "data.taskset={train_size: 8, eval_size: 2}"]).recipe)
     assert load_recipe("tiny_mtp", sets=VERIFIERS).recipe.rollout.uses_agents
@@ -847,7 +847,7 @@ def test_an_invalid_zero_is_rejected(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["async.max_staleness", "async.staleness_threshold", "mtp.loss_scale", "train.rl.kl_coef", "rollout.top_k"])
-def test_a_valid_zero_is_kept(key: str) -> None:
+def test_explicit_zero_is_accepted(key: str) -> None:
     recipe = load_recipe("tiny_mtp", sets=[f"{key}=0"]).recipe
     validate(recipe)
     value: Any = recipe.model_dump(by_alias=True)
@@ -940,18 +940,18 @@ def test_stable_settings_have_no_caution(sets: list[str]) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_needs_none_and_fits(preset: str) -> None:
+def test_presets_are_valid_and_have_no_cautions(preset: str) -> None:
     recipe = load_recipe("tiny_mtp", sets=[f"train.rl.preset={preset}", "train.rl.overlong.buffer=8"]).recipe
     validate(recipe)
     assert not list(cautions_of(recipe))
 
 
 @pytest.mark.parametrize("path", list_recipes(), ids=lambda path: path.stem)
-def test_our_recipes_need_none(path: Path) -> None:
+def test_included_recipes_have_no_cautions(path: Path) -> None:
     assert not list(cautions_of(load_recipe(path).recipe))
 
 
-def test_the_command_line_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_cautions(capsys: pytest.CaptureFixture[str]) -> None:
     def told(*arguments: str) -> str:
         with pytest.raises(SystemExit) as ended:
             main([*arguments, "--set", "train.rl.old_logprobs=recompute", "--set", "cluster.num_cpus=8"])

@@ -89,7 +89,7 @@ def test_replicas_are_a_number_or_a_range(base: Path) -> None:
         ("telemetry.http=:70000", "--set: telemetry.http must be HOST:PORT, such as 127.0.0.1:9090, got ':70000'"),
     ],
 )
-def test_replicas_and_addresses_that_are_none(base: Path, text: str, message: str) -> None:
+def test_invalid_replicas_and_addresses_are_rejected(base: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(base, sets=[text])
     assert str(caught.value).endswith(message)
@@ -296,7 +296,7 @@ def test_a_resolved_recipe_loads_back_equal_with_nothing_left_to_default(path: P
     assert "default" not in again.origins.values()
 
 
-def test_recipes_are_found_by_name() -> None:
+def test_included_recipes_are_loaded_by_name() -> None:
     assert load_recipe("tiny_mtp").sources == (RECIPES / "tiny_mtp.yaml",)
 
 

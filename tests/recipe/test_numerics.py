@@ -51,7 +51,7 @@ def test_default_of_the_correction_follows_a_key_that_is_set_later() -> None:
         assert Recipe.model_validate(data).rl.correction.mode == mode
 
 
-def test_correction_that_the_recipe_sets_is_kept() -> None:
+def test_correction_set_by_the_recipe_overrides_the_default_of_fp8() -> None:
     assert recipe(*FP8, "train.rl.correction.mode=mask").rl.correction.mode == "mask"
     bounded = recipe(*FP8, "train.rl.correction.high=3").rl.correction
     assert (bounded.mode, bounded.high) == ("truncate", 3.0)

@@ -42,7 +42,7 @@ def test_set_keys_override_preset_in_nested_mappings() -> None:
     assert PRESETS["dapo"]["overlong"] == {"enabled": True}
 
 
-def test_its_values_are_shown_with_their_origin(tmp_path: Path) -> None:
+def test_values_of_a_preset_have_the_preset_as_origin(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("train:\n  rl:\n    preset: dapo\n    clip_high: 0.3\n    overlong: {buffer: 7}\n")
     origins = load_recipe(file, sets=["train.rl.clip_low=0.1"]).origins

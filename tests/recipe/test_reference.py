@@ -22,7 +22,7 @@ def test_the_page_is_current() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_key_is_on_it_and_described() -> None:
+def test_recipe_reference_describes_every_key() -> None:
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
     for key in walk_keys():
         if not key.sections:

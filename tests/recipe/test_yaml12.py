@@ -41,7 +41,7 @@ from mtpctl.recipe import yaml12
         ("[a, 1, true]", ["a", 1, True]),
     ],
 )
-def test_scalars(text: str, value: Any) -> None:
+def test_scalars_have_the_types_of_yaml_1_2(text: str, value: Any) -> None:
     result = yaml12.parse(text, "here").value
     assert result == value and type(result) is type(value)
 

@@ -24,13 +24,13 @@ def test_the_expected_policy_gradient_is_that_of_the_negative_kl(kl: Literal["re
     torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-6)
 
 
-def test_tokens_that_the_policy_hardly_samples_weigh_no_more_than_the_bound() -> None:
+def test_weight_of_unlikely_tokens_is_bounded() -> None:
     gains = teacher_gain("forward", torch.tensor([-0.1, -0.1, -5.0]), torch.tensor([-200.0, -0.1, -0.1]))
     assert torch.allclose(gains, torch.tensor([MAX_RATIO - 1, 0.0, math.exp(-4.9) - 1]), atol=1e-5)
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
-def test_the_kl_over_candidates_is_at_most_the_whole_one_and_grows_with_their_number(kl: Literal["reverse", "forward"]) -> None:
+def test_kl_over_candidates_increases_with_their_number_up_to_the_full_kl(kl: Literal["reverse", "forward"]) -> None:
     torch.manual_seed(0)
     policy, teacher = torch.log_softmax(torch.randn(2, 5, 40, dtype=torch.float64), -1)
     whole = (policy.exp() * (policy - teacher)).sum(-1) if kl == "reverse" else (teacher.exp() * (teacher - policy)).sum(-1)

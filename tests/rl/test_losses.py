@@ -58,11 +58,11 @@ def one_token(ratio: float, advantage: float, **config: Any) -> tuple[float, flo
         (5.0, -2.0, 10.0, 10.0),  # a bad token that rose is not bounded without the dual clip
     ],
 )
-def test_clip_by_hand(ratio: float, advantage: float, loss: float, grad: float) -> None:
+def test_clip_matches_hand_computed_values(ratio: float, advantage: float, loss: float, grad: float) -> None:
     assert one_token(ratio, advantage, clip_low=0.2, clip_high=0.28) == pytest.approx((loss, grad))
 
 
-def test_dual_clip_by_hand() -> None:
+def test_dual_clip_matches_hand_computed_values() -> None:
     assert one_token(5.0, -2.0, clip_dual=3.0) == pytest.approx((6.0, 0.0))
     assert one_token(2.0, -2.0, clip_dual=3.0) == pytest.approx((4.0, 4.0))
     assert one_token(5.0, 2.0, clip_dual=3.0) == one_token(5.0, 2.0)
@@ -109,7 +109,7 @@ def test_gspo_is_the_loss_of_its_paper_in_value_and_gradient() -> None:
     torch.testing.assert_close(gradient(inputs, config), expected)
 
 
-def test_cispo_by_hand() -> None:
+def test_cispo_matches_hand_computed_values() -> None:
     """The weight is bounded, and every token keeps a gradient: those that PPO would have cut as well."""
     cispo = {"loss": "cispo", "clip_low": 0.5, "clip_high": 1.0}
     log2 = math.log(2.0)
@@ -362,7 +362,7 @@ def test_sequence_mean_uses_the_length_of_the_trajectory() -> None:
     assert per_sample[0] + per_sample[1] == pytest.approx(-1.0) and per_sample[2] == pytest.approx(-1.0)
 
 
-def test_metrics_by_hand() -> None:
+def test_metrics_match_hand_computed_values() -> None:
     old = torch.full((4,), -1.0)
     inputs = LossInputs(
         logprob=old + torch.tensor([1.5, 0.5, 5.0, 1.0]).log(),

@@ -170,7 +170,7 @@ def test_user_defined_advantage_gets_copies() -> None:
     assert torch.equal(rewards, REWARDS.double())
 
 
-def test_groups_of_one_are_left_to_a_user_defined_advantage() -> None:
+def test_user_defined_advantage_accepts_groups_of_one_response() -> None:
     recipe = RlConfig.model_validate({"advantage": f"{FILE}:advantage_in_place", "group_size": 1, "dynamic_sampling": False})
     check_objective(recipe)
     with pytest.raises(UserError, match="it returned nan for rewards of -2 to 1"):

@@ -114,7 +114,7 @@ def test_no_requests_no_samples(pool: ReplicaPool, run: Loop) -> None:
     assert run(collect(pool, [])) == {}
 
 
-def test_requests_are_taken_when_there_is_room(pool: ReplicaPool, run: Loop) -> None:
+def test_requests_are_drawn_only_when_there_is_room(pool: ReplicaPool, run: Loop) -> None:
     drawn = answered = 0
 
     async def source() -> AsyncIterator[GenerationRequest]:

@@ -62,7 +62,7 @@ def manifest(root: Path, version: int = 1) -> Manifest:
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_an_update_leaves_an_engine_as_it_was_paused_or_not(tmp_path: Path, paused: bool) -> None:
+def test_update_does_not_change_whether_an_engine_is_paused(tmp_path: Path, paused: bool) -> None:
     @in_loop
     async def drive() -> None:
         engine = Made(Core())

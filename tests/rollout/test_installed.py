@@ -27,7 +27,7 @@ def test_the_options_read_from_vllms_source_are_those_of_its_class() -> None:
     assert read_option_names(VllmConfig()) == {field.name for field in fields(AsyncEngineArgs)}
 
 
-def test_reading_them_imports_neither_vllm_nor_torch() -> None:
+def test_reading_engine_options_does_not_import_vllm_or_torch() -> None:
     code = (
         "import sys; from mtpctl.recipe.rollout import VllmConfig; from mtpctl.rollout.installed import read_option_names; "
         "assert 'max_num_seqs' in read_option_names(VllmConfig()); assert not {'vllm', 'torch', 'ray'} & set(sys.modules)"

@@ -43,7 +43,7 @@ def turns_of(kind: type) -> Turns:
 
 
 @in_loop
-async def test_load_is_spread() -> None:
+async def test_requests_are_spread_over_replicas() -> None:
     fleet = Fleet()
     pool = await fleet.pool(3)
     assert_all_once(await collect(pool, requests(60)), 60)

@@ -92,7 +92,7 @@ def request(name: str = "p", tokens: int = 3) -> GenerationRequest:
 
 
 @in_loop
-async def test_concurrent_requests_share_one_call_and_their_answers_too() -> None:
+async def test_concurrent_requests_and_answers_are_batched_in_one_call() -> None:
     handle = Handle()
     replica = RayReplica(handle, "null")
     samples = await asyncio.gather(*(replica.generate(request(f"p{index}")) for index in range(200)))

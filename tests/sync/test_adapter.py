@@ -192,7 +192,7 @@ class TestOneVersion:
         finally:
             target.abort_update = abort  # type: ignore[method-assign]
 
-    def test_an_adapter_that_the_engine_refuses_restores_the_previous_one(self, tmp_path: Path) -> None:
+    def test_previous_adapter_is_restored_if_the_engine_rejects_the_new_one(self, tmp_path: Path) -> None:
         engine = Engine()
         target = self.target(engine)
         asyncio.run(update_target(target, self.publish(tmp_path, 1)))

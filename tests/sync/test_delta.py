@@ -78,7 +78,7 @@ def test_views_at_odd_addresses_are_compared() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_nan_and_negative_zero_are_told_apart_by_their_bits(dtype: torch.dtype) -> None:
+def test_nan_and_negative_zero_are_compared_by_bits(dtype: torch.dtype) -> None:
     old = torch.zeros(100_000, dtype=dtype)
     old[50_000:] = float("nan")
     new = old.clone()

@@ -53,7 +53,7 @@ class Faults:
         return []
 
 
-def test_200_syncs(tmp_path: Path) -> None:
+def test_200_syncs_with_lost_and_repeated_steps_apply_exact_versions(tmp_path: Path) -> None:
     """Steps are lost, repeated and reordered; whole manifests too; receivers restart. What a receiver calls its version is that version."""
     trainer, publish = Trainer(), publisher(tmp_path)
     start, chance, faults = trainer.copy(), random.Random(1), Faults(2)
@@ -133,7 +133,7 @@ def push(pipe: Any, target: EngineTarget, manifest: Manifest) -> bool:
     return not pipe.recv() and applied
 
 
-def test_200_pushed_syncs(tmp_path: Path) -> None:
+def test_200_pushed_syncs_with_lost_steps_apply_exact_versions(tmp_path: Path) -> None:
     """As a run does it: a failed transfer is repeated, and a receiver that restarts is first updated from the store.
 
     Steps are lost. A repeated one would wait for its deadline, because both ends of a pushed transfer take part in each.

@@ -309,7 +309,7 @@ def test_relay_of_a_host_without_downloads_creates_no_folder(tmp_path: Path, mon
     assert remote.find_cache("s3://bucket/run") == cache == next(tmp_path.glob("mtpctl-fetched-*"))
 
 
-def test_a_shorter_file_is_not_taken(store: str, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_file_is_rejected(store: str, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "STALL_S", 0.1)
     name = next(iter(FILES))
     (hosts[0].folder / VERSION).mkdir()

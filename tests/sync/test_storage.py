@@ -102,7 +102,7 @@ def test_another_run_with_the_same_url_does_not_get_old_files(store: VersionStor
     assert same(engine.live(), trainer.copy())
 
 
-def test_a_store_that_fails_for_a_moment_is_asked_again(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_failure_of_a_store_is_retried(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, publish, engine = Trainer(), publisher(store), new_engine()
     failures = {"put": 2, "get": 2}
     for method in failures:

@@ -31,7 +31,7 @@ def publisher(root: Path, **options: object) -> Publisher:
     return Publisher(VersionStore(root), bucket_bytes=1 << 20, **options)  # type: ignore[arg-type]
 
 
-def test_the_newest_two_versions_are_kept(tmp_path: Path) -> None:
+def test_newest_two_versions_are_retained(tmp_path: Path) -> None:
     publish = publisher(tmp_path / "store").publish
     for version in (1, 2, 5):
         publish(tensors(version), version)

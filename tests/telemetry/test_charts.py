@@ -37,7 +37,7 @@ from mtpctl.telemetry.charts import (
         (0, 0, True, [0, 0.25, 0.5, 0.75, 1.0]),
     ],
 )
-def test_linear_ticks(low: float, high: float, zero: bool, ticks: list[float]) -> None:
+def test_linear_axis_has_round_ticks(low: float, high: float, zero: bool, ticks: list[float]) -> None:
     assert linear_axis(low, high, zero=zero).ticks == ticks
 
 
@@ -55,7 +55,7 @@ def test_linear_axes_enclose_their_data(a: float, b: float, zero: bool) -> None:
     ("low", "high", "ticks"),
     [(0.1, 6.0, [0.1, 0.2, 0.5, 1, 2, 5, 10]), (3e-5, 0.02, [1e-5, 1e-4, 1e-3, 1e-2, 1e-1]), (0.3, 0.3, [0.2, 0.5])],
 )
-def test_log_ticks(low: float, high: float, ticks: list[float]) -> None:
+def test_log_axis_has_round_ticks(low: float, high: float, ticks: list[float]) -> None:
     assert log_axis(low, high).ticks == pytest.approx(ticks)
 
 
@@ -80,7 +80,7 @@ def test_labels_with_enough_space_keep_their_positions() -> None:
     assert space_apart([100.0, 20.0, 150.0], 17.0, 0.0, 190.0) == [100.0, 20.0, 150.0]
 
 
-def test_tick_labels() -> None:
+def test_tick_labels_include_the_unit() -> None:
     assert tick_label(0.25, "share") == "25%"
     assert tick_label(2000, "tokens/s") == "2k"
 
@@ -104,7 +104,7 @@ def coordinates(figure: ElementTree.Element) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("scale", ["linear", "log"])
 @pytest.mark.parametrize("stack", [False, True])
-def test_everything_is_drawn_inside(scale: str, stack: bool) -> None:
+def test_points_are_drawn_inside_the_chart(scale: str, stack: bool) -> None:
     series = [curve("one"), curve("two", scale=30.0)]
     figure = parse(render_chart(Chart("T", "n", series, RL, scale=scale, stack=stack)))  # type: ignore[arg-type]
     points = coordinates(figure)
@@ -170,7 +170,7 @@ def test_values_that_cannot_be_drawn_are_skipped() -> None:
     assert "inf" not in ElementTree.tostring(figure, encoding="unicode")
 
 
-def test_one_point_and_a_flat_line() -> None:
+def test_charts_and_sparklines_of_one_or_two_points_are_valid() -> None:
     parse(render_chart(Chart("T", "n", [Series("a", [(5, 0.3)], dots=True)], RL)))
     parse(render_chart(Chart("T", "n", [Series("a", [(1, 0.3), (2, 0.3)])], RL)))
     assert sparkline_svg([(1, 1.0)], 0) == ""
@@ -195,6 +195,6 @@ def test_thinning_keeps_the_mean_and_the_end() -> None:
     assert downsample(points, 1000) is points
 
 
-def test_moving_average() -> None:
+def test_moving_average_is_centered_and_shorter_at_the_ends() -> None:
     assert moving_average([(0, 0.0), (1, 3.0), (2, 6.0), (3, 0.0)], 1) == [(0, 1.5), (1, 3.0), (2, 3.0), (3, 3.0)]
     assert moving_average([(0, 1.0), (1, 2.0)], 0) == [(0, 1.0), (1, 2.0)]

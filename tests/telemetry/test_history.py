@@ -31,14 +31,14 @@ def test_an_evaluation_at_the_checkpoint_does_not_drop_the_checkpoints_own_step(
     assert [(r.step, r.metrics) for r in history.rows] == [(2, {"loss": 2.0, "accuracy": 0.5})]
 
 
-def test_phases_keep_their_order_and_resuming_one_leaves_the_other() -> None:
+def test_resuming_a_phase_keeps_the_order_and_rows_of_earlier_phases() -> None:
     history = build_history([row(1, "sft", 1, 0.0), row(1, "sft", 2, 1.0), row(1, "rl", 1, 2.0), row(2, "rl", 1, 9.0)])
     assert history.phases == ["sft", "rl"]
     assert [(r.phase, r.step) for r in history.rows] == [("sft", 1), ("sft", 2), ("rl", 1)]
     assert history.last_step("sft") == 2 and history.last_step("eval") == 0
 
 
-def test_a_session_that_goes_back_to_an_earlier_phase_does_the_later_ones_again() -> None:
+def test_session_that_returns_to_an_earlier_phase_discards_later_rows() -> None:
     first = [row(1, "sft", 1, 0.0), row(1, "sft", 2, 1.0), row(1, "rl", 0, 2.0, accuracy=0.5), row(1, "rl", 1, 3.0)]
     history = build_history([*first, row(2, "sft", 2, 9.0)])
     assert [(r.phase, r.step) for r in history.rows] == [("sft", 1), ("sft", 2)]
@@ -51,7 +51,7 @@ def test_active_time_leaves_out_the_time_between_sessions() -> None:
     assert history.active_s == 7.0
 
 
-def test_events() -> None:
+def test_events_are_separate_from_rows() -> None:
     history = build_history([{"session": 1, "time": 3.0, "event": "restart", "message": "rollout-0"}])
     assert [(e.kind, e.message) for e in history.events] == [("restart", "rollout-0")]
     assert history.rows == []

@@ -21,7 +21,7 @@ def row(step: int, **metrics: Any) -> dict[str, Any]:
     return {"time": float(step), "phase": "rl", "step": step, **metrics}
 
 
-def test_rows_come_back(tmp_path: Path) -> None:
+def test_rows_are_readable_as_soon_as_they_are_appended(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m.jsonl")
     file.append(row(1, **{"reward/mean": 0.5}))
     assert read_rows(tmp_path / "m.jsonl") == [{"session": 1, **row(1, **{"reward/mean": 0.5})}], "readable before it is closed"
@@ -41,7 +41,7 @@ def test_non_finite_values_survive_as_valid_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 10, 40])
-def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_session(tmp_path: Path, cut: int) -> None:
+def test_incomplete_last_line_is_skipped_and_removed_by_the_next_session(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "m.jsonl"
     file = MetricsFile(path)
     for step in (1, 2):

@@ -58,7 +58,7 @@ def test_logged_metrics_are_in_catalog() -> None:
     assert [name for name in names if name not in METRICS] == []
 
 
-def test_families_of_names() -> None:
+def test_metrics_that_match_a_pattern_are_described() -> None:
     assert describe("mtp/loss_2").label == "depth 2"
     assert describe("timing_s/wait_samples") == describe("timing_s/wait_samples")
     assert (describe("timing_s/wait_samples").label, describe("timing_s/wait_samples").unit) == ("wait samples", "seconds")
@@ -83,12 +83,12 @@ def test_families_of_names() -> None:
         (math.nan, "share", "–"),
     ],
 )
-def test_numbers(value: float, unit: str, text: str) -> None:
+def test_numbers_are_formatted_with_their_unit(value: float, unit: str, text: str) -> None:
     assert format_value(value, unit) == text  # type: ignore[arg-type]
 
 
 @given(st.floats(min_value=-1e11, max_value=1e11))
-def test_a_short_number_is_within_six_hundredths_of_the_long_one(value: float) -> None:
+def test_compact_number_is_within_six_percent(value: float) -> None:
     text = compact(value)
     scale = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1], 1.0)
     assert float(text.rstrip("kMG")) * scale == pytest.approx(value, rel=0.06)
@@ -96,5 +96,5 @@ def test_a_short_number_is_within_six_hundredths_of_the_long_one(value: float) -
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(8.2, "8 s"), (125, "2 min 05 s"), (3600 * 3 + 420, "3 h 07 min"), (-1, "0 s")])
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_formatted_in_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

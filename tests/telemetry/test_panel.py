@@ -153,7 +153,7 @@ def test_waiting_reasons_are_shown_until_resolved() -> None:
     assert "waiting" not in out.getvalue()
 
 
-def test_lines_say_it_every_so_often() -> None:
+def test_plain_output_repeats_what_it_waits_for_at_intervals() -> None:
     console, out = screen()
     clock = Clock()
     lines = PlainLines(console, {}, clock)
@@ -201,7 +201,7 @@ def test_the_live_panel_starts_and_stops() -> None:
     assert "0.25" in out.getvalue()
 
 
-def test_sparkline() -> None:
+def test_sparkline_scales_values_and_skips_nan() -> None:
     assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 40) == "▁▂▃▄▅▆▇█"
     assert sparkline([1.0, 1.0], 40) == "▁▁"
     assert sparkline([], 40) == ""

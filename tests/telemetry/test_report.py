@@ -84,7 +84,7 @@ def read(path: Path) -> Page:
     return page
 
 
-def test_the_page_is_whole_and_needs_nothing_else(run_dir: Path) -> None:
+def test_page_is_complete_and_self_contained(run_dir: Path) -> None:
     path = write_report(run_dir)
     assert path == run_dir / "report.html"
     page = read(path)
@@ -158,7 +158,7 @@ def test_accuracy_on_unseen_prompts_is_in_the_chart_of_evaluations(run_dir: Path
     assert "unseen prompts, last <b>25.0%</b>" in html
 
 
-def test_one_evaluation_makes_no_curve(run_dir: Path) -> None:
+def test_single_evaluation_is_not_drawn_as_a_curve(run_dir: Path) -> None:
     assert "<h3>Held-out accuracy</h3>" not in evaluated(run_dir, {0: 0.4})
 
 
@@ -212,7 +212,7 @@ def test_report_shows_when_a_run_was_resumed_and_which_keys_changed(run_dir: Pat
     assert "2027-01-15 08:00 UTC" in section and all(message in section for _, message in events)
 
 
-def test_recipe_and_versions_are_in_it(run_dir: Path) -> None:
+def test_report_includes_recipe_and_versions(run_dir: Path) -> None:
     text = "".join(read(write_report(run_dir)).text)
     assert RECIPE in text
     assert "megatron-core" in text
@@ -234,7 +234,7 @@ def test_a_metric_that_was_no_number_for_a_while(run_dir: Path) -> None:
     assert "grad RL – – – – " in table
 
 
-def test_out_path_and_its_errors(run_dir: Path, tmp_path: Path) -> None:
+def test_report_rejects_invalid_runs_and_out_paths(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "elsewhere.html"
     assert write_report(run_dir, out) == out and out.exists()
     with pytest.raises(UserError, match="no directory"):

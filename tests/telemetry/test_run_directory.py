@@ -18,7 +18,7 @@ from mtpctl.telemetry import run_directory
 from mtpctl.telemetry.run_directory import Answer, RunDirectory, clear_requests, pop_requests, request_replicas
 
 
-def test_a_new_directory(tmp_path: Path) -> None:
+def test_new_run_directory_has_recipe_versions_and_folders(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "a" / "run", "name: x\n") as run:
         assert run.recipe.read_text() == "name: x\n"
         run.record("name: x\n")
@@ -80,7 +80,7 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_a_place_that_refuses_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_failed_creation_of_a_run_directory_removes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refuse(self: Path, text: str, encoding: str) -> int:
         self.touch()
         raise OSError(number, os.strerror(number))
@@ -154,7 +154,7 @@ def answering(run: RunDirectory, answer: Callable[[int], Answer], count: int) ->
     return thread
 
 
-def test_each_of_several_who_ask_at_once_gets_the_answer_to_its_own_request(run: RunDirectory) -> None:
+def test_concurrent_requests_get_their_own_answers(run: RunDirectory) -> None:
     result: dict[int, Answer] = {}
     asking = [threading.Thread(target=lambda n=n: result.update({n: request_replicas(run, n)})) for n in range(4)]
     answers = answering(run, lambda n: Answer(f"{n} it is", refused=n == 2), len(asking))

@@ -41,7 +41,7 @@ def test_state_of_ended_run(tmp_path: Path, step: int, event: str | None, state:
     assert describe_run(run(tmp_path / "a", step, event)).state == state
 
 
-def test_a_run_that_is_written_is_running_and_looking_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+def test_locked_run_is_running_and_inspection_does_not_block_a_start(tmp_path: Path) -> None:
     path = run(tmp_path / "a", 4)
     with RunDirectory.create(path, RECIPE):
         assert describe_run(path).state == "running"
@@ -71,7 +71,7 @@ def test_the_two_rewards_of_a_run_have_two_names(mtpctl: Any, tmp_path: Path) ->
     assert "reward 0.900, unfiltered 0.400" in mtpctl("status", str(tmp_path / "a")).out
 
 
-def test_runs_are_found_below_a_folder_and_not_within_each_other(mtpctl: Any, tmp_path: Path) -> None:
+def test_runs_below_a_folder_are_listed_without_nested_ones(mtpctl: Any, tmp_path: Path) -> None:
     run(tmp_path / "x" / "a", 4, "stop")
     run(tmp_path / "x" / "a" / "inner", 1)
     run(tmp_path / "b", 10)
@@ -84,7 +84,7 @@ def test_runs_are_found_below_a_folder_and_not_within_each_other(mtpctl: Any, tm
     assert mtpctl("runs", str(tmp_path / "no")).err == f"error: FOLDER: no folder {tmp_path / 'no'}; name one with runs in it\n"
 
 
-def test_an_unreadable_run_hides_no_other_and_says_why(mtpctl: Any, tmp_path: Path) -> None:
+def test_unreadable_run_is_listed_with_its_error_next_to_others(mtpctl: Any, tmp_path: Path) -> None:
     run(tmp_path / "a", 4, "stop")
     broken = run(tmp_path / "b", 10)
     RunDirectory(broken).requested_replicas.write_text("{")

@@ -45,7 +45,7 @@ def row(step: int, response: str = "a", kind: sample_log.Kind = "update") -> Sam
     return sample_row(sample(response=response), text, step=step, kind=kind)
 
 
-def test_a_row_tells_the_models_turns_from_the_environments() -> None:
+def test_row_separates_turns_of_the_model_from_those_of_the_environment() -> None:
     created = sample(response="ask")
     created.append([ord(c) for c in "told"], [0.0] * 4, 3, trained=False)
     created.append([ord("4")], [0.0], 4)
@@ -95,7 +95,7 @@ def test_samples_are_read_in_order_of_steps(tmp_path: Path) -> None:
     assert log.dropped == 0
 
 
-def test_of_a_step_that_a_resumed_run_did_again_the_later_samples_stand(tmp_path: Path) -> None:
+def test_samples_of_a_repeated_step_replace_the_earlier_ones(tmp_path: Path) -> None:
     for session, steps in ((1, (1, 2, 3, 4)), (2, (3,))):
         log = SampleLog(tmp_path / "samples", session)
         for step in steps:
@@ -108,7 +108,7 @@ def test_of_a_step_that_a_resumed_run_did_again_the_later_samples_stand(tmp_path
     ]
 
 
-def test_groups_dropped_before_resume_are_kept(tmp_path: Path) -> None:
+def test_groups_dropped_before_a_resume_remain_in_the_log(tmp_path: Path) -> None:
     """The checkpoint may have been taken after it."""
     for session in (1, 2):
         log = SampleLog(tmp_path / "samples", session)
@@ -171,7 +171,7 @@ def test_failing_table_is_reported_and_file_continues(tmp_path: Path) -> None:
     assert len(read_samples(tmp_path)) == 2 and log.warning.endswith("the last one because ConnectionError: no network")
 
 
-def test_a_torn_last_line_is_left_out_and_a_broken_one_is_named(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_skipped_and_an_invalid_line_is_reported(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples", 1)
     log.write([row(1)])
     log.close()

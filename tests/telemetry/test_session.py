@@ -123,7 +123,7 @@ broken_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThread
 
 
 @broken_thread
-def test_a_disk_that_stays_full_ends_a_run_by_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_ends_a_run_with_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by what closing its files would raise."""
     monkeypatch.setattr("mtpctl.telemetry.metrics_file.DISK_FULL_TIMEOUT_S", 0.0)
     telemetry, _ = start(tmp_path / "run", TelemetryConfig())

@@ -97,7 +97,7 @@ def test_the_late_mean_is_over_the_last_four() -> None:
     assert late_mean(curve(RISING), last=1) == 79
 
 
-def test_the_start_is_never_late_unless_it_is_alone() -> None:
+def test_first_evaluation_counts_as_late_only_if_it_is_the_only_one() -> None:
     assert late_mean(curve("40 60 80")) == 70 and late_mean(curve("40")) == 40
     with pytest.raises(ValueError, match="an empty curve"):
         late_mean([])
@@ -144,7 +144,7 @@ def test_up_to_a_tolerance() -> None:
     assert sustained_from(points, 70, tolerance=1.9) == pytest.approx(8 + 4 * 2 / 4)
 
 
-def test_the_last_point_alone_holds_nothing() -> None:
+def test_last_point_alone_does_not_sustain_a_level() -> None:
     assert sustained_from(curve("45 50 60 76"), 70) is None
     assert sustained_from(curve("45 50 71 76"), 70) is not None
     assert sustained_from([], 70) is None
@@ -174,6 +174,6 @@ def test_the_best_so_far_never_falls() -> None:
     assert [y for _, y in best_so_far(curve("45 51 47 60 46"))] == [45, 51, 51, 60, 60]
 
 
-def test_the_height_between_points_and_beyond_them() -> None:
+def test_curve_is_interpolated_between_points_and_constant_beyond_them() -> None:
     points = [(0.0, 0.2), (10.0, 0.4)]
     assert interpolate(points, 5) == pytest.approx(0.3) and interpolate(points, -1) == 0.2 and interpolate(points, 99) == 0.4

@@ -77,37 +77,37 @@ def test_layout_that_does_not_divide_the_model_is_rejected(tmp_path, layout, mes
 class TestNotFinite:
     """NaN in the forward pass, in the loss, or in a gradient."""
 
-    def test_weights(self, tmp_path):
+    def test_nan_weight_skips_the_step(self, tmp_path):
         with engine(mimo(tmp_path / "model")) as trainer:
             trainer.set_optimizer(GENTLE)
             with torch.no_grad():
                 trainer.module.decoder.layers[0].mlp.linear_fc2.weight[0, 0] = torch.nan
             assert skipped(trainer, NextToken())
 
-    def test_loss(self, tmp_path):
+    def test_nan_loss_skips_the_step(self, tmp_path):
         with engine(mimo(tmp_path / "model")) as trainer:
             trainer.set_optimizer(GENTLE)
             assert skipped(trainer, Broken())
 
     @pytest.mark.parametrize("mode", ["off", "isolated"])
-    def test_loss_with_finite_gradients(self, tmp_path, mode):
+    def test_infinite_loss_with_finite_gradients_skips_the_step(self, tmp_path, mode):
         with engine(mimo(tmp_path / "model"), mtp=MtpConfig(mode=mode)) as trainer:
             trainer.set_optimizer(GENTLE)
             assert skipped(trainer, InfiniteConstant())
 
-    def test_candidate_loss_with_finite_gradients(self, tmp_path):
+    def test_nan_candidate_loss_with_finite_gradients_skips_the_step(self, tmp_path):
         with engine(mimo(tmp_path / "model")) as trainer:
             trainer.set_optimizer(GENTLE)
             assert skipped(trainer, ImpossibleCandidate())
 
-    def test_mtp_alone(self, tmp_path):
+    def test_infinite_mtp_weight_skips_the_step(self, tmp_path):
         with engine(mimo(tmp_path / "model")) as trainer:
             trainer.set_optimizer(GENTLE)
             with torch.no_grad():
                 trainer.module.mtp.layers[0].eh_proj.weight[0, 0] = torch.inf
             assert skipped(trainer, NextToken())
 
-    def test_training_goes_on(self, tmp_path):
+    def test_skipped_update_does_not_affect_later_ones(self, tmp_path):
         """A skipped update does not affect later ones."""
         folder, losses = mimo(tmp_path / "model"), []
         for broken in (False, True):

@@ -230,7 +230,7 @@ class TestNewest:
         publish_checkpoint(root / "rl-2", keep=1)
         assert [path.name for path in list_checkpoints(root)] == ["rl-3", "rl-2"]
 
-    def test_unpublished_checkpoint_is_found(self, tmp_path):
+    def test_newest_checkpoint_may_be_unpublished(self, tmp_path):
         """A run that is killed between saving and publishing loses nothing."""
         root = tmp_path / "checkpoints"
         with engine(mimo(tmp_path / "model")) as trainer:
@@ -294,7 +294,7 @@ class TestUnreadable:
             lambda path: (path / "metadata.json").write_text(""),
         ],
     )
-    def test_damage_is_one_line(self, saved, damage):
+    def test_damaged_checkpoint_gives_a_one_line_error(self, saved, damage):
         trainer, path = saved
         damage(path)
         with pytest.raises(UserError, match=r"^/.*saved.*cannot be read \(.*\); if it is damaged, name another checkpoint$") as lines:

@@ -165,7 +165,7 @@ def test_unknown_target_is_rejected(tmp_path):
         pass
 
 
-def test_peft_reads_what_is_exported():
+def test_peft_config_lists_the_exported_targets():
     names = ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
     config = peft_config(names, LORA, "some/model")
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8.0, ["q_proj", "up_proj"])

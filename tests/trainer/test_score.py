@@ -17,7 +17,7 @@ from tests.fakes.trainer_cases import MODELS
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_entropies(tmp_path, temperature):
+def test_logprobs_and_entropies_match_the_reference(tmp_path, temperature):
     folder = mimo(tmp_path / "model")
     batch = sequences(12)
     weights = load_file(folder.path / "model.safetensors")

@@ -86,7 +86,7 @@ def test_a_served_request_has_the_sampling_settings_of_the_client(fields: dict[s
     assert {name: getattr(request, name) for name in expected} == expected
 
 
-def test_choices_of_one_seed_draw_different_numbers() -> None:
+def test_choices_of_a_request_with_a_seed_get_different_seeds() -> None:
     engine = Recording()
     assert ask(engine, SERVING, seed=5, n=3).status_code == 200
     assert sorted(request.seed or 0 for request in engine.requests) == [5, 6, 7]
@@ -245,7 +245,7 @@ def test_every_field_of_vllms_schema_is_classified() -> None:
     assert schema - set(ChatRequest.model_fields) - set(ACCEPTED_VALUES) - BOOKKEEPING_FIELDS == set()
 
 
-def test_one_tool_call_is_returned_if_parallel_ones_are_not_wanted() -> None:
+def test_parallel_tool_calls_false_returns_only_the_first_call() -> None:
     def two(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
         return "", [("add", "{}"), ("add", "{}")]
 

@@ -84,7 +84,7 @@ def test_a_stream_is_the_whole_answer_in_parts(n: int) -> None:
     assert len(served(engine, drive, calls=reader)) == n
 
 
-def test_a_reward_comes_by_call_or_by_header() -> None:
+def test_reward_is_accepted_by_call_or_by_header() -> None:
     async def drive(client: openai.AsyncOpenAI, trajectory: Trajectory, url: str) -> None:
         async with httpx.AsyncClient() as web:
             assert (await web.post(f"{url}/reward", json={"reward": 0.25})).json() == {"reward": 0.25}

@@ -34,7 +34,7 @@ def one(trajectory: Trajectory, *messages: Any, **fields: Any) -> Answer:
     return answer
 
 
-def test_a_conversation_goes_on_from_its_own_tokens() -> None:
+def test_conversation_continues_from_the_sampled_tokens() -> None:
     engine = Scripted(lambda text, call: f"  answer {call} ")
     trajectory = trajectory_of(engine)
     first = one(trajectory, ASK)
@@ -128,7 +128,7 @@ def test_concurrent_requests_on_one_conversation_do_not_mix() -> None:
     assert sorted(chain.from_iterable(map(sampled, samples))) == sorted(chain.from_iterable(engine.answered))
 
 
-def test_a_stop_string_ends_an_answer_and_is_in_the_tokens_alone() -> None:
+def test_stop_string_is_in_the_tokens_but_not_in_the_text() -> None:
     engine = Scripted(lambda text, call: "one STOP and drafts\0" if not call else "two")
     trajectory = trajectory_of(engine)
     first = one(trajectory, ASK, stop=["STOP", "never"])

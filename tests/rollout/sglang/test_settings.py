@@ -33,7 +33,7 @@ def test_a_tree_of_drafts() -> None:
     assert (result["speculative_num_steps"], result["speculative_eagle_topk"], result["speculative_num_draft_tokens"]) == (3, 2, 8)
 
 
-def test_no_drafts() -> None:
+def test_zero_draft_tokens_disable_speculation() -> None:
     assert not [name for name in args(speculation={"num_tokens": 0}) if name.startswith("speculative")]
 
 

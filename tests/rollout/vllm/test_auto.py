@@ -115,7 +115,7 @@ def test_a_drafter_that_is_never_right_is_switched_off(engine: VllmEngine, run: 
     assert sum(sample.speculation.drafted for sample in run(answers(engine, 16, 20))) == 0
 
 
-def test_new_weights_make_it_look_again(engine: VllmEngine, run: Loop, load: Callable[[Tensors], None]) -> None:
+def test_new_weights_restart_the_choice_of_draft_tokens(engine: VllmEngine, run: Loop, load: Callable[[Tensors], None]) -> None:
     scheduler = engine._llm.engine_core.engine_core.scheduler
     scheduler.switch._next_look_step = float("inf")
     load(cycle_tensors(CONFIG, STEP, STEP))

@@ -69,7 +69,9 @@ def sampled_after(settings: VllmSettings, run: Loop, weights: dict[str, torch.Te
 
 
 @AMX
-def test_small_linear_weights(amx: bool, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_linear_weights_are_synced_with_and_without_amx(
+    amx: bool, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In bf16, where AMX packs what is below 1 MiB: all of this model."""
     linear_amx(monkeypatch, amx)
     config = tiny_config(torch_dtype="bfloat16")
@@ -81,7 +83,7 @@ def test_small_linear_weights(amx: bool, run: Loop, tmp_path: Path, monkeypatch:
 
 
 @AMX
-def test_latent_attention(amx: bool, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_is_synced_with_and_without_amx(amx: bool, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek in fp32: prefill and decoding, whose weights vLLM derives from those that came."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     torch.manual_seed(0)

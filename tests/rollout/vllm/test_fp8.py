@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     result.store.close()
 
 
-def test_three_syncs_leave_what_a_new_engine_loads_from_the_exported_folder(model: Model, run: Loop) -> None:
+def test_weights_after_three_syncs_equal_those_loaded_from_the_exported_folder(model: Model, run: Loop) -> None:
     engine = start(run, model.root / "hf", model.case, quantization="fp8")
     loaded = parameters(engine)
     publisher = model.publisher(delta=True)

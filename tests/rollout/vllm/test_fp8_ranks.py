@@ -32,7 +32,9 @@ CASES: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_rank_has_what_a_new_engine_loads(case: str, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_each_rank_after_syncs_equal_those_of_a_new_engine(
+    case: str, run: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # The core forks its ranks.
     model = Model(tmp_path, case, **CASES[case])
     assert find_split_block(model.shape, select_fp8_names(model.shape), 2) is None

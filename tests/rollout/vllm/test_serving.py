@@ -67,7 +67,7 @@ def text_of(sample: Sample) -> str:
         {"allowed_token_ids": list(range(65, 80))},
     ],
 )
-def test_drafts_do_not_change_what_greedy_decoding_gives(ask: Ask, steering: dict[str, Any]) -> None:
+def test_drafts_do_not_change_greedy_responses(ask: Ask, steering: dict[str, Any]) -> None:
     plain, drafted = (ask(k, steering=steering, temperature=0.0) for k in (0, 2))
     assert plain.response_ids == drafted.response_ids
     assert drafted.behaviour_logprobs.tolist() == pytest.approx(plain.behaviour_logprobs.tolist(), abs=1e-4)
