@@ -85,7 +85,7 @@ def test_adapter_base_fingerprint_is_independent_of_storage(tmp_path: Path) -> N
     assert hash_base_weights(tmp_path / "plain") != hash_base_weights(tmp_path / "pickled")
 
 
-class TestRefused:
+class TestUnsupportedFolder:
     @pytest.fixture
     def started(self, tmp_path: Path) -> Iterator[Callable[[], None]]:
         def start() -> None:

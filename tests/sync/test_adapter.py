@@ -33,7 +33,7 @@ def plan_of(delta: adapters.Tensors, tmp_path: Path, **config: Any) -> SectionPl
     return SectionPlan(plan.buckets, plan.checksums, plan.config | config)
 
 
-class TestLayers:
+class TestLayersOf:
     def test_layers_are_pairs_with_the_shape_of_the_adapted_weight(self, tmp_path: Path) -> None:
         layers = layers_of(plan_of(adapters.adapter(BASE, 0), tmp_path))
         assert {name: layer.shape for name, layer in layers.items()} == {name: tuple(BASE[name].shape) for name in layers}
@@ -75,7 +75,7 @@ def live(*wrapped: str) -> nn.Module:
 ALL = tuple(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down"))
 
 
-class TestFit:
+class TestCheckFits:
     def check(self, delta: adapters.Tensors, tmp_path: Path, model: nn.Module, max_rank: int | None = 8) -> None:
         check_fits(plan_of(delta, tmp_path), model, rename=None, tp=TpRank(), max_rank=max_rank)
 
@@ -136,7 +136,7 @@ class Engine:
         self.live["adapter"] = int(Path(folder).name[1:])
 
 
-class TestOneVersion:
+class TestSectionsOfOneVersion:
     def publish(self, tmp_path: Path, version: int, sections: tuple[str, ...] = ("adapter", "draft")) -> Manifest:
         sends = adapters.publisher(tmp_path / "store", sections=sections)
         tensors = adapters.adapter(BASE, version) | BASE

@@ -74,7 +74,7 @@ def test_layout_that_does_not_divide_the_model_is_rejected(tmp_path, layout, mes
         )
 
 
-class TestNotFinite:
+class TestNonFiniteUpdate:
     """NaN in the forward pass, in the loss, or in a gradient."""
 
     def test_nan_weight_skips_the_step(self, tmp_path):

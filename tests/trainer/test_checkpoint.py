@@ -198,7 +198,7 @@ def test_kill_during_replacement_keeps_a_complete_checkpoint(tmp_path, monkeypat
         assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "latest", "model"]
 
 
-class TestNewest:
+class TestCheckpointPublishing:
     """The newest complete checkpoint is found from its contents, and publishing deletes only older ones."""
 
     @staticmethod
@@ -239,7 +239,7 @@ class TestNewest:
         assert newest_checkpoint(root) == root / "rl-2"
 
 
-class TestListing:
+class TestCheckpointChecksums:
     """Each file of a checkpoint is listed with its size and checksum, which the writing thread computes."""
 
     @pytest.mark.parametrize("concurrent", [False, True])
@@ -273,7 +273,7 @@ class TestListing:
         assert read_listing(path).files == {file.name: entry_of(file) for file in files_in(path)}
 
 
-class TestUnreadable:
+class TestUnreadableCheckpoint:
     """An unreadable checkpoint is reported in one line, and no code in it is run."""
 
     @pytest.fixture

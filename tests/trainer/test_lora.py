@@ -79,7 +79,7 @@ def test_adapter_starts_at_zero_and_trains(tmp_path, model):
             assert row == pytest.approx(right, abs=1e-5)
 
 
-class TestCheckpoint:
+class TestAdapterCheckpoint:
     """A checkpoint with adapters contains adapters, MTP layers and their optimizer, and no other weights."""
 
     def test_resumes_bit_for_bit(self, tmp_path):
