@@ -31,7 +31,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def code(page: Path) -> Iterator[str]:
-    """What stands between backticks in the prose of a page."""
+    """The text between backticks in the prose of a page."""
     return (" ".join(text.split()) for text in re.findall(r"`([^`]+)`", prose(page)))
 
 

@@ -1,4 +1,4 @@
-"""The lists of packages in constraints/ match pyproject.toml, and pip installs from them alone."""
+"""The package lists in constraints/ match pyproject.toml, and pip installs from them without other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed from the wheel works away from the repository: its recipes and templates come along."""
+"""The installed wheel works outside of the repository, and contains its recipes and templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench logprob`: bounds, load and options. The figures come from the command."""
+"""`bench logprob`: bounds, load and options. Figures are measured by the command itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench sync-weights`: bounds, GPUs and load. The figures come from the command."""
+"""`bench sync-weights`: bounds, GPUs and load. Figures are measured by the command itself."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ def steps_of(run: Path) -> list[int]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "kind"), [*((name, None) for name in MODELS), ("llama", "dflash")])
 def test_two_commands_lead_to_a_stock_engine_that_speculates(name: str, kind: str | None, tmp_path: Path) -> None:
-    """The first is stopped by SIGTERM, and resumes when it is given again. The trunk's tensors equal the model's bit for bit."""
+    """The first command is stopped by SIGTERM and resumes when it is repeated. The trunk's tensors equal the model's bit for bit."""
     folder = toy_folder(MODELS[name], tmp_path / "model", 0, "fp32")
     make_byte_tokenizer(folder)
     write_rows(tmp_path / "rows.jsonl")

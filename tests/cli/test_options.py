@@ -1,4 +1,4 @@
-"""Under `--json` stdout holds the JSON alone, whoever else writes to it."""
+"""With `--json`, stdout contains only the JSON, whatever else is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `mtpctl rollout` hands on, and how it tells what came of it."""
+"""Arguments that `mtpctl rollout` passes on, and the summary that it prints."""
 
 from __future__ import annotations
 

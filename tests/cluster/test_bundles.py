@@ -1,4 +1,4 @@
-"""Actors run where the plan puts them, on a simulated cluster of three hosts whose GPUs are only declared to Ray."""
+"""Actors run on the planned hosts, on a simulated cluster of three hosts whose GPUs are only declared to Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Await work or an event, whichever comes first, and calls in threads."""
+"""Waiting for the first of a task and an event, and calls in threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capacity of hosts is taken in the same order as Ray does."""
+"""Capacity of hosts is allocated in the order in which Ray allocates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller waits for no response: engines stay busy beside slow rewards and environments, and hanging ones hold up no stop."""
+"""Engines stay busy during slow rewards and environments, and hanging ones do not delay a stop."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def running(folder: Path, *, reward_s: float, turn_s: float) -> AsyncItera
 
 
 async def busy(folder: Path, *, reward_s: float, turn_s: float) -> float:
-    """The share of the engine's places that are taken."""
+    """Share of the engine's slots that are in use."""
     async with running(folder, reward_s=reward_s, turn_s=turn_s) as (_, engine):
         await asyncio.sleep(BEGUN_S)
         began, before = time.monotonic(), engine.occupied.record(engine.in_flight)

@@ -74,7 +74,7 @@ def run(folder: Path, events: int, sets: Sequence[str], *, seed: int, steps: int
 
 
 def number_of(group: str) -> int:
-    """The place of a group's prompt among those drawn; a group that was asked for again has a suffix."""
+    """Index of a group's prompt in drawing order; a group that was requested again has a suffix."""
     return int(group.partition(".")[0])
 
 
@@ -207,7 +207,7 @@ def test_lost_hosts_lose_and_duplicate_nothing(tmp_path: Path) -> None:
 
 
 def report(run_dir: Path, how: Disturbed) -> None:
-    """Keep what happened where `MTPCTL_CHAOS_REPORT` names a folder."""
+    """Record the events in the folder `MTPCTL_CHAOS_REPORT`, if it is set."""
     if not (folder := os.environ.get("MTPCTL_CHAOS_REPORT")):
         return
     place = Path(folder) / f"{run_dir.parent.name}-{how.seed}"

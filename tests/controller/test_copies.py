@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints: during training, with a store that comes and goes, and fetched by a machine that has none of them."""
+"""Copies of a run's checkpoints: during training, with an unreliable store, and downloaded by a machine that has none."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_bug_is_raised_instead_of_retried(run: Path) -> None:
 
 
 def test_a_checkpoint_is_not_deleted_while_it_is_copied(tmp_path: Path) -> None:
-    """Although the run keeps one alone, and has written others since."""
+    """Although the run keeps only one checkpoint, and has written others since."""
 
     class Writing(FakeTrainerGroup):
         async def publish_checkpoint(self, path: Path, keep: int, needed: Sequence[str]) -> None:

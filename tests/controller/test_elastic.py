@@ -1,4 +1,4 @@
-"""Replicas follow what is asked for and what hosts have room for: with fake engines, and hosts that the test has come and go."""
+"""The number of replicas follows requests and available hosts, with fake engines and hosts that join and leave."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.fakes.replica import FakeReplica
 
 @dataclass
 class Hosts:
-    """Hosts with room for so many engines each, in the place of Ray's. `drained` ones are to be taken away."""
+    """Hosts with room for a number of engines each, in place of Ray's. `drained` hosts are to be removed."""
 
     room: dict[str, int]
     drained: set[str] = field(default_factory=set)
@@ -56,7 +56,7 @@ class Hosts:
 
 @dataclass
 class World:
-    """A run of fake engines with its hosts. `said`: its events; `shown`: what the run showed last that it waits for."""
+    """A run of fake engines with its hosts. `said`: its events; `shown`: the last wait that the run displayed."""
 
     hosts: Hosts
     run: RunDirectory
@@ -73,7 +73,7 @@ class World:
                 await asyncio.sleep(0.005)
 
     async def settled(self, *taken: int) -> None:
-        """Until exactly these slots are taken by replicas that serve, and for some looks more."""
+        """Wait until exactly these slots have replicas that serve, and for some polls longer."""
         for _ in range(3):
             await self.until(lambda: sorted(self.pool.membership.occupied_slots) == [*taken] and self.pool.membership.serving == len(taken))
             await asyncio.sleep(0.02)
@@ -274,7 +274,7 @@ async def test_no_replica_joins_while_the_trainer_is_lost(tmp_path: Path) -> Non
 
 @in_loop
 async def test_waiting_actor_gets_the_bundle_of_a_replica_above_the_minimum(tmp_path: Path) -> None:
-    """The host of a log-prob replica is gone, and rollout has taken all others before it was missed."""
+    """The host of a log-prob replica is lost, and rollout has filled all others before the loss was noticed."""
     async with world(tmp_path, {"a": 1, "b": 1, "c": 1}, most=3) as it:
         await it.settled(0, 1, 2)
         it.hosts.awaited["logprob-0"] = time.monotonic()

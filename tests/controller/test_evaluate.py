@@ -1,4 +1,4 @@
-"""Held-out sets by name: what is asked for, what it is worth, and that training does not wait for it."""
+"""Named held-out sets: requests, accuracy, and evaluation concurrent with training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def valued(function: Any) -> Reward:
 
 
 def measured(recipe: Recipe, named: dict[str, list[Problem]], **options: Any) -> tuple[dict[str, float], list[GenerationRequest]]:
-    """The metrics of one evaluation in which every response is its own index, and what was asked for."""
+    """The metrics of one evaluation in which every response is its own index, and the requests."""
     requested: list[GenerationRequest] = []
     rewards: dict[str, Any] = {name: valued(each) for name, each in options.pop("rewards", {UNNAMED: equal}).items()}
 

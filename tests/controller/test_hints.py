@@ -168,7 +168,7 @@ def groups(draw: random.Random, level: float) -> list[float]:
 
 
 def run(level, updates: int, seed: int = 0, sets: tuple[str, ...] = ()) -> tuple[list[float], list[str]]:
-    """`rl/stability` of every update that has it, and what was said."""
+    """`rl/stability` of every update that has it, and the hints."""
     watch, draw = StabilityWatch(load_recipe("tiny_mtp", sets=list(sets)).recipe), random.Random(seed)
     values, said = [], []
     for t in range(updates):

@@ -1,4 +1,4 @@
-"""What a start of a run does with the run that is there, up to its actors, which stand still here."""
+"""A start of a run in an existing directory, up to its actors, which do nothing here."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def save(run: Path, stage: str, step: int, ended: list[str]) -> Path:
 
 
 async def anywhere(recipe: Recipe, waits: Any, stopping: asyncio.Event) -> tuple[Placement, Bundles]:
-    """No cluster is asked for places."""
+    """No cluster is started or joined."""
     return Placement("cpu", (), 1), Bundles()
 
 
 def drive(
     recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, changed: str = "", rows: Rows | None = None
 ) -> tuple[bool, list[str]]:
-    """A start on the newest checkpoint of the directory: whether it finished, and what it asked the trainer for."""
+    """Start on the newest checkpoint of the directory: whether the run finished, and its calls of the trainer."""
     requested: list[str] = []
 
     class Trainer(FakeTrainerGroup):
@@ -136,7 +136,7 @@ def test_missing_resources_are_reported_before_the_run_directory_is_created(tmp_
     ],
 )
 def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str, messages: str) -> None:
-    """No checkpoint is there that could tell: the run was ended before its first one."""
+    """There is no checkpoint to compare with: the run ended before its first one."""
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     with RunDirectory.create(begun.run_path, dump_resolved(begun)):
         open_model(begun, begun.run_path)
@@ -184,7 +184,7 @@ STALE = "async.staleness_threshold=0.5"
     ],
 )
 def test_changed_old_log_probs_are_reported(tmp_path: Path, then: list[str], now: list[str], said: str) -> None:
-    """Also where not the recipe but the default has changed: the resolved recipe of the run holds what was the default then."""
+    """Also if the default has changed instead of the recipe: the run's resolved recipe contains the old default."""
     requested = recipe(tmp_path / "run", STALE, *now)
     assert old_logprobs_change(requested, RunDirectory(requested.run_path)) == "", "there is no run yet"
     begun = recipe(tmp_path / "run", STALE, *then)
@@ -217,7 +217,7 @@ def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_actors_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a cluster that is joined do not work where the command was given."""
+    """Addresses of a joined cluster do not work on the machine of the command."""
     monkeypatch.chdir(tmp_path)
     messages: list[Path] = []
 
@@ -277,7 +277,7 @@ def test_run_without_its_directory_resumes_from_its_copy(
 
 @pytest.mark.parametrize("failure", [RuntimeFailure("rollout replica 0, start: out of memory"), EnvironmentMissing("no room for it")])
 def test_failed_stage_saves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: MtpctlError) -> None:
-    """Here the engines do not start, which the supervised stage beside them hears of after three updates."""
+    """The engines do not start, which the concurrent supervised stage learns after three updates."""
     done, failed = 0, asyncio.Event()
 
     class Trainer(FakeTrainerGroup):

@@ -1,4 +1,4 @@
-"""Metrics of a batch, by hand."""
+"""Metrics of a batch against hand-computed values."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_staleness_is_averaged_over_tokens_and_counted_in_updates() -> None:
 
 
 def test_truncated_fraction_counts_any_length_limit() -> None:
-    """The prompt may leave less room in the context than `max_tokens`; and an end may come at the last token."""
+    """The prompt may leave less room in the context than `max_tokens`, and the end token may be the last possible token."""
     cut, ended, empty = sample((3, 1)), sample((4, 1)), sample()
     cut.finish_reason, ended.finish_reason, empty.finish_reason = "length", "stop", "deadline"
     metrics = trajectory_metrics([cut, ended, empty], version=2)

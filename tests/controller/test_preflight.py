@@ -67,7 +67,7 @@ def test_reward_failing_on_held_out_rows_is_rejected_with_the_row(tmp_path: Path
 
 
 def test_run_and_preflight_try_user_code_in_the_same_order(tmp_path: Path) -> None:
-    """Loss, environment, reward, rewards of held-out sets: mended one after the other, each is the next to be told by both."""
+    """Loss, environment, reward and rewards of held-out sets are fixed one after the other; both commands report the next one."""
     functions = (
         "def loss(logprob): ...",
         "def score(response, problem, sample): return 1 / 0",

@@ -1,4 +1,4 @@
-"""Where the model that a run begins with comes from."""
+"""The source of the model with which a run starts."""
 
 from __future__ import annotations
 

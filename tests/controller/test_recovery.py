@@ -34,7 +34,7 @@ from tests.fakes.trainer_group import FakeTrainerGroup
 
 
 class Mortal(FakeTrainerGroup):
-    """Dies in the calls whose numbers `dies` names, of each method from 1, before or after it has done what it was asked."""
+    """Dies in the calls that `dies` lists by number for each method, from 1, before or after it has executed them."""
 
     def __init__(self, recipe: Recipe, dies: dict[str, set[int]]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Mortal(FakeTrainerGroup):
 
 
 def test_damaged_checkpoint_returns_the_stage_to_the_previous_one_with_its_groups(tmp_path: Path) -> None:
-    """The groups of the updates between the two are gone, so the loss goes to the caller, which loads those of the checkpoint."""
+    """The groups of the updates in between are lost, so the loss is raised to the caller, which loads those of the checkpoint."""
     root = tmp_path / "checkpoints"
     for name in ("rl-000002", "rl-000004"):
         write_checkpoint(tmp_path, name)
@@ -125,9 +125,9 @@ def recipe_with(deterministic: bool = False, restarts: int = 3, **train: Any) ->
 def rl(
     recipe: Recipe, tmp_path: Path, dies: dict[str, set[int]], sync_dies: int = 0, *, meanwhile: int = 0
 ) -> tuple[Mortal, World, RunState]:
-    """The RL stage to its end, on engines whose responses depend on the weights that sample them.
+    """Run the RL stage to its end, on engines whose responses depend on their weights.
 
-    The trainer comes back once `meanwhile` groups are ready for it.
+    The trainer recovers once `meanwhile` groups are ready for it.
     """
     world, trainer, state = World(), Mortal(recipe, dies), RunState(tmp_path, recipe.train)
     served, syncs = {0: 1}, 0

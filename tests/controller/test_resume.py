@@ -1,4 +1,4 @@
-"""What a start of a run does with its checkpoints: resume, fall back, start over, and say so."""
+"""Checkpoints at the start of a run: resume, fall back and start over, each with a message."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_doctor_verifies_the_checkpoints_of_a_run(recipe: Recipe, mtpctl: Any) -
 
 
 class Disk:
-    """Takes what is saved from the time `free` on; a clock that runs only while somebody sleeps."""
+    """Save from the time `free` on, with a clock that advances only during sleeps."""
 
     def __init__(self, patch: pytest.MonkeyPatch, free: float) -> None:
         self.now, self.free, self.tries = 0.0, free, 0

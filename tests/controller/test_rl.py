@@ -70,7 +70,7 @@ def test_late_samples_of_an_expired_group_are_neither_scored_nor_trained_on(tmp_
 
     class Stale(FakeGenerator):
         async def wait(self, sample: Sample) -> None:
-            """The first group comes back when it has been given up, while its second time is under way."""
+            """The first group completes only after it was discarded, while its second attempt is in flight."""
             if sample.prompt_id == "p0":
                 await asyncio.sleep(0.01)
                 while self.world.version < 3:
@@ -112,7 +112,7 @@ def test_generation_and_training_alternate_without_staleness(tmp_path: Path) -> 
 
 
 def test_every_drawn_prompt_is_trained_waiting_or_in_flight(tmp_path: Path) -> None:
-    """Over 200 updates of short answers far ahead of the trainer, each exactly once: also those that were given up as too old."""
+    """Over 200 updates of short answers far ahead of the trainer, each exactly once, including those discarded as too old."""
     recipe, world = recipe_of(steps=200, staleness=4, max_staleness=3), World()
     stages: list[RlStage] = []
 
@@ -202,7 +202,7 @@ def test_batch_has_no_deadline_while_responses_arrive(tmp_path: Path) -> None:
 
 
 def test_reported_wait_suspends_the_deadline(tmp_path: Path) -> None:
-    """Such as a host for its engines, of which something else tells."""
+    """Such as a host for its engines, which is reported elsewhere."""
     recipe, world = with_deadline(recipe_of(steps=1, staleness=0.0), 0.2), World()
     there = asyncio.Event()
 
@@ -256,7 +256,7 @@ def test_stop_takes_effect_at_the_next_step(tmp_path: Path) -> None:
 
 
 def test_rollout_failure_during_an_update_waits_for_the_update(tmp_path: Path) -> None:
-    """So that a checkpoint of it can be taken."""
+    """So that it can be checkpointed."""
     recipe, world = recipe_of(staleness=2.0), World()
     under_way = asyncio.Event()
 
@@ -286,7 +286,7 @@ def test_rollout_failure_during_an_update_waits_for_the_update(tmp_path: Path) -
 
 
 def test_rollout_failure_during_a_sync_loses_no_metrics(tmp_path: Path) -> None:
-    """The checkpoint that is taken then holds the update, and a resumed run does not repeat it."""
+    """The checkpoint contains the update, and a resumed run does not repeat it."""
     recipe, world = recipe_of(staleness=2.0), World()
     syncing = asyncio.Event()
 
@@ -329,7 +329,7 @@ def kept_by(stage: RlStage, path: Path) -> set[int]:
 
 
 def test_stop_loses_no_group(tmp_path: Path) -> None:
-    """Also where the next batch is there already."""
+    """Also if the next batch is ready."""
     recipe, world = recipe_of(steps=1000, staleness=2.0), World()
 
     async def scenario() -> RlStage:
@@ -455,7 +455,7 @@ def test_reward_that_always_fails_ends_the_run_with_its_error(tmp_path: Path) ->
 
 
 def test_group_awaiting_its_reward_is_in_flight(tmp_path: Path) -> None:
-    """It counts for staleness, and a checkpoint has it asked for again."""
+    """It counts for staleness, and is requested again after a resume."""
     world, checking, checked = World(), asyncio.Event(), asyncio.Event()
 
     async def slow(response: str, problem: Answered, sample: Sample) -> Outcome:
@@ -490,7 +490,7 @@ def test_requeued_groups_are_in_the_next_checkpoint(tmp_path: Path) -> None:
 
 
 def test_run_resumed_between_syncs_generates_only_for_the_rest_of_its_interval(tmp_path: Path) -> None:
-    """It syncs where the other does not, and then has only what is left of the interval to generate for."""
+    """The resumed run syncs earlier than the original one, and then generates only for the rest of the interval."""
     world = World()
 
     async def scenario() -> None:
@@ -514,7 +514,7 @@ def test_run_resumed_between_syncs_generates_only_for_the_rest_of_its_interval(t
 
 @pytest.mark.parametrize("sync_every", [1, 2])
 def test_resumed_groups_are_within_the_staleness_threshold(tmp_path: Path, sync_every: int) -> None:
-    """The weights that a resumed run begins with have a version already, where it was stopped behind a sync."""
+    """If a run was stopped after a sync, the weights that it resumes with already have a version."""
     recipe = recipe_of(steps=8, staleness=1.0, sync_every=sync_every)
     stopped, resumed = World(), World()
 
@@ -571,7 +571,7 @@ def test_responses_cut_by_the_deadline_are_counted_and_reported(tmp_path: Path) 
 
 
 def test_last_evaluation_uses_the_last_update(tmp_path: Path) -> None:
-    """Also where the last updates were not due to be synced yet."""
+    """Also if the last updates were not due to be synced yet."""
     world, observed = World(), []
 
     async def reward(response: str, problem: Answered, sample: Sample) -> Outcome:
@@ -668,7 +668,7 @@ def test_stop_does_not_wait_for_an_evaluation(tmp_path: Path, hangs_at: int) -> 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_speed_and_idle_shares_are_correct_around_evaluations(tmp_path: Path, wait: bool) -> None:
-    """What is generated during an evaluation is in the speed, and an engine with held-out problems alone is not idle."""
+    """Tokens generated during an evaluation count for the speed, and an engine with only held-out problems is not idle."""
     recipe, world = recipe_of(steps=6), World()
     train, evaluation = recipe.train.model_copy(update={"eval_every": 1}), recipe.evaluation.model_copy(update={"wait": wait})
     recipe = recipe.model_copy(update={"train": train, "evaluation": evaluation})

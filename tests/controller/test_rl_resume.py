@@ -1,4 +1,4 @@
-"""The RL stage goes on after a stop at any update, whatever its buffer holds."""
+"""The RL stage continues after a stop at any update, whatever its buffer contains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Held(FakeGenerator):
 
 
 class Stopping(FakeTrainer):
-    """Asks for a stop in the update `stop`, with `full` only after every response under way has come in."""
+    """Request a stop in the update `stop`, with `full` only after every response in flight has completed."""
 
     def __init__(self, world: World, stage: RlStage, stop: int, full: bool) -> None:
         super().__init__(world)

@@ -1,4 +1,4 @@
-"""The main job with replicas that come and go while it trains, all of it real: each sync is verified, each prompt trained on once."""
+"""Real replicas join and leave during training: each sync is verified, and each prompt is trained on once."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SETS = (
 
 
 class Scaled(Start):
-    """A run whose replicas change, with what is asked about it meanwhile."""
+    """A run whose number of replicas changes, and the status requests during it."""
 
     def told(self, line: str) -> int:
-        """How often the run told this line, from its begin on."""
+        """How often the run has logged this line since its start."""
         return sum(row.get("message", "").startswith(line) for row in self.rows())
 
     def serving(self) -> list[int]:
@@ -39,7 +39,7 @@ class Scaled(Start):
         return [int(row["rollout/replicas"]) for row in self.rows() if "rollout/replicas" in row]
 
     def trains_on(self, replicas: int) -> None:
-        """Until three updates more were made with so many replicas."""
+        """Wait until three more updates were applied with this number of replicas."""
         before = len(self.serving())
         self.wait_for(lambda: self.serving()[before:].count(replicas) >= 3)
 

@@ -1,4 +1,4 @@
-"""Old log-probs beside generation: what a late answer costs."""
+"""Old log-probs computed concurrently with generation, and late answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIVEN, RECORDED = np.zeros((2, 1, 2), np.uint8), np.ones((2, 1, 2), np.uint8)
 
 
 class Server:
-    """Late as often as it is told; then it answers, under version 3."""
+    """Times out as often as configured, then answers with version 3."""
 
     def __init__(self, late: int, error: Exception | None = None) -> None:
         self.late, self.error = late, error

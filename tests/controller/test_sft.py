@@ -21,7 +21,7 @@ from tests.fakes.trainer_group import FakeTrainerGroup
 
 
 class Learner(FakeTrainerGroup):
-    """Its loss is 1 for five updates, and 0.1 from then on; Ctrl-C comes in update `stop_at`."""
+    """Its loss is 1 for five updates and 0.1 afterwards; Ctrl-C is sent in update `stop_at`."""
 
     def __init__(self, root: Path, stop_at: int = 0) -> None:
         super().__init__()

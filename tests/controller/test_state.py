@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what is in them, and when they count, written before the next step or beside it."""
+"""Checkpoints of a run: contents, and publication in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_checkpoint_is_published_before_the_next_step(tmp_path: Path) -> None:
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A clock that tests set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.minutes = 0.0
@@ -286,7 +286,7 @@ def test_skipped_updates_in_a_row_end_the_run_unless_one_is_partly_applied(appli
 
 
 def test_buffer_is_in_the_final_checkpoint_of_its_stage_only(tmp_path: Path) -> None:
-    """So that it can go on."""
+    """So that the stage can continue."""
 
     async def main() -> None:
         state, _, group = run(tmp_path)

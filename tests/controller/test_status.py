@@ -1,4 +1,4 @@
-"""The status page, its JSON and Prometheus' metrics say what the run said last, and no client gets anything else."""
+"""The status page, its JSON and the Prometheus metrics show the newest state of a run, and other requests are rejected."""
 
 from __future__ import annotations
 

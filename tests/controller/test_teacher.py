@@ -1,4 +1,4 @@
-"""A teacher: its log-probs reach the samples, with a hint or without, busy servers are asked again, and what cannot be is one line."""
+"""A teacher: samples get its log-probs, with or without a hint; busy servers are retried, and permanent errors are one line."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_other_tokenizer_is_rejected(same: bool) -> None:
 
 
 class Server:
-    """A log-prob server of the run that remembers what it was asked."""
+    """A log-prob server of the run that records its requests."""
 
     def __init__(self, late: bool = False) -> None:
         self.asked: list[ScoreRequest] = []

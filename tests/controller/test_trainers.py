@@ -1,4 +1,4 @@
-"""The trainer ranks as one: which errors mean that a rank is lost, and how many ranks are started anew where hosts are gone."""
+"""The group of trainer ranks: errors that mean a lost rank, and the number of ranks after hosts are lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Answer = Callable[[], Awaitable[object]]
 
 
 class Rank:
-    """A handle whose calls do as they are told. `here` answers unless the rank is gone."""
+    """A handle whose calls behave as configured. `here` answers unless the rank is lost."""
 
     def __init__(self, persist_weights: Answer, location: Answer) -> None:
         self.persist_weights, self.location = SimpleNamespace(remote=persist_weights), SimpleNamespace(remote=location)
@@ -103,7 +103,7 @@ class Cluster:
                 bundles.by_actor[claim.actor] = ActorBundle(claim, spec.node, None)
 
     def restart(self, monkeypatch: pytest.MonkeyPatch, *, least: int | None = None, then: Callable[[], object] = lambda: None) -> Any:
-        """The hosts of the ranks that are started, and what was told."""
+        """The hosts of the started ranks, and the reports."""
         parallel = {"tp": 2, "dp": 2}
         recipe = Recipe.model_validate({"model": {"path": "x"}, "train": {"parallel": parallel, "min_dp": least}})
         started: list[list[str]] = []

@@ -38,7 +38,7 @@ LONG = ScoreRequest([1] * 100)
 
 
 class Trainer:
-    """Says what it would send, and to whom."""
+    """Records what it would send, and its receivers."""
 
     def __init__(self) -> None:
         self.members: list[list[str]] = []
@@ -138,7 +138,7 @@ async def test_generation_is_not_paused_during_a_server_pass(transport: str, roo
 
 @settled
 async def test_replica_with_an_endless_pass_is_replaced_without_a_wait(transport: str, root: Path) -> None:
-    """Its request is done by the one that comes in its place, under the weights that the others have by then."""
+    """Its request is completed by its replacement, under the weights that the other replicas have by then."""
     world = World(transport, root, deadline_s=PASS_S / 3)
     sync = await world.begin(2)
     scoring = asyncio.create_task(world.server.score(replace(LONG, token_ids=[1] * 300)))
@@ -172,7 +172,7 @@ async def test_replica_that_dies_in_its_last_pass_is_excluded(transport: str, ro
 
 @settled
 async def test_server_serves_after_a_failed_sync(transport: str, root: Path) -> None:
-    """A pushed version is tried twice, with a server that stands each time; a published one once."""
+    """A pushed version is tried twice, each time with a paused server; a published one once."""
     world = World(transport, root, refusals=9)
     sync = await world.begin()
     with pytest.raises(SyncError, match="the engine cannot"):
@@ -258,7 +258,7 @@ class Announcing(Trainer):
 
 
 def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable[None]]) -> Callable[[Path], None]:
-    """A coroutine as a test, with a pool of two engines that are made up; `created` has every one that was started."""
+    """Run a coroutine with a pool of two fake engines; `created` has every engine that was started."""
 
     async def drive(root: Path) -> None:
         created: list[FakeReplica] = []
@@ -283,7 +283,7 @@ def over_a_pool(test: Callable[[Path, list[FakeReplica], ReplicaPool], Awaitable
 async def test_response_may_outlast_the_sync_deadline_without_partial_rollout(
     root: Path, created: list[FakeReplica], pool: ReplicaPool
 ) -> None:
-    """They have a deadline of their own. None of them sees two versions, and what is asked for meanwhile is of the new one."""
+    """They have a separate deadline. None of them mixes two versions, and requests in the meantime are answered with the new one."""
     chosen = {"sync": {"transport": "shm", "deadline_s": 0.1, "verify": "never"}, "async": {"partial_rollout": False}}
     sync = WeightSync(Recipe.model_validate(chosen), cast(TrainerGroup, Trainer()), pool, None, root)
     long = asyncio.create_task(pool.sample(GenerationRequest(Sample("long", "g", [0]), 1000)))

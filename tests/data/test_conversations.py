@@ -55,7 +55,7 @@ def talk(*contents: str, **fields: Any) -> Problem:
 
 
 def trained(tokenizer: Tokenizer, problem: Problem, config: DataConfig | None = None) -> tuple[str, list[str]]:
-    """The whole text, and the runs of it that are trained on, special tokens included."""
+    """The whole text, and the trained runs in it, special tokens included."""
     inner = tokenizer.inner  # type: ignore[attr-defined]
     prompt, target, mask = encode_sft(tokenizer, problem, config or DataConfig())
     runs: list[list[int]] = [[]]

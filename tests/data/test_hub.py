@@ -1,4 +1,4 @@
-"""Datasets of the hub, through a cache on disk and a hub that is played: no test asks the network."""
+"""Datasets of the hub, with a cache on disk and a fake hub: no test uses the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cursor walks every problem once an epoch, and goes on exactly where its state was taken."""
+"""The cursor draws every problem once per epoch, and continues exactly from a saved state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's file: what is read, and the one line that each mistake gets."""
+"""Problem files: accepted formats, and a one-line error for each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents in processes of their own become samples, whatever they do; those that come over the network too."""
+"""Agents in separate processes, and agents on other machines, become samples whatever they do."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def problems(*prompts: str) -> list[GenerationRequest]:
 
 
 def played(tmp_path: Path, requests: list[GenerationRequest], *, told: list[str] | None = None, **rollout: Any) -> dict[str, Sample]:
-    """What comes of the requests, by the ids of their problems."""
+    """The results of the requests, by the ids of their problems."""
     (tmp_path / "agent.py").write_text(AGENT)
     if "agent" in rollout:
         rollout["agent"] = f"{tmp_path}/agent.py:{rollout['agent']}"
@@ -178,7 +178,7 @@ def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatc
 
 
 def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first problem is taken and left alone; the second one is worked on by the same client, whose only place it frees."""
+    """The first problem is fetched and abandoned; the client that works on the second one frees the only slot."""
     monkeypatch.delenv(agents.KEY_VARIABLE, raising=False)
     told: list[str] = []
     key_file = tmp_path / "gateway.key"

@@ -1,4 +1,4 @@
-"""A user's environment: what it may be, that its mistakes are told with their line and end one response alone, and that it is closed."""
+"""User-defined environments: accepted classes, errors that name the line and end one response only, and closing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_hanging_method_ends_at_the_deadline_and_is_closed(tokenizer: Tokenizer)
 def test_a_coroutine_that_blocks_stops_neither_the_pool_nor_the_environments_after_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever shares its event loop waits for it; as soon as that shows, others get a loop of their own."""
+    """Environments that share its event loop wait for it; as soon as the delay is detected, new ones get another loop."""
     monkeypatch.setattr(environment, "MAX_HEARTBEAT_AGE_S", 0.5)
     longest = 0.0
 

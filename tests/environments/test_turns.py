@@ -1,4 +1,4 @@
-"""Responses of several turns: what the environment says is in them, masked, in its place, and nothing else changes."""
+"""Responses of several turns contain the environment's text, masked and in order, and are otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_response_ends_after_max_turns() -> None:
 
 
 class Scripted(FakeReplica):
-    """Says its lines: one turn a call, chosen by how many turns the response has. Dies, aborts or is slow where it is told to."""
+    """Answers with its lines, one turn per call, selected by the number of turns in the response. Dies, aborts or is slow as configured."""
 
     def __init__(self, lines: list[str], faults: dict[int, str] | None = None) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def test_an_answer_that_takes_too_long_ends_the_response() -> None:
 
 
 def chain_tensors(config: dict[str, Any], follows: dict[int, int]) -> Tensors:
-    """A model that says `follows[token]` after `token`, and drafts it."""
+    """A model that generates `follows[token]` after `token`, and drafts it."""
     tensors = cycle_tensors(config, 0, 0)
     embedding = tensors["model.embed_tokens.weight"]
     head = torch.zeros_like(embedding)
@@ -235,7 +235,7 @@ def test_real_engine_stops_at_the_stop_string_and_continues_after_the_reply(tell
 
 @pytest.mark.parametrize(("stop", "taken"), [("c", 1), ("d", 2), ("e", 2), ("f", 3)])
 def test_drafts_behind_a_stop_string_are_not_counted(teller: Teller, run: Loop, stop: str, taken: int) -> None:
-    """`b` comes from the prompt; a step makes two drafts and a token more."""
+    """`b` is the last token of the prompt; a step accepts two drafts and samples another token."""
     sample = run(teller.engine.generate(GenerationRequest(Sample("p", "g", [*b"Qa"]), 40, stop=[stop])))
     assert bytes(sample.response_ids.tolist()).endswith(stop.encode())
     assert (sample.speculation.drafted, sample.speculation.accepted) == (taken, taken)

@@ -27,7 +27,7 @@ MAX_TOKENS = 250
 
 
 class Talker:
-    """An environment that says anything: text or chat messages, after a stop string or an end token, and sometimes nothing."""
+    """An environment with random replies: text or chat messages, after a stop string or an end token, and sometimes none."""
 
     def __init__(self, problem: Any, family: Family, seed: int) -> None:
         self.note: Note = problem

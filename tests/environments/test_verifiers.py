@@ -56,7 +56,7 @@ def problem_sets(rollout: VllmConfig, **data: Any) -> ProblemSets:
 
 
 def played(rollout: VllmConfig, problems: list[Problem], says: Says, *, context: int = 4096, max_tokens: int = 400) -> dict[str, Sample]:
-    """What comes of the problems, by their ids."""
+    """The results of the problems, by their ids."""
 
     async def asked() -> AsyncIterator[GenerationRequest]:
         for number, problem in enumerate(problems):
@@ -81,7 +81,7 @@ class Engines:
 
 @dataclass
 class Episode:
-    """What an episode came to, the samples of its trajectory, and how many answers it had."""
+    """The result of an episode, the samples of its trajectory, and its number of answers."""
 
     outcome: dict[str, float]
     samples: list[Sample]

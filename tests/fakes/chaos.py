@@ -113,7 +113,7 @@ LEFT_S = 60.0
 
 @dataclass
 class Event:
-    """What is done to the run once `due` updates of both stages are logged, when `phase` begins; `happened` is what became of it."""
+    """A disturbance due after `due` updates of both stages, when `phase` begins; `happened` is its result."""
 
     due: int
     kind: str
@@ -164,7 +164,7 @@ class Space:
 
 
 class Hosts:
-    """Raylets of this machine that stand for hosts: that of the command and `more`, of one CPU each."""
+    """Raylets of this machine that act as hosts: that of the command and `more`, with one CPU each."""
 
     def __init__(self, more: int) -> None:
         from ray.cluster_utils import Cluster
@@ -256,7 +256,7 @@ class Disturbed:
     # ------------------------------------------------------------------------------------------------------- events
 
     def happen(self, event: Event, draw: random.Random) -> str:
-        """Do to the run what the event says. Returns what was done."""
+        """Inject the event into the run. Returns a description."""
         assert self.process is not None
         action, _, whom = event.kind.partition(" ")
         match action:
@@ -356,7 +356,7 @@ class Disturbed:
         return f"{message}, killed engine {engine.pid}"
 
     def _scale(self, replicas: int) -> str:
-        """Have `mtpctl scale` ask the run for another number of rollout replicas, until it answers. Returns what it was told."""
+        """Request another number of rollout replicas with `mtpctl scale`, until it answers. Returns the answer."""
         assert self.process is not None
         command = [*self.space.enter, sys.executable, "-m", "mtpctl", "scale", str(self.run_dir), "--replicas", str(replicas)]
         before, code, message, end = self.replicas, 2, "", time.monotonic() + END_S
@@ -373,7 +373,7 @@ class Disturbed:
         return f"asked for {replicas} replica(s) instead of {before}, exit code {code}: {message}"
 
     def _wait_for_actors(self, kind: str) -> list[psutil.Process]:
-        """The actors of a kind, once there are any: they may be being started anew."""
+        """Wait for actors of a kind, which may be restarting, and return them."""
         assert self.process is not None
         end = time.monotonic() + END_S
         while not (result := self.actors(kind)) and time.monotonic() < end and self.process.poll() is None:
@@ -400,7 +400,7 @@ class Disturbed:
     # -------------------------------------------------------------------------------------------------------- the run
 
     def drive(self, seconds: float) -> None:
-        """Run to the end, with all events. Raises AssertionError where the run does not get there by itself."""
+        """Run to the end, with all events. Raises AssertionError if the run does not finish by itself."""
         draw, end = random.Random(self.seed), time.monotonic() + seconds
         waiting, may_end, moved, before = list(self.events), set[int](), time.monotonic(), -1
         remedied: list[Damage] = []
@@ -488,7 +488,7 @@ class Disturbed:
         return [path.name for path in folder.iterdir() if path.name != "filler"] if self.space.works else []
 
     def unnoticed(self) -> list[str]:
-        """The damage that the log does not tell."""
+        """The damage that the log does not mention."""
         return unnoticed(self.damages, self.seen / "checkpoints", self.log.read_text(errors="replace"))
 
     def _record(self) -> None:

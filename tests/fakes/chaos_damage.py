@@ -41,7 +41,7 @@ class Damage:
         return [line for line in log[self.logged :].splitlines() if self.name in line]
 
     def remove(self) -> None:
-        """Do what the error tells the user to do."""
+        """Apply the fix that the error message suggests."""
         assert self.remedy is not None
         if self.remedy.is_dir():
             shutil.rmtree(self.remedy)

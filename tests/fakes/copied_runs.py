@@ -9,7 +9,7 @@ from tests.fakes.checkpoint_folders import write_checkpoint
 
 
 def make_run(folder: Path) -> Path:
-    """A run directory that has no checkpoint yet."""
+    """A run directory without checkpoints."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "recipe.resolved.yaml").write_text("name: run\n")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')

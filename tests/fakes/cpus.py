@@ -1,4 +1,4 @@
-"""CPUs other than the one at hand, as far as vLLM's choices go."""
+"""Emulates other CPUs for vLLM's selection of kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command with a local Ray cluster, as a process of its own."""
+"""A command with a local Ray cluster, in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a drafter in a folder of its own, EAGLE-3 or DFlash: states as an engine computes them, and recomputation."""
+"""Checks of an EAGLE-3 or DFlash drafter: states equal those of an engine, and recomputation changes nothing."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from mtpctl.sync.protocol import PauseMode
 
 
 class Core:
-    """An `EngineClient` that takes its time, and dies, where it is told to."""
+    """An `EngineClient` that delays calls and dies as configured."""
 
     def __init__(self, slow_in: str = "", dies_in: str = "") -> None:
         self.slow_in, self.dies_in, self.dead = slow_in, dies_in, False

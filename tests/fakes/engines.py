@@ -1,4 +1,4 @@
-"""Engines for the tests: one event loop and one vLLM in this process for each module that asks."""
+"""Engines for tests: one event loop and one vLLM in this process for each module that requests them."""
 
 from __future__ import annotations
 

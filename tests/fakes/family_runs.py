@@ -76,7 +76,7 @@ def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> str:
-    """What it has printed, once it has been told to go on and has ended; a failure is this test's."""
+    """Let the command continue, wait for its end, and return its output; its failure fails the test."""
     with process:
         try:
             printed, message = process.communicate("\n", timeout=300)
@@ -92,6 +92,6 @@ def command(*arguments: object) -> str:
 
 
 def updates(run_dir: Path) -> list[dict[str, Any]]:
-    """RL's so far, with what the syncs after them told."""
+    """The RL updates so far, with the reports of the following syncs."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row.get("phase") == "rl" and "actor/pg_loss" in row]

@@ -15,7 +15,7 @@ MANIFESTS = {version: Manifest(version, "shm", "/nowhere", {}) for version in ra
 
 
 class Published:
-    """Versions that are kept."""
+    """Versions that are retained."""
 
     def __init__(self) -> None:
         self.there: list[Manifest] = []

@@ -21,7 +21,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass
 class Work(Note):
-    """One trajectory: what was sampled for it, and what its agent asked."""
+    """One trajectory: its sampled tokens, and the requests of its agent."""
 
     asked: list[Messages] = field(default_factory=list)
     behind: list[Messages] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Work(Note):
 
 
 def calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
-    """A call is what comes behind `<tool_call>`."""
+    """A tool call is the text after `<tool_call>`."""
     before, mark, behind = text.partition("<tool_call>")
     return (before, [("look", behind)]) if mark else (text, [])
 
@@ -49,7 +49,7 @@ class Agent:
                 return
 
     def _next(self) -> tuple[Messages, Messages]:
-        """The messages of the next request, and those of them behind the answer that it goes on from."""
+        """The messages of the next request, and those of them after the answer that it continues."""
         if not self.states or self.random.random() < 0.1:
             return [{"role": "user", "content": self._content()}], []
         state = self.states[-1] if self.random.random() < 0.7 else self.random.choice(self.states)

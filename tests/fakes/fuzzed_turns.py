@@ -31,7 +31,7 @@ class Chunk:
 
 @dataclass
 class Note:
-    """One response: its problem, what was sampled for it, and the turns that its environment saw with the tokens that it answered."""
+    """One response: its problem, its sampled tokens, and the turns that its environment saw, with the tokens of the replies."""
 
     number: int
     stops: bool
@@ -42,7 +42,7 @@ class Note:
 
 
 class Sampler(Made):
-    """A real `Engine` that samples at random, a few tokens a step, and is made to die now and then."""
+    """A real `Engine` that samples at random, a few tokens per step, and fails occasionally."""
 
     def __init__(self, tokenizer: HfTokenizer, ends: list[int], notes: dict[str, Note], seed: int, live: list[int]) -> None:
         super().__init__(Core())

@@ -1,4 +1,4 @@
-"""A gateway in a process of its own, before a made-up engine: prints its address and the secrets of two trajectories, an agent each."""
+"""A gateway in a separate process in front of a fake engine: prints its address and the secrets of two trajectories, one for each agent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def main(turns: int) -> None:
 
 
 class Forgetful(list[list[int]]):
-    """Answers that nobody asks for again."""
+    """Discards answers."""
 
     def append(self, answer: list[int]) -> None:
         """Keep nothing of it."""

@@ -1,4 +1,4 @@
-"""Replicas that answer without a model, and what surrounds them. What is scored is minus the token's id."""
+"""Fake log-prob replicas without a model: the score of a token is minus its id."""
 
 from __future__ import annotations
 

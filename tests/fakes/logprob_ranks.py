@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
 
 
 class LocalRanks:
-    """`Ranks` of one rank in this process. `kill` makes it behave as a process that is gone."""
+    """`Ranks` with one rank in this process. `kill` simulates the death of the process."""
 
     def __init__(self, rank: Any) -> None:
         self.rank = rank

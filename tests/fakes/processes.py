@@ -6,7 +6,7 @@ import psutil
 
 
 def runs(process: psutil.Process | int) -> bool:
-    """Whether the process, or the one of this id, has not ended. One that has ended and is not yet waited for does not run."""
+    """Whether the process, or the one with this id, is running. A zombie counts as ended."""
     try:
         return (psutil.Process(process) if isinstance(process, int) else process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

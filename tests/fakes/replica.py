@@ -21,7 +21,7 @@ def next_token(sample: Sample) -> int:
 
 
 class FakeReplica:
-    """Behaves like an engine, and can be made to die or to hang."""
+    """Behaves like an engine, and can be told to die or hang."""
 
     def __init__(self, version: int = 0, tick_s: float = 0.0005) -> None:
         self.version = version

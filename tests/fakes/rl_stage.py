@@ -63,7 +63,7 @@ class FakeTrainer:
 
 
 class FakeGenerator:
-    """Answers every request after a moment; `text` says with what."""
+    """Answers every request after a moment, with the text that `text` returns."""
 
     def __init__(self, world: World, text: Callable[[Sample], str]) -> None:
         self.world, self.text = world, text
@@ -100,7 +100,7 @@ class FakeGenerator:
 
 
 class Rows:
-    """Telemetry that keeps what it is told."""
+    """Telemetry that records events and metrics."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -149,7 +149,7 @@ def recipe_of(
 
 
 async def right_or_wrong(response: str, problem: Answered, sample: Sample) -> Outcome:
-    """What `exact` gives, without a process for it."""
+    """The reward `exact`, without a process."""
     return Outcome(float(response == problem.answer))
 
 
@@ -202,6 +202,6 @@ def drive(stage: RlStage, *, publish: bool = False) -> None:
 
 
 def hold_out(stage: RlStage) -> None:
-    """Give the stage one held-out problem."""
+    """Add one held-out problem to the stage."""
     prepared = stage.evaluator.prepared
     stage.evaluator.prepared = replace(prepared, problems=ProblemSets(prepared.problems.train, [Problem("e0", "0", "1")], []))

@@ -18,7 +18,7 @@ from mtpctl.samples import Sample
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One request's rows of one step: tokens at `start` and behind, and where they were sent [tokens, layers, k]."""
+    """One request's rows of one step: tokens from `start` on, and their experts [tokens, layers, k]."""
 
     start: int
     tokens: list[int]
@@ -26,7 +26,7 @@ class Rows:
 
 
 class RouterLog:
-    """Reads positions and tokens where the target model gets them, and choices where its routers make them."""
+    """Records positions and tokens at the input of the target model, and experts in its routers."""
 
     def __init__(self, engine: VllmEngine, layers: tuple[int, ...]) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner

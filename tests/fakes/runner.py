@@ -1,4 +1,4 @@
-"""A vLLM worker whose steps take as long as they are told, as a GPU's would, and whose tokens mean nothing."""
+"""A fake vLLM worker whose steps take a configured time, as on a GPU, and whose tokens have no meaning."""
 
 from __future__ import annotations
 

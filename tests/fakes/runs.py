@@ -59,7 +59,7 @@ def silent(*_: Any) -> None: ...
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run directory with a model that nobody has trained yet."""
+    """A run directory with an untrained model."""
     from mtpctl.convert.hf_folder import create_hf_folder
 
     folder = tmp_path / "run"
@@ -71,7 +71,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def leave_checkpoint(run: Path, name: str, version: int) -> Path:
-    """What tells of a checkpoint, without its tensors."""
+    """The files of a checkpoint without its tensors."""
     return write_checkpoint(run, name, version=version)
 
 

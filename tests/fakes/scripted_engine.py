@@ -1,4 +1,4 @@
-"""An engine that answers what a test says, under a tokenizer whose tokens are bytes."""
+"""A fake engine with scripted answers, and a tokenizer whose tokens are bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm for tests: stand-ins of its commands, and a cluster of three nodes on this machine."""
+"""Slurm for tests: fakes of its commands, and a cluster of three nodes on this machine."""
 
 from __future__ import annotations
 

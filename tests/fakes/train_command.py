@@ -59,14 +59,14 @@ class Start:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def wait_for(self, met: Callable[[], bool], seconds: float = 270) -> None:
-        """Until `met`, failing with the log where the process ends first or the time is up."""
+        """Wait until `met`. Fails with the log if the process ends first or the time is up."""
         end = time.monotonic() + seconds
         while not met():
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
             time.sleep(0.2)
 
     def restarts(self) -> list[str]:
-        """What was told of trainers that were lost."""
+        """The log lines about lost trainers."""
         return [row["message"] for row in self.rows() if row.get("event") == "restart"]
 
     def step(self, stage: str) -> int:

@@ -1,4 +1,4 @@
-"""Stands in for `TrainerGroup`: no process and no model, but real checkpoint folders."""
+"""A fake `TrainerGroup` without processes and model, but with real checkpoint folders."""
 
 from __future__ import annotations
 

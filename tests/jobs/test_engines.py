@@ -1,4 +1,4 @@
-"""`mtpctl eval`: what its argument stands for, what it refuses before anything starts, and the table."""
+"""`mtpctl eval`: targets, errors before anything starts, and the table of results."""
 
 from __future__ import annotations
 

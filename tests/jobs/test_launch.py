@@ -1,4 +1,4 @@
-"""Slurm scripts: checks before a submission, their text, and how they pass a stop on; with stand-ins of Slurm's commands."""
+"""Slurm scripts: checks before submission, their text, and forwarding of stop signals; with fakes of Slurm's commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answering a file of prompts with an engine that is made up: what is asked, what is written, what it comes to."""
+"""Answering a file of prompts with a fake engine: requests, written samples and summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROLLOUT = VllmConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, stop=["#
 
 
 class Echo:
-    """Answers backwards: the last request first. Fails once it has given `fail_after` samples."""
+    """Answers in reverse order. Fails after `fail_after` samples."""
 
     def __init__(self, fail_after: int = 1 << 30) -> None:
         self.requests: list[GenerationRequest] = []

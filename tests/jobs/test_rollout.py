@@ -19,7 +19,7 @@ from tests.fakes.runs import run as run
 
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would be generated, instead of starting Ray for it."""
+    """Records the requests instead of starting Ray for them."""
     requested: list[Any] = []
 
     def generate(recipe: Recipe, source: Any, missing: list[Any], file: SampleFile, *_: Any) -> float:
@@ -111,7 +111,7 @@ def test_model_folder_generates_without_a_run_directory(run: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("from_", ["", "run", "run/checkpoints/rl-000003", "other", "model"])
 def test_newest_weights_of_a_run_generate_unless_others_are_named(from_: str, run: Path, tmp_path: Path, generated: list[Any]) -> None:
-    """Whether the model was made for the run or is a folder that the recipe names."""
+    """Whether the model was created for the run or is a folder of the recipe."""
     weights, trained, other = run / "model", tmp_path / "run", tmp_path / "other"
     for each in (trained, other):
         each.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A run directory stands where a recipe does: its recipe is the start, and what is new is said."""
+"""A run directory can replace a recipe: its recipe is used, and changes are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ run = model_run
 
 @pytest.fixture
 def trained(run: Path) -> Path:
-    """A run that was started with a seed of its own."""
+    """A run that was started with another seed."""
     (run / "recipe.resolved.yaml").write_text(dump_resolved(recipe(run, "seed=5", "cluster.num_cpus=2")))
     return run
 
@@ -135,7 +135,7 @@ def test_sync_weights_takes_a_run_with_its_weights(mtpctl: Any, trained: Path, m
 
 
 def test_moved_run_can_be_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--set name=…` alone makes another run, wherever the first one lies by now."""
+    """`--set name=…` without a run_dir creates another run, wherever the first one was moved."""
     monkeypatch.chdir(tmp_path)
     begun = recipe(tmp_path, "cluster.num_cpus=2", "name=a", "run_dir=runs/{name}")
     lies = tmp_path / "disk" / "a"

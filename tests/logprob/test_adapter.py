@@ -1,4 +1,4 @@
-"""An adapter into a replica: what it scores with is what the trainer would have merged, and only the adapter came over the wire."""
+"""Adapters sent to a replica: it scores with the weights that the trainer would merge, and only the adapter is transferred."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ GROWTH_MIB = 64
 
 
 class Server:
-    """The command in a process of its own."""
+    """The command in a separate process."""
 
     def __init__(self, folder: Path, cwd: Path) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "mtpctl", "logprob-serve", "--model", str(folder), "--port", "0"]
@@ -55,7 +55,7 @@ class Server:
 
 
 class Others:
-    """An honest client that goes on asking, and how long it waits."""
+    """A regular client that keeps sending requests, and its waiting times."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.waited = server, [0.0]

@@ -30,7 +30,7 @@ BOUNDS = HttpBounds(body_bytes=1 << 20, total_bytes=4 << 20, body_s=0.6, header_
 
 
 class Served:
-    """A server on a port of its own, in a thread of its own."""
+    """A server in a separate thread, with its own port."""
 
     def __init__(self, make: Callable[[], Replica], folder: Path, **limits: Any) -> None:
         self.port = 0

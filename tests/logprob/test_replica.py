@@ -63,7 +63,7 @@ async def started(folder: Path, count: int, published: VersionStore | None = Non
 
 @dataclass(frozen=True)
 class Told:
-    """A request, its answer, and the server's version when it was asked and when it was answered."""
+    """A request, its answer, and the server's version at the request and at the answer."""
 
     asked: ScoreRequest
     answer: Scored
@@ -113,7 +113,7 @@ async def kill_under_load(
 
 
 async def check_as_at_rest(server: LogprobServer, answers: list[Told]) -> None:
-    """Answers that came through all that (a thousand of them) are to the bit those of a server at rest."""
+    """A thousand answers during updates and kills are bit-identical to those of an idle server."""
     answers = random.Random(0).sample(answers, min(1000, len(answers)))
     calm = await asyncio.gather(*(server.score(message.asked) for message in answers))
     assert [message.answer.logprobs for message in answers] == [answer.logprobs for answer in calm]
@@ -134,7 +134,7 @@ def test_a_killed_replica_loses_nothing(run: Loop, ray_cluster: None, folder: Pa
 def test_twenty_kills_lose_nothing_and_mix_no_versions(
     run: Loop, ray_cluster: None, folder: Path, other_folder: Path, tmp_path: Path
 ) -> None:
-    """Two replicas, 20 kills, ten updates among them; weights go back and forth, so that an answer tells which made it."""
+    """Two replicas, 20 kills and ten updates; weights alternate between two sets, so an answer shows which set computed it."""
     weights = [load_file(path / "model.safetensors") for path in (folder, other_folder)]
     store = VersionStore(tmp_path / "versions")
     publisher = Publisher(store, bucket_bytes=1 << 16)

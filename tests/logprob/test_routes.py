@@ -1,4 +1,4 @@
-"""Scores under routes that a request brings, and routes that an answer tells: by the server's own requests and over HTTP."""
+"""Scores under the routes of a request, and routes in an answer, by direct calls and over HTTP."""
 
 from __future__ import annotations
 

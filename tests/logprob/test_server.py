@@ -1,4 +1,4 @@
-"""The server over replicas that answer without a model: queueing, versions, deaths. What is scored here is the version itself."""
+"""The server with fake replicas that return the weight version as score: queueing, versions and failures."""
 
 from __future__ import annotations
 

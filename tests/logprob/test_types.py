@@ -1,4 +1,4 @@
-"""A replica in bf16 of a mixture whose router keeps its bias in fp32: each tensor comes in the type that the replica holds it in."""
+"""A bf16 replica of an MoE model whose router bias is fp32: each tensor is received in the replica's dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights from a version store into a replica: converted, verified against what was sent, kept or given up as a whole."""
+"""Weights from a version store in a replica: converted, verified against the sent ones, applied or discarded as a whole."""
 
 from __future__ import annotations
 

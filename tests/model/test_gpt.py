@@ -1,4 +1,4 @@
-"""Trunk and MTP logits of MiMo against a plain reference, packed and alone; and embedding gradients."""
+"""Trunk and MTP logits of MiMo against a plain reference, for packed and single samples; embedding gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on a GPU: flash kernel, alone and joined with later depths and sinks, against one softmax in fp32."""
+"""Attention on a GPU: the flash kernel, with and without later depths and sinks, against one softmax in fp32."""
 
 from __future__ import annotations
 

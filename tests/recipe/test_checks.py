@@ -1,4 +1,4 @@
-"""What does not fit together is refused in one line that begins with the field and ends with the mend."""
+"""Incompatible settings are rejected with one line that begins with the field and ends with a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets are refused in recipes before anything is printed or written, and `env:NAME` takes their place."""
+"""Secrets in recipes are rejected before anything is printed or written; `env:NAME` replaces them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files, overlays and sets become one recipe; every value knows its origin; every mistake is one line with its mend."""
+"""Files, overlays and sets are merged to one recipe; every value has an origin, and every mistake gives one line with a fix."""
 
 from __future__ import annotations
 

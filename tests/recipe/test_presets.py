@@ -1,4 +1,4 @@
-"""A preset is a paper's setting in one key: defaults that what is given overrides, and that are shown with their origin."""
+"""A preset sets the values of a paper as defaults, which explicit values override. They are shown with their origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `reward`: names of functions, the older key, and files beside the recipe."""
+"""The section `reward`: names of functions, the older key, and files next to the recipe."""
 
 from __future__ import annotations
 

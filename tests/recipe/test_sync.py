@@ -1,4 +1,4 @@
-"""What is said of the transports in one place, and where it has to agree with other places."""
+"""Each value of `sync.transport` is a transport, with a module of the same name."""
 
 from __future__ import annotations
 

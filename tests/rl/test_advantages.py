@@ -1,4 +1,4 @@
-"""Group advantages against values worked out by hand."""
+"""Group advantages against hand-computed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher's gains, held against the exact gradient of the KL divergence of a distribution over a few tokens."""
+"""A teacher's gains against the exact gradient of the KL divergence of a small distribution."""
 
 from __future__ import annotations
 

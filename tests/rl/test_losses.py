@@ -1,4 +1,4 @@
-"""Policy losses: values by hand, gradients, and the equivalences between them."""
+"""Policy losses: hand-computed values, gradients, and equivalences between losses."""
 
 from __future__ import annotations
 

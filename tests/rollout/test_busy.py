@@ -1,4 +1,4 @@
-"""Engines do not wait for environments: while one response is with its environment, another one has its place."""
+"""Engines do not wait for environments: the slot of a response that waits for its environment is used by another one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SlowInThreads(Slow):
 
 
 async def busy(kind: type | None) -> float:
-    """The share of the engine's places that are taken, over two seconds of a run that has begun."""
+    """Share of the engine's slots that are in use, over two seconds of a running stage."""
     engine = Steady()
 
     async def start(index: int) -> Any:

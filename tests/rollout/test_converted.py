@@ -1,4 +1,4 @@
-"""A converted folder in vLLM drafts as well as the trainer says that its MTP head does."""
+"""Acceptance of a converted folder's MTP head in vLLM equals the trainer's estimate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fakes.engines import Loop, cpu_settings
 
 
 def drafting(what: str, root: Path) -> str:
-    """The Megatron side, in a process of its own."""
+    """The Megatron side, in a separate process."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.fakes.convert_drafting", what, str(root)]
     done = subprocess.run(command, cwd=TREE, env=with_tree(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

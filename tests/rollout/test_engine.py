@@ -1,4 +1,4 @@
-"""What every engine does the same way, on one whose core is made up: how long it is waited for, and how its death is told."""
+"""Behavior that all engines share, with a fake core: time limits and failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class InLine(Made):
 
 @in_loop
 async def test_deadline_starts_when_the_request_gets_a_slot() -> None:
-    """The pool sends a few requests more than an engine has places for."""
+    """The pool sends a few requests more than an engine has slots."""
     engine = InLine()
     stored = engine.generate(GenerationRequest(Sample("p0", "g", [1]), 120))  # 1.2 s
     waiting = engine.generate(GenerationRequest(Sample("p1", "g", [1]), 5, deadline_s=1.0))

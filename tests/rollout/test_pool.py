@@ -67,7 +67,7 @@ async def test_a_group_stays_on_one_replica() -> None:
 
 @in_loop
 async def test_least_busy_replica_with_the_cached_prompt_is_chosen() -> None:
-    """A group that outgrew one replica is on several: they share what comes."""
+    """A group that exceeds one replica is spread over several, which share the remaining requests."""
     fleet = Fleet(lambda index: FakeReplica(tick_s=1))
     pool = await fleet.pool(3, max_in_flight=64)
     tasks = [asyncio.ensure_future(pool.sample(request)) for request in requests(45, group=45)]
@@ -258,7 +258,7 @@ async def test_restarted_replica_applies_the_served_version_not_the_incoming_one
 
 @in_loop
 async def test_waiting_for_a_place_does_not_count_against_the_deadline() -> None:
-    """As an evaluation does beside a rollout that has all places."""
+    """As an evaluation during a rollout that occupies all slots."""
     fleet = Fleet(lambda index: FakeReplica(tick_s=0.01))
     pool = await fleet.pool(1, max_in_flight=2)
     rollout = asyncio.ensure_future(collect(pool, requests(12)))  # 1.2 s

@@ -1,4 +1,4 @@
-"""The handle of an actor: what is asked together goes together, answers reach who asked, and a dead actor leaves nobody waiting."""
+"""The handle of an actor: requests are batched, answers reach their callers, and a dead actor fails its requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NullActor(RolloutActor):
 
 
 class Handle:
-    """An actor's handle without Ray: counts calls, and dies when told to."""
+    """An actor's handle without Ray: counts calls, and can be told to die."""
 
     def __init__(self) -> None:
         self.actor = NullActor()
@@ -116,7 +116,7 @@ async def test_answers_are_collected_at_most_once_per_collect_s() -> None:
 
 
 def test_hanging_shutdown_kills_the_process_when_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it holds, a GPU, is what the one that takes its place waits for."""
+    """Its GPU is needed by its replacement."""
     killed: list[Any] = []
     monkeypatch.setattr("ray.kill", killed.append)
 

@@ -1,4 +1,4 @@
-"""Replicas join and leave a pool that generates: no token is lost or doubled, and none is sampled under a version that it does not say."""
+"""Replicas join and leave a pool that generates: no token is lost, duplicated, or labeled with the wrong version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of samples: what a line holds, how a file is taken up again, and what it refuses."""
+"""The file of samples: format of a line, continuation of a file, and rejected files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines are started with, for what is to be asked of them."""
+"""Arguments with which a recipe's engines are started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On one host, everything that a command listens on is reached from this host alone, and its files by this user alone."""
+"""Everything that a command listens on accepts connections of this host only, and its files are readable by this user only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's side of an update continues after its caller has given up, and later calls are queued after it."""
+"""The engine's side of an update continues after its caller has timed out, and later calls are queued behind it."""
 
 from __future__ import annotations
 

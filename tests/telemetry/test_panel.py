@@ -1,4 +1,4 @@
-"""What is on the screen: lines where there is no terminal, a panel where there is one."""
+"""Progress output: lines without a terminal, a panel in a terminal."""
 
 from __future__ import annotations
 

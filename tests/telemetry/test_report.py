@@ -135,7 +135,7 @@ def evaluated(run_dir: Path, accuracies: dict[int, float]) -> str:
 
 
 def test_evaluations_have_their_own_chart(run_dir: Path) -> None:
-    """Marked where it was measured, with the best until then and the late mean; what swings is told where the headline is."""
+    """With a mark per evaluation, the best so far and the late mean; instability is stated in the headline."""
     html = evaluated(run_dir, {0: 0.40, 10: 0.60, 20: 0.30, 30: 0.70, 40: 0.50, 50: 0.66})
     chart = figure(html, "Held-out accuracy")
     assert chart.count('class="dot k0"') == 6 and chart.count('class="guide ') == 2

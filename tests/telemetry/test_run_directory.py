@@ -1,4 +1,4 @@
-"""A run directory is made whole or not at all, and belongs to one run at a time."""
+"""A run directory is created completely or not at all, and is used by one run at a time."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_locked_directory_is_reported_and_unchanged(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A run that goes on."""
+    """A running run."""
     return RunDirectory.create(tmp_path / "run", "name: t\n")
 
 

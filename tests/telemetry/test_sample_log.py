@@ -1,4 +1,4 @@
-"""Samples that are kept to be read: what a row says, and that writing neither blocks nor grows without end."""
+"""Logged samples: contents of a row, and writing that neither blocks nor grows without bound."""
 
 from __future__ import annotations
 

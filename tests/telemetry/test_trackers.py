@@ -1,4 +1,4 @@
-"""What Weights & Biases and MLflow are given, over two sessions of one run. Both are stand-ins here: no test needs their packages."""
+"""Rows sent to Weights & Biases and MLflow over two sessions of a run. Both are fakes, so no test needs their packages."""
 
 from __future__ import annotations
 

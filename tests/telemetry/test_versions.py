@@ -1,4 +1,4 @@
-"""What made a run: packages, and the GPUs that it could see."""
+"""Recorded versions of packages and visible GPUs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_hanging_nvidia_smi_is_reported(two_gpus: Path, monkeypatch: pytest.Monk
 
 
 def test_unkillable_nvidia_smi_is_not_waited_for(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one is that stands in a call of the driver."""
+    """Like a process that hangs in a driver call."""
     pids: list[int] = []
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: pids.append(process.pid))
     two_gpus.write_text("#!/bin/sh\nexec sleep 20\n")

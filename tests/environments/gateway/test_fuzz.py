@@ -30,7 +30,7 @@ MAX_TOKENS = 250
 
 
 class Origin:
-    """Explains each token of a trajectory's samples by what was sampled, rendered or said."""
+    """Explains each token of a trajectory's samples by what was sampled, rendered, or sent by the agent."""
 
     def __init__(self, work: Work, family: Family, tokenizer: HfTokenizer, ends: list[int]) -> None:
         tools = [TOOL] if work.tools else []
@@ -52,7 +52,7 @@ class Origin:
         )
 
     def _behind(self, sample: Sample, whole: list[int], versions: list[int], place: int) -> bool:
-        """Whether the tokens from `place` on are pieces that were sampled there, and messages that were said there."""
+        """Whether the tokens from `place` on are sampled pieces and messages of that position."""
         if place == len(whole):
             return True
         own = place - len(sample.prompt_ids)

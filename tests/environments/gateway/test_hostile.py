@@ -1,4 +1,4 @@
-"""Clients of the gateway that mean harm: refused with a reason, memory flat, and an honest agent beside them is served."""
+"""Malicious clients of the gateway are rejected with a reason, memory stays constant, and a regular agent is served concurrently."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gateway() -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
 
 
 class Hostile:
-    """Sends requests at random to the gateway, to a trajectory of its own, and to some that are not there."""
+    """Sends random requests to the gateway, to its own trajectory and to trajectories that do not exist."""
 
     def __init__(self, address: str, secret: str, seed: int) -> None:
         self.address, self.base = address, f"{address}/t/{secret}/v1"
@@ -109,7 +109,7 @@ class Hostile:
 
 
 async def honest(address: str, secret: str, until: asyncio.Event) -> list[float]:
-    """Seconds of each answer to an agent that goes on with one conversation, to its budget, and then asks anew in vain."""
+    """Seconds per answer for an agent that continues one conversation up to its budget, and then makes requests that are rejected."""
     waited = []
     async with httpx.AsyncClient(timeout=60) as client:
         for _ in range(TURNS):

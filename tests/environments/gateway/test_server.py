@@ -1,4 +1,4 @@
-"""The endpoint as the ordinary client sees it: answers, tools, streams, rewards, and what is refused."""
+"""The endpoint through the ordinary OpenAI client: answers, tools, streams, rewards and rejected requests."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_conversation_continues_from_the_sampled_tokens() -> None:
 
 
 def test_equivalent_messages_are_equal() -> None:
-    """Parts in the place of text, other spaces in a call's arguments, no ids: clients do that."""
+    """Clients may send content parts instead of text, other spaces in a call's arguments, and no ids."""
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     engine = Scripted(lambda text, call: 'CALL add {"a": 1,  "b": 2}' if not call else "3")
     trajectory = trajectory_of(engine, calls=reader)

@@ -1,4 +1,4 @@
-"""An environment of verifiers of several turns: the caller says higher or lower until the number is guessed."""
+"""A verifiers environment of several turns: the environment answers higher or lower until the number is guessed."""
 
 from __future__ import annotations
 

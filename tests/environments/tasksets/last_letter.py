@@ -1,4 +1,4 @@
-"""An environment of verifiers: the last letter of a word, in one turn. Its harness asks the model in the process that runs the episode."""
+"""A verifiers environment of one turn: the last letter of a word. Its harness calls the model in the process that runs the episode."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DirectHarnessConfig(vf.HarnessConfig):
 
 
 class DirectHarness(vf.Harness[DirectHarnessConfig]):
-    """Asks once for each segment, and starts no process for it."""
+    """Sends one request per segment, and starts no process for it."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True

@@ -1,4 +1,4 @@
-"""Aborting in SGLang, without SGLang: it hears nothing of a request that it has not registered yet."""
+"""Aborts in SGLang, without SGLang, which ignores aborts of requests that are not registered yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fakes.engines import in_loop
 
 
 class Manager:
-    """Registers a request some turns of the event loop after it was asked for; of others it aborts nothing."""
+    """Registers a request some iterations of the event loop after it was submitted; aborts of other requests are ignored."""
 
     context_len, num_reserved_tokens, max_req_input_len = 128, 2, 120
 

@@ -1,4 +1,4 @@
-"""The plugin refuses another SGLang, a place where it would not be found, and a drafter that would start from the wrong state."""
+"""The SGLang plugin gives the drafter the state before the final norm, and rejects other releases and its own absence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Model(torch.nn.Module):
 
 
 class LogitsProcessor:
-    """Hands back what it was given for the drafter."""
+    """Returns the state that it received for the drafter."""
 
     def forward(self, ids: Any, hidden: Any, head: Any, batch: Any, hidden_states_before_norm: Any = None) -> Any:
         return hidden_states_before_norm

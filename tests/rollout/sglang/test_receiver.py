@@ -35,7 +35,7 @@ def live(names: list[str]) -> nn.Module:
 
 
 class Process:
-    """An `EngineClient` that hands steps to the models of one of SGLang's processes, as `SglangClient` has them handed over."""
+    """An `EngineClient` that passes steps to the models of one SGLang process, as `SglangClient` does."""
 
     def __init__(self, answers: Path) -> None:
         self.answers = answers

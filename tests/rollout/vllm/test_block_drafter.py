@@ -1,4 +1,4 @@
-"""Blocks of a DFlash drafter are never visible in what is sampled: the toy of `test_speculation`, three drafts a step."""
+"""A DFlash drafter does not change the distribution of sampled tokens: the toy of `test_speculation`, three drafts per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block verification in vLLM: refused where vLLM ignores it; on a GPU, exact, and never worse than token by token."""
+"""Block verification in vLLM: rejected if vLLM ignores it; on a GPU exact, and accepts at least as much as token-by-token verification."""
 
 from __future__ import annotations
 

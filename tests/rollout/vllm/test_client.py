@@ -1,4 +1,4 @@
-"""A vLLM server over HTTP that does not do what it is asked: whoever else asks it is not made to wait for ever."""
+"""A vLLM server over HTTP that misbehaves: other clients do not wait for it indefinitely."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SENT = Manifest(1, "shm", "/nowhere", {"target": SectionPlan(())})
 
 
 class Server:
-    """Answers what a vLLM server does, and remembers what it was asked; what is `slow` it does without an answer."""
+    """Answers like a vLLM server and records its requests; `slow` ones are executed without an answer."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

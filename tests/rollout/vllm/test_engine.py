@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU: what it samples is what its log-probs say, through speculation, weight updates and aborts."""
+"""A real vLLM on the CPU: its log-probs match its samples through speculation, weight updates and aborts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Weights:
         self.newest = 0
 
     def publish(self, *, bucket_bytes: int = 1 << 30, **options: object) -> Manifest:
-        """The next version, drawn anew."""
+        """The next version, with new random weights."""
         self.newest += 1
         self.made[self.newest] = random_tensors(CONFIG, self.newest)
         publisher = Publisher(self.store, bucket_bytes=bucket_bytes, **options)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_logprobs_are_those_of_the_policy(engine: VllmEngine, run: Loop, weights
 
 
 def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But with each token where a request has not said that nobody reads them before: also beside others."""
+    """But after each token if a request has not disabled streaming, also next to other requests."""
     processor, observed = engine._llm.output_processor, []
     upstream = processor.process_outputs
 
@@ -138,7 +138,7 @@ def test_requests_that_are_held_back_get_the_same_responses(
 
 
 def test_other_requests_keep_their_own_logprobs(engine: VllmEngine, run: Loop) -> None:
-    """Several responses, log-probs of the prompt and of the likeliest tokens: alone, and beside requests whose log-probs come late."""
+    """Several responses, log-probs of the prompt and of the most likely tokens: alone, and next to requests with deferred log-probs."""
     from vllm import SamplingParams
 
     wanted = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=30, logprobs=3, prompt_logprobs=2, detokenize=False)
@@ -223,7 +223,7 @@ def test_aborted_response_is_continued(engine: VllmEngine, run: Loop, weights: W
 def test_delayed_abort_keeps_the_response_consistent(
     engine: VllmEngine, run: Loop, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A core in a process of its own goes on meanwhile: one response ends by itself, another one begins."""
+    """A core in another process continues meanwhile: one response ends by itself, another one begins."""
     core = engine._llm.engine_core
     run(engine.generate(request(50, max_tokens=1)))  # The first step of an engine creates what is read here.
     retained, ask = core.engine_core.scheduler.mtpctl_pending_logprobs, core.call_utility_async

@@ -1,4 +1,4 @@
-"""An adapter of a mixture of experts that comes in buckets smaller than one of its matrices is served as merged weights are."""
+"""An MoE adapter received in buckets smaller than one of its matrices is served like merged weights."""
 
 from __future__ import annotations
 

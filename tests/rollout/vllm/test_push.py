@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU that weights and adapters are pushed to, from a sender in a process of its own."""
+"""A real vLLM on the CPU that receives weights and adapters from a sender in another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine core that fails to start is told with the exception that its own process died of."""
+"""A failed start of an engine core is reported with the exception of the core's process."""
 
 from __future__ import annotations
 

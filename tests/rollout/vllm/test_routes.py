@@ -1,4 +1,4 @@
-"""Routes that come with samples are what the engine's routers chose: with drafts, aborts, syncs and preemptions."""
+"""Routes of samples are the experts that the engine's routers selected, with drafts, aborts, syncs and preemption."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Served:
         await self.engine.update(self.publisher.publish([pair for f in files for pair in load_file(f).items()], version))
 
     async def answer(self, sample: Sample, tokens: int) -> Sample:
-        """Goes on after aborts, as a pool does."""
+        """Continues after aborts, as a pool does."""
         while True:
             sample = await self.engine.generate(GenerationRequest(sample, tokens, seed=sample.index))
             if sample.finish_reason != ABORTED:

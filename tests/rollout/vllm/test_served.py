@@ -1,4 +1,4 @@
-"""A `vllm serve` that runs already, as a person starts one: weights and adapters reach it over HTTP, by the command and by hand."""
+"""A running `vllm serve`: weights and adapters are sent over HTTP, by the command and by direct calls."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_requests_choose_between_base_and_adapter(server: Server, folder: Path, 
 
 
 def test_session_of_a_killed_sync_is_ended_by_the_next_one(server: Server, folder: Path, tmp_path: Path) -> None:
-    """A server that stands, its session open: one that fails leaves it standing, one that succeeds has it go on."""
+    """The server is paused, with an open session: a failed sync leaves it paused, a successful one resumes it."""
     sends = adapters.publisher(tmp_path, sections=("adapter",))
     server.ask("/pause?mode=keep&clear_cache=true", {})
     server.ask("/start_weight_update", {})

@@ -76,7 +76,7 @@ def test_drafts_behind_the_last_token_are_not_counted(load: Load, generate: Gene
 
 @pytest.mark.parametrize("length", range(5, 11))
 def test_drafts_behind_a_stop_token_are_not_counted(load: Load, generate: Generate, length: int) -> None:
-    """The drafter is right up to the stop token, and knows nothing of what the target would say behind it."""
+    """The drafter is right up to the stop token, and does not know the target's tokens after it."""
     stop, other, tensors = 3 + STEP * length, 1, cycle_tensors(CONFIG, STEP, STEP)
     rows = tensors["model.embed_tokens.weight"]
     project = tensors["model.mtp_layers.0.input_proj.weight"]

@@ -1,4 +1,4 @@
-"""Mixtures of experts on an engine of two ranks: a version that comes in many buckets is the one that comes in a single one."""
+"""MoE weights on an engine of two ranks are the same whether a version arrives in one bucket or in many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine cores come from a fork server, with the environment and threads of the process that starts them, and end with it."""
+"""Engine cores are forked from a server, with the environment and threads of the process that starts them, and end with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ END_S = 60
 
 @pytest.fixture
 def fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[forkserver.ForkServer]:
-    """A fork server of this test alone, which imports little."""
+    """A fork server for this test, which imports little."""
     server = forkserver.ForkServer()
     monkeypatch.setattr(forkserver, "_forkserver", server)
     for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):

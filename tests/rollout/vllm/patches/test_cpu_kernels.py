@@ -1,4 +1,4 @@
-"""Faults of kernels in vLLM's CPU backend are there without the patches, and gone with them."""
+"""Bugs of kernels in vLLM's CPU backend exist without the patches and are fixed by them."""
 
 from __future__ import annotations
 

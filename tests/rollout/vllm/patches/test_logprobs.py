@@ -1,4 +1,4 @@
-"""Log-probs that come with the end of their response are taken in as vLLM takes them, and in one piece."""
+"""Log-probs that arrive with the end of a response equal those that vLLM appends step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that stay at slots come back at their positions: whole, in parts, after preemptions, and before an abort."""
+"""Routes stored by slot are returned by position: whole, in parts, after preemption, and before an abort."""
 
 from __future__ import annotations
 
