@@ -205,7 +205,8 @@ def _case(
     **parallel: Any,
 ) -> Case:
     mtp = MtpConfig(mode=mode, loss_scale=0.3, clip_grad=0.02 if clipped else 0)  # type: ignore[arg-type]
-    settings = {"mtp": mtp, "tokens_per_microbatch": 50, **(fields or {})}
+    # Two microbatches for each dp rank.
+    settings = {"mtp": mtp, "tokens_per_microbatch": 50 // parallel.get("dp", 1), **(fields or {})}
     return Case(
         name, ParallelConfig(**parallel), model, settings, like or f"{model}-{mode}", saved, restore, poisoned, few, clipped, policy
     )
@@ -214,7 +215,7 @@ def _case(
 FEW_ROWS = 5 * 3 * 4 * 64
 """Workspace for five rows of half of the toy's logits, in bytes."""
 SHARDED = {"distributed_optimizer": True}
-BALANCED = {"moe": MoeConfig(aux_loss=0.1, z_loss=0.1, bias_update=0.01), "recompute": "full", "tokens_per_microbatch": 33}
+BALANCED = {"moe": MoeConfig(aux_loss=0.1, z_loss=0.1, bias_update=0.01), "recompute": "full", "tokens_per_microbatch": 50}
 """With equal microbatches on one and two dp ranks, because router losses are per microbatch."""
 POLICIES = {
     "token": rl_config(clip_dual=1.5, entropy_coef=0.01, kl_coef=0.1, correction=CorrectionConfig(mode="truncate", high=1.1)),
@@ -232,7 +233,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 UNEVEN_LOSSES: tuple[Literal["ce", "soft_ce", "tv"], ...] = ("ce", "soft_ce", "tv")
 LORA = LoraConfig(rank=4, alpha=8.0)
-FULL = {"recompute": "full", "tokens_per_microbatch": 33}
+FULL = {"recompute": "full", "tokens_per_microbatch": 50}
 
 
 def _lora(name: str, model: str = "mimo", *, saved: bool = False, restore: str = "", fields: Any = None, **parallel: Any) -> Case:

@@ -1,18 +1,15 @@
-"""Runs parallel cases in separate processes and saves their results: `python -m tests.fakes.trainer_ranks OUT [NAME…]`.
-
-megatron-core is imported once; the ranks of a case are forked from there.
-"""
+"""Runs parallel cases in ranks that are forked from this process."""
 
 from __future__ import annotations
 
-import gc
 import math
 import random
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from torch import Tensor
 
 from mtpctl.checkpoint.finding import check_checkpoint
 from mtpctl.checkpoint.listing import files_in, read_listing
-from mtpctl.compat import cpu_device
+from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import SaveFailed
 from mtpctl.kernels.policy import TokenLoss
@@ -40,9 +37,10 @@ from mtpctl.trainer.share import partition
 from tests.fakes.forked import run_ranks
 from tests.fakes.full_disk import full_disk
 from tests.fakes.tiny import GENTLE, drawn_routes, engine, gradients, mimo, sequences
-from tests.fakes.trainer_cases import CASES, MODELS, Case, with_origins
+from tests.fakes.trainer_cases import MODELS, Case
 
-DEADLINE_S = 300
+CASE_S = 300
+"""Deadline of a case."""
 
 SMOOTH = GENTLE.model_copy(update={"lr": 1e-3, "eps": 1e-2})
 """An Adam whose steps do not depend on the sign of tiny gradients."""
@@ -74,7 +72,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
         batch = (
             [*sequences(2, seed=3, vocab=61, low=14, high=16), Sequence([3, 5, 7, 9], 3, [1])]
             if case.few
-            else sequences(9, seed=3, vocab=61)
+            else sequences(7, seed=3, vocab=61)
         )
         if case.uneven:
             batch = uneven()
@@ -213,17 +211,51 @@ def with_columns(batch: list[Sequence], scores: list[Any]) -> list[Sequence]:
     return [replace(sequence, columns=columns(logprobs)) for sequence, (logprobs, _) in zip(batch, scores, strict=True)]
 
 
-def run(case: Case, root: Path) -> Any:
-    """The results of rank 0, or the error of the first failed rank. All ranks must have equal metrics and scores."""
+def run(cases: list[Case], root: Path) -> dict[str, Any]:
+    """The results of rank 0 by case. All ranks must have equal metrics and scores.
 
-    def plain(rank: Rank) -> dict[str, Any]:
-        result = found_by(case, rank, root)
-        # Plain tensors: those of the queue's own shared memory would end with this process.
-        return result | {part: {name: value.tolist() for name, value in result[part].items()} for part in ("weights", "gradients")}
+    Cases of equally many ranks run in the same processes: what the first one imports and compiles serves all. If one fails, all of
+    these have its error as their result.
+    """
+    results: dict[str, Any] = {}
 
-    answers, error = run_ranks(case.parallel.world_size, plain, DEADLINE_S)
-    if error:
-        return error
+    def turn(case: Case) -> tuple[int, int]:
+        """After the cases that it starts from, and next to those of equally many ranks."""
+        origin = next((other for other in cases if other.name == case.restore), None)
+        return 0 if origin is None else 1 + turn(origin)[0], case.parallel.world_size
+
+    for (_, world), batch in groupby(sorted(cases, key=turn), turn):
+        members = list(batch)
+        answers, error = run_ranks(world, partial(run_rank, members, root), CASE_S * len(members))
+        for number, case in enumerate(members):
+            results[case.name] = error or agreed([found[number] for found in answers])
+    return results
+
+
+def run_rank(cases: list[Case], root: Path, rank: Rank) -> list[dict[str, Any]]:
+    """The results of one rank, in plain tensors: those in the pipe's shared memory would end with this process."""
+    torch.set_num_threads(1)
+    # One bucket per layer, and rows of embeddings, although the models are small.
+    data_parallel.MIN_BUCKET_NUMEL, data_parallel.SPARSE_SHARE = 1, 100.0
+    store = join_store(rank.master, rank.deadline_s) if rank.world_size > 1 else None
+    results = []
+    for case in cases:
+        # A process group leaves its keys in its store, so that each case needs another one.
+        meeting = host_store("127.0.0.1") if rank.rank == 0 else None
+        if store is not None and meeting is not None:
+            store.set(case.name, address_of(meeting))
+        here = rank if store is None else replace(rank, master=store.get(case.name).decode(), deadline_s=CASE_S)
+        try:
+            found = found_by(case, here, root)
+        except Exception as error:
+            error.add_note(f"in case {case.name}")
+            raise
+        results.append(found | {part: {name: value.tolist() for name, value in found[part].items()} for part in ("weights", "gradients")})
+    return results
+
+
+def agreed(answers: list[dict[str, Any]]) -> Any:
+    """The first rank's result, or how another one differs."""
     first = answers[0]
     for other in answers[1:]:
         for name in ("sft/loss", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "skipped", "mtp/loss_1", "mtp/grad_norm"):
@@ -232,23 +264,3 @@ def run(case: Case, root: Path) -> Any:
         if other["scores"] != first["scores"]:
             return "ranks differ in their scores"
     return first
-
-
-def main(out: str, *names: str) -> None:
-    torch.set_num_threads(1)
-    cpu_device.install()
-    # One bucket per layer, and rows of embeddings, although the models are small.
-    data_parallel.MIN_BUCKET_NUMEL, data_parallel.SPARSE_SHARE = 1, 100.0
-    import mtpctl.convert.bridge
-    import mtpctl.trainer.engine  # noqa: F401
-
-    gc.collect()
-    gc.freeze()  # forked ranks then share what is imported
-    path = Path(out)
-    cases = with_origins(frozenset(names)) if names else CASES
-    results = {case.name: run(case, path.parent / "models") for case in cases}
-    torch.save(results, path)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

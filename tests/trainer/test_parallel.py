@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from tests.fakes.tiny import assert_close
-from tests.fakes.trainer_cases import CASES, DEFAULT, Case
+from tests.fakes.trainer_cases import CASES, DEFAULT, Case, with_origins
+from tests.fakes.trainer_ranks import run
 
 pytestmark = pytest.mark.timeout(1600)  # the first test waits for all cases
 
@@ -21,10 +20,8 @@ COMPARED = [case for case in CASES if case.name != case.like]
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of all requested cases. The first test waits for all of them."""
-    out = tmp_path_factory.mktemp("ranks") / "results.pt"
     names = {item.callspec.params["case"].name for item in request.session.items if item.path == request.path}  # type: ignore[attr-defined]
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.fakes.trainer_ranks", str(out), *sorted(names)], check=True, timeout=1500)
-    return torch.load(out, weights_only=False)
+    return run(with_origins(frozenset(names)), tmp_path_factory.mktemp("ranks"))
 
 
 def tensors(result: dict[str, Any], part: str) -> dict[str, torch.Tensor]:
