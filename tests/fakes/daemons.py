@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -39,10 +40,11 @@ with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0) as daemons:
     assert {number: signal.getsignal(number) for number in before} == before
     actor = ray.remote(Actor).options(num_cpus=0).remote()
     print(ray.get(actor.start.remote()), flush=True)
-    print(*ray.get(actor.store.remote()), flush=True)
     for line in sys.stdin:
         if line == "ask\\n":  # Python has handled the signals that came before
             print(len(taken), ray.get(actor.start.remote()), daemons.ended(), flush=True)
+        elif line == "store\\n":
+            print(*ray.get(actor.store.remote()), flush=True)
         else:
             break
 print("end", flush=True)
@@ -67,12 +69,12 @@ class Command:
                 env=with_tree(HOME=str(self.home), RAY_TMPDIR=str(folder)),
             )
         self.actor = int(self.read())
-        self.store, self.gloo, self.nccl = self.read().split()
         self.started = psutil.Process(self.process.pid).children(recursive=True)
 
-    def ask(self) -> str:
+    def ask(self, question: Literal["ask", "store"] = "ask") -> str:
+        """`ask`: the signals taken, the actor's process and a lost daemon. `store`: the address of a new store, and the interfaces."""
         assert self.process.stdin is not None
-        self.process.stdin.write("ask\n")
+        self.process.stdin.write(f"{question}\n")
         self.process.stdin.flush()
         return self.read()
 

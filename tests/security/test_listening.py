@@ -42,12 +42,13 @@ def mode(path: Path) -> int:
 
 
 def test_local_cluster_and_its_actors_listen_on_loopback_only(command: Command) -> None:
+    store, gloo, nccl = command.ask("store").split()
     addresses = {process.name(): listening(process) for process in (psutil.Process(command.process.pid), *command.started)}
     assert addresses["gcs_server"] and addresses["raylet"], "no sockets to check"
     assert all(is_loopback(address) for each in addresses.values() for address in each), addresses
     # Ranks of the trainer meet at a store, and connect by gloo and NCCL.
-    assert is_loopback(command.store.rpartition(":")[0])
-    assert (command.gloo, command.nccl) == ("lo", "lo")
+    assert is_loopback(store.rpartition(":")[0])
+    assert (gloo, nccl) == ("lo", "lo")
 
 
 def test_token_of_a_local_cluster_is_private(command: Command) -> None:
