@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -89,6 +90,7 @@ def test_head_without_common_mass_learns_faster_with_the_multistep_loss(
 
 
 def test_two_ranks_share_the_vocabulary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sharded_head.mp, "spawn", partial(sharded_head.mp.start_processes, start_method="fork"))  # imports nothing again
     printed = run(sharded_head, monkeypatch, capsys, "--ranks", "2", "--shape", "16x8x64")
     assert "| 16x8x64 | 2 ranks, ms |" in printed
     for case in ("forward", "forward+backward, 0.5 GiB", "forward+backward, 3 GiB", "policy loss, 1.5 GiB"):

@@ -31,7 +31,7 @@ def _greet(address: str) -> None:
 
 def test_a_store_is_joined_at_its_address() -> None:
     store = host_store()
-    other = get_context("spawn").Process(target=_greet, args=(address_of(store),))
+    other = get_context("fork").Process(target=_greet, args=(address_of(store),))
     other.start()
     assert store.get("greeting") == b"hello"
     other.join(30)

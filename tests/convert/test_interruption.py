@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ from mtpctl.convert.hf_writer import HfWriter
 from mtpctl.convert.model_weights import Stored
 from mtpctl.errors import UserError
 from tests.fakes.convert_models import assert_same_tensors, change_config, converted
+from tests.fakes.forked import exit_code
 from tests.fakes.tiny import mimo
 
 
@@ -28,10 +28,7 @@ def test_killed_conversion_starts_over_with_the_current_source(tmp_path: Path) -
     """Its target never exists incomplete, and its parts are not used: they may be of another config with equal sizes."""
     folder = mimo(tmp_path / "hf", head_dim=None).path
     change_config(folder, num_attention_heads=8, num_key_value_heads=4)
-    killed = multiprocessing.get_context("spawn").Process(target=killed_at_sixth_part, args=(folder, tmp_path / "checkpoint"))
-    killed.start()
-    killed.join(120)
-    assert killed.exitcode == -signal.SIGKILL
+    assert exit_code(lambda: killed_at_sixth_part(folder, tmp_path / "checkpoint"), 120) == -signal.SIGKILL
     assert not (tmp_path / "checkpoint").exists() and len(list((tmp_path / "checkpoint.partial").glob("*.distcp"))) >= 6
     change_config(folder, num_attention_heads=4, num_key_value_heads=2)
     converted(folder, tmp_path / "checkpoint")
@@ -40,7 +37,6 @@ def test_killed_conversion_starts_over_with_the_current_source(tmp_path: Path) -
 
 
 def killed_at_sixth_part(source: Path, target: Path) -> None:
-    parts.PART_BYTES = 10_000
     flush, flushed = conversion.PartWriter.flush, []
 
     def kill(self: conversion.PartWriter, number: int) -> None:

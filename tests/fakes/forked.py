@@ -45,10 +45,27 @@ def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tup
     return [answer for _, answer in answers], ""
 
 
-def _rank(work: Callable[[Rank], Any], number: int, world: int, deadline_s: float, pipe: Any) -> None:
-    # Groups and garbage of earlier tests must not be destroyed here: a destructor may wait for a thread that was not forked.
+def exit_code(work: Callable[[], object], deadline_s: float) -> int | None:
+    """The exit code of a process that does `work`; None if it has not ended in time."""
+    process = multiprocessing.get_context("fork").Process(target=_alone, args=(work,))
+    process.start()
+    process.join(deadline_s)
+    return process.exitcode
+
+
+def _alone(work: Callable[[], object]) -> None:
+    _keep_inherited()
+    work()
+
+
+def _keep_inherited() -> None:
+    """Groups and garbage of earlier tests must not be destroyed here: a destructor may wait for a thread that was not forked."""
     gc.freeze()
     INHERITED.extend(vars(parallel_state).values())
+
+
+def _rank(work: Callable[[Rank], Any], number: int, world: int, deadline_s: float, pipe: Any) -> None:
+    _keep_inherited()
     try:
         pipe.send(("ok", work(Rank(number, world, pipe.recv(), deadline_s=deadline_s))))
     except BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -24,6 +23,7 @@ from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.checkpoint_folders import flip
+from tests.fakes.forked import exit_code
 from tests.fakes.full_disk import full_disk
 from tests.fakes.tiny import engine, mimo, sequences
 
@@ -379,12 +379,8 @@ class TestConcurrentSave:
 
     def test_killed_writer_keeps_the_last_checkpoint(self, tmp_path):
         """The process dies in the middle of the second checkpoint's shard."""
-        spawn = multiprocessing.get_context("spawn")
         folder, root = mimo(tmp_path / "model"), tmp_path / "checkpoints"
-        child = spawn.Process(target=die_while_writing, args=(folder, root))
-        child.start()
-        child.join(120)
-        assert child.exitcode == -signal.SIGKILL
+        assert exit_code(lambda: die_while_writing(folder, root), 120) == -signal.SIGKILL
         assert any((root / "second.partial").iterdir())
         assert newest_checkpoint(root) == root / "first"
         with engine(folder) as trainer:
