@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mtpctl.convert.hf_folder import HfFolder
-from tests.environment import TREE, with_tree
 from tests.fakes.convert_found import fp8, packed, prefixed
 from tests.fakes.convert_models import FAMILIES, assert_same_tensors, converted, model
-from tests.fakes.convert_ranks import saved_again
+from tests.fakes.convert_ranks import run, saved_again
 from tests.fakes.tiny import mimo
 
 LAYOUTS = ["mimo:tp=2", "mimo:pp=2", "odd:tp=2", "qwen3-moe:dp=2,ep=2"]
@@ -40,20 +37,12 @@ def assert_restored(root: Path, cases: list[str]) -> None:
 
 
 def under_ranks(root: Path, cases: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.fakes.convert_ranks", str(root), *cases],
-        cwd=TREE,
-        env=with_tree(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert {case: run(root, case) for case in cases} == dict.fromkeys(cases, "ok")
 
 
 @pytest.fixture(scope="module")
 def saved_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models that the ranks of `LAYOUTS` and `PUBLISHED` have loaded and saved, in one process, because its imports take the longest."""
+    """Models that the ranks of `LAYOUTS` and `PUBLISHED` have loaded and saved."""
     root = tmp_path_factory.mktemp("ranks")
     convert_models(root, LAYOUTS)
     for create in (fp8, packed, prefixed):

@@ -1,13 +1,7 @@
-"""Records the collectives of an update under several layouts: `python -m tests.fakes.collective_ranks FILE` writes the plans by rank.
-
-The ranks of a layout are forked from this process, which has no other threads.
-"""
+"""Records the collectives of an update under several layouts."""
 
 from __future__ import annotations
 
-import pickle
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +54,6 @@ def backward_plans() -> Any:
     return error or plans
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        results = {name: update_plans(Path(folder) / name, parallel) for name, parallel in LAYOUTS.items()}
-    Path(sys.argv[1]).write_bytes(pickle.dumps(results | {"backward": backward_plans()}))
+def plans_of_all(root: Path) -> dict[str, Any]:
+    """By layout, the plan of each rank; and those of a backward pass."""
+    return {name: update_plans(root / name, parallel) for name, parallel in LAYOUTS.items()} | {"backward": backward_plans()}

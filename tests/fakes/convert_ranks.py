@@ -1,23 +1,19 @@
-"""Loads converted checkpoints under other layouts and saves them again: `python -m tests.fakes.convert_ranks ROOT CASE…`.
+"""Loads converted checkpoints under other layouts and saves them again.
 
 A case is `model:tp=2,pp=1`; the model's folder lies in `ROOT/model/hf`, its checkpoint beside it. With `:folder` behind it the
-folder itself is loaded. megatron-core is imported once; the ranks of a case are forked from there.
+folder itself is loaded.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
 from pathlib import Path
 
-import torch
-
-from mtpctl.compat import cpu_device
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.section import ParallelConfig
 from tests.fakes.forked import run_ranks
+from tests.fakes.tiny import engine
 
 DEADLINE_S = 240
 
@@ -33,7 +29,6 @@ def saved_again(root: Path, case: str) -> Path:
 
 def run(root: Path, case: str) -> str:
     """ "ok", or the error of the first rank that failed."""
-    from tests.fakes.tiny import engine
 
     def save(rank: Rank) -> None:
         home = root / case.split(":")[0]
@@ -45,21 +40,3 @@ def run(root: Path, case: str) -> str:
             created.save(saved_again(root, case))
 
     return run_ranks(layout_of(case).world_size, save, DEADLINE_S)[1] or "ok"
-
-
-def main(root: str, *cases: str) -> None:
-    torch.set_num_threads(1)
-    cpu_device.install()
-    import mtpctl.convert.bridge
-    import mtpctl.trainer.engine  # noqa: F401
-
-    gc.collect()
-    gc.freeze()  # forked ranks then share what is imported
-    failed = {case: answer for case in cases if (answer := run(Path(root), case)) != "ok"}
-    for case, answer in failed.items():
-        print(f"{case}\n{answer}", file=sys.stderr)
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,18 +13,14 @@ import torch
 from torch.profiler import record_function
 
 from mtpctl.trainer.profile import PROFILED_UPDATE, Collective, UpdateProfile
-from tests.fakes.collective_ranks import LAYOUTS
+from tests.fakes.collective_ranks import LAYOUTS, plans_of_all
 
 Plan = list[Collective]
 
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By layout, the plan of each rank."""
-    file = tmp_path_factory.mktemp("plans") / "plans"
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.fakes.collective_ranks", str(file)], timeout=280, check=True)
-    results: dict[str, Any] = pickle.loads(Path(file).read_bytes())
-    return results
+    return plans_of_all(tmp_path_factory.mktemp("plans"))
 
 
 def shared_plans(by_rank: list[Plan]) -> list[list[Plan]]:
