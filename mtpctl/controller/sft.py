@@ -106,7 +106,12 @@ def count_skipped(metrics: dict[str, float], count: int, limit: int) -> int:
     if metrics["skipped"] < 1:
         return 0
     if count + 1 >= limit:
-        raise RuntimeFailure(f"trainer: {count + 1} updates in a row had a loss or gradient that is not finite; lower the learning rate")
+        cause = "a loss or gradient that is not finite; lower the learning rate"
+        if "actor/grad_norm" in metrics:  # Metrics of a skipped step that are not finite are dropped.
+            cause = (
+                "a loss or MTP gradient that is not finite, but a finite trunk gradient; check the loss, the teacher and optimizer.mtp_lr"
+            )
+        raise RuntimeFailure(f"trainer: {count + 1} updates in a row had {cause}")
     return count + 1
 
 

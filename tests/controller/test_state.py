@@ -281,8 +281,10 @@ def test_skipped_updates_in_a_row_end_the_run_unless_one_is_partly_applied(appli
     bad = 0
     for skipped in (1.0, 1.0, applied, 1.0, 1.0):
         bad = count_skipped({"skipped": skipped}, bad, 3)
-    with pytest.raises(RuntimeFailure, match="3 updates in a row had a loss or gradient that is not finite"):
+    with pytest.raises(RuntimeFailure, match="3 updates in a row had a loss or gradient that is not finite; lower the learning rate"):
         count_skipped({"skipped": 1.0}, bad, 3)
+    with pytest.raises(RuntimeFailure, match="had a loss or MTP gradient that is not finite, but a finite trunk gradient; check the loss"):
+        count_skipped({"skipped": 1.0, "actor/grad_norm": 0.5}, bad, 3)
 
 
 def test_buffer_is_in_the_final_checkpoint_of_its_stage_only(tmp_path: Path) -> None:
