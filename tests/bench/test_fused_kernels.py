@@ -45,7 +45,7 @@ def test_json_has_the_environment_and_every_result() -> None:
     assert {r["name"] for r in document["results"]} == {"floor", "chunked, 1 GiB"}
 
 
-def test_table_states_what_its_timer_covers() -> None:
+def test_table_describes_the_timed_region() -> None:
     done = CliRunner().invoke(app, ["fused-kernels", "--shape", "16x8x100"])
     assert "The timer covers: one whole call" in done.output
     assert "| 16x8x100 | forward | floor |" in done.output

@@ -31,7 +31,7 @@ def test_table_has_bounds_ratios_and_figures_not_measured() -> None:
     assert [finding["missed"] for finding in document["findings"]] == [True, False] and document["timer"]
 
 
-def test_requests_have_the_given_lengths_and_depend_only_on_the_seed() -> None:
+def test_requests_have_the_configured_lengths_and_depend_only_on_the_seed() -> None:
     load = Load((5, 40))
     requests = load.draw(100, 64, seed=1)
     assert {r.tokens for r in requests} <= set(range(5, 41)) and requests == load.draw(100, 64, seed=1)

@@ -30,7 +30,7 @@ def test_layout_that_does_not_fit_the_model_is_rejected(tmp_path: Path, ranks: t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tolerance"), [((1, 2, 1), 1e-5), ((1, 1, 2), 1e-3)], ids=["cp2", "ep2"])
-def test_ranks_compute_what_one_computes(tmp_path: Path, ranks: tuple[int, int, int], tolerance: float) -> None:
+def test_loss_of_several_ranks_equals_that_of_one(tmp_path: Path, ranks: tuple[int, int, int], tolerance: float) -> None:
     """Random experts are initialized on their own rank, so with expert parallelism they differ."""
     model, load = folder(tmp_path, **MODELS["qwen3-moe"]), Load(256, 4, 0.25, "fp32", MtpConfig(mode="off"))
     parallel = make_layout(*ranks, model)

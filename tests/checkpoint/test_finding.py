@@ -53,7 +53,7 @@ def test_lost_or_wrong_pointer_does_not_change_the_newest_checkpoint(run: Path, 
     assert latest.read_text() == "rl-000004"
 
 
-def test_pointer_that_is_a_folder_is_left_alone(run: Path) -> None:
+def test_pointer_that_is_a_folder_is_ignored(run: Path) -> None:
     (run / "checkpoints" / "latest").unlink()
     (run / "checkpoints" / "latest").mkdir()
     assert select_checkpoint(run / "checkpoints").path == run / "checkpoints" / "rl-000004"

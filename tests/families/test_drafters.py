@@ -68,7 +68,7 @@ def test_parameters_of_an_eagle3_drafter() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_dflash_drafter_has_layers_of_its_own_and_reads_the_end_token_as_mask(family: str, layers: int) -> None:
+def test_dflash_drafter_has_separate_layers_and_the_end_token_as_mask(family: str, layers: int) -> None:
     result = add_drafter_config(HEADLESS[family], "dflash", layers)
     before, shape = shape_of(HEADLESS[family]), shape_of(result)
     assert shape.dflash is not None and shape.mtp_layers == 1 and shape.eagle3 is None

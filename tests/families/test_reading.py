@@ -288,7 +288,7 @@ def test_a_field_that_one_family_does_not_support_is_an_error(family: str, field
         shape_of({**TOY_OF[family], **fields})
 
 
-def test_mistral_has_a_window_unless_its_config_says_no() -> None:
+def test_mistral_has_a_window_unless_its_config_disables_it() -> None:
     """Transformers and vLLM then use a window of 4,096 tokens."""
     config = TOY_OF["mistral with EAGLE-3"] | {"max_position_embeddings": 8192}
     assert shape_of(config).family == "mistral"

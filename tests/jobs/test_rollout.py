@@ -213,7 +213,7 @@ def test_prompts_file_is_not_overwritten(run: Path, tmp_path: Path) -> None:
     assert prompts.read_bytes() == before
 
 
-def test_without_vllm_it_is_exit_3_and_no_file_is_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_gives_exit_code_3_and_no_file(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.rollout.installed.find_spec", lambda name: None)
     with pytest.raises(EnvironmentMissing, match=r"rollout\.engine: vllm is not installed"):
         answer(recipe(run), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")

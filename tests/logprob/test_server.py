@@ -186,7 +186,7 @@ async def test_an_update_that_a_replica_refuses_leaves_it_serving_the_old_versio
 
 
 @settled
-async def test_a_replica_that_dies_leaves_its_requests_to_the_others_and_comes_back_at_the_current_version() -> None:
+async def test_requests_of_a_lost_replica_are_rescheduled_and_it_restarts_at_the_current_version() -> None:
     start, store = Started(seconds=2e-5), Store()
     server = await serve(start, 2, store, tokens_per_batch=100)
     store.there = [1]

@@ -132,7 +132,7 @@ def test_a_shared_gpu_is_listed_with_the_memory_of_each_process() -> None:
     assert line.endswith(f"; {total:.1f} GiB of 80 GiB")
 
 
-def test_a_given_cache_is_listed_with_weights_and_reserve() -> None:
+def test_configured_cache_is_listed_with_weights_and_reserve() -> None:
     shared = tiny(f"rollout.kv_cache_bytes={2 * GIB}")
     shape = shape_of(shared.model.config or {})
     memory = engine_memory(shared, shape)

@@ -586,7 +586,7 @@ EXPERTS = 2 * 2688 + 3 * 128 + 4 * 6 + 6 * 1856 + 3712
 """The same of a layer with experts: its input, the normed state, the router, and one inner matrix of experts without a gate."""
 
 
-def test_layers_of_nemotron_save_what_their_mixer_or_mlp_saves() -> None:
+def test_width_of_a_nemotron_layer_is_that_of_its_mixer_or_mlp() -> None:
     widths = layer_widths(LIGHTNING, ParallelConfig(), range(LIGHTNING.layers))
     assert widths == [{"mamba": MAMBA, "full_attention": ATTENTION, "none": EXPERTS}[kind] for kind in LIGHTNING.layer_kinds]
     assert drafter_width(LIGHTNING, ParallelConfig()) == ATTENTION + EXPERTS

@@ -640,7 +640,7 @@ def test_adapter_of_packed_experts_is_rejected(folder: Path, index: bool) -> Non
     assert told.endswith("leave out linear_fc1 and linear_fc2, or sync target instead of adapter")
 
 
-def test_an_adapter_of_packed_experts_may_be_merged_or_left_out(folder: Path) -> None:
+def test_adapter_of_packed_experts_may_be_merged_or_omitted(folder: Path) -> None:
     with_experts(folder, PACKED, index=True)
     assert with_folder(folder, "train.lora={rank: 4, alpha: 8}") == []
     assert with_folder(folder, *ALONE, "train.lora.targets=[linear_qkv]") == []

@@ -200,7 +200,7 @@ def test_experts_without_a_gate_are_refused_on_a_cpu() -> None:
     ), lines
 
 
-def test_drafter_stays_unquantized_if_the_recipe_says_so() -> None:
+def test_drafter_stays_unquantized_if_the_recipe_disables_its_quantization() -> None:
     both, trunk = recipe(*FP8), recipe(*FP8, "rollout.speculation.quantization=none")
     shape = shape_of(both.model.config or {})
     only = sent_in_fp8(both, shape) - sent_in_fp8(trunk, shape)

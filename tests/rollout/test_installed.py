@@ -51,7 +51,7 @@ def test_options_are_not_checked_for_a_joined_cluster(monkeypatch: pytest.Monkey
         check_engine(recipe())
 
 
-def test_sglangs_options_are_read_beside_the_interpreter_that_the_recipe_names(tmp_path: Path) -> None:
+def test_sglang_options_are_read_from_the_installation_of_the_configured_interpreter(tmp_path: Path) -> None:
     source = tmp_path / "lib" / "python3.12" / "site-packages" / "sglang" / "srt" / "server_args.py"
     source.parent.mkdir(parents=True)
     source.write_text("class ServerArgs:\n    model_path: str\n    tp_size: int = 1\n    KINDS: ClassVar[int] = 2\n")

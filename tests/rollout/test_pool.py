@@ -223,7 +223,7 @@ async def test_pause_wait_waits_for_all_turns_on_any_replica() -> None:
 
 
 @in_loop
-async def test_a_replica_that_hangs_in_an_update_is_replaced_and_the_others_go_on() -> None:
+async def test_replica_that_hangs_in_an_update_is_replaced_and_others_continue() -> None:
     class Hanging(FakeReplica):
         async def update(self, manifest: Manifest, **_: Any) -> SyncReport:
             await asyncio.Event().wait()

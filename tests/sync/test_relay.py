@@ -191,7 +191,7 @@ class Dies(RelayServer):
         return file.read(100_000)
 
 
-def test_a_host_that_fails_in_the_middle_does_not_change_what_others_get(store: str, tmp_path: Path) -> None:
+def test_host_that_fails_during_a_transfer_does_not_affect_other_hosts(store: str, tmp_path: Path) -> None:
     kinds = (RelayServer, Dies, RelayServer, RelayServer)
     chain = [Host(tmp_path, number, kind) for number, kind in enumerate(kinds)]
     fetch_all(store, chain)

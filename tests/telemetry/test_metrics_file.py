@@ -56,7 +56,7 @@ def test_incomplete_last_line_is_skipped_and_removed_by_the_next_session(tmp_pat
 
 
 @pytest.mark.parametrize("line", [b"\xfb", b"[" * 100_000, b"", b'{"step": 1}'])
-def test_next_session_sets_a_damaged_line_aside(tmp_path: Path, line: bytes) -> None:
+def test_next_session_moves_a_damaged_line_to_another_file(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "m.jsonl"
     rows = [json.dumps({"session": 1, **row(step)}).encode() + b"\n" for step in (1, 2)]
     path.write_bytes(rows[0] + line + b"\n" + rows[1])

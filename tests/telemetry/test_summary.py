@@ -124,7 +124,7 @@ def test_measures_differ_for_curves_with_equal_ends() -> None:
     assert measure_curve(curve("45")) is None and measure_curve([]) is None
 
 
-def test_level_is_held_from_last_crossing() -> None:
+def test_level_is_sustained_from_its_last_crossing() -> None:
     """70 is crossed at the eighth evaluation and twice later by the run that swings, and held by the other one alone."""
     assert sustained_from(curve(SWINGING), 70) is None
     assert sustained_from(curve(RISING), 70) == pytest.approx(20 + 4 * (70 - 65) / (71 - 65))

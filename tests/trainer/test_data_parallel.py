@@ -153,7 +153,7 @@ def test_reductions_overlap_with_the_last_backward_pass(tmp_path: Path, ep: int,
 
 
 @pytest.mark.parametrize("shared_first", [False, True])
-def test_a_weight_that_stages_share_has_a_bucket_of_its_own(shared_first: bool) -> None:
+def test_weight_shared_by_stages_has_a_separate_bucket(shared_first: bool) -> None:
     """Also among few numbers: megatron-core adds each rank's part of it on the first and the last stage."""
     tied, norm = torch.nn.Parameter(torch.zeros(8, 2)), torch.nn.Parameter(torch.zeros(2))
     tied.shared_embedding = True  # type: ignore[attr-defined]

@@ -111,9 +111,7 @@ def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loo
     assert of_other and all(len(each[3].logprobs) == each[1] for each in of_other)
 
 
-def test_requests_that_are_held_back_get_the_same_responses(
-    engine: VllmEngine, run: Loop, weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_delayed_requests_get_the_same_responses(engine: VllmEngine, run: Loop, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     """160 requests for 64 slots: the first cycles hold back for different numbers of steps, whatever that is worth."""
     hold, holds = AdmissionBursts.hold, []
 

@@ -52,7 +52,7 @@ def ask(engine: VllmEngine, loop: Loop) -> Sample:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 3000])
-def test_a_sync_leaves_what_loading_leaves(served: Any, loop: Loop, bucket_bytes: int) -> None:
+def test_parameters_after_a_sync_equal_loaded_ones(served: Any, loop: Loop, bucket_bytes: int) -> None:
     engine, tensors, store, section = served
     loaded, answer = parameters(engine), ask(engine, loop)
     sections = ["target", "draft"]

@@ -205,7 +205,7 @@ def seed_beneath(engine: VllmEngine, run: Loop) -> int:
     return 1 if "lm_head.weight" in run(engine.checksums()) else 0
 
 
-def test_requests_in_flight_go_on_with_the_adapters_that_come(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
+def test_requests_in_flight_continue_with_new_adapters(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
     seed, base = seed_beneath(engine, run), engine.version
     options: dict[str, Any] = {"sections": ["adapter", "target", "draft"], "section_of": adapters.section_of, "config": {"adapter": PEFT}}
     publisher = Publisher(VersionStore(tmp_path), bucket_bytes=64 << 10, **options)
@@ -226,7 +226,7 @@ def test_requests_in_flight_go_on_with_the_adapters_that_come(engine: VllmEngine
         assert_policies(sample, policies, 1e-4)
 
 
-def test_an_adapter_comes_over_many_buckets_and_replaces_the_one_before(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
+def test_adapter_sent_in_many_buckets_replaces_the_previous_one(engine: VllmEngine, run: Loop, tmp_path: Path) -> None:
     seed = seed_beneath(engine, run)
     base = {name: value for name, value in run(engine.checksums()).items() if not name.startswith(ADAPTER_PREFIX)}
     store = VersionStore(tmp_path)

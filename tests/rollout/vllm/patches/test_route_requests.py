@@ -203,7 +203,7 @@ def test_a_step_that_warms_up_writes_nothing() -> None:
     assert bool((recorder._rows == -1).all())
 
 
-def test_the_group_that_attends_to_every_token_is_taken() -> None:
+def test_cache_group_with_full_attention_is_selected() -> None:
     state = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,))
     assert full_attention_group(cache_of(state, spec())) == 1
     with pytest.raises(UpstreamMoved, match="the model has no such layer"):
