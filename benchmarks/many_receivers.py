@@ -24,7 +24,7 @@ from mtpctl.plan.buckets import TensorSpec
 from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports.base import Readers
+from mtpctl.sync.transports.base import ReaderCache
 
 BUCKET = 1 << 30
 CONTEXT = multiprocessing.get_context("spawn")
@@ -34,7 +34,7 @@ def receive(manifests: Queue[Manifest | None], device: str) -> None:
     """Receive every version, and drop it."""
     if device != "cpu":
         torch.cuda.set_device(device)
-    readers = Readers(device)
+    readers = ReaderCache(device)
     while (manifest := manifests.get()) is not None:
         reader = readers.open(manifest.transport, manifest.address)
         for section, plan in manifest.sections.items():

@@ -48,7 +48,7 @@ MAX_IDLE = 0.03
 MIN_AUTO_RATIO = 0.98
 """Minimum throughput of `speculation.auto`, after its first measurement, relative to no speculation."""
 MIN_GAIN_SHARE = 0.9
-"""With one draft token and at most `MAX_GAIN_BATCH` requests, the speed-up must be at least this share of `allowed_gain`."""
+"""With one draft token and at most `MAX_GAIN_BATCH` requests, the speed-up must be at least this share of `gain_with_free_verification`."""
 MAX_GAIN_BATCH = 64
 RUN_TIMEOUT_S = 300.0
 TIMER = (
@@ -202,8 +202,8 @@ class Result:
     """One row: throughput and its ratio to the baseline as medians over rounds, and the bounds that it misses.
 
     rates, ratios: of each round. draft_s: device seconds per step for all drafts. steps, step_s: steps per round, and seconds of a step
-    without prefill, if the engine reports them. allowed: see `allowed_gain`. idle: share of empty slots. wrong: number of answers that
-    differ from the model's known ones.
+    without prefill, if the engine reports them. allowed: see `gain_with_free_verification`. idle: share of empty slots. wrong: number of
+    answers that differ from the model's known ones.
     """
 
     what: str
@@ -224,7 +224,7 @@ class Result:
     misses: tuple[str, ...] = ()
 
 
-def allowed_gain(tokens: float, draft_s: float, step_s: float) -> float:
+def gain_with_free_verification(tokens: float, draft_s: float, step_s: float) -> float:
     """The speed-up with free verification. tokens: tokens per step; draft_s: seconds of drafting per step; step_s: seconds of a step
     without speculation."""
     return tokens / (1 + draft_s / step_s)
@@ -327,7 +327,7 @@ async def _measure_fixed(bench: Bench, table: Table, load: Load, plain: ReplicaP
         runs = all_runs[names[drafts]]
         round_states = states[drafts][-len(runs) :]
         draft_s = statistics.median(state["draft_s"][drafts] for state in round_states) if drafts else 0.0
-        allowed = allowed_gain(runs[-1].stats.accept_length, draft_s, load.batch / baseline_row.tokens_per_s)
+        allowed = gain_with_free_verification(runs[-1].stats.accept_length, draft_s, load.batch / baseline_row.tokens_per_s)
         bound = MIN_GAIN_SHARE * allowed if drafts == 1 and load.batch <= MAX_GAIN_BATCH else None
         table.add(
             replace(

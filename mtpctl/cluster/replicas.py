@@ -66,7 +66,7 @@ class Slot[R]:
         failure_times: times of the failures within `FAILURE_WINDOW_S` (`time.monotonic`).
         reason: the last failure.
         fills: number of replicas brought up since the slot was created.
-        wanted: False after the replica was asked to leave. It then gets no further work, but takes part in updates until it has left.
+        occupied: False after the replica was asked to leave. It then gets no further work, but takes part in updates until it has left.
     """
 
     index: int
@@ -77,12 +77,12 @@ class Slot[R]:
     quarantined: bool = False
     fills: int = 0
     restarting: asyncio.Task[None] | None = None
-    wanted: bool = True
+    occupied: bool = True
 
     @property
     def state(self) -> Literal["serving", "restarting", "quarantined", "vacant"]:
-        """The state of the slot; "vacant" if no replica is wanted in it."""
-        if not self.wanted:
+        """The state of the slot; "vacant" if it is not occupied."""
+        if not self.occupied:
             return "vacant"
         return "serving" if self.replica is not None else "quarantined" if self.quarantined else "restarting"
 
@@ -136,18 +136,18 @@ class Replicas[R]:
         return [(slot, slot.replica) for slot in self.slots if slot.replica is not None and where(slot.replica)]
 
     def all_quarantined(self) -> str:
-        """The failure of each slot if all wanted slots are quarantined, so that no replica will serve again; else an empty string."""
-        wanted = [slot for slot in self.slots if slot.wanted]
-        if not all(slot.quarantined for slot in wanted):
+        """The failure of each slot if all occupied slots are quarantined, so that no replica will serve again; else an empty string."""
+        occupied = [slot for slot in self.slots if slot.occupied]
+        if not all(slot.quarantined for slot in occupied):
             return ""
-        return "; ".join(f"{slot.index}: {slot.reason}" for slot in wanted)
+        return "; ".join(f"{slot.index}: {slot.reason}" for slot in occupied)
 
     def lost(self, slot: Slot[R], replica: R, error: Exception) -> None:
         """Restart a replica that failed. Repeated reports of the same replica are ignored."""
         if slot.replica is not replica or self._closed:
             return
         slot.replica = None
-        if slot.wanted:  # otherwise `leave` ends it
+        if slot.occupied:  # otherwise `leave` ends it
             self._record_failure(slot, error)
             slot.restarting = asyncio.create_task(self._restart(slot, replica))
 
@@ -155,10 +155,10 @@ class Replicas[R]:
         """Start a replica in a slot, which is vacant or the next new one. Earlier failures of the slot are forgotten."""
         assert not self._closed and index <= len(self.slots)
         if index == len(self.slots):
-            self.slots.append(Slot(index, None, wanted=False))
+            self.slots.append(Slot(index, None, occupied=False))
         slot = self.slots[index]
         assert slot.state == "vacant" and slot.replica is None
-        slot.wanted, slot.quarantined, slot.failure_times, slot.reason = True, False, [], ""
+        slot.occupied, slot.quarantined, slot.failure_times, slot.reason = True, False, [], ""
         slot.restarting = asyncio.create_task(self._fill_or_quarantine(slot))
 
     async def leave(self, index: int, drain: Callable[[Slot[R], R], Awaitable[None]]) -> None:
@@ -167,7 +167,7 @@ class Replicas[R]:
         A serving replica gets no further work. After an update in progress, `drain` makes it return its remaining work, and it is ended.
         """
         slot = self.slots[index]
-        slot.wanted = False
+        slot.occupied = False
         if slot.restarting is not None and not slot.restarting.done():
             slot.restarting.cancel()
             await asyncio.gather(slot.restarting, return_exceptions=True)

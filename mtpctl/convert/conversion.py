@@ -120,11 +120,11 @@ def _convert_to_megatron(weights: ModelWeights, target: Path, options: Conversio
             dtypes = {name: common_dtype(tensor_dtypes, parameter.hf_names) for name, parameter in parameters.items()}
             writer = PartWriter(output.folder, skeleton, dtypes)
             extras_writer = HfWriter(hf, extras, {}, stem="carried", shard_bytes=1 << 62)
-            count = _start_progress(output, writer.nbytes, extras_writer.nbytes, folder.path, progress)
+            report_converted = _start_progress(output, writer.nbytes, extras_writer.nbytes, folder.path, progress)
 
             def compute(name: str) -> torch.Tensor:
                 value = skeleton.to_megatron(name, weights).to(dtypes[name])
-                count(value.nbytes)
+                report_converted(value.nbytes)
                 return value
 
             with _background_runner() as run_in_background:
@@ -177,14 +177,14 @@ def _convert_to_hf(
                 layout = make_fp8_layout(layout, fp8_names, shape)
             output = stack.enter_context(_OutputFolder(target))
             writer = HfWriter(output.folder, layout, num_elements)
-            count = _start_progress(output, reader.nbytes, writer.nbytes - sum(reader.nbytes), folder.path, progress)
+            report_converted = _start_progress(output, reader.nbytes, writer.nbytes - sum(reader.nbytes), folder.path, progress)
             writer.allocate()
             with _background_runner() as run_in_background:
                 for index in range(len(reader.parts)):
                     for name, value in reader.read(index).items():
                         for hf_name, tensor in quantize_selected(skeleton.to_hf(name, value), fp8_names):
                             writer.put(hf_name, tensor)
-                        count(value.nbytes)
+                        report_converted(value.nbytes)
                     run_in_background(writer.flush)
             extras = [] if reference.extra_weights is None else [stored for stored in layout if not stored.pieces]
             _write_extras(writer, extras, reference.extra_weights)

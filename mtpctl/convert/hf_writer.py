@@ -178,9 +178,9 @@ def cast_dtypes(
     if target is None:
         return dict(dtypes)
     folder_dtypes = folder_dtypes or dtypes
-    stored_fp32 = torch.float32 if main_dtype(folder_dtypes, sizes).itemsize < torch.float32.itemsize else None
+    kept_dtype = torch.float32 if main_dtype(folder_dtypes, sizes).itemsize < torch.float32.itemsize else None
     return {
-        name: dtype if not dtype.is_floating_point or (folder_dtypes.get(name) == stored_fp32 == dtype) else target
+        name: dtype if not dtype.is_floating_point or (folder_dtypes.get(name) == kept_dtype == dtype) else target
         for name, dtype in dtypes.items()
     }
 

@@ -171,40 +171,41 @@ def score(folder: Path) -> dict[str, Any]:
     samples = {name: Sample.from_dict(fields) for name, fields in json.loads((folder / "samples.json").read_text()).items()}
     sample = samples["eager"]
     decode, prefill = (load_file(folder / f"{name}.safetensors") for name in ("decode", "prefill"))
-    trainer = _trainer(request, recipe, samples, decode)
+    trainer_outputs = _run_trainer(request, recipe, samples, decode)
     first = len(sample.prompt_ids) - 1
-    reference, behaviour = trainer["logprobs"]["eager"], sample.behaviour_logprobs
+    reference, behaviour = trainer_outputs["logprobs"]["eager"], sample.behaviour_logprobs
     lines = [
         _logprob_difference("engine, decode", behaviour, reference),
         _logprob_difference("engine, prefill", prefill["logprob"][first:].tolist(), reference),
-        _logprob_difference("log-prob server", _server(request, recipe, sample), reference),
+        _logprob_difference("log-prob server", _score_on_server(request, recipe, sample), reference),
     ]
     if COMPILED in samples:
         lines.insert(
-            1, _logprob_difference(f"engine, decode {COMPILED}", samples[COMPILED].behaviour_logprobs, trainer["logprobs"][COMPILED])
+            1,
+            _logprob_difference(f"engine, decode {COMPILED}", samples[COMPILED].behaviour_logprobs, trainer_outputs["logprobs"][COMPILED]),
         )
     modules = [
         ModuleDifference(
             name,
-            *_relative_difference(trainer["forced"][name], decode[name]),
-            total=_relative_difference(trainer["free"][name], decode[name])[0],
+            *_relative_difference(trainer_outputs["on_engine_inputs"][name], decode[name]),
+            total=_relative_difference(trainer_outputs["on_own_inputs"][name], decode[name])[0],
             prefill=_relative_difference(prefill[name], decode[name])[0],
         )
-        for name in trainer["forced"]
+        for name in trainer_outputs["on_engine_inputs"]
     ]
-    modules.append(_head(trainer, decode, prefill, behaviour, first))
+    modules.append(_compare_head(trainer_outputs, decode, prefill, behaviour, first))
     return {
         "modules": [asdict(module) for module in modules],
         "logprobs": [asdict(line) for line in lines],
-        "limit": 0.0 if recipe.numerics == "bitwise" else LIMIT_FACTOR * trainer["rounding"],
+        "limit": 0.0 if recipe.numerics == "bitwise" else LIMIT_FACTOR * trainer_outputs["rounding"],
         "bitwise": recipe.numerics == "bitwise",
         "precision": recipe.train.precision,
-        "moe_layers": trainer["moe_layers"],
+        "moe_layers": trainer_outputs["moe_layers"],
     }
 
 
-def _trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], decode: dict[str, Tensor]) -> dict[str, Any]:
-    """Log-probs of all samples, and outputs of the modules with their own inputs (`free`) and with the engine's (`forced`)."""
+def _run_trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], decode: dict[str, Tensor]) -> dict[str, Any]:
+    """Log-probs of all samples, and the modules' outputs: `on_own_inputs` of the trainer, and `on_engine_inputs`."""
     import torch
 
     from mtpctl.convert.hf_folder import HfFolder
@@ -232,16 +233,23 @@ def _trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], decod
 
     try:
         streams = {name: rows for name, rows in decode.items() if name.endswith(".stream") or name == "final_norm"}
-        with capture_outputs(engine.module) as free:
+        with capture_outputs(engine.module) as on_own_inputs:
             scored = {"eager": logprobs(samples["eager"])}
-        with capture_outputs(engine.module, streams) as forced:
-            head = logprobs(samples["eager"])
+        with capture_outputs(engine.module, streams) as on_engine_inputs:
+            logprobs_on_engine_inputs = logprobs(samples["eager"])
         scored |= {name: logprobs(sample) for name, sample in samples.items() if name != "eager"}
         width = max(engine.transformer.hidden_size, engine.transformer.ffn_hidden_size)
         # Outputs are rounded to the model's precision; sums over the width have fp32 rounding errors.
         rounding = torch.finfo(engine.transformer.params_dtype).eps + torch.finfo(torch.float32).eps * width**0.5
         layers = [layer.layer_number - 1 for layer in engine.module.decoder.layers if layer.is_moe_layer]
-        return {"logprobs": scored, "free": free, "forced": forced, "head": head, "rounding": rounding, "moe_layers": layers}
+        return {
+            "logprobs": scored,
+            "on_own_inputs": on_own_inputs,
+            "on_engine_inputs": on_engine_inputs,
+            "logprobs_on_engine_inputs": logprobs_on_engine_inputs,
+            "rounding": rounding,
+            "moe_layers": layers,
+        }
     finally:
         engine.close()
 
@@ -328,7 +336,7 @@ class _Capture:
         return replaced
 
 
-def _server(request: Request, recipe: Recipe, sample: Sample) -> Logprobs:
+def _score_on_server(request: Request, recipe: Recipe, sample: Sample) -> Logprobs:
     from mtpctl.logprob.protocol import ScoreRequest
     from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 
@@ -370,14 +378,16 @@ def _relative_difference(rows: Tensor, reference: Tensor) -> tuple[float, float]
     return float(errors.mean()), float(errors.max())
 
 
-def _head(
-    trainer: dict[str, Any], decode: dict[str, Tensor], prefill: dict[str, Tensor], behaviour: Logprobs, first: int
+def _compare_head(
+    trainer_outputs: dict[str, Any], decode: dict[str, Tensor], prefill: dict[str, Tensor], behaviour: Logprobs, first: int
 ) -> ModuleDifference:
     """The LM head: differences of log-probs, relative to the token's largest logit."""
     import torch
 
     scale = decode["logit_scale"][first:].double()
     exact = torch.tensor(list(behaviour), dtype=torch.float64)
-    values = (trainer["head"], trainer["logprobs"]["eager"], prefill["logprob"][first:])
-    forced, free, again = ((torch.tensor(list(each), dtype=torch.float64) - exact).abs() / scale for each in values)
-    return ModuleDifference("head", float(forced.mean()), float(forced.max()), float(free.mean()), float(again.mean()))
+    values = (trainer_outputs["logprobs_on_engine_inputs"], trainer_outputs["logprobs"]["eager"], prefill["logprob"][first:])
+    on_engine_inputs, on_own_inputs, prefilled = ((torch.tensor(list(each), dtype=torch.float64) - exact).abs() / scale for each in values)
+    return ModuleDifference(
+        "head", float(on_engine_inputs.mean()), float(on_engine_inputs.max()), float(on_own_inputs.mean()), float(prefilled.mean())
+    )

@@ -231,7 +231,7 @@ class _TrunkTerm:
         self.index = torch.arange(rows.total, device=states.device) if rows.index is None else rows.index
         self.grad_dtype = arguments.call.partial_dtype(states) if arguments.needs_hidden_grad else None
         self.hidden_grad = None if self.grad_dtype is None else torch.empty(states.shape, dtype=self.grad_dtype, device=states.device)
-        self.logprob, self.entropy, self.statistics = torch.zeros(3, n, dtype=problem.wide_dtype, device=states.device).unbind(0)
+        self.logprob, self.entropy, self.check_values = torch.zeros(3, n, dtype=problem.wide_dtype, device=states.device).unbind(0)
         self.hit = torch.zeros(n, dtype=torch.bool, device=states.device)
         self.loss_sum = torch.zeros((), dtype=problem.wide_dtype, device=states.device)
 
@@ -241,7 +241,7 @@ class _TrunkTerm:
         May overwrite the slice's saved logits.
         """
         arguments, stats = self.arguments, trunk.stats
-        self.statistics[span] = stats.lse + stats.entropy if arguments.entropy else stats.lse
+        self.check_values[span] = stats.lse + stats.entropy if arguments.entropy else stats.lse
         self.logprob[span], self.hit[span] = stats.logprob, stats.hit
         if arguments.entropy:
             self.entropy[span] = stats.entropy
@@ -295,7 +295,7 @@ class _SlicedLosses(torch.autograd.Function):
         if buffer.out is not None and not accumulate:
             buffer.out.zero_()
         loss = trunk.loss_sum + sum(term.draft.weight * term.loss_sum for term in terms)
-        checks = [("hidden" if arguments.token_loss else "teacher", problem.hidden.detach(), FiniteCheck(trunk.statistics))]
+        checks = [("hidden" if arguments.token_loss else "teacher", problem.hidden.detach(), FiniteCheck(trunk.check_values))]
         checks += [("hidden", term.hidden.detach(), FiniteCheck(term.lse)) for term in terms]
         check = partial(_run_checks, checks, weight.detach())
         if arguments.trunk_learns or any(

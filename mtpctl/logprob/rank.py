@@ -120,7 +120,7 @@ class ScoreRank:
         from mtpctl.families import tensors
         from mtpctl.families.tensors import section_of, tensor_shapes
         from mtpctl.logprob.weights import VersionedWeights
-        from mtpctl.sync.transports.base import Readers
+        from mtpctl.sync.transports.base import ReaderCache
 
         shape = engine.folder.shape
         self.engine = engine
@@ -130,7 +130,7 @@ class ScoreRank:
         aliases = self.copies = tensors.aliases(shape)
         self.adaptable = {n: size for n, size in self.tensors.items() if n not in aliases and self._section_of(n) == "target"}
         self.map = StreamMap(engine.bridge, [engine.module], [*self.tensors, *aliases])
-        self._readers = Readers(engine.device)
+        self._reader_cache = ReaderCache(engine.device)
         self.weights = VersionedWeights(engine.module, self.config.version, keep_previous=self.config.keep_previous)
         return Bounds(shape.max_positions, shape.vocab, engine.depths, RouteShape.of(shape))
 
@@ -172,7 +172,7 @@ class ScoreRank:
         self._manifest = Manifest.from_dict(manifest)
         plan = self._manifest.sections[section]
         entries = plan.tensors()
-        reader = self._readers.open(self._manifest.transport, self._manifest.address)
+        reader = self._reader_cache.open(self._manifest.transport, self._manifest.address)
         try:
             if self._manifest.base is not None and self._manifest.base != self.weights.current:
                 raise VersionConflict(
@@ -189,7 +189,7 @@ class ScoreRank:
                 self._check_section(entries, section)
             self.weights.begin(version)
         except SyncError as error:
-            self._readers.fail(str(error))
+            self._reader_cache.fail(str(error))
             raise
         self._section, self._plan = section, plan
         self._stream = None if section == "adapter" else WeightStream(self.map, self._names(plan), self.weights.destination)
@@ -241,7 +241,7 @@ class ScoreRank:
                     # Conversion runs on the model's device, one bucket at a time.
                     self._load_bucket(self._stream, bucket, data.to(self.engine.device))
         except BaseException as error:
-            self._readers.fail(str(error))
+            self._reader_cache.fail(str(error))
             raise
 
     def _load_bucket(self, stream: WeightStream, bucket: Bucket, data: Tensor) -> None:
@@ -272,7 +272,7 @@ class ScoreRank:
                 self._apply_delta(self._stream, self._plan, self._plan.delta)
             self._finish_stream(self._stream)
         self._stream, self._is_open = None, False
-        self._readers.end_section()
+        self._reader_cache.end_section()
         self._finished.add(self._section)
         if self._finished == set(self._manifest.sections):
             has_target = "target" in self._finished
@@ -330,7 +330,7 @@ class ScoreRank:
     def abort_update(self) -> None:
         """Abort all sections of the update. Raises TargetDirty if the weights are a mix of two versions."""
         self._stream, self._incoming_adapter, self._is_open = None, None, False
-        self._readers.fail("a log-prob replica aborted the update")
+        self._reader_cache.fail("a log-prob replica aborted the update")
         self._finished = set()
         self.weights.abort()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtpctl.kernels import exact_grad
 from mtpctl.kernels.qkv import HeadLayout, HeadNorm, Heads, apply_rotary, split_heads
-from mtpctl.model.layers import ReplicatedLinear, RMSNorm, norm_offset, uses_exact_sums
+from mtpctl.model.layers import ReplicatedLinear, RMSNorm, is_bitwise, norm_offset
 from mtpctl.model.packing import Packing
 from mtpctl.model.rope import Rope, Rotary
 
@@ -29,7 +29,7 @@ class SelfAttention(UpstreamSelfAttention):
         out = run(queries, keys, values, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
         if self.config.attention_output_gate:
             gates = gates.reshape(out.shape)
-            out = out * (exact_grad.sigmoid(gates) if uses_exact_sums(self.config) else gates.sigmoid())
+            out = out * (exact_grad.sigmoid(gates) if is_bitwise(self.config) else gates.sigmoid())
         return self.linear_proj(out)
 
     def _heads(self, hidden_states: Tensor, packing: Packing) -> Heads:
@@ -49,7 +49,7 @@ class SelfAttention(UpstreamSelfAttention):
         qk_norm = None
         if isinstance(norm, RMSNorm):
             qk_norm = HeadNorm(norm.reduced_weight(), k_norm.reduced_weight(), norm.eps, norm_offset(config))
-            if uses_exact_sums(config):
+            if is_bitwise(config):
                 return exact_grad.split_normed_heads(qkv.squeeze(1), layout, qk_norm, self._rotary(packing))
         return split_heads(qkv.squeeze(1), layout, qk_norm, self._rotary(packing))
 

@@ -40,8 +40,8 @@ from mtpctl.model.layers import (
     Mlp,
     RMSNorm,
     RowParallelLinear,
-    use_exact_sums,
-    uses_exact_sums,
+    is_bitwise,
+    set_bitwise,
 )
 from mtpctl.model.mamba import Mamba2
 from mtpctl.model.rope import rope_of, window_rope_of
@@ -142,7 +142,7 @@ def complete_config(
         setattr(config, name, value)
     config.finalize()
     if numerics == "bitwise":
-        use_exact_sums(config)
+        set_bitwise(config)
     return config
 
 
@@ -336,7 +336,7 @@ def build_model(config: TransformerConfig, shape: ModelShape, mtp: MtpConfig) ->
         mtp_block_spec=mtp_spec(config, shape),
     )
     device, window_rope = torch.device(torch.cuda.current_device()), window_rope_of(shape)
-    rope = replace(rope_of(shape), exact=uses_exact_sums(config)).to_device(device) if shape.rotary_fraction else None
+    rope = replace(rope_of(shape), exact=is_bitwise(config)).to_device(device) if shape.rotary_fraction else None
     model.use_rope(rope, None if window_rope is None else window_rope.to_device(device))
     if routes := RouteShape.of(shape):
         number_moe_layers(model, routes.layers)
@@ -366,15 +366,15 @@ def init_random_weights(model: torch.nn.Module, seed: int) -> None:
     Values depend on seed and layout. Ranks that replicate a part of a parameter get the same values.
     """
     device = next(model.parameters()).device
-    stage = 9176 * parallel_state.get_pipeline_model_parallel_rank()
-    tp = 1009 * parallel_state.get_tensor_model_parallel_rank()
-    expert = 1009 * parallel_state.get_expert_tensor_parallel_rank() + 5003 * parallel_state.get_expert_model_parallel_rank()
+    stage_offset = 9176 * parallel_state.get_pipeline_model_parallel_rank()
+    tp_offset = 1009 * parallel_state.get_tensor_model_parallel_rank()
+    expert_offset = 1009 * parallel_state.get_expert_tensor_parallel_rank() + 5003 * parallel_state.get_expert_model_parallel_rank()
 
     def generator(offset: int) -> torch.Generator:
         return torch.Generator(device).manual_seed(seed + offset)
 
-    offsets = enumerate((stage + tp, stage, stage + expert, tp))
-    split, replicated, experts, embedding = (generator(kind + offset) for kind, offset in offsets)
+    offsets = enumerate((stage_offset + tp_offset, stage_offset, stage_offset + expert_offset, tp_offset))
+    split, replicated, experts, embedding = (generator(index + offset) for index, offset in offsets)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -36,7 +36,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mtpctl.kernels import exact_grad, invariant
-from mtpctl.model.layers import uses_exact_sums
+from mtpctl.model.layers import is_bitwise
 from mtpctl.model.packing import Packing
 
 LaterKeysValues = tuple[Tensor, Tensor]
@@ -241,7 +241,7 @@ class PackedAttention(torch.nn.Module):
         **__: object,
     ) -> None:
         super().__init__()
-        self.scale, self.window, self.exact = softmax_scale, window, uses_exact_sums(config)
+        self.scale, self.window, self.exact = softmax_scale, window, is_bitwise(config)
         self.tp_group = None if pg_collection is None else pg_collection.tp
         self.register_parameter("softmax_offset", None)
         if sinks:

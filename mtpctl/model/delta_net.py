@@ -18,7 +18,7 @@ from mtpctl.compat import megatron_core
 from mtpctl.kernels import exact_delta
 from mtpctl.kernels.exact_delta import DeltaCache, DeltaWeights
 from mtpctl.kernels.exact_grad import with_gradients_of
-from mtpctl.model.layers import uses_exact_sums
+from mtpctl.model.layers import is_bitwise
 from mtpctl.model.packing import Packing, convolve, exchange_heads, local_channels, local_heads, to_tokens
 
 try:
@@ -71,7 +71,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
             key_heads, value_heads = key_heads // self.cp_size, value_heads // self.cp_size
         widths = [width // self.cp_size for width in self._widths]
         heads = _HeadInputs(mixed, widths, taps, alpha, beta, decay, bias, key_heads, value_heads)
-        run = _run_exact if uses_exact_sums(self.config) else _run_default
+        run = _run_exact if is_bitwise(self.config) else _run_default
         out = run(heads, packed_seq_params.full_row)
         if self.cp_size > 1:
             out = to_tokens(out, packed_seq_params, self.pg_collection.cp)

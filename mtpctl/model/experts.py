@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from mtpctl.kernels.exact_experts import grouped_linear as exact_product
 from mtpctl.kernels.grouped import WeightStack, library_product
 from mtpctl.kernels.rows import ExpertOrder, distinct_rows, expert_order, row_sums
-from mtpctl.model.layers import Mlp, activation_of, recompute_in_backward, uses_exact_sums
+from mtpctl.model.layers import Mlp, activation_of, is_bitwise, recompute_in_backward
 from mtpctl.model.lora import GroupedLayer
 
 UNROUTED = -1.0
@@ -259,7 +259,7 @@ class Experts(SequentialMLP):
         layer = self._layers.get(name)
         if layer is None:
             linears = [getattr(expert, name) for expert in reversed(self.local_experts)]
-            layer = self._layers[name] = GroupedLayer(linears, exact_product if uses_exact_sums(self.config) else library_product)
+            layer = self._layers[name] = GroupedLayer(linears, exact_product if is_bitwise(self.config) else library_product)
         return layer(rows, ends)
 
 

@@ -28,16 +28,17 @@ from mtpctl.kernels.activations import squared_relu, swiglu
 from mtpctl.kernels.norm import gated_rms_norm, rms_norm
 from mtpctl.kernels.products import buffered_linear, is_buffered
 
-_EXACT = "mtpctl_exact_sums"
+_BITWISE = "mtpctl_bitwise"
 
 
-def use_exact_sums(config: TransformerConfig) -> None:
-    """Let the layers of this config compute with `mtpctl.kernels.exact_grad`, whose sums do not depend on the batch (bitwise numerics)."""
-    setattr(config, _EXACT, True)
+def set_bitwise(config: TransformerConfig) -> None:
+    """For `numerics: bitwise`: let the layers compute with `mtpctl.kernels.exact_grad`, whose sums do not depend on the batch."""
+    setattr(config, _BITWISE, True)
 
 
-def uses_exact_sums(config: TransformerConfig) -> bool:
-    return getattr(config, _EXACT, False)
+def is_bitwise(config: TransformerConfig) -> bool:
+    """Whether the layers of this config compute bitwise log-probs, see `set_bitwise`."""
+    return getattr(config, _BITWISE, False)
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def _bypass_upstream(
     layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, *, has_options: bool
 ) -> tuple[Tensor, Tensor | None] | None:
     """The layer's output, and the bias if the caller adds it; None if upstream's forward pass must compute them."""
-    if uses_exact_sums(layer.config):
+    if is_bitwise(layer.config):
         assert not has_options or layer.tp_group.size() == 1, "options of a call are not exact with tp > 1"
         out = _exact_product(layer, x)
     elif has_options or layer.tp_group.size() > 1 or not is_buffered(layer.weight):
@@ -148,7 +149,7 @@ def norm_offset(config: TransformerConfig) -> float:
 
 
 def _rms_norm(config: TransformerConfig, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    norm = exact_grad.rms_norm if uses_exact_sums(config) else rms_norm
+    norm = exact_grad.rms_norm if is_bitwise(config) else rms_norm
     return norm(x, weight, eps, norm_offset(config))
 
 
@@ -186,7 +187,7 @@ class GatedRMSNorm(RMSNorm):
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """norm(x) · silu(gate), for x and gate of the same shape."""
-        norm = exact_grad.gated_rms_norm if uses_exact_sums(self.config) else gated_rms_norm
+        norm = exact_grad.gated_rms_norm if is_bitwise(self.config) else gated_rms_norm
         return norm(x, gate, self.reduced_weight(), self.eps)
 
 
@@ -211,7 +212,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
 def activation_of(config: TransformerConfig) -> Callable[[Tensor, Tensor | None], Tensor]:
     """The activation between the two linear layers of an MLP or an expert: SwiGLU, or a squared ReLU without a gate."""
-    if uses_exact_sums(config):
+    if is_bitwise(config):
         return exact_grad.swiglu
     return swiglu if config.gated_linear_unit else squared_relu
 

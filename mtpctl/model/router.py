@@ -28,7 +28,7 @@ from torch import Tensor
 from mtpctl.kernels import exact_grad
 from mtpctl.kernels.exact_experts import top_experts
 from mtpctl.kernels.routing import ReplayedRoutes, RoutingRule, route, router_logits
-from mtpctl.model.layers import uses_exact_sums
+from mtpctl.model.layers import is_bitwise
 from mtpctl.model.packing import Packing
 
 
@@ -102,7 +102,7 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Hidden states [T, 1, H] → logits [T, 1, E] in fp32."""
-        if uses_exact_sums(self.config):
+        if is_bitwise(self.config):
             return exact_grad.router_logits(input, self.weight)
         if self.bias is not None or self.config.moe_router_dtype != "fp32":
             return super().gating(input)
@@ -123,7 +123,7 @@ class Router(TopKRouter):
             probs, routes = route(
                 logits, self.expert_bias, rule, self.load if counts_in_kernel else None, self._routes_to_replay(is_training)
             )
-        elif uses_exact_sums(config):
+        elif is_bitwise(config):
             counts_in_kernel = False
             selection = self.choice or ExpertChoice(None, recorded=False)
             _values, experts = selection.get_replay_topk(logits, self.topk, None, None, _top_experts)
@@ -161,7 +161,7 @@ class Router(TopKRouter):
         """
         config = self.config
         recorded = self.choice is not None and self.choice.recorded
-        if not logits.is_cuda or logits.dtype != torch.float32 or config.moe_router_group_topk or recorded or uses_exact_sums(config):
+        if not logits.is_cuda or logits.dtype != torch.float32 or config.moe_router_group_topk or recorded or is_bitwise(config):
             return None
         scaling = config.moe_router_topk_scaling_factor or 1.0
         if self.score_function == "sigmoid":

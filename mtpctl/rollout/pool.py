@@ -75,7 +75,7 @@ class Router:
         return max(self._max_in_flight * sum(slot.state == "serving" for slot in self._replicas.slots), 1)
 
     def _free_slots(self) -> list[Slot[Replica]]:
-        return [slot for slot, _ in self._replicas.live() if slot.wanted and slot.busy < self._max_in_flight]
+        return [slot for slot, _ in self._replicas.live() if slot.occupied and slot.busy < self._max_in_flight]
 
 
 class Membership:
@@ -97,8 +97,8 @@ class Membership:
     def occupied_slots(self) -> list[int]:
         """Occupied slots in the order in which to vacate them: quarantined, restarting, serving; the newest first within each state."""
         order = {"quarantined": 0, "restarting": 1, "serving": 2}
-        wanted = [slot for slot in self._replicas.slots if slot.wanted]
-        return [slot.index for slot in sorted(wanted, key=lambda slot: (order[slot.state], -slot.index))]
+        occupied = [slot for slot in self._replicas.slots if slot.occupied]
+        return [slot.index for slot in sorted(occupied, key=lambda slot: (order[slot.state], -slot.index))]
 
     def is_serving(self, index: int) -> bool:
         """Whether the replica in a slot gets requests."""

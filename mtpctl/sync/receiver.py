@@ -31,7 +31,7 @@ from mtpctl.sync.checksums import PartialSums, partial_sums
 from mtpctl.sync.delta import BlobAssembler, apply, decode
 from mtpctl.sync.parameters import Renamer, ShapeMismatch, Shard, TpRank, find_shard, resolve
 from mtpctl.sync.protocol import Delta, Manifest, PlanMismatch, Section, SectionPlan, SyncError, VersionConflict, buckets_from, layout
-from mtpctl.sync.transports.base import BucketReader, Readers
+from mtpctl.sync.transports.base import BucketReader, ReaderCache
 
 SCRATCH_BYTES = 64 << 20
 """Maximum size of the scratch memory for discarded buckets, in bytes."""
@@ -166,7 +166,7 @@ class Inbox:
     """A worker's transport readers, which all of its models share, and the plans that it has received."""
 
     def __init__(self, device: torch.device) -> None:
-        self.readers = Readers(device)
+        self.reader_cache = ReaderCache(device)
         self.plans: dict[str, SectionPlan] = {}
 
     def plan_of(self, step: UpdateStep) -> SectionPlan:
@@ -210,9 +210,9 @@ class StepReceiver:
     def begin_with(self, step: UpdateStep, new_receiver: Callable[[SectionPlan], BucketReceiver]) -> None:
         """Begin a section with the receiver that `new_receiver` creates from its plan, unless the section is discarded."""
         # Join the group before any check, so that a receiver that refuses the plan can report it to the group.
-        reader = self.inbox.readers.open(step["transport"], step["address"])
+        reader = self.inbox.reader_cache.open(step["transport"], step["address"])
         plan = self.inbox.plan_of(step)
-        receiver = DiscardReceiver(plan, self.inbox.readers.device) if step["discard"] else new_receiver(plan)
+        receiver = DiscardReceiver(plan, self.inbox.reader_cache.device) if step["discard"] else new_receiver(plan)
         self._active = ActiveSection(step["section"], receiver, reader)
         reader.begin(step["version"], step["section"])
 
@@ -235,13 +235,13 @@ class StepReceiver:
         self._active = None
         if not isinstance(active.receiver, DiscardReceiver):
             self.received[active.section] = active.receiver
-        self.inbox.readers.end_section()
+        self.inbox.reader_cache.end_section()
         return active.receiver
 
     def fail(self, reason: str) -> None:
         """Cancel the section and report it to the transfer's group, which would otherwise wait for this receiver."""
         self._active = None
-        self.inbox.readers.fail(reason)
+        self.inbox.reader_cache.fail(reason)
 
     def sums(self) -> RankSums:
         """This rank's part of the checksum of every tensor received so far, read from the live parameters."""

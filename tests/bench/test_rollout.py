@@ -11,7 +11,17 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional as F
 
-from mtpctl.bench.rollout import Bench, Options, Result, Send, allowed_gain, format_row, format_verdict, make_row, send_alternately
+from mtpctl.bench.rollout import (
+    Bench,
+    Options,
+    Result,
+    Send,
+    format_row,
+    format_verdict,
+    gain_with_free_verification,
+    make_row,
+    send_alternately,
+)
 from mtpctl.bench.rollout_engines import TINY, Load, Run, enter_all, expected_answer, make_load, write_cycle_model
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
@@ -100,9 +110,9 @@ def test_load_stays_in_its_half_of_the_vocabulary() -> None:
 
 
 def test_drafting_as_long_as_a_step_halves_the_gain() -> None:
-    assert allowed_gain(1.75, draft_s=0.0, step_s=0.004) == 1.75
-    assert allowed_gain(1.75, draft_s=0.001, step_s=0.004) == pytest.approx(1.4)
-    assert allowed_gain(1.5, draft_s=0.004, step_s=0.004) == pytest.approx(0.75)
+    assert gain_with_free_verification(1.75, draft_s=0.0, step_s=0.004) == 1.75
+    assert gain_with_free_verification(1.75, draft_s=0.001, step_s=0.004) == pytest.approx(1.4)
+    assert gain_with_free_verification(1.5, draft_s=0.004, step_s=0.004) == pytest.approx(0.75)
 
 
 LOAD = Load("batch 8", 8, [], [])

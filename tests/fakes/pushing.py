@@ -18,7 +18,7 @@ from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.receiver import pieces
 from mtpctl.sync.sender import Sender
 from mtpctl.sync.store import VersionStore
-from mtpctl.sync.transports.base import Readers
+from mtpctl.sync.transports.base import ReaderCache
 
 Tensors = dict[str, torch.Tensor]
 SHAPES = {"model.embed.weight": (40, 8), "model.layers.0.w": (64, 64), "model.norm.weight": (8,), "model.mtp_layers.0.w": (5, 3)}
@@ -62,7 +62,7 @@ class Die:
 
 
 def _receive(inbox: Any, outbox: Any, fault: Die | None) -> None:
-    readers = Readers("cpu")
+    readers = ReaderCache("cpu")
     live: Tensors = {}
     while (manifest := inbox.get()) is not None:
         try:
@@ -74,7 +74,7 @@ def _receive(inbox: Any, outbox: Any, fault: Die | None) -> None:
     readers.close()
 
 
-def _take(readers: Readers, manifest: Manifest, fault: Die | None, tensors: Tensors) -> dict[str, Any]:
+def _take(readers: ReaderCache, manifest: Manifest, fault: Die | None, tensors: Tensors) -> dict[str, Any]:
     """Receive a version into `tensors`, which have the previous one."""
     reader = readers.open(manifest.transport, manifest.address)
     if manifest.base is None:

@@ -137,7 +137,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
 
     def shutdown(self) -> None:
         """Release the transport's buffers and connections."""
-        self._steps.inbox.readers.close()
+        self._steps.inbox.reader_cache.close()
 
 
 def _tp_rank() -> TpRank:

@@ -103,7 +103,7 @@ class BucketReader(ABC):
         """Release buffers and connections."""
 
 
-class Readers:
+class ReaderCache:
     """A receiver's open reader, which is reused as long as transport and address stay the same."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -41,12 +41,12 @@ def install_exact_delta() -> None:
     from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-    replaced = (
+    required_methods = (
         (GDNAttentionMetadataBuilder, "build"),
         (QwenGatedDeltaNetAttention, "_output_projection"),
         (Qwen3NextAttention, "_project_qkv_gate"),
     )
-    for owner, name in replaced:
+    for owner, name in required_methods:
         if name not in vars(owner):
             raise UpstreamMoved(f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not exact")
     assign(GDNAttentionMetadataBuilder, build=_with_new_sequences(GDNAttentionMetadataBuilder.build))
@@ -104,13 +104,14 @@ def recur(layer: QwenGatedDeltaNetAttention, mixed_qkv: Tensor, alpha: Tensor, b
     metadata: GDNAttentionMetadata | None = attention.get(layer.prefix) if isinstance(attention, dict) else None
     if metadata is None:  # in vLLM's memory profiling
         return
-    windows, states = layer.kv_cache
-    windows = windows if is_conv_state_dim_first() else windows.transpose(1, 2)
+    conv_states, states = layer.kv_cache
+    conv_states = conv_states if is_conv_state_dim_first() else conv_states.transpose(1, 2)
     states = states.view(*states.shape[:2], *states.shape[:1:-1])
-    taps, decay = layer.conv1d.get_parameter("weight").squeeze(1), layer.A_log.to(mixed_qkv.dtype)  # fp32 in vLLM, not in the trainer
-    weights = DeltaWeights(taps, decay, layer.dt_bias, layer.num_k_heads, layer.head_k_dim)
+    conv_weight = layer.conv1d.get_parameter("weight").squeeze(1)
+    a_log = layer.A_log.to(mixed_qkv.dtype)  # vLLM keeps it in fp32, the trainer in the model's precision
+    weights = DeltaWeights(conv_weight, a_log, layer.dt_bias, layer.num_k_heads, layer.head_k_dim)
     for rows, starts, slots, accepted in _split_by_drafts(metadata):
-        cache = DeltaCache(windows, states, slots, accepted)
+        cache = DeltaCache(conv_states, states, slots, accepted)
         out[rows] = exact_delta.run(mixed_qkv[rows], alpha[rows], beta[rows], weights, starts, cache)
 
 
