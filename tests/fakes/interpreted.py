@@ -10,11 +10,10 @@ from pathlib import Path
 from tests.environment import TREE
 
 
-def run_interpreted(file: Path, test: str | None = None, *, seconds: float = 200) -> None:
-    """Run the tests of a file, or one of them, in a separate process with the interpreter."""
-    tests = str(file) if test is None else f"{file}::{test}"
+def run_interpreted(*tests: Path | str, seconds: float = 200) -> None:
+    """Run the tests of files, or single ones, in a separate process with the interpreter."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={seconds:g}", tests],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={seconds:g}", *map(str, tests)],
         cwd=TREE,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"},
         capture_output=True,

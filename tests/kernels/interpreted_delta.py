@@ -1,6 +1,6 @@
 """`mtpctl.kernels.exact_delta`'s kernels under Triton's interpreter, in fp16 and fp32.
 
-`test_exact_delta.py` runs this file in a separate process, because the interpreter is selected at import.
+`test_interpreted.py` runs this file in a separate process, because the interpreter is selected at import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`mtpctl.kernels.exact_experts` under Triton's interpreter, in fp16. `test_exact_experts.py` runs this file in a separate process."""
+"""`mtpctl.kernels.exact_experts` under Triton's interpreter, in fp16. `test_interpreted.py` runs this file in a separate process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`mtpctl.kernels.invariant` under Triton's interpreter, in fp16, because the interpreter does not support bf16 products.
 
-`test_invariant.py` runs this file in a separate process, because the interpreter is selected at import.
+`test_interpreted.py` runs this file in a separate process, because the interpreter is selected at import.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from mtpctl.kernels import exact_delta
 from mtpctl.kernels.exact_delta import DeltaCache, DeltaWeights
 from mtpctl.kernels.exact_grad import with_gradients_of
 from tests.fakes.delta import Inputs, drawn_inputs, in_steps, packed
-from tests.fakes.interpreted import run_interpreted
 
 
 def by_definition(inputs: Inputs) -> Tensor:
@@ -35,10 +33,6 @@ def by_definition(inputs: Inputs) -> Tensor:
         state = state + torch.einsum("hd,hw->hdw", k[t], change)
         out.append(torch.einsum("hd,hdw->hw", q[t], state) * weights.key_dim**-0.5)
     return torch.stack(out)
-
-
-def test_kernels_under_the_interpreter() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_delta.py"))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 21])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,15 +9,10 @@ from torch import Tensor
 from mtpctl.kernels import exact_experts, exact_grad
 from mtpctl.kernels.grouped import WeightStack, grouped_linear
 from mtpctl.kernels.routing import router_logits
-from tests.fakes.interpreted import run_interpreted
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_kernels_under_the_interpreter() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_experts.py"))
 
 
 @pytest.mark.parametrize("of_all", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +9,6 @@ from torch import Tensor
 
 from mtpctl.kernels import exact_grad, invariant
 from mtpctl.kernels.invariant import PagedKV
-from tests.fakes.interpreted import run_interpreted
-
-
-def test_kernels_under_the_interpreter() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_invariant.py"))
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -1,21 +1,15 @@
-"""The Triton backend without a GPU: kernels under Triton's interpreter, memory arithmetic, and imports without Triton."""
+"""The Triton backend without a GPU: memory arithmetic, and imports without Triton."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 from mtpctl.kernels.backend import Problem, vocab_shard
 from mtpctl.kernels.triton_backend import Tiles, Triton
 from tests.environment import TREE
-from tests.fakes.interpreted import run_interpreted
-
-
-def test_kernels_under_the_interpreter() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_triton.py"))
 
 
 def reference_problem(workspace: int, rows: int = 8192) -> Problem:

@@ -102,7 +102,8 @@ def test_log_probs_of_engine_and_trainer_on_two_gpus_are_equal(family: str, k: i
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_equal_the_trainers_in_bf16_in_the_interpreter(family: str) -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_bitwise.py"), f"test_log_probs_equal_the_trainers[{family}]", seconds=880)
+    file = Path(__file__).with_name("interpreted_bitwise.py")
+    run_interpreted(f"{file}::test_log_probs_equal_the_trainers[{family}]", seconds=880)
 
 
 @pytest.mark.gpu
