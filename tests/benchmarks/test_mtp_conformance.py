@@ -5,28 +5,29 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
-from mtp_conformance import CASES, FAILED, PINS, VOCAB, Case, Convention, Result, pins, reference, verdict
-from tests.environment import with_tree
+from mtp_conformance import CASES, FAILED, PINS, VOCAB, Case, Convention, Result, main, pins, reference, verdict
 
 ROOT = Path(__file__).parents[2]
 LOCAL_COUNTS = {"uneven microbatches", "uneven ranks", "uneven ranks, detached, tied", "rank with nothing to draft", "cp 2", "cp 2, packed"}
 UNPADDED_ROLL = {"packed, padded", "cp 2, packed, padded"}
 
 
-def results(trainer: str) -> tuple[int, list[dict[str, str]]]:
+def run_script(trainer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, str]]]:
     """The exit code, and for each trainer of the file its result by case."""
-    command = [sys.executable, "-W", "ignore", "benchmarks/mtp_conformance.py", "--trainer", trainer]
-    done = subprocess.run(command, cwd=ROOT, env=with_tree(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=280)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line.startswith("|")][2:]
-    assert [row[0] for row in rows] == [case.name for case in CASES], done.stdout + done.stderr
-    return done.returncode, [{row[0]: row[column] for row in rows} for column in range(1, len(rows[0]))]
+    monkeypatch.setattr(sys, "argv", ["mtp_conformance.py", "--trainer", str(ROOT / trainer)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")][2:]
+    assert [row[0] for row in rows] == [case.name for case in CASES], printed
+    return cast(int, end.value.code), [{row[0]: row[column] for row in rows} for column in range(1, len(rows[0]))]
 
 
 def test_reference_matches_the_pinned_results() -> None:
@@ -58,8 +59,8 @@ def test_head_of_zeros_predicts_all_tokens_alike(monkeypatch: pytest.MonkeyPatch
     assert result.gradients["head"].any() and not result.gradients["1.norm"].any()
 
 
-def test_engine_passes_all_cases() -> None:
-    code, (engine,) = results("tests/fakes/conformance_trainer.py")
+def test_engine_passes_all_cases(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, (engine,) = run_script("tests/fakes/conformance_trainer.py", monkeypatch, capsys)
     assert set(engine.values()) == {"pass"}, engine
     assert code == 0
 
@@ -77,9 +78,11 @@ def mean_of_local_means(case: Case, convention: Convention, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_megatron_core_normalizes_by_local_counts_and_rolls_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_core_normalizes_by_local_counts_and_rolls_without_padding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """If an upgrade fixes a case, update the table of docs/benchmarks/mtp-conformance.md."""
-    code, (default, per_token) = results("benchmarks/conformance/megatron_core.py")
+    code, (default, per_token) = run_script("benchmarks/conformance/megatron_core.py", monkeypatch, capsys)
     assert {case for case, verdict in default.items() if verdict != "pass"} == LOCAL_COUNTS | UNPADDED_ROLL, default
     assert {case for case, verdict in per_token.items() if verdict != "pass"} == LOCAL_COUNTS | UNPADDED_ROLL, per_token
     assert code == FAILED

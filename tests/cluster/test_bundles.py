@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ def hosts() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors need not import this file
     with pytest.MonkeyPatch.context() as patch:
         # Ray rejects a host with more GPUs than the variable names.
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -47,18 +47,22 @@ def test_random_model_is_created_in_the_run_directory(folder: Path, tmp_path: Pa
     assert weights(created.path) == weights(open_model(recipe("seed=2"), tmp_path / "same").path) != weights(folder)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_damaged_file_of_a_created_model_is_reported_and_the_model_is_created_again(tmp_path: Path, file: str) -> None:
+def test_damaged_file_of_a_created_model_is_reported_and_the_model_is_created_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
     prepare(recipe(), run)
-    before = (run / "model" / file).read_bytes()
+    files = [run / "model" / name for name in ("model.safetensors", "config.json", "tokenizer.json")]
+    before = [file.read_bytes() for file in files]
     prepare(recipe(), run)
-    flip(run / "model" / file)
-    with pytest.raises(UserError, match=rf"model/{file} has changed since it was saved.*remove .*/model: the run creates it again"):
-        prepare(recipe(), run)
+    for file, content in zip(files, before, strict=True):
+        flip(file)
+        with pytest.raises(
+            UserError, match=rf"model/{file.name} has changed since it was saved.*remove .*/model: the run creates it again"
+        ):
+            prepare(recipe(), run)
+        file.write_bytes(content)
     shutil.rmtree(run / "model")
     prepare(recipe(), run)
-    assert (run / "model" / file).read_bytes() == before
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_damaged_tokenizer_of_a_run_is_reported(folder: Path, tmp_path: Path) -> None:
