@@ -5,7 +5,9 @@ import importlib.util
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -81,6 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     if "vllm" in sys.modules:
         gc.freeze = gc.unfreeze = lambda: None
+        _register_kernels_once()
 
 
 class Process:
@@ -127,6 +130,19 @@ def _start_autograd_without_threads() -> None:
 
     if not torch.cuda.is_available():
         torch.ones(1, requires_grad=True).sum().backward()
+
+
+def _register_kernels_once() -> None:
+    """Each engine on a CPU would look for its kernels in all modules again, for a third of a second."""
+    from vllm.triton_utils import dispatcher
+
+    register = dispatcher.register_kernels
+
+    def register_new(overrides: Mapping[str, Callable[..., Any]]) -> None:
+        if not overrides.keys() <= dispatcher._registry.keys():
+            register(overrides)
+
+    dispatcher.register_kernels = register_new
 
 
 def _skip_without_a_gpu(items: list[pytest.Item]) -> None:

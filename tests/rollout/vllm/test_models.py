@@ -81,7 +81,7 @@ def test_syncs_of_the_target_alone_leave_the_drafter_of_the_folder(served: Any, 
     shared = {parameter.data_ptr() for parameter in live["target"].parameters()}
     own = {f"draft {name}" for name, parameter in live["draft"].named_parameters() if parameter.data_ptr() not in shared}
     before = parameters(engine)
-    publisher = Publisher(store, bucket_bytes=3000, sections=["target"], section_of=section)
+    publisher = Publisher(store, bucket_bytes=1 << 16, sections=["target"], section_of=section)
     for turn in (1, 0):
         manifest = publisher.publish(tensors[turn].items(), engine.version + 1, checksums=True)
         assert loop(engine.update(manifest, verify=True)).verified == sum(section(name) == "target" for name in tensors[turn])
