@@ -13,6 +13,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.fakes.heap import freeze
+
 # Ranks are forked from this process, and a fork hangs if OpenMP has started threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -28,8 +30,6 @@ THREADS = 50
 """New threads after which garbage is collected: more than a test leaves that starts no engine."""
 MODULES = 100
 """New modules after which objects are frozen."""
-freeze = gc.freeze
-"""Python's own, which `pytest_collection_finish` may replace."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

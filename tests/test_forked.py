@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from mtpctl.model.parallel import Rank
-from tests.fakes.forked import run_ranks
+from tests.fakes.forked import exit_code, run_ranks
 
 
 def gradient(rank: Rank) -> float:
@@ -25,3 +29,27 @@ def test_ranks_run_backward_passes_after_this_process_has_traced() -> None:
     answers, error = run_ranks(1, gradient, 60)
     assert not error, error
     assert answers == [6.0]
+
+
+class Cycle:
+    """Garbage that only a collection destroys, as the process groups of a closed engine."""
+
+    def __init__(self, destroyed: Path) -> None:
+        self.destroyed, self.itself = destroyed, self
+
+    def __del__(self) -> None:
+        self.destroyed.write_text(str(os.getpid()))
+
+
+def test_garbage_of_this_process_is_not_destroyed_in_a_forked_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # as after the collection of tests with engines
+    destroyed = tmp_path / "by"
+    gc.disable()
+    try:
+        Cycle(destroyed)
+        assert exit_code(gc.collect, 60) == 0
+    finally:
+        gc.enable()
+    assert not destroyed.exists()
+    gc.collect()
+    assert destroyed.read_text() == str(os.getpid())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import multistep_training
 import sharded_head
 from kernel_errors import Exact, exact_draft_grads, relative_error
 from mtpctl.bench.fused_kernels import Shape, make_inputs
+from tests.fakes.forked import fork_ranks
 
 
 def test_oracle_is_autograd_in_float64() -> None:
@@ -90,7 +90,7 @@ def test_head_without_common_mass_learns_faster_with_the_multistep_loss(
 
 
 def test_two_ranks_share_the_vocabulary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sharded_head.mp, "spawn", partial(sharded_head.mp.start_processes, start_method="fork"))  # imports nothing again
+    monkeypatch.setattr(sharded_head.mp, "spawn", fork_ranks)  # imports nothing again
     printed = run(sharded_head, monkeypatch, capsys, "--ranks", "2", "--shape", "16x8x64")
     assert "| 16x8x64 | 2 ranks, ms |" in printed
     for case in ("forward", "forward+backward, 0.5 GiB", "forward+backward, 3 GiB", "policy loss, 1.5 GiB"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from multiprocessing import get_context
+from functools import partial
 from typing import Any
 
 import pytest
 
 from mtpctl.cluster.rendezvous import address_of, host_store, join_store
+from tests.fakes.forked import start_forked
 
 
 def taken(address: str) -> bool:
@@ -31,8 +32,7 @@ def _greet(address: str) -> None:
 
 def test_a_store_is_joined_at_its_address() -> None:
     store = host_store()
-    other = get_context("fork").Process(target=_greet, args=(address_of(store),))
-    other.start()
+    other = start_forked(partial(_greet, address_of(store)))
     assert store.get("greeting") == b"hello"
     other.join(30)
     assert other.exitcode == 0

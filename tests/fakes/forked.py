@@ -6,14 +6,19 @@ import gc
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.multiprocessing import start_processes
 
 from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.model.parallel import Rank
+from tests.fakes.heap import freeze
 
 INHERITED: list[object] = []
 """In a forked rank: what it never destroys."""
@@ -25,8 +30,7 @@ def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tup
     ends, processes = [], []
     for number in range(world):
         ours, theirs = fork.Pipe()
-        processes.append(fork.Process(target=_rank, args=(work, number, world, deadline_s, theirs)))
-        processes[-1].start()
+        processes.append(start_forked(partial(_rank, work, number, world, deadline_s, theirs)))
         theirs.close()
         ends.append(ours)
     # Only now: the store has a thread, and what is forked beside a running thread may wait for ever for a lock that it held.
@@ -47,25 +51,49 @@ def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tup
 
 def exit_code(work: Callable[[], object], deadline_s: float) -> int | None:
     """The exit code of a process that does `work`; None if it has not ended in time."""
-    process = multiprocessing.get_context("fork").Process(target=_alone, args=(work,))
-    process.start()
+    process = start_forked(work)
     process.join(deadline_s)
     return process.exitcode
 
 
-def _alone(work: Callable[[], object]) -> None:
-    _keep_inherited()
-    work()
+def start_forked(work: Callable[[], object]) -> ForkProcess:
+    """Start a process that does `work`."""
+    process = multiprocessing.get_context("fork").Process(target=keeping_inherited, args=(work,))
+    with collection_paused():
+        process.start()
+    return process
 
 
-def _keep_inherited() -> None:
-    """Groups and garbage of earlier tests must not be destroyed here: a destructor may wait for a thread that was not forked."""
-    gc.freeze()
+def fork_ranks(work: Callable[..., object], args: tuple[object, ...], nprocs: int) -> None:
+    """`torch.multiprocessing.spawn` with forked processes."""
+    with collection_paused():
+        start_processes(partial(keeping_inherited, work), args, nprocs, start_method="fork")
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Collect no garbage in the block, nor in a process that it forks until `keeping_inherited` runs there."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def keeping_inherited(work: Callable[..., object], *args: object) -> None:
+    """In a forked process: do `work` without destroying process groups and garbage of earlier tests.
+
+    The destructor of a gloo group waits for its threads, which were not forked, for ever.
+    """
+    freeze()
     INHERITED.extend(vars(parallel_state).values())
+    gc.enable()
+    work(*args)
 
 
 def _rank(work: Callable[[Rank], Any], number: int, world: int, deadline_s: float, pipe: Any) -> None:
-    _keep_inherited()
     try:
         pipe.send(("ok", work(Rank(number, world, pipe.recv(), deadline_s=deadline_s))))
     except BaseException:

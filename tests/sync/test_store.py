@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import RETAINED_VERSIONS, VersionStore, default_root, store_name
 from mtpctl.sync.transports.base import open_reader
+from tests.fakes.forked import exit_code
 from tests.fakes.full_disk import full_disk
 
 
@@ -77,10 +78,7 @@ def _publish_and_die(root: Path) -> None:
 # The child uses a single thread, and is killed.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_killed_publisher_publishes_nothing(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_publish_and_die, args=(tmp_path,))
-    process.start()
-    process.join(30)
-    assert process.exitcode == -signal.SIGKILL
+    assert exit_code(partial(_publish_and_die, tmp_path), 30) == -signal.SIGKILL
     store = VersionStore(tmp_path)
     assert store.versions() == [1]
     assert store.folder(2).exists()
