@@ -34,7 +34,7 @@ WARMUP, STEPS = 2, 5
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--model", default="", help="folder, or hub id whose sizes are known; default: MiMo-7B, on a GPU only")
+    arguments.add_argument("--model", default="", help="model folder, or hub id whose config mtpctl knows; default: MiMo-7B, on a GPU only")
     arguments.add_argument("--tokens", type=int, default=8192, help="packed tokens of the update")
     arguments.add_argument("--samples", type=int, default=8, help="samples of equal length that fill them")
     arguments.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")

@@ -22,7 +22,8 @@ app = typer.Typer(
     help="Measure throughput, latency, memory and learning.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 Model = Annotated[
-    str, typer.Option("--model", help="Folder, or hub id whose sizes are known; weights are random. Default: MiMo-7B, on a GPU only.")
+    str,
+    typer.Option("--model", help="Model folder, or hub id whose config mtpctl knows; weights are random. Default: MiMo-7B, on a GPU only."),
 ]
 _MIB = 1 << 20
 
@@ -73,8 +74,8 @@ def train_step(
     ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks, which share the samples.")] = 1,
     json: Json = False,
 ) -> None:
-    """Time the forward and backward pass of an update with MTP. One device: losses and gradients in one pass, in two passes, and with all
-    logits materialized. Several ranks: in one pass only."""
+    """Time the forward and backward pass of an update with MTP. One device: the LM head computes losses and gradients together, losses
+    first, or from materialized logits. Several ranks: losses and gradients together."""
     from mtpctl.compat import cpu_device
     from mtpctl.errors import UserError
     from mtpctl.recipe.model import MtpConfig
@@ -109,8 +110,8 @@ def rollout(
         typer.Option(
             "--model",
             metavar="FOLDER",
-            help="Your model with its tokenizer: measured against vLLM alone. Otherwise where the benchmark's model is written; default: a "
-            "temporary folder.",
+            help="Folder with your model and its tokenizer, which is compared with vLLM alone; or a new folder for the benchmark's own "
+            "model. Default: a temporary one.",
         ),
     ] = None,
     engines: Annotated[
@@ -129,7 +130,7 @@ def rollout(
     eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs.")] = False,
     json: Json = False,
 ) -> None:
-    """Tokens/s through mtpctl's pool and through vLLM alone, empty slots, and the gain by k drafts. Exit code 6 if a bound is missed."""
+    """Compare tokens/s of mtpctl's pool and of vLLM alone, and of k drafts and none. Exit code 6 if a bound is missed."""
     from mtpctl.errors import UserError
 
     if model is not None and _is_users_model(model):
@@ -225,7 +226,7 @@ def sync_weights(
     ] = None,
     bucket: Annotated[int | None, typer.Option("--bucket-mib", min=1, help="Size of a bucket in MiB; default: 1024, 16 on a CPU.")] = None,
     fp8: Annotated[
-        bool, typer.Option("--fp8", help="Quantize linear layers to FP8 (rollout.quantization). A sync may then take 0.09 s.")
+        bool, typer.Option("--fp8", help="Quantize linear layers to FP8 (rollout.quantization). The bound for a sync is then 0.09 s.")
     ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs: the engine starts sooner.")] = False,
     json: Json = False,
@@ -284,7 +285,9 @@ def sync_weights(
 def logprob(
     model: Annotated[
         str,
-        typer.Option("--model", help="Folder, or hub id whose sizes are known; weights are random. Default: MiMo-7B, or a toy on a CPU."),
+        typer.Option(
+            "--model", help="Model folder, or hub id whose config mtpctl knows; weights are random. Default: MiMo-7B, or a toy on a CPU."
+        ),
     ] = "",
     precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16; default: bf16 on a GPU.")] = "",
     lengths: Annotated[

@@ -85,10 +85,13 @@ def convert_hf(
     rate = result.nbytes / result.seconds / 1e6
     answer(f"{target}: {kind} of {result.tensors} tensors, {result.nbytes / 1e9:,.2f} GB in {result.seconds:.1f} s ({rate:,.0f} MB/s)")
     if result.verified is not None:
-        drafts = "" if result.verified.mtp_logits is None else f", MTP logits by {result.verified.mtp_logits:.1e}"
+        drafts = "" if result.verified.max_mtp_logit_diff is None else f", MTP logits by {result.verified.max_mtp_logit_diff:.1e}"
         error = result.verified.relative_error
         quantized = "" if error is None else f" after quantization, relative error up to {error:.1e}"
-        answer(f"verified: {result.verified.tensors} tensors bit-equal{quantized}; logits differ by {result.verified.logits:.1e}{drafts}")
+        answer(
+            f"verified: {result.verified.num_tensors} tensors bit-equal{quantized}; "
+            f"logits differ by {result.verified.max_logit_diff:.1e}{drafts}"
+        )
 
 
 def _list(contents: Mapping[str, object]) -> str:

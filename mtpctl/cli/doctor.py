@@ -28,7 +28,7 @@ def doctor(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME|FOLDER|CONFIG", help="Only report whether this model is supported, and the drafters."),
+        typer.Option("--model", metavar="NAME|FOLDER|CONFIG", help="Only report whether this model is supported, and with which drafter."),
     ] = None,
     mismatch: Annotated[
         str | None,

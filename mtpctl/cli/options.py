@@ -112,7 +112,7 @@ def stdout_is_for_answers() -> Iterator[None]:
         _answers = undo.enter_context(open(os.dup(stdout_copy), "w", encoding=stdout.encoding)) if is_descriptor_1 else stdout
         os.dup2(2, 1)
         undo.callback(os.dup2, stdout_copy, 1)
-        undo.callback(_flush, stdout)  # buffered output is not an answer either
+        undo.callback(_flush, stdout)  # while descriptor 1 is still stderr: what libraries left in the buffer is not an answer
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             yield

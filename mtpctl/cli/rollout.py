@@ -258,7 +258,7 @@ def _plan(recipe: Recipe) -> Plan:
 
     config = hf_config(recipe.model)
     if config is None:
-        raise UserError("model: its sizes are not known")
+        raise UserError("model: its config is not available; download the model, or set model.config")
     shape = shape_of(config)
     sections = section_buckets(recipe, shape)
     return Plan(recipe.sync, sections, base_weight_bytes(recipe, shape), plan_delta(recipe, sections), plan_quantization(recipe, shape))

@@ -16,7 +16,7 @@ _CONNECT_S = 20.0
 
 
 def host_store(host: str = "") -> TCPStore:
-    """Host a store, which has no authentication, at a free port of `host`, by default this host's address, until the object is deleted."""
+    """Start a store at a free port of `host` (default: this host's address). It has no authentication. Deleting the object ends it."""
     host = host or own_address()
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     address, port = listener.getsockname()[:2]

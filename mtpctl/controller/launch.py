@@ -206,7 +206,7 @@ class Run:
                     await asyncio.gather(startup, return_exceptions=True)
             # A stage that has ended already has its checkpoint. A trainer outside a stage has no optimizer to save.
             if self.state.stopping.is_set() and self.state.within_stage:
-                path = await self.state.retry_save(lambda: self.state.checkpoint(trainer))
+                path = await self.state.retry_while_disk_full(lambda: self.state.checkpoint(trainer))
                 saved = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {saved}")
                 return self.stops.number
@@ -279,7 +279,7 @@ class Run:
 
     async def _begin_stage(self, stage: str, trainer: TrainerGroup, resumed: Path | None) -> None:
         """Begin a stage in the trainer, or continue it from a checkpoint."""
-        await self.state.retry_save(lambda: trainer.begin_stage(stage, self.reference, resumed=resumed is not None))
+        await self.state.retry_while_disk_full(lambda: trainer.begin_stage(stage, self.reference, resumed=resumed is not None))
         if resumed is not None:
             await self._restore(trainer, resumed)
             note = f"; {self.old_logprobs_note}" if stage == "rl" and self.old_logprobs_note else ""
@@ -301,7 +301,7 @@ class Run:
                 await self._run_rl(trainer, *startup.result(), resumed)
         if not self.state.stopping.is_set():
             self.state.ended.append(stage)
-            await self.state.retry_save(lambda: self.state.checkpoint(trainer))
+            await self.state.retry_while_disk_full(lambda: self.state.checkpoint(trainer))
 
     async def _run_draft(self, trainer: TrainerGroup, startup: ActorStartup | None) -> None:
         generator = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import ProblemSets, first_problems
 from mtpctl.errors import UserError
-from mtpctl.recipe.reward import FROM_ENVIRONMENT, VERIFIERS, RewardConfig, code_reference
+from mtpctl.recipe.reward import ANSWER_REWARDS, FROM_ENVIRONMENT, RewardConfig, code_reference
 from mtpctl.recipe.schema import Recipe
 from mtpctl.samples import Sample
 from mtpctl.user_code import is_code_reference
@@ -75,7 +75,7 @@ def check_code(recipe: Recipe) -> list[str]:
     if "rl" not in recipe.train.stages:
         return []
     hint = recipe.train.rl.teacher is not None and recipe.train.rl.teacher.hint is not None
-    custom_rewards = any(reward.function not in VERIFIERS for reward in recipe.rewards.values())
+    custom_rewards = any(reward.function not in ANSWER_REWARDS for reward in recipe.rewards.values())
     needs_rows = hint or recipe.rollout.environment != "single" or custom_rewards
     if not needs_rows:
         return list(try_code(recipe, ProblemSets([], [], []), check_verifiers=False).warnings)
@@ -114,7 +114,7 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
 
 
 def _try_rewards(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool) -> str:
-    built_in = {field: config for field, config in recipe.rewards.items() if config.function in VERIFIERS}
+    built_in = {field: config for field, config in recipe.rewards.items() if config.function in ANSWER_REWARDS}
     if any(config.args for config in built_in.values()):
         from mtpctl.rl.rewards.function import Role, load_function
 
@@ -162,7 +162,7 @@ def try_reward(config: RewardConfig, problems: list[Problem], field: str = "rewa
 def try_rewards_of_sets(recipe: Recipe, sets: Mapping[str, list[Problem]]) -> None:
     """Try the rewards of individual held-out sets, so that a mistake is reported before the first evaluation."""
     for name, set_config in recipe.evaluation.sets.items():
-        if set_config.reward is not None and set_config.reward.function not in VERIFIERS:
+        if set_config.reward is not None and set_config.reward.function not in ANSWER_REWARDS:
             try_reward(set_config.reward, sets.get(name, []), f"evaluation.sets.{name}.reward")
 
 

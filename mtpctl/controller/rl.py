@@ -15,8 +15,8 @@ The engines load them without ending the responses in flight.
 Staleness is bounded in two ways. `Admission` bounds the number of groups that are generated ahead (`async.staleness_threshold`). `publish`
 bounds the age of a trained token: at most `async.max_staleness` versions older than the latest published version. After each sync, groups
 that exceed or may exceed this bound are discarded, whether in flight or complete, and their prompts are the first to be sent out under the
-new weights. Such a retried group is trained on before a new version would make it too old (`due_version` of `SampleBuffer.wait`), so a
-prompt whose responses always take longer than the bound is still trained on.
+new weights. If a new version would make a retried group too old, the trainer waits for that group first (`due_version` of
+`SampleBuffer.wait`). So prompts whose responses always take longer than the bound are still trained on.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class RlStage:
     async def run(self) -> None:
         """Run rollout and training until all updates are done or a stop is requested, with held-out evaluations before and after."""
         self.state.buffer = self.buffer
-        # A checkpoint is written before the evaluation that is due at its step, so a resumed run evaluates. If that evaluation had already
-        # ended, its row is logged again for the same weights.
+        # A checkpoint is written before the evaluation of its step, so a resumed run repeats that evaluation. If it had ended, its row is
+        # logged twice, with the same weights.
         if self.state.step == 0 or self.evaluator.is_due():
             await self.evaluator.start(background=True)
         try:
@@ -182,7 +182,8 @@ class RlStage:
             if self.evaluator.is_due():
                 await self.evaluator.start(background=True)
                 if not self.evaluator.running:
-                    # The evaluation's time does not count for the next update, but it does for the rate of tokens generated meanwhile.
+                    # `read` starts a new interval: the next update's time excludes the evaluation. Rollout continued, so its rates add
+                    # this time again.
                     self._evaluation_wait_s += self.clock.read()["timing_s/step"]
             else:
                 await self.evaluator.raise_if_failed()
@@ -195,7 +196,7 @@ class RlStage:
             return None
         count, every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
         due_version = self.state.version - self.recipe.async_.max_staleness
-        # Number of groups in the later batches before the next sync. Retried groups that are due may wait for these batches.
+        # Number of groups that later batches take before the next sync. As many due groups need not be in this batch.
         deferrable = (every - 1 - self.state.step % every) * count
         ready = asyncio.create_task(self._while_progressing(self.buffer.wait(count, due_version=due_version, deferrable=deferrable)))
         if not await finished_before(ready, self.state.stopping):
@@ -228,16 +229,16 @@ class RlStage:
 
     async def _update(self, groups: list[Group]) -> tuple[dict[str, float], float]:
         """One policy update on the groups. Returns its metrics, and the seconds that the trainer took."""
-        trajectories = [sample for group in groups for sample in group.samples]
-        samples = [part for trajectory in trajectories for part in trajectory.parts]
+        samples = [sample for group in groups for sample in group.samples]
+        parts = [part for sample in samples for part in sample.parts]
         began = time.perf_counter()
         self.state.updating = True
-        metrics = await self.trainer.rl_step(samples, self.state.version)
+        metrics = await self.trainer.rl_step(parts, self.state.version)
         seconds = time.perf_counter() - began
         self._skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)
-        metrics |= trajectory_metrics(trajectories, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
-        self._warn_of_deadlines(metrics["response/deadline_fraction"], len(trajectories))
+        metrics |= trajectory_metrics(samples, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
+        self._warn_of_deadlines(metrics["response/deadline_fraction"], len(samples))
         self._warn_of_cold_cache(metrics)
         self.state.step += 1
         self.state.updating = False
@@ -259,7 +260,7 @@ class RlStage:
             times
             | rollout_metrics
             | stability
-            | self.state.copy_metrics()
+            | self.state.checkpoint_copy_metrics()
             | {
                 "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
                 "async/buffer_groups": float(self.buffer.ready),

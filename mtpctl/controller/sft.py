@@ -93,7 +93,7 @@ class SftStage:
             self.state.cursor = self.cursor.state_dict()
             self.state.updating = False
             metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}
-            metrics |= self.state.copy_metrics()
+            metrics |= self.state.checkpoint_copy_metrics()
             self.telemetry.log(self.state.step, metrics, self.name)
             await self.state.checkpoint_if_due(self.trainer)
 

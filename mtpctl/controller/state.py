@@ -279,7 +279,7 @@ class RunState:
         self.saved_at = time.monotonic()
         return path
 
-    async def retry_save[T](self, save: Callable[[], Awaitable[T]]) -> T:
+    async def retry_while_disk_full[T](self, save: Callable[[], Awaitable[T]]) -> T:
         """Call `save`, and retry while the disk is full. Raises RuntimeFailure after `FAILURE_PERIOD_S`."""
         began, attempts = time.monotonic(), 0
         while True:
@@ -308,7 +308,7 @@ class RunState:
             await trainer.abandon_save()
             raise SaveFailed(f"checkpoint {path} was not written: {error.strerror}") from error
 
-    def copy_metrics(self) -> dict[str, float]:
+    def checkpoint_copy_metrics(self) -> dict[str, float]:
         """Metrics of the copies of checkpoints since the last call; empty if none are made."""
         return {} if self.copier is None else self.copier.metrics()
 

@@ -1,4 +1,4 @@
-"""Shows the state of a running run: its waits, and over HTTP (`telemetry.http`) a status page, JSON and Prometheus metrics."""
+"""Shows what a run does and waits for, and over HTTP (`telemetry.http`) a status page, JSON and Prometheus metrics."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class TrainerLost(RuntimeFailure):
 
 
 class HostLost(TrainerLost):
-    """A host was lost while ranks were starting on it. It belongs to the previous loss, because Ray detects lost hosts late."""
+    """A host was lost while ranks were starting on it. It counts as part of the previous loss, because Ray detects lost hosts late."""
 
 
 class RecoverTrainer(Protocol):
@@ -285,15 +285,15 @@ class TrainerRecovery:
     async def __call__(self, lost: TrainerLost, *, redraw: bool = False) -> Path | None:
         """Restart the ranks, and reset the run's state to the newest checkpoint. `redraw`: see `RecoverTrainer`.
 
-        Returns the checkpoint, or None if it is not within this stage, which then begins again. Raises RuntimeFailure after too many
-        restarts, and `lost` if the recipe permits none, or if a checkpoint is damaged and the samples are not redrawn.
+        Returns the checkpoint; None if it is from before this stage, which then begins again. Raises RuntimeFailure after too many
+        restarts. Raises `lost` if the recipe permits no restarts, or if the newest checkpoint is damaged and not `redraw`.
         """
         self.state.updating, self.state.weights_lost = False, True
         choice = await asyncio.to_thread(select_checkpoint, self.state.root)
         for line in choice.lines:
             self.telemetry.event("checkpoint", line)
         if choice.damaged and not redraw:
-            # The groups of earlier updates are gone, so the stage has to continue with those of the previous checkpoint.
+            # Only the groups since the newest checkpoint are retained, so an older one cannot be continued here.
             raise lost
         path, seconds = await self._restart(lost, lambda: self._restore(choice.path, redraw))
         self.state.weights_lost = False
@@ -339,7 +339,7 @@ class TrainerRecovery:
         if not train.restarts_trainer or not train.max_restarts:
             raise lost
         if len(self._lost_at) > train.max_restarts:
-            raise RuntimeFailure(f"{lost}; train.max_restarts: {train.max_restarts} within an hour are used up") from lost
+            raise RuntimeFailure(f"{lost}; train.max_restarts: the limit of {train.max_restarts} within an hour is reached") from lost
         return len(self._lost_at)
 
     async def _restore(self, newest: Path | None, redraw: bool) -> Path | None:
@@ -347,7 +347,7 @@ class TrainerRecovery:
         within_stage = self.state.reset_to(newest, redraw=redraw)
         if newest is not None and not within_stage:
             await self.trainer.restore(newest)
-        await self.state.retry_save(lambda: self.trainer.begin_stage(stage, self.reference, resumed=within_stage))
+        await self.state.retry_while_disk_full(lambda: self.trainer.begin_stage(stage, self.reference, resumed=within_stage))
         if newest is not None and within_stage:
             await self.trainer.restore(newest)
         return newest if within_stage else None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtpctl.convert.model_weights import Stored
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import FP8_BLOCK, SCALE, fp8_config, scale_shape, select_fp8_names
+from mtpctl.families.quantization import FP8_BLOCK, SCALE_SUFFIX, fp8_config, scale_shape, select_fp8_names
 from mtpctl.families.reading import DRAFTER
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import tensor_shapes
@@ -224,7 +224,7 @@ def make_fp8_layout(layout: list[Stored], fp8_matrices: frozenset[str], shape: M
                 name = stored.name.partition(".experts.")[0] + ".experts." + piece.partition(".experts.")[2]
             rows, columns = shapes[piece]
             result.append(Stored(name, _FP8_CODE, (rows, columns), (piece,)))
-            result.append(Stored(name + SCALE, _SCALE_CODE, scale_shape(rows, columns), (piece + SCALE,)))
+            result.append(Stored(name + SCALE_SUFFIX, _SCALE_CODE, scale_shape(rows, columns), (piece + SCALE_SUFFIX,)))
     return result
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from mtpctl.convert.hf_folder import DECODER_PREFIXES, HfConfig, HfFolder
 from mtpctl.convert.tensor_files import ELEMENT_BYTES, FolderWeights, code_of, dtype_of
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import SCALE
+from mtpctl.families.quantization import SCALE_SUFFIX
 from mtpctl.families.reading import DRAFTER
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
@@ -95,7 +95,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         location = self._locations[name]
         if location.expert is not None or self.raw.entries[location.name].code not in FP8:
             return None
-        return self.raw.tensor(location.name), self.raw.tensor(location.name + SCALE)
+        return self.raw.tensor(location.name), self.raw.tensor(location.name + SCALE_SUFFIX)
 
     @cached_property
     def plain_dtype(self) -> torch.dtype:
@@ -173,7 +173,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
 
     @cached_property
     def _scales(self) -> set[str]:
-        return {name for name in self.raw.entries if name.endswith(SCALE) and name.removesuffix(SCALE) in self.raw}
+        return {name for name in self.raw.entries if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self.raw}
 
     def _expected_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the config requires of the stored tensor of `name`."""
@@ -207,7 +207,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
                 self._check_scales(location)
 
     def _check_scales(self, location: Location) -> None:
-        scale_name = location.name + SCALE
+        scale_name = location.name + SCALE_SUFFIX
         if scale_name not in self.raw:
             raise UserError(f"{self.folder.path}: {location.name} is FP8 without the scales {scale_name}; fetch the folder again")
         shape = self.raw.entries[scale_name].shape[location.expert is not None :]
@@ -243,7 +243,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         """Multiply an FP8 weight by its block scales (DeepSeek-V3, arXiv 2412.19437, section 3.3). Returns `plain_dtype`."""
         from mtpctl.kernels.block_fp8 import dequantize
 
-        scale = self.raw.tensor(location.name + SCALE)
+        scale = self.raw.tensor(location.name + SCALE_SUFFIX)
         if location.expert is not None:
             weight, scale = weight[location.expert], scale[location.expert]
         return dequantize(weight, scale, self.plain_dtype, _scale_block_size(self.folder.config))

@@ -20,7 +20,7 @@ from mtpctl.convert.parts import PartReader, Skeleton
 from mtpctl.convert.source import has_mtp
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import ThresholdMissed
-from mtpctl.families.quantization import SCALE
+from mtpctl.families.quantization import SCALE_SUFFIX
 from mtpctl.kernels.block_fp8 import dequantize, quantize
 from mtpctl.model.packing import Packing
 from mtpctl.plan.buckets import ADAPTER_PREFIX
@@ -39,9 +39,9 @@ class VerificationResult:
     relative_error: the largest of a quantized matrix, as a ratio of Frobenius norms; None if none is quantized.
     """
 
-    tensors: int
-    logits: float
-    mtp_logits: float | None
+    num_tensors: int
+    max_logit_diff: float
+    max_mtp_logit_diff: float | None
     relative_error: float | None = None
 
 
@@ -55,7 +55,7 @@ def verify_conversion(
 ) -> VerificationResult:
     """Compare a folder's weights with the checkpoint at `checkpoint`. Raises ThresholdMissed if they differ.
 
-    Matrices in `fp8_names` are compared with a new quantization of the checkpoint's. Logits then differ, by any amount.
+    Matrices in `fp8_names` are compared with a new quantization of the checkpoint's. The difference of logits is then not bounded.
 
     folder: provides the config of both. extra_weights: the checkpoint's tensors outside the language model.
     """
@@ -90,7 +90,7 @@ def require_equal_quantized(name: str, weights: ModelWeights, tensor: Tensor) ->
     stored = weights.quantized(name)
     if stored is None:
         raise ThresholdMissed(f"verify: {name} is not stored in FP8")
-    for part, written, expected in zip((name, name + SCALE), stored, quantize(tensor, name), strict=True):
+    for part, written, expected in zip((name, name + SCALE_SUFFIX), stored, quantize(tensor, name), strict=True):
         require_equal(part, written, expected)
     exact = tensor.float()
     norm = float(exact.norm())

@@ -209,7 +209,7 @@ async def open_generator(
     chat_tokenizer = _require_chat_template(tokenizer)
     model = Model(engines.sample, chat_tokenizer, AnswerReader(chat_tokenizer, _load_tool_parser(rollout, chat_tokenizer)), context)
     async with contextlib.AsyncExitStack() as stack:
-        key, rules = os.environ.get(KEY_VARIABLE), FieldRules(serving=not trains, ignore=rollout.gateway_fields == "ignore")
+        key, rules = os.environ.get(KEY_VARIABLE), FieldRules(client_sampling=not trains, ignore=rollout.gateway_fields == "ignore")
         gateway = Gateway(model, tokenizer, name, rollout.max_turns, listener, key=key, rules=rules, client_limit=rollout.client_limit)
         await stack.enter_async_context(gateway)
         player: Player

@@ -17,7 +17,7 @@ from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 
 FP8_BLOCK = 128
 """Rows and columns that share a scale."""
-SCALE = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 """Suffix of the name of a matrix's scales."""
 
 
@@ -127,7 +127,7 @@ def list_unquantized_modules(shape: ModelShape, *, quantized: Iterable[str]) -> 
 
 
 def _matrix_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The shapes of all matrices, by module. Embeddings are excluded."""
+    """The shapes of matrices that may be quantized, by module: without embeddings, aliases and the drafter of a subfolder."""
     matrices = {name.removesuffix(".weight"): size for name, size in tensor_shapes(shape).items() if name.endswith(".weight")}
     duplicates = {name.removesuffix(".weight") for name in aliases(shape)} | {shape.embedding_name.removesuffix(".weight")}
     return {

@@ -59,27 +59,27 @@ class Plan:
 
     Attributes:
         drafting: the model's drafter, and the drafter that each engine uses.
-        source: where the size of the GPUs is from; empty if it is unknown.
+        gpu_size_source: where the size of the GPUs is from; empty if it is unknown.
         hosts: names of the hosts by index, if the cluster is already running.
         engines: number of rollout engines that there is room for.
-        ends: the tokens that end a response, as far as the model's files are available.
+        end_tokens: the tokens that end a response, as far as the model's files are available.
         errors: errors that would end the run before training.
-        resumes: lines about the checkpoint that the run would resume from.
+        resume_lines: about the checkpoint that the run would resume from.
     """
 
     recipe: Recipe
     shape: ModelShape
     drafting: Drafting
-    source: str
+    gpu_size_source: str
     placement: Placement | None
     hosts: list[str]
     engines: int
     misfits: list[Misfit]
     data: list[str]
-    ends: tuple[EndToken, ...]
+    end_tokens: tuple[EndToken, ...]
     cautions: list[str]
     errors: list[MtpctlError]
-    resumes: list[str]
+    resume_lines: list[str]
 
     @property
     def rl(self) -> bool:
@@ -142,7 +142,7 @@ def dry_run(recipe: Recipe) -> Plan:
     """Plan a run. Raises UserError or EnvironmentMissing if the model's sizes are not available."""
     config = hf_config(recipe.model)
     if config is None:
-        raise UserError("model: its sizes are not known")
+        raise UserError("model: its config is not available; download the model, or set model.config")
     shape = shape_of(config)
     recipe, source = _with_gpu_size(recipe)
     run_check = _ErrorCollector()
@@ -181,10 +181,10 @@ def dry_run(recipe: Recipe) -> Plan:
         engines,
         misfit_list,
         data=list(map(str, reports or [])),
-        ends=ends.tokens,
+        end_tokens=ends.tokens,
         cautions=[*cautions_of(recipe), *sharing, *(warnings or []), *filter(None, [leaks, *end_cautions])],
         errors=[*(misfit.error for misfit in misfit_list), *run_check.errors],
-        resumes=resumes or [],
+        resume_lines=resumes or [],
     )
 
 
@@ -252,10 +252,10 @@ def as_json(plan: Plan) -> dict[str, object]:
         ],
         "async": schedule,
         "data": plan.data,
-        "end_tokens": [token._asdict() for token in plan.ends],
+        "end_tokens": [token._asdict() for token in plan.end_tokens],
         "cautions": plan.cautions,
         "errors": list(map(str, plan.errors)),
-        "resumes": plan.resumes,
+        "resumes": plan.resume_lines,
     }
     if (placement := plan.placement) is not None:
         plan_json["placement"] = {
@@ -270,7 +270,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             ],
         }
     if recipe.device == "cuda":
-        plan_json["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.source, "needed_gib": gpu_gib_needed(recipe, shape)}
+        plan_json["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.gpu_size_source, "needed_gib": gpu_gib_needed(recipe, shape)}
     if plan.rl:
         plan_json |= {"buckets": plan.buckets, "bytes_once": base_weight_bytes(recipe, shape)}
         plan_json |= {"kv": recipe.sync.kv, "relay": isinstance(recipe.sync, StorageConfig) and recipe.sync.relay}
@@ -311,14 +311,14 @@ def render(plan: Plan) -> str:
     if plan.placement is not None:
         lines += shared_gpu_lines(recipe, shape, plan.placement, plan.hosts)
     if recipe.device == "cuda":
-        lines.append(_gpu_line(recipe.cluster.gpu_gib, plan.source, gpu_gib_needed(recipe, shape)))
+        lines.append(_gpu_line(recipe.cluster.gpu_gib, plan.gpu_size_source, gpu_gib_needed(recipe, shape)))
     for misfit in plan.misfits:
         lines += _misfit_lines(misfit)
     if plan.rl:
         lines += _sync_lines(plan)
     lines += [f"{'data' if not number else '':10} {line}" for number, line in enumerate(plan.data)]
-    lines += [f"{'resumes' if not number else '':10} {line}" for number, line in enumerate(plan.resumes)]
-    lines += [f"{'end tokens' if not number else '':10} {token}" for number, token in enumerate(plan.ends)]
+    lines += [f"{'resumes' if not number else '':10} {line}" for number, line in enumerate(plan.resume_lines)]
+    lines += [f"{'end tokens' if not number else '':10} {token}" for number, token in enumerate(plan.end_tokens)]
     lines += [f"caution    {caution}" for caution in plan.cautions]
     return "\n".join(lines)
 
@@ -327,7 +327,7 @@ def _draft_source(plan: Plan) -> str:
     """The drafter or method with which the recipe's engine drafts."""
     if plan.recipe.rollout.speculation.model_tokens:
         return getattr(plan.drafting, plan.recipe.rollout.engine) or "nothing"
-    return "nothing: no draft tokens of the model are set"
+    return "nothing: rollout.speculation has no draft tokens of the model"
 
 
 def _stages(recipe: Recipe) -> dict[str, int]:
@@ -344,7 +344,7 @@ def _placement_lines(recipe: Recipe, placement: Placement, hosts: list[str]) -> 
 
 
 def _gpu_line(gib: float | None, source: str, needed_gib: float) -> str:
-    needed = f"the fullest rank needs one of {needed_gib:.1f} GiB"
+    needed = f"the fullest rank needs a GPU of {needed_gib:.1f} GiB"
     if gib is None:
         return f"GPU        of unknown size, so nothing is checked: {needed}; set cluster.gpu_gib, or cluster.device: cpu"
     return f"GPU        {gib:.4g} GiB ({source}); {needed}"
@@ -388,7 +388,7 @@ def _role(recipe: Recipe, actor: Actor) -> str:
         k = recipe.rollout.speculation.num_tokens
         fp8 = "FP8 weights, " if recipe.rollout.quantization == "fp8" else ""
         return f"{recipe.rollout.engine}, tp {recipe.rollout.tp}, {fp8}" + (f"{k} draft token(s) a step" if k else "no speculation")
-    return "old log-probs during generation"
+    return "log-prob server (old log-probs)"
 
 
 def _size(name: str, value: int) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.families.quantization import FP8_BLOCK, SCALE, scale_shape
+from mtpctl.families.quantization import FP8_BLOCK, SCALE_SUFFIX, scale_shape
 
 FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
@@ -111,4 +111,4 @@ def quantized_tensors(name: str, weight: Tensor, checks: FiniteChecks | None = N
     """Names and tensors of a quantized matrix: its values under its own name, then its scales. Raises UserError, see `quantize`."""
     values, scales = quantize(weight, name, checks)
     yield name, values
-    yield name + SCALE, scales
+    yield name + SCALE_SUFFIX, scales

@@ -124,7 +124,7 @@ class LogprobServer:
     # --------------------------------------------------------------------------------------------------------- control
 
     async def _bring_up(self, replica: Replica) -> bool:
-        """Update a restarted replica to the versions of the other replicas. Returns False until those are persisted.
+        """Update a restarted replica to the versions of the other replicas. Returns False while the store does not have them yet.
 
         A newer version may already be published; the update in progress will apply it.
         """
@@ -139,7 +139,7 @@ class LogprobServer:
 
     @asynccontextmanager
     async def quiesce(self, deadline_s: float = 120.0) -> AsyncIterator[None]:
-        """Pause batches and replica starts while the block runs, until `apply_update` or the end of the block.
+        """Pause batches and replica starts until `apply_update`, at the latest until the end of the block.
 
         A replica whose pass does not end within `deadline_s` counts as dead, and its requests go to another one.
         """
@@ -177,7 +177,7 @@ class LogprobServer:
             return await self.apply_update(manifest, verify=verify, deadline_s=deadline_s)
 
     def members(self, version: int, ranks: int) -> list[str]:
-        """A unique name for each of the `ranks` of each live replica without `version`. In `quiesce`, `apply_update` calls these."""
+        """Unique names of all ranks that need `version`, `ranks` per live replica. In `quiesce`, `apply_update` updates exactly these."""
         return self.replicas.members("log-prob", ranks, lambda replica: replica.version < version)
 
     def health(self) -> list[dict[str, object]]:
@@ -255,7 +255,7 @@ async def start_server(
         # Ranks on a CPU share it with generation and training, so each has one thread.
         threads=1 if device == "cpu" else 0,
         checkpoint=None if checkpoint is None else str(checkpoint),
-        # Without a checkpoint the weights arrive merged, or an adapter is merged when it arrives.
+        # Only a checkpoint has separate adapters: weights that are sent are merged by the sender or on arrival.
         lora=None if checkpoint is None else recipe.train.lora,
         version=version,
         numerics=recipe.numerics if role == "logprob" else "default",

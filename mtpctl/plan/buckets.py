@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from mtpctl.families.quantization import SCALE, list_unquantized_modules, scale_shape
+from mtpctl.families.quantization import SCALE_SUFFIX, list_unquantized_modules, scale_shape
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import aliases, section_of, tensor_shapes
 from mtpctl.recipe.model import DTYPES
@@ -221,7 +221,7 @@ def wire_tensors(shape: ModelShape, section: str, dtype: str, quantized: Collect
             specs.append(TensorSpec(name, tensor_shape, dtype))
             continue
         specs.append(TensorSpec(name, tensor_shape, "float8_e4m3fn"))
-        specs.append(TensorSpec(name + SCALE, scale_shape(*tensor_shape), "float32"))
+        specs.append(TensorSpec(name + SCALE_SUFFIX, scale_shape(*tensor_shape), "float32"))
     return specs
 
 
@@ -383,7 +383,7 @@ def plan_quantization(recipe: Recipe, shape: ModelShape) -> QuantizationPlan | N
     sections = section_buckets(recipe, shape)
     names &= {spec.name for section in sections for spec in wire_tensors(shape, section, dtype)}
     specs = [spec for section in sections for spec in wire_tensors(shape, section, dtype, names)]
-    quantized_bytes = sum(spec.nbytes for spec in specs if spec.name.removesuffix(SCALE) in names)
+    quantized_bytes = sum(spec.nbytes for spec in specs if spec.name.removesuffix(SCALE_SUFFIX) in names)
     unquantized = sum(spec.nbytes for section in sections for spec in wire_tensors(shape, section, dtype))
     modules = dict.fromkeys(module.rpartition(".")[2] for module in list_unquantized_modules(shape, quantized=names))
     return QuantizationPlan(

@@ -26,10 +26,10 @@ BUILT_IN = {
 }
 """Built-in functions by their names in a recipe, as `MODULE:NAME`. They have the signature of user-defined functions."""
 
-VERIFIERS = ("exact", "math")
+ANSWER_REWARDS = ("exact", "math")
 """Functions that only compare the final answer, so they must accept a row's own solution."""
 
-BOUNDS = {"code": "timeout_s", "math": "seconds"}
+TIME_LIMIT_ARGS = {"code": "timeout_s", "math": "seconds"}
 """The argument by which a built-in function limits its own time. Exceeding it is a wrong answer, not a failed call."""
 
 
@@ -42,8 +42,8 @@ class RewardConfig(Section):
     args: dict[str, object] = Field({}, description="Keyword arguments in addition to response, problem and sample.")
     workers: PositiveInt | None = Field(
         None,
-        description="Worker processes of a plain function; concurrent calls of a coroutine. Default: one process per CPU, at most 16, and "
-        "more if calls only wait; 256 calls of a coroutine.",
+        description="Plain function: number of worker processes; default: one per CPU, at most 16, and more if calls only wait. Coroutine: "
+        "number of concurrent calls; default: 256.",
     )
     timeout_s: PositiveFloat = Field(30.0, description="Timeout of a call in seconds, without the wait for a free process.")
     on_error: Literal["zero", "drop", "stop"] = Field(
@@ -69,9 +69,9 @@ def check_function(reward: RewardConfig, section: str) -> Complaints:
     """Report an unknown or missing function, and one whose own time limit exceeds that of its calls. `section`: the key of `reward`."""
     function, field = reward.function, f"{section}.function"
     if function in BUILT_IN:
-        seconds = reward.args.get(BOUNDS.get(function, ""))
+        seconds = reward.args.get(TIME_LIMIT_ARGS.get(function, ""))
         if isinstance(seconds, int | float) and seconds >= reward.timeout_s:
-            key = f"{section}.args.{BOUNDS[function]}"
+            key = f"{section}.args.{TIME_LIMIT_ARGS[function]}"
             yield f"{section}.timeout_s: must be more than {key}: {seconds:g}, got {reward.timeout_s:g}"
         return
     if is_code_reference(function):
@@ -89,20 +89,23 @@ def check_function(reward: RewardConfig, section: str) -> Complaints:
 
 
 def check_answers(recipe: Recipe) -> Complaints:
-    """Report rows without answers if the reward compares responses with answers: an empty response would be correct."""
+    """Report rows without answers if the reward compares responses with answers. Otherwise an empty response would be correct."""
     data, function, environment = recipe.data, recipe.reward.function, recipe.rollout.environment
     if function == FROM_ENVIRONMENT and environment == "single" and not recipe.rollout.uses_agents and "rl" in recipe.train.stages:
-        yield "reward.function: environment needs an environment with reward(), but rollout.environment is single; name one"
+        yield "reward.function: environment uses reward() of rollout.environment, but single has none; name an environment with reward()"
     if recipe.rollout.verifiers is not None and data.path is None and data.task is None:
-        if function in VERIFIERS and "rl" in recipe.train.stages:
-            yield f"reward.function: {function} has no answer to compare with, and {environment} rewards its own tasks; set environment"
+        if function in ANSWER_REWARDS and "rl" in recipe.train.stages:
+            yield (
+                f"reward.function: {function} has no answer to compare with, and {environment} rewards its own tasks; "
+                "set reward.function: environment"
+            )
         if "sft" in recipe.train.stages and data.sft_path is None and data.sft_task is None:
             yield f"data.sft_path: tasks of {environment} have no solutions; name rows for the supervised stage, or set stages: [rl]"
-    if data.columns.answer is None and function in VERIFIERS and "rl" in recipe.train.stages:
+    if data.columns.answer is None and function in ANSWER_REWARDS and "rl" in recipe.train.stages:
         yield f"data.columns.answer: the reward {function} needs an answer to compare with, got null; name the column"
     for name, config in recipe.evaluation.sets.items():
         columns, reward = config.columns or data.columns, config.reward.function if config.reward else function
-        if columns.answer is None and reward in VERIFIERS:
+        if columns.answer is None and reward in ANSWER_REWARDS:
             yield (
                 f"evaluation.sets.{name}.columns.answer: the reward {reward} needs an answer to compare with, got null; name the column, "
                 f"or set evaluation.sets.{name}.reward.function"

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from mtpctl.families.quantization import FP8_BLOCK, SCALE
+from mtpctl.families.quantization import FP8_BLOCK, SCALE_SUFFIX
 from mtpctl.plan.buckets import Entry
 from mtpctl.sync.checksums import PartialSums, partial_sums
 from mtpctl.sync.protocol import PlanMismatch, SectionPlan
@@ -223,7 +223,7 @@ def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[in
     if hasattr(owner, "shard_indices"):
         return _vocabulary_shard(cast(_VocabularyLayer, owner), data, shape)
     sizes = part_sizes(owner)
-    if slot.parameter.endswith(SCALE):
+    if slot.parameter.endswith(SCALE_SUFFIX):
         sizes = [-(-size // FP8_BLOCK) for size in sizes]
     if slot.parts is not None or (len(sizes) > 1 and _tp_of(owner).size > 1):
         return _packed_shard(owner, data, slot, shape, sizes)

@@ -39,7 +39,7 @@ class RunOverview:
     """The overview of one run.
 
     Attributes:
-        step: of `steps` in `stage`, the newest stage.
+        step: the last step of `stage`, the newest stage, which has `steps` steps.
         reward, unfiltered_reward, accuracy: newest values in RL.
         unseen_accuracy: the same for held-out prompts that no training row has; None if they are all unseen.
         age_s: seconds since the newest metric.
@@ -235,15 +235,15 @@ class LiveStatus:
         self._accuracy: float | None = None
         self._unseen_accuracy: float | None = None
         self._now = steady_clock()
-        self._newest_row = self._now()
+        self._newest_row_time = self._now()
         for row in history.rows:
             self.row(row.step, row.metrics, row.phase)
-            self._newest_row = row.time
+            self._newest_row_time = row.time
 
     def row(self, step: int, metrics: Mapping[str, float], stage: str) -> None:
         if stage != self.stage:
             self.stage, self.step, self.metrics = stage, step, {}
-        self.step, self._newest_row = max(self.step, step), self._now()
+        self.step, self._newest_row_time = max(self.step, step), self._now()
         self.metrics.update(metrics)
         self._accuracy = metrics.get("eval/accuracy", self._accuracy)
         self._unseen_accuracy = metrics.get("eval/unseen_accuracy", self._unseen_accuracy)
@@ -267,7 +267,7 @@ class LiveStatus:
             self.metrics.get("reward/mean"),
             self.metrics.get("reward/unfiltered_mean"),
             self._accuracy,
-            age_s=max(0.0, self._now() - self._newest_row),
+            age_s=max(0.0, self._now() - self._newest_row_time),
             restarts=list(self.restarts),
             replicas=int(self.metrics["rollout/replicas"]) if "rollout/replicas" in self.metrics else None,
             asked_replicas=last_requested_replicas(RunDirectory(self.path)),
@@ -287,7 +287,7 @@ class LiveStatus:
 
 @dataclass(frozen=True)
 class ReplicaCounts:
-    """Rollout replicas: in service, requested, the bounds of `rollout.replicas` (equal for a number), and restarts after failures.
+    """Rollout replicas: in service, requested, the bounds of `rollout.replicas` (equal if it is one number), and restarts after failures.
 
     The fields are keys of `/status.json`.
     """

@@ -66,7 +66,7 @@ def _profile_tables(averages: EventList, *, cuda: bool) -> str:
     total_time = "device_time_total" if cuda else "cpu_time_total"
     self_time = "self_device_time_total" if cuda else "self_cpu_time_total"
     phases = sorted((e for e in averages if e.key.startswith(_PHASE)), key=lambda e: -e.cpu_time_total)
-    lines = ["| phase | times | host ms | device ms |", "|---|---|---|---|"]
+    lines = ["| phase | calls | host ms | device ms |", "|---|---|---|---|"]
     lines += [
         f"| {e.key.removeprefix(_PHASE)} | {e.count} | {e.cpu_time_total / 1000:.2f} | {getattr(e, total_time) / 1000:.2f} |"
         for e in phases

@@ -219,7 +219,7 @@ def test_loss_and_resume_point_are_logged(tmp_path: Path) -> None:
     ("recipe", "messages"),
     [
         (recipe_with(restarts=0), "trainer rank 0, rl_step: ActorDiedError$"),
-        (recipe_with(restarts=2), "train.max_restarts: 2 within an hour are used up"),
+        (recipe_with(restarts=2), "train.max_restarts: the limit of 2 within an hour is reached"),
         (recipe_with(keep_checkpoints=0, checkpoint_every=0), "trainer rank 0, rl_step: ActorDiedError$"),
         (recipe_with(checkpoint_minutes=0.0, checkpoint_every=0), "trainer rank 0, rl_step: ActorDiedError$"),
     ],

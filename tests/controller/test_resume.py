@@ -145,7 +145,7 @@ class Disk:
 def test_required_save_is_retried_until_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message: list[str] = []
     state, disk = RunState(tmp_path, TrainConfig(), report=message.append), Disk(monkeypatch, 25)
-    assert asyncio.run(state.retry_save(disk.save)) == "saved"
+    assert asyncio.run(state.retry_while_disk_full(disk.save)) == "saved"
     assert disk.tries == 4 and disk.now == 3 * RETRY_S
     assert message == [
         "checkpoint rl-000009-end was not written: No space left on device; free disk space, since the checkpoint is written again "
@@ -156,7 +156,7 @@ def test_required_save_is_retried_until_the_disk_has_room(tmp_path: Path, monkey
 def test_required_save_fails_after_minutes_of_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, disk = RunState(tmp_path, TrainConfig()), Disk(monkeypatch, 1e9)
     with pytest.raises(RuntimeFailure, match="31 attempts in 5 minutes failed; free space and start the same command again"):
-        asyncio.run(state.retry_save(disk.save))
+        asyncio.run(state.retry_while_disk_full(disk.save))
     assert disk.now == FAILURE_PERIOD_S
 
 

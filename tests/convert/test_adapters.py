@@ -67,8 +67,12 @@ def test_verify_compares_merged_weights_with_base_and_adapter(tmp_path: Path, ca
     model(case, tmp_path / "hf")
     trained(tmp_path, HfFolder.open(tmp_path / "hf"))
     conversion = converted(tmp_path / "step-1", tmp_path / "merged", model=tmp_path / "hf", merge=True, verify=True)
-    assert conversion.verified is not None and conversion.verified.tensors == conversion.tensors and conversion.verified.logits < 1e-5
-    assert (conversion.verified.mtp_logits is None) == (case == "qwen3-moe")
+    assert (
+        conversion.verified is not None
+        and conversion.verified.num_tensors == conversion.tensors
+        and conversion.verified.max_logit_diff < 1e-5
+    )
+    assert (conversion.verified.max_mtp_logit_diff is None) == (case == "qwen3-moe")
     monkeypatch.setattr(HfWriter, "put", spoiled(HfWriter.put, "o_proj.weight"))
     with pytest.raises(ThresholdMissed, match=r"verify: .*o_proj\.weight differs, first at element 0"):
         converted(tmp_path / "step-1", tmp_path / "spoiled", model=tmp_path / "hf", merge=True, verify=True)
@@ -80,7 +84,11 @@ def test_verify_compares_the_peft_folder_with_the_checkpoint(tmp_path: Path, cas
     model(case, tmp_path / "hf")
     trained(tmp_path, HfFolder.open(tmp_path / "hf"))
     conversion = converted(tmp_path / "step-1", tmp_path / "adapter", model=tmp_path / "hf", verify=True)
-    assert conversion.verified is not None and conversion.verified.tensors == conversion.tensors and conversion.verified.logits < 1e-4
+    assert (
+        conversion.verified is not None
+        and conversion.verified.num_tensors == conversion.tensors
+        and conversion.verified.max_logit_diff < 1e-4
+    )
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for change, message in (
         (lambda name, value: {name: value + 1e-3}, "verify: .*lora_A.weight differs"),

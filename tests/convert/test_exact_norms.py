@@ -83,7 +83,7 @@ def test_every_fused_expert_is_compared_and_exported_under_its_name(tmp_path: Pa
     weights = ModelWeights(tmp_path / "hf")
     assert len(packed) == 2 * weights.shape.layers + 2 and all(weights.layout[list(names).index(name)].pieces for name in packed)
     first = converted(tmp_path / "hf", tmp_path / "checkpoint", verify=True)
-    assert first.verified is not None and first.verified.tensors == len(tensor_shapes(weights.shape))
+    assert first.verified is not None and first.verified.num_tensors == len(tensor_shapes(weights.shape))
     second = converted(tmp_path / "checkpoint", tmp_path / "back", verify=True)
     assert second.tensors == len(names) and second.verified == first.verified
     assert_same_tensors(tmp_path / "back", tmp_path / "hf")

@@ -49,9 +49,9 @@ def test_folder_reads_back_as_the_quantized_model(tmp_path: Path, case: str) -> 
     conversion = converted(tmp_path / "checkpoint", tmp_path / "fp8", dtype="fp8", verify=True)
     source = ModelWeights(tmp_path / "hf")
     assert_quantized(tmp_path / "fp8", source)
-    assert conversion.verified is not None and conversion.verified.tensors == len(source) + len(source.extras)
+    assert conversion.verified is not None and conversion.verified.num_tensors == len(source) + len(source.extras)
     assert 0.01 < (conversion.verified.relative_error or 0) < 0.04
-    assert conversion.verified.logits > 0
+    assert conversion.verified.max_logit_diff > 0
     raw, names = FolderWeights(tmp_path / "fp8"), select_fp8_names(source.shape)
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     quantization = config["quantization_config"]
@@ -72,7 +72,7 @@ def test_folder_converts_back_to_a_checkpoint(tmp_path: Path) -> None:
     converted(tmp_path / "hf", tmp_path / "checkpoint")
     converted(tmp_path / "checkpoint", tmp_path / "fp8", dtype="fp8")
     conversion = converted(tmp_path / "fp8", tmp_path / "again", verify=True)
-    assert conversion.verified is not None and conversion.verified.logits == 0
+    assert conversion.verified is not None and conversion.verified.max_logit_diff == 0
     converted(tmp_path / "again", tmp_path / "back")
     back = tensors(tmp_path / "back")
     result = ModelWeights(tmp_path / "fp8")

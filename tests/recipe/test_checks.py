@@ -820,7 +820,10 @@ def test_verifiers_environment_provides_problems_and_rewards() -> None:
 @pytest.mark.parametrize(
     "sets, told",
     [
-        ([*VERIFIERS[:3]], "reward.function: exact has no answer to compare with, and verifiers:letters rewards its own tasks; set env"),
+        (
+            [*VERIFIERS[:3]],
+            "reward.function: exact has no answer to compare with, and verifiers:letters rewards its own tasks; set reward.function: env",
+        ),
         (
             [*VERIFIERS[:2], VERIFIERS[3]],
             "data.sft_path: tasks of verifiers:letters have no solutions; name rows",

@@ -59,7 +59,7 @@ class Target:
 @contextlib.asynccontextmanager
 async def gateway(tmp_path: Path) -> AsyncIterator[Target]:
     model = model_of(Scripted(lambda text, call: "yes"))
-    async with Gateway(model, byte_tokenizer(), "toy", 50, listen("127.0.0.1", 0), rules=FieldRules(serving=True)) as one:
+    async with Gateway(model, byte_tokenizer(), "toy", 50, listen("127.0.0.1", 0), rules=FieldRules(client_sampling=True)) as one:
         one.single_requests = request_of
         secret, _ = one.open(request_of())
         posts = ["/v1/chat/completions", f"/t/{secret}/v1/chat/completions", f"/t/{secret}/v1/reward", f"/t/{secret}/v1/finish"]

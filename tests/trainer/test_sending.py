@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mtpctl.errors import RuntimeFailure
-from mtpctl.families.quantization import SCALE, select_fp8_names
+from mtpctl.families.quantization import SCALE_SUFFIX, select_fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.kernels.block_fp8 import quantized_tensors
 from mtpctl.plan.buckets import wire_tensors
@@ -133,7 +133,7 @@ def test_matrices_are_quantized_except_in_the_store_of_unquantized_versions(tmp_
     names = select_fp8_names(shape)
     sent = {name: entry for plan in fp8.sections.values() for name, entry in plan.tensors().items()}
     assert {name for name, entry in sent.items() if entry.dtype == "float8_e4m3fn"} == names and "lm_head.weight" not in names
-    assert sent.keys() == {*engine.tensors, *(name + SCALE for name in names)}
+    assert sent.keys() == {*engine.tensors, *(name + SCALE_SUFFIX for name in names)}
     assert {entry.dtype for plan in plain.sections.values() for entry in plan.tensors().values()} == {"bfloat16"}
     assert store.versions() == store.unquantized.versions() == [1, 2]
     for section, plan in fp8.sections.items():

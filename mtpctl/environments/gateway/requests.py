@@ -102,9 +102,9 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class FieldRules:
-    """`serving`: there is no training, so clients set sampling. `ignore`: fields that are not honored are listed instead of rejected."""
+    """`client_sampling`: clients set sampling; there is no training. `ignore`: unsupported fields are listed instead of rejected."""
 
-    serving: bool = False
+    client_sampling: bool = False
     ignore: bool = False
 
 
@@ -379,14 +379,14 @@ class ChatRequest(Sampling):
             if isinstance(message.content, list) and any(part.get("type") != "text" for part in message.content):
                 raise RequestInvalid("messages: only text is supported; send parts of the type text")
         reasons = self._unsupported_fields(template)
-        if not rules.serving:
+        if not rules.client_sampling:
             recipe_settings = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
             for name in changed_fields(self, request):
                 setting = f"rollout.{name}: {recipe_settings[name]:g}" if name in recipe_settings else "the recipe's settings"
                 reasons[name] = f"tokens are sampled with {setting}, because they are trained on; leave it out"
         if reasons and not rules.ignore:
             name, reason = next(iter(reasons.items()))
-            hint = "" if rules.serving else ", or set rollout.gateway_fields: ignore"
+            hint = "" if rules.client_sampling else ", or set rollout.gateway_fields: ignore"
             raise RequestInvalid(f"{name}: {reason}{hint}")
         self._ignored = list(reasons)
 

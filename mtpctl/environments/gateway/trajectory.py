@@ -1,8 +1,8 @@
 """One agent's work on one problem: its conversations, each a sample with the tokens that the engine sampled.
 
 A request that extends a conversation continues its tokens: new messages are rendered after them (`ChatReplies`), and sampled tokens are
-never retokenized. A request with another history starts a new sample, rendered from its messages. A request that continues an earlier
-turn, and each further choice of a turn, starts a sample whose prompt is the tokens up to that point.
+never retokenized. A request with another history starts a new sample, rendered from its messages. A request that branches off before
+the newest turn, and each choice after the first (`n` above 1), starts a sample whose prompt is the tokens before the branch.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class _AnswerStart:
 class Trajectory:
     """Answers an agent's requests with the settings and limits of `request`. The sample of `request` identifies the problem.
 
-    `max_answers`: maximum number of answers. `rules`: handling of fields that are not honored. The deadline counts from the creation.
+    `max_answers`: maximum number of answers. `rules`: whether unsupported fields are rejected or ignored, and whether clients
+    set sampling. The deadline counts from the creation.
     """
 
     def __init__(self, request: GenerationRequest, model: Model, max_answers: int, rules: FieldRules = REJECT) -> None:
@@ -146,10 +147,10 @@ class Trajectory:
     async def answer(self, chat: ChatRequest) -> list[Answer]:
         """Generate the choices of one completion. Raises RequestInvalid for invalid requests and exhausted budgets."""
         chat.check(self.request, self._model.tokenizer.chat_template, self._rules)
-        request = apply_sampling(chat, self.request) if self._rules.serving else self.request
+        request = apply_sampling(chat, self.request) if self._rules.client_sampling else self.request
         self._check_open()
         if self.answers + chat.choices > self._max_answers:
-            raise RequestInvalid(f"the trajectory has its {self._max_answers} answers (rollout.max_turns)", OVER_BUDGET)
+            raise RequestInvalid(f"the trajectory already has {self._max_answers} answers, the maximum (rollout.max_turns)", OVER_BUDGET)
         self.answers += chat.choices
         self.ignored |= dict.fromkeys(chat.ignored)
         start = self._start_answer(chat)

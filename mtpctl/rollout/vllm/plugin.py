@@ -135,7 +135,7 @@ def install() -> None:
         admission.install_admission,
     ):
         patch()
-    if exact.is_exact():
+    if exact.is_bitwise():
         exact_delta.install_exact_delta()
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, "mtpctl.rollout.vllm.receiver", "ManifestTransferEngine")

@@ -30,7 +30,7 @@ from mtpctl.kernels import exact, invariant
 from mtpctl.rollout.vllm.client import adapter_request
 from mtpctl.rollout.vllm.patches import weights
 from mtpctl.rollout.vllm.patches.drafter import TIMES
-from mtpctl.rollout.vllm.patches.exact import is_exact
+from mtpctl.rollout.vllm.patches.exact import is_bitwise
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, ZERO_ADAPTER
 from mtpctl.sync.parameters import Shard, TpRank, match_shards
@@ -322,7 +322,7 @@ class LayerCapture:
         rows["logit_scale"] = logits.abs().amax(-1).cpu()
         labels = torch.tensor(tokens[1:], device=device)
         bitwise = invariant.log_softmax if logits.is_cuda else exact.log_softmax
-        log_softmax = bitwise if is_exact() else partial(torch.log_softmax, dim=-1)
+        log_softmax = bitwise if is_bitwise() else partial(torch.log_softmax, dim=-1)
         rows["logprob"] = log_softmax(logits).gather(-1, labels[:, None]).squeeze(-1).cpu()
         if path is not None:
             save_file(rows, path)

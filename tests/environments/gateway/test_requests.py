@@ -19,7 +19,7 @@ from tests.fakes.scripted_engine import EOS, Scripted, byte_tokenizer, model_of,
 from tests.fakes.trajectories import reader
 
 ASK: Any = [{"role": "user", "content": "1+1?"}]
-TRAINING, IGNORING, SERVING = FieldRules(), FieldRules(ignore=True), FieldRules(serving=True)
+TRAINING, IGNORING, SERVING = FieldRules(), FieldRules(ignore=True), FieldRules(client_sampling=True)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 

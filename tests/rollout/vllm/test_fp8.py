@@ -12,7 +12,7 @@ import torch
 from mtpctl.cluster.object_store import ObjectStore
 from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.errors import UserError
-from mtpctl.families.quantization import SCALE, select_fp8_names
+from mtpctl.families.quantization import SCALE_SUFFIX, select_fp8_names
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import section_of
 from mtpctl.kernels.block_fp8 import dequantize, quantize
@@ -55,11 +55,11 @@ def test_weights_after_three_syncs_equal_those_loaded_from_the_exported_folder(m
         manifest = model.publish(publisher, version)
         entries = {name: entry for plan in manifest.sections.values() for name, entry in plan.tensors().items()}
         assert {name for name, entry in entries.items() if entry.dtype == "float8_e4m3fn"} == names
-        assert {name.removesuffix(SCALE) for name in entries if name.endswith(SCALE)} == names
+        assert {name.removesuffix(SCALE_SUFFIX) for name in entries if name.endswith(SCALE_SUFFIX)} == names
         assert run(engine.update(manifest, verify=True)).verified == len(entries)
     after, sample = parameters(engine), answer(engine, run)
     run(engine.shutdown())
-    assert all(not torch.equal(after[name].float(), value.float()) for name, value in loaded.items() if name.endswith(SCALE))
+    assert all(not torch.equal(after[name].float(), value.float()) for name, value in loaded.items() if name.endswith(SCALE_SUFFIX))
     fresh = start(run, model.exported(3), model.case)
     expected, again = parameters(fresh), answer(fresh, run)
     run(fresh.shutdown())

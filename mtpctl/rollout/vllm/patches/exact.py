@@ -7,7 +7,7 @@ layers and LM head, norms, SwiGLU, rotary embedding, attention, and the log-soft
 
 Experts: vLLM rounds router logits to the model's dtype, selects an expert kernel by platform, and scales the experts' outputs by their
 probs. In a bitwise engine, router, experts and their sum are those of `mtpctl.kernels.exact_experts`, which the trainer calls too. Weights
-stay as they are loaded. Recorded routes are those of the replaced router.
+stay as they are loaded. Routes are recorded from this router.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _ROTARY_TABLE = "_mtpctl_exact_table"
 
 
-def is_exact() -> bool:
+def is_bitwise() -> bool:
     """Whether the engine that is being built in this process has `numerics: bitwise`."""
     return os.environ.get(NUMERICS) == "bitwise"
 
@@ -66,11 +66,11 @@ def install_exact() -> None:
     @wraps(dispatch)
     def dispatch_gemm(layer: nn.Module, remove_weight: bool) -> None:
         dispatch(layer, remove_weight)
-        if is_exact() and layer.get_parameter("weight").ndim == 2:
+        if is_bitwise() and layer.get_parameter("weight").ndim == 2:
             layer.__dict__["cpu_linear"] = linear
 
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return exact_attention_class() if is_exact() else attention_class()
+        return exact_attention_class() if is_bitwise() else attention_class()
 
     assign(utils, dispatch_cpu_unquantized_gemm=dispatch_gemm)
     assign(CPUAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
@@ -82,13 +82,13 @@ def install_exact() -> None:
 
 
 def replace_forward(layer: type[nn.Module], forward: Callable[..., object], method: str = "_forward_method") -> None:
-    """Make layers of an exact engine compute `forward(layer, ...)`. method: the attribute that vLLM calls."""
+    """Make layers of a bitwise engine compute `forward(layer, ...)`. method: the attribute that vLLM calls."""
     upstream = layer.__init__
 
     @wraps(upstream)
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
-        if is_exact():
+        if is_bitwise():
             self.__dict__[method] = forward.__get__(self)
 
     assign(layer, __init__=__init__)
@@ -107,7 +107,7 @@ def replace_row_parallel(product: Callable[[Tensor, Tensor], Tensor]) -> None:
 
     @wraps(upstream)
     def forward(self: RowParallelLinear, input_: Tensor) -> Any:
-        if not is_exact() or self.tp_size == 1:
+        if not is_bitwise() or self.tp_size == 1:
             return upstream(self, input_)
         assert self.input_is_parallel and self.reduce_results, f"{self.prefix}: partial sums are not exact"
         out = product(input_, self.get_parameter("weight"))
@@ -171,7 +171,7 @@ def _rotary(upstream: Rotation) -> Rotation:
 
     @wraps(upstream)
     def forward_cpu(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        if not is_exact():
+        if not is_bitwise():
             return upstream(self, positions, query, key)
         if _ROTARY_TABLE not in self.__dict__:
             self.__dict__[_ROTARY_TABLE] = rotary_table(self)
@@ -276,7 +276,7 @@ def _patch_log_softmax(sampler: type[Sampler]) -> None:
     @wraps(build)
     def __init__(self: Sampler, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        if is_exact():
+        if is_bitwise():
             self.__dict__["compute_logprobs"] = exact.log_softmax
             self.__dict__["forward"] = _forward.__get__(self)
             self.__dict__["sample"] = _sample.__get__(self)
@@ -307,7 +307,7 @@ def install_exact_experts() -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.platforms import current_platform
 
-    if not (current_platform.is_cpu() or is_exact()):
+    if not (current_platform.is_cpu() or is_bitwise()):
         return
     replaced = ((GateLinear, "forward"), (MoERunner, "_apply_quant_method"), (UnquantizedFusedMoEMethod, "_setup_kernel"))
     for owner, name in replaced:
@@ -321,15 +321,15 @@ def install_exact_experts() -> None:
 
     @wraps(upstream_gate)
     def forward(self: GateLinear, x: Tensor) -> Any:
-        return self._return(_logits(x, self.get_parameter("weight"))) if is_exact() else upstream_gate(self, x)
+        return self._return(_logits(x, self.get_parameter("weight"))) if is_bitwise() else upstream_gate(self, x)
 
     @wraps(upstream_experts)
     def apply(self: MoERunner, *args: Any, **kwargs: Any) -> Any:
-        return run_moe(self, *args, **kwargs) if is_exact() else upstream_experts(self, *args, **kwargs)
+        return run_moe(self, *args, **kwargs) if is_bitwise() else upstream_experts(self, *args, **kwargs)
 
     @wraps(upstream_setup)
     def _setup_kernel(self: UnquantizedFusedMoEMethod, *args: Any, **kwargs: Any) -> None:
-        if not is_exact():
+        if not is_bitwise():
             upstream_setup(self, *args, **kwargs)
             return
         self.unquantized_backend = UnquantizedMoeBackend.TRITON  # weight updates check for a backend that does not pack weights

@@ -18,7 +18,7 @@ from torch import Tensor
 from mtpctl.errors import UpstreamMoved
 from mtpctl.kernels import exact, exact_delta, invariant
 from mtpctl.kernels.exact_delta import DeltaCache, DeltaWeights
-from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward
+from mtpctl.rollout.vllm.patches.exact import is_bitwise, replace_forward
 from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _with_new_sequences(build: Callable[..., GDNAttentionMetadata]) -> Callable[
         *args: Any,
         **kwargs: Any,
     ) -> GDNAttentionMetadata:
-        if is_exact() and num_accepted_tokens is not None:
+        if is_bitwise() and num_accepted_tokens is not None:
             num_computed = common_attn_metadata.compute_num_computed_tokens()[: len(num_accepted_tokens)]
             num_accepted_tokens = num_accepted_tokens.clamp(min=1).where(num_computed > 0, 0)
         return build(self, common_prefix_len, common_attn_metadata, num_accepted_tokens, *args, **kwargs)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mtpctl.errors import UpstreamMoved, UserError
 from mtpctl.kernels import invariant
 from mtpctl.kernels.invariant import PagedKV
-from mtpctl.rollout.vllm.patches.exact import is_exact, replace_forward, replace_row_parallel, rotary_table
+from mtpctl.rollout.vllm.patches.exact import is_bitwise, replace_forward, replace_row_parallel, rotary_table
 from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def install_invariant() -> None:
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cuda() and is_exact():
+    if current_platform.is_cuda() and is_bitwise():
         replace_operations()
 
 
@@ -80,16 +80,16 @@ def replace_operations() -> None:
     upstream_draft_logits_spec = DraftModelSpeculator.draft_logits_spec
 
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        return invariant_attention_class() if is_exact() else upstream_attention_class()
+        return invariant_attention_class() if is_bitwise() else upstream_attention_class()
 
     def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-        if not is_exact():
+        if not is_bitwise():
             return compute_token_logprobs(logits, token_ids)
         return invariant.token_logprobs(logits, token_ids.long())
 
     def draft_logits_spec(self: DraftModelSpeculator, vllm_config: VllmConfig) -> tuple[torch.dtype, float]:
         """Dtype and initial value of the buffer for the logits of sampled drafts. Its dtype must be that of the LM head's output."""
-        return (torch.float32, 0.0) if is_exact() else upstream_draft_logits_spec(self, vllm_config)
+        return (torch.float32, 0.0) if is_bitwise() else upstream_draft_logits_spec(self, vllm_config)
 
     assign(UnquantizedLinearMethod, apply=_apply(UnquantizedLinearMethod.apply, linear))
     assign(UnquantizedEmbeddingMethod, apply=_apply(UnquantizedEmbeddingMethod.apply, logits))
@@ -108,7 +108,7 @@ def _apply(upstream: Apply, product: Apply) -> Apply:
 
     @wraps(upstream)
     def apply(self: object, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product(x, layer.weight, bias) if is_exact() else upstream(self, layer, x, bias)
+        return product(x, layer.weight, bias) if is_bitwise() else upstream(self, layer, x, bias)
 
     return apply
 
@@ -151,7 +151,7 @@ def _with_rotary_table(build: Callable[..., None]) -> Callable[..., None]:
     @wraps(build)
     def __init__(self: RotaryEmbedding, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        if is_exact():
+        if is_bitwise():
             self.__dict__[_ROTARY_TABLE] = rotary_table(self, _positions(get_current_vllm_config()))
 
     return __init__

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.families.quantization import FP8_BLOCK, SCALE
+from mtpctl.families.quantization import FP8_BLOCK, SCALE_SUFFIX
 from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, require_pinned
 from mtpctl.sync.parameters import ShapeMismatch
 from mtpctl.sync.protocol import PlanMismatch
@@ -211,7 +211,9 @@ def packed_fp8(model: nn.Module) -> str | None:
         else:
             continue
         scales = {
-            str(parameter.dtype).removeprefix("torch.") for name, parameter in layer.named_parameters(recurse=False) if name.endswith(SCALE)
+            str(parameter.dtype).removeprefix("torch.")
+            for name, parameter in layer.named_parameters(recurse=False)
+            if name.endswith(SCALE_SUFFIX)
         }
         if not updatable:
             packed[kind, kernel, option] += 1
