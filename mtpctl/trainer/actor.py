@@ -249,7 +249,7 @@ class TrainerRank(WeightExporter):
                 sequences, versions, stale_kv, old_versions, published=not (has_unscored and self.has_unpublished_update)
             )
         self.has_unpublished_update = True
-        metrics["perf/tokens"] = sum(metrics_of_one["perf/tokens"] for metrics_of_one in minibatch_metrics)
+        metrics["perf/tokens"] = sum(minibatch["perf/tokens"] for minibatch in minibatch_metrics)
         return metrics
 
     def _training_batch(

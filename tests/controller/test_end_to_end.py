@@ -49,7 +49,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_leaves_no_process_behind(run_dir: Path) -> None:
     start = Start.of(run_dir, "first", steps=200, overlay="mytask/own.yaml")
     start.wait_for(lambda: start.step("rl") >= 2)
-    assert start.actor("TrainerRank").environ()["OMP_WAIT_POLICY"] == "PASSIVE", "beside engines on the same cores"
+    assert start.actor("TrainerRank").environ()["OMP_WAIT_POLICY"] == "PASSIVE", "engines run on the same cores"
     children = psutil.Process(start.process.pid).children(recursive=True)
     os.killpg(start.process.pid, signal.SIGINT)
     assert start.end() == 130, start.log.read_text()

@@ -29,7 +29,7 @@ def of_size(groups: int) -> Recipe:
 
 
 def executed(groups: int, folder: Path) -> int:
-    """How many calls and loop passes of Python code a step takes in this thread, the fakes' included.
+    """How many calls and loop passes of Python code a step takes in this thread, including those of the fakes.
 
     Threads and garbage that other tests have left are not counted.
     """
