@@ -128,7 +128,8 @@ def main() -> None:
                 manifest = sender.publish(iter(tensors.items()), version)
                 encode = time.perf_counter() - began
                 received = Path(root) / "arrived"
-                link = copy_over_link(Path(manifest.address), received, options.gbit)
+                # The first version is complete in both cases and is not reported.
+                link = copy_over_link(Path(manifest.address), received, options.gbit if version > 1 else 0)
                 apply = receiver.apply(replace(manifest, address=str(received)))
                 shutil.rmtree(received)
                 if kind == "complete":

@@ -1,10 +1,11 @@
 """Compare rollout with FP8 and bf16 weights: tokens/s with and without drafts, acceptance, and the live weights after three syncs.
 
-For each quantization and number of drafts, one engine is started in a separate process and serves 64 and 256 requests. One process of
-each model with FP8, with drafts if the model has MTP layers, also updates its engine three times and compares its live tensors with those
-of a new engine that loads the folder that `convert-hf --dtype fp8` exports. Without `--model`, models with the shapes of MiMo-7B (with its
-MTP layer as drafter) and Qwen3-30B-A3B and random weights are used; their drafts are almost never accepted, so acceptance needs a trained
-model. Exit code 6: FP8 is less than 1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or live tensors differ.
+The engines of a model start at once, each in a separate process on the same GPU, and are then measured in turn with 64 and 256 requests;
+an engine that is not measured idles. Unless `--no-syncs` is given, the FP8 engine (with drafts if the model has MTP layers) is also
+updated three times, and its live tensors are compared with those of a new engine that loads the folder that `convert-hf --dtype fp8`
+exports. Without `--model`, models with the shapes of MiMo-7B (with its MTP layer as drafter) and Qwen3-30B-A3B and random weights are
+used; their drafts are almost never accepted, so acceptance needs a trained model. `--triton` adds FP8 engines without DeepGEMM. Exit code
+6: FP8 is less than 1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or live tensors differ.
 
     python benchmarks/fp8_rollout.py
     python benchmarks/fp8_rollout.py --model FOLDER      # a trained model
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,18 +29,32 @@ from fp8_folder import COMMON, SHAPES, TOY, run_conversion
 from harness import finish, parser, print_environment
 
 BOUNDS = {"dense": 1.2, "experts": 1.3, "drafts": 1.15}
+GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+"""Batch sizes of CUDA graphs. DeepGEMM compiles kernels for each, so that vLLM's default of 51 sizes takes minutes."""
+WITHOUT_DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}
+WITH_DEEP_GEMM = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
+"""The kernels are compiled when the graphs are captured and in the warm-up round instead of for all batch sizes."""
 
 
-def make_settings(folder: str, quantization: str, drafts: int, options: dict[str, Any]) -> Any:
+def make_settings(order: dict[str, Any]) -> Any:
     from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
     from mtpctl.rollout.vllm.settings import engine_settings
 
-    device = "cpu" if options["toy"] else "cuda"
-    sizes: dict[str, Any] = {"context": 128, "kv_cache_bytes": 64 << 20} if options["toy"] else {"context": 1024}
+    device = "cpu" if order["toy"] else "cuda"
+    sizes: dict[str, Any] = {"context": 128} if order["toy"] else {"context": 1024, "gpu_memory": 0.05}
+    args: dict[str, Any] = {} if order["toy"] or order["eager"] else {"cudagraph_capture_sizes": GRAPH_SIZES}
+    if order["profile"]:
+        args["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": order["profile"], "torch_profiler_with_stack": False}
     config = VllmConfig(
-        max_in_flight=256, eager=options["eager"], quantization=quantization, speculation=SpeculationConfig(num_tokens=drafts), **sizes
+        max_in_flight=256,
+        eager=order["eager"],
+        kv_cache_bytes=order["kv_cache_bytes"],
+        quantization=order["quantization"],
+        speculation=SpeculationConfig(num_tokens=order["drafts"]),
+        engine_args=args,
+        **sizes,
     )  # type: ignore[arg-type]
-    return engine_settings(config, model=folder, precision="bf16", device=device)  # type: ignore[arg-type]
+    return engine_settings(config, model=order["folder"], precision="bf16", device=device)  # type: ignore[arg-type]
 
 
 async def measure_rate(engine: Any, requests: int, prompt: int, tokens: int, vocab: int) -> tuple[float, float | None]:
@@ -58,22 +74,33 @@ async def measure_rate(engine: Any, requests: int, prompt: int, tokens: int, voc
     return sum(len(sample.response_ids) for sample in samples) / seconds, accepted / drafted if drafted else None
 
 
-async def serve(order: dict[str, Any]) -> dict[str, Any]:
-    """Start one engine and measure; with `check`, update it and return the checksums of its live tensors."""
+async def serve(order: dict[str, Any]) -> None:
+    """Start one engine, and execute the commands of standard input: `REQUESTS`, `profile REQUESTS`, `sums SYNCS`."""
     from mtpctl.rollout.vllm.client import VllmClient
     from mtpctl.rollout.vllm.engine import VllmEngine
 
-    engine = await VllmEngine.start(make_settings(order["folder"], order["quantization"], order["drafts"], order))
-    result: dict[str, Any] = {"rates": {}}
+    began = time.perf_counter()
+    engine = await VllmEngine.start(make_settings(order))
+
+    def answer(result: object) -> None:
+        print("result", json.dumps(result), flush=True)
+
     try:
-        for requests in order["requests"]:
-            result["rates"][requests] = await measure_rate(engine, requests, order["prompt"], order["tokens"], order["vocab"])
-        if order["check"]:
-            await apply_updates(engine, Path(order["work"]), syncs=order["syncs"])
-            (result["live"],) = await VllmClient(engine._llm).rpc("mtpctl_live_sums")
+        answer(time.perf_counter() - began)
+        while command := (await asyncio.to_thread(sys.stdin.readline)).split():
+            match command:
+                case ["sums", syncs]:
+                    await apply_updates(engine, Path(order["work"]), syncs=int(syncs))
+                    answer((await VllmClient(engine._llm).rpc("mtpctl_live_sums"))[0])
+                case ["profile", requests]:
+                    await engine._llm.start_profile()
+                    rate = await measure_rate(engine, int(requests), order["prompt"], 32, order["vocab"])
+                    await engine._llm.stop_profile()
+                    answer(rate)
+                case [requests]:
+                    answer(await measure_rate(engine, int(requests), order["prompt"], order["tokens"], order["vocab"]))
     finally:
         await engine.shutdown()
-    return result
 
 
 async def apply_updates(engine: Any, work: Path, *, syncs: int) -> None:
@@ -97,53 +124,104 @@ async def apply_updates(engine: Any, work: Path, *, syncs: int) -> None:
             await engine.update(publisher.publish(export, version, checksums=True), verify=True)
 
 
-def serve_in_process(order: dict[str, Any]) -> dict[str, Any]:
+class EngineProcess:
     """`serve` in a separate process."""
-    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if order["toy"] else {})
-    process = subprocess.run(
-        [sys.executable, __file__, "--serve", json.dumps(order)], stdout=subprocess.PIPE, text=True, check=True, env=environment
-    )
-    (line,) = (line for line in process.stdout.splitlines() if line.startswith("result "))
-    result: dict[str, Any] = json.loads(line.removeprefix("result "))
-    return result
+
+    def __init__(self, order: dict[str, Any], variables: dict[str, str]) -> None:
+        environment = os.environ | variables | ({"OMP_NUM_THREADS": "1"} if order["toy"] else {})
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", json.dumps(order)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def read_result(self) -> Any:
+        """The answer to a command, or the seconds of the start. Raises RuntimeError if the process ended."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith("result "):
+                return json.loads(line.removeprefix("result "))
+        raise RuntimeError(f"an engine ended with exit code {self.process.wait()}")
+
+    def ask(self, command: str) -> Any:
+        assert self.process.stdin
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.read_result()
+
+    def end(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[str]:
     """Print the rows of one model. Returns the missed bounds."""
     from mtpctl.convert.hf_folder import HfFolder
 
-    shape, misses = HfFolder.open(folder).shape, []
-    (work / "last").symlink_to(folder.resolve())
-    run_conversion(folder, work / "checkpoint")
-    run_conversion(work / "checkpoint", work / "fp8", "--dtype", "fp8")
-    order = {"toy": arguments.toy, "work": str(work), "vocab": shape.vocab, "requests": arguments.requests, "prompt": arguments.prompt}
-    order |= {"tokens": arguments.tokens, "syncs": 3, "eager": False}
-    for drafts in (0, 1) if shape.mtp_layers else (0,):
-        rows, check = {}, drafts == min(shape.mtp_layers, 1)
-        for quantization in ("none", "fp8"):
-            rows[quantization] = serve_in_process(
-                order | {"folder": str(folder), "quantization": quantization, "drafts": drafts, "check": check and quantization == "fp8"}
+    shape = HfFolder.open(folder).shape
+    order = {"toy": arguments.toy, "folder": str(folder), "work": str(work), "vocab": arguments.prompt_vocab or shape.vocab}
+    order |= {"prompt": arguments.prompt, "tokens": arguments.tokens, "eager": False, "profile": arguments.profile}
+    order["kv_cache_bytes"] = 64 << 20 if arguments.toy else int(arguments.kv_gib * (1 << 30))
+    kinds = {"bf16": ("none", {}), "FP8": ("fp8", WITH_DEEP_GEMM)}
+    if arguments.triton:
+        kinds["FP8 without DeepGEMM"] = ("fp8", WITHOUT_DEEP_GEMM)
+    engines = {
+        (drafts, kind): EngineProcess(order | {"quantization": quantization, "drafts": drafts}, variables)
+        for drafts in ((0, 1) if shape.mtp_layers else (0,))
+        for kind, (quantization, variables) in kinds.items()
+    }
+    for (drafts, kind), engine in engines.items():
+        print(f"{name}, {drafts} draft tokens, {kind}: started after {engine.read_result():.0f} s", file=sys.stderr, flush=True)
+    misses = []
+    for requests in arguments.requests:
+        rates: dict[tuple[int, str], list[float]] = {key: [] for key in engines}
+        acceptance: dict[tuple[int, str], float | None] = {}
+        for round_number in range(-1, arguments.rounds):
+            for key, engine in engines.items():
+                rate, acceptance[key] = engine.ask(str(requests))
+                if round_number >= 0:
+                    rates[key].append(rate)
+        for (drafts, kind), values in rates.items():
+            gain = statistics.median(values) / statistics.median(rates[drafts, "bf16"])
+            accepted = acceptance[drafts, kind]
+            spread = f"{statistics.median(values):,.0f} ({min(values):,.0f}–{max(values):,.0f})"
+            print(
+                f"| {name} | {drafts} | {requests} | {kind} | {spread} | {gain:.2f} | {'' if accepted is None else f'{accepted:.1%}'} |",
+                flush=True,
             )
-        for requests in map(str, arguments.requests):
-            plain, fp8 = (rows[quantization]["rates"][requests] for quantization in ("none", "fp8"))
-            accepted = "" if plain[1] is None else f"{plain[1]:.1%} -> {fp8[1]:.1%}"
-            gain, bound = fp8[0] / plain[0], BOUNDS["drafts" if drafts else "experts" if shape.moe else "dense"]
-            print(f"| {name} | {drafts} | {requests} | {plain[0]:,.0f} | {fp8[0]:,.0f} | {gain:.2f} | {accepted} |", flush=True)
-            if gain < bound and not arguments.toy:
+            bound = BOUNDS["drafts" if drafts else "experts" if shape.moe else "dense"]
+            if kind == "FP8" and gain < bound and not arguments.toy:
                 misses.append(f"{name}, {drafts} draft tokens, {requests} requests: {gain:.2f} times as fast, below {bound}")
-        if not check:
-            continue
-        # vLLM itself loads the exported folder.
-        exported = {"folder": str(work / "fp8"), "quantization": "none", "drafts": drafts, "eager": True}
-        new_engine = serve_in_process(order | exported | {"check": True, "syncs": 0, "requests": []})
-        differing_tensors = [key for key, value in rows["fp8"]["live"].items() if new_engine["live"].get(key) != value]
-        print(
-            f"{name}, {drafts} draft tokens: {len(new_engine['live'])} live tensors after 3 syncs, "
-            f"{len(differing_tensors)} differ from a new engine's"
-        )
-        if differing_tensors or rows["fp8"]["live"].keys() != new_engine["live"].keys():
-            misses.append(f"{name}: after 3 syncs {differing_tensors[:3] or 'some'} differ from a new engine's")
+    if arguments.profile:
+        for engine in engines.values():
+            engine.ask(f"profile {arguments.requests[0]}")
+    if arguments.syncs:
+        drafts = min(shape.mtp_layers, 1)
+        misses += compare_live_tensors(name, engines[drafts, "FP8"], order | {"drafts": drafts}, arguments.syncs)
+    for engine in engines.values():
+        engine.end()
     return misses
+
+
+def compare_live_tensors(name: str, updated: EngineProcess, order: dict[str, Any], syncs: int) -> list[str]:
+    """Update an FP8 engine, and compare it with a vLLM that loads the exported folder. Returns the missed bounds."""
+    work = Path(order["work"])
+    (work / "last").symlink_to(order["folder"])
+    run_conversion(order["folder"], work / "checkpoint")
+    run_conversion(work / "checkpoint", work / "fp8", "--dtype", "fp8")
+    live = updated.ask(f"sums {syncs}")
+    new_engine = EngineProcess(order | {"folder": str(work / "fp8"), "quantization": "none", "eager": True}, WITH_DEEP_GEMM)
+    new_engine.read_result()
+    expected = new_engine.ask("sums 0")
+    new_engine.end()
+    differing_tensors = [key for key, value in live.items() if expected.get(key) != value]
+    print(f"{name}: {len(expected)} live tensors after {syncs} syncs, {len(differing_tensors)} differ from a new engine's", flush=True)
+    if differing_tensors or live.keys() != expected.keys():
+        return [f"{name}: after {syncs} syncs {differing_tensors[:3] or 'some'} differ from a new engine's"]
+    return []
 
 
 def main() -> None:
@@ -153,18 +231,26 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--requests", type=int, nargs="+", default=[64, 256])
     options.add_argument("--prompt", type=int, default=256)
+    options.add_argument("--prompt-vocab", type=int, help="prompts consist of tokens below this; default: the model's vocabulary")
     options.add_argument("--tokens", type=int, default=256)
+    options.add_argument("--rounds", type=int, default=3, help="measured rounds, after one for warm-up")
+    options.add_argument("--kv-gib", type=float, default=20.0, help="KV cache of each engine")
+    options.add_argument("--triton", action="store_true", help="also measure FP8 without DeepGEMM")
+    options.add_argument("--no-syncs", dest="syncs", action="store_const", const=0, default=3, help="measure only the rates")
+    options.add_argument("--profile", default="", help="write a trace of each engine's first request count into this folder")
     options.add_argument("--work", type=Path, help="where folders are written; default: a temporary directory")
     options.add_argument("--toy", action="store_true", help="narrow models and few tokens, for a CPU")
     options.add_argument("--serve", help="used by the script itself: what one engine does, as JSON")
     arguments = options.parse_args()
     if arguments.serve:
-        print("result", json.dumps(asyncio.run(serve(json.loads(arguments.serve)))), flush=True)
+        asyncio.run(serve(json.loads(arguments.serve)))
         return
     if arguments.toy:
         arguments.requests, arguments.prompt, arguments.tokens, arguments.layers = [8], 16, 16, 2
     print_environment()
-    print("| model | draft tokens | requests | bf16 tok/s | FP8 tok/s | ratio | acceptance |\n|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| model | draft tokens | requests | weights | tokens/s | relative to bf16 | accepted |\n|---|---|---|---|---|---|---|", flush=True
+    )
     misses: list[str] = []
     with tempfile.TemporaryDirectory(dir=arguments.work) as root:
         if arguments.model:
