@@ -170,7 +170,7 @@ def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[s
         kinds["FP8 without DeepGEMM"] = ("fp8", WITHOUT_DEEP_GEMM)
     engines = {
         (drafts, kind): EngineProcess(order | {"quantization": quantization, "drafts": drafts}, variables)
-        for drafts in ((0, 1) if shape.mtp_layers else (0,))
+        for drafts in (arguments.drafts if shape.mtp_layers else (0,))
         for kind, (quantization, variables) in kinds.items()
     }
     for (drafts, kind), engine in engines.items():
@@ -199,7 +199,7 @@ def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[s
         for engine in engines.values():
             engine.ask(f"profile {arguments.requests[0]}")
     if arguments.syncs:
-        drafts = min(shape.mtp_layers, 1)
+        drafts = max(arguments.drafts) if shape.mtp_layers else 0
         misses += compare_live_tensors(name, engines[drafts, "FP8"], order | {"drafts": drafts}, arguments.syncs)
     for engine in engines.values():
         engine.end()
@@ -233,6 +233,7 @@ def main() -> None:
     options.add_argument("--prompt", type=int, default=256)
     options.add_argument("--prompt-vocab", type=int, help="prompts consist of tokens below this; default: the model's vocabulary")
     options.add_argument("--tokens", type=int, default=256)
+    options.add_argument("--drafts", type=int, nargs="+", default=[0, 1], help="draft tokens, for a model with MTP layers")
     options.add_argument("--rounds", type=int, default=3, help="measured rounds, after one for warm-up")
     options.add_argument("--kv-gib", type=float, default=20.0, help="KV cache of each engine")
     options.add_argument("--triton", action="store_true", help="also measure FP8 without DeepGEMM")
