@@ -323,7 +323,7 @@ def compare_experts(sizes: Sizes) -> None:
     chosen = exact_experts.top_experts(logits, k)
     routes = exact_experts.route_mask(chosen, count)
     order = expert_order(routes, k, 1)
-    ends, rows = order.counts.cumsum(0, dtype=torch.int32), x.index_select(0, order.token_of)
+    ends, rows = order.ends, x.index_select(0, order.token_of)
     product = exact_experts.grouped_linear_triton(rows, ends, gate_up, reverse=True)
     parts = zip(rows.tensor_split(ends[:-1].cpu().long()), gate_up.flip(0), strict=True)
     print_result(
@@ -344,7 +344,7 @@ def compare_experts(sizes: Sizes) -> None:
     print_result("mixture of experts, bitwise", describe_row_dependence(run, x, sizes.counts))
     for tokens in (64, 256, sizes.rows):
         part = order if tokens == sizes.rows else expert_order(routes[:tokens].contiguous(), k, 1)
-        selected_rows, bounds = x[:tokens].index_select(0, part.token_of), part.counts.cumsum(0, dtype=torch.int32)
+        selected_rows, bounds = x[:tokens].index_select(0, part.token_of), part.ends
         ours = partial(exact_experts.grouped_linear, selected_rows, bounds, gate_up, reverse=True)
         print_result(
             f"experts, time of {tokens} tokens", compare_times(ours, partial(F.grouped_mm, selected_rows, gate_up.mT, offs=bounds), sizes)

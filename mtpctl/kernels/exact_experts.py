@@ -61,10 +61,9 @@ def run_experts(x: Tensor, logits: Tensor, experts: Tensor, gate_up: Tensor, dow
     routes = route_mask(experts, logits.shape[1])
     order = expert_order(routes, experts.shape[1], 1)
     probs = chosen_probs(logits, routes, of_all=of_all).flatten().index_select(0, order.pair_of)
-    ends = order.counts.cumsum(0, dtype=torch.int32)
-    inner = grouped_linear(x.index_select(0, order.token_of), ends, gate_up, reverse=True)
+    inner = grouped_linear(x.index_select(0, order.token_of), order.ends, gate_up, reverse=True)
     swiglu = invariant.swiglu if x.is_cuda else exact.swiglu
-    return row_sums(grouped_linear(swiglu(inner, probs), ends, down, reverse=True), order.row_of)
+    return row_sums(grouped_linear(swiglu(inner, probs), order.ends, down, reverse=True), order.row_of)
 
 
 # ------------------------------------------------------------------------------------------------------------ on a CPU

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mtpctl.kernels.exact_experts import grouped_linear as exact_product
 from mtpctl.kernels.grouped import WeightStack, library_product
-from mtpctl.kernels.rows import ExpertOrder, distinct_rows, expert_order, row_sums
+from mtpctl.kernels.rows import ExpertOrder, count_destinations, distinct_rows, expert_order, row_sums
 from mtpctl.model.layers import Mlp, activation_of, is_bitwise, recompute_in_backward
 from mtpctl.model.lora import GroupedLayer
 
@@ -77,14 +77,11 @@ class Exchange:
     def plan(cls, routes: Tensor, k: int, group: dist.ProcessGroup) -> Exchange:
         """Gather the counts of all ranks. routes [T, E]: mask of the k experts of each of this rank's tokens."""
         ranks, rank = group.size(), group.rank()
-        experts_by_rank = routes.unflatten(1, (ranks, -1))
-        destinations = experts_by_rank.any(2)
-        local_counts = torch.stack([destinations.sum(0), experts_by_rank.sum((0, 2))])
-        all_counts = local_counts.new_empty(ranks * 2, ranks)
-        gather_work = dist.all_gather_into_tensor(all_counts, local_counts, group=group, async_op=True)
-        # Computed while the counts are gathered, with the maximum number of copies.
-        order = expert_order(destinations, min(k, ranks), ranks, len(routes) * min(k, ranks))
-        gather_work.wait()
+        destinations = count_destinations(routes, ranks)
+        all_counts = destinations.counts.new_empty(ranks * 2, ranks)
+        dist.all_gather_into_tensor(all_counts, destinations.counts, group=group)
+        # On CUDA, launched while the counts are gathered.
+        order = destinations.order(min(k, ranks))
         tokens_to, rows_to = all_counts.view(ranks, 2, ranks).transpose(0, 1).tolist()  # [source][destination]
         sent, received = tokens_to[rank], [row[rank] for row in tokens_to]
         copies = sum(sent)
@@ -312,7 +309,7 @@ class MixtureOfExperts(MoELayer):
         if exchange.rows <= IMBALANCE_LIMIT * exchange.even_share:
             out = self._run(received_tokens, row_probs, order)
         else:
-            ends, rows = order.counts.cumsum(0, dtype=torch.int32), gather_rows(received_tokens, order)
+            ends, rows = order.ends, gather_rows(received_tokens, order)
             del received_tokens
             out = self.experts.run_in_chunks(rows, ends, row_probs, exchange.even_share)
         outputs_in_flight = exchange.combine(sum_rows(out, order))
@@ -323,4 +320,4 @@ class MixtureOfExperts(MoELayer):
         """Outputs [R, H] of the rows of tokens [T, H]. row_probs [R]: prob of each row."""
         rows = gather_rows(tokens, order)
         with recompute_in_backward(rows, partial(tokens.detach().index_select, 0, order.token_of)):
-            return self.experts.run(rows, order.counts.cumsum(0, dtype=torch.int32), row_probs)
+            return self.experts.run(rows, order.ends, row_probs)

@@ -98,7 +98,7 @@ ROUTING_CASES = [
 
 
 def assert_same_order(order: ExpertOrder, expected: ExpertOrder) -> None:
-    for name in ("row_of", "token_of", "pair_of", "counts"):
+    for name in ("row_of", "token_of", "pair_of", "ends"):
         tensor: Tensor = getattr(order, name)
         assert tensor.dtype == (torch.int64 if name == "pair_of" else torch.int32)
         assert torch.equal(tensor.cpu(), getattr(expected, name)), name

@@ -234,9 +234,23 @@ def test_expert_order_matches_the_portable_version(monkeypatch: pytest.MonkeyPat
     assert_same_order(order, expert_order_torch(uneven, k, ranks))
     bounded = rows.expert_order_triton(uneven, k, ranks, tokens * k)
     assert_same_order(replace(bounded, token_of=bounded.token_of[:count], pair_of=bounded.pair_of[:count]), order)
+    probs = torch.where(uneven, torch.rand(tokens, experts), -1.0)
+    strided = torch.cat([probs, torch.zeros(tokens, 3)], 1)[:, :experts]
+    assert_same_order(rows.expert_order_triton(strided, k, ranks, count, -1.0), order)
     if k > 1:
         values = torch.randn(len(order.token_of), 5)
         torch.testing.assert_close(rows.row_sums_triton(values, order.row_of), rows.row_sums(values, order.row_of))
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k", "ranks"), [(150, 6, 2, 3), (64, 40, 5, 2), (3, 4, 1, 4), (0, 8, 2, 2)])
+def test_destinations_match_the_portable_version(tokens: int, experts: int, k: int, ranks: int) -> None:
+    from mtpctl.kernels import rows
+
+    routes = drawn_routes(tokens, experts, k)
+    actual, expected = rows.count_destinations_triton(routes, ranks), rows.count_destinations(routes, ranks)
+    assert actual.mask.equal(expected.mask) and actual.counts.equal(expected.counts)
+    order, copies = actual.order(min(k, ranks)), int(expected.counts[0].sum())
+    assert_same_order(replace(order, token_of=order.token_of[:copies], pair_of=order.pair_of[:copies]), expected.order(min(k, ranks)))
 
 
 @pytest.mark.parametrize("name", ["swiglu", "squared_relu"])

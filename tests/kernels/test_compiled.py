@@ -18,7 +18,7 @@ FLAGS = (False, True)
 HEADS = {"QUERIES": 3, "WIDTH": 96, "VALUE_WIDTH": 64, "HALF": 32, "TOKENS": 16, "COLUMNS": 128}
 BLOCK = {"TOKENS": 32, "EXPERTS": 64}
 CHOICE = {**BLOCK, "K": 4, "COUNTED": True}
-ROWS = {"BLOCK": 32, "EXPERTS": 64}
+ROWS = {"BLOCK": 32, "EXPERTS": 64, "UNROUTED": 0}
 KERNELS = [
     *(
         (kernel, {**HEADS, "GATED": gated, "NORMED": normed, "ROTATED": rotated})
@@ -37,6 +37,7 @@ KERNELS = [
     ),
     *((routing.route_backward_kernel, {**BLOCK, "SIGMOID": one, "OF_ALL": False, "ONE": one}) for one in FLAGS),
     (rows.count_rows_kernel, ROWS),
+    (rows.count_destinations_kernel, {"BLOCK": 64, "LOCAL": 64}),
     (rows.sum_counts_kernel, {"BLOCKS": 128, "COLUMNS": 32}),
     (rows.place_rows_kernel, ROWS),
     (rows.sum_rows_kernel, {"K": 3, "BLOCK": 1024}),
@@ -67,7 +68,7 @@ KERNELS = [
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
 POINTERS = {
     **dict.fromkeys(("cos_ptr", "sin_ptr", "weight_grads_ptr", "logits_ptr", "bias_ptr", "probs_ptr", "logits_grad_ptr"), WIDE),
-    **dict.fromkeys(("routes_ptr", "where_ptr"), BYTES),
+    **dict.fromkeys(("routes_ptr", "where_ptr", "mask_ptr"), BYTES),
     **dict.fromkeys(("counts_ptr", "total_ptr", "before_ptr", "row_of_ptr", "token_of_ptr"), WHOLE),
     **dict.fromkeys(("load_ptr", "agreed_ptr", "pair_of_ptr"), LONG),
     "replayed_ptr": "*i16",

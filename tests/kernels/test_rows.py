@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 
-from mtpctl.kernels.rows import distinct_rows, expert_order, expert_order_torch, row_sums
+from mtpctl.kernels.rows import count_destinations, distinct_rows, expert_order, expert_order_torch, row_sums
 from tests.fakes.kernel_routes import assert_same_order, drawn_routes, uneven_routes
 
 
@@ -19,13 +21,13 @@ def test_rows_are_sorted_by_rank_and_descending_expert(ranks: int, target: list[
     assert visited == sorted(visited, key=lambda pair: (target.index(pair[1]), pair[0]))
     assert all(actual.token_of[row] == token for token in range(23) for row in actual.row_of[token])
     assert sorted(actual.row_of.flatten().tolist()) == list(range(46))
-    assert actual.counts.tolist() == [int(routes[:, expert].sum()) for expert in target]
+    assert actual.ends.tolist() == list(accumulate(int(routes[:, expert].sum()) for expert in target))
 
 
 def test_zero_tokens_have_no_rows() -> None:
     actual = expert_order(torch.zeros(0, 4, dtype=torch.bool), 2, 1)
     assert actual.row_of.shape == (0, 2) and actual.token_of.shape == actual.pair_of.shape == (0,)
-    assert actual.counts.tolist() == [0, 0, 0, 0]
+    assert actual.ends.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -48,6 +50,24 @@ def test_tokens_with_fewer_experts_have_fewer_rows(device: str) -> None:
 def test_cuda_order_matches_the_portable_version(tokens: int, experts: int, k: int, ranks: int) -> None:
     routes = drawn_routes(tokens, experts, k)
     assert_same_order(expert_order(routes.cuda(), k, ranks), expert_order_torch(routes, k, ranks))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("tokens", "experts", "k", "ranks"), [(300, 12, 2, 3), (1, 8, 1, 2), (0, 8, 2, 4)])
+def test_destinations_are_the_ranks_of_the_experts(device: str, tokens: int, experts: int, k: int, ranks: int) -> None:
+    routes = drawn_routes(tokens, experts, k)
+    destinations = count_destinations(routes.to(device), ranks)
+    pairs = [(token, expert * ranks // experts) for token, expert in routes.nonzero().tolist()]
+    copies = sorted(set(pairs), key=lambda pair: (pair[1], pair[0]))
+    counts = [[[rank for _, rank in of].count(rank) for rank in range(ranks)] for of in (copies, pairs)]
+    assert destinations.counts.tolist() == counts
+    order = destinations.order(min(k, ranks))
+    assert [divmod(pair, ranks) for pair in order.pair_of[: len(copies)].tolist()] == copies
+    assert order.token_of[: len(copies)].tolist() == [token for token, _ in copies]
+    assert order.ends.tolist() == list(accumulate(counts[0]))
+    for token, rows in enumerate(order.row_of.tolist()):
+        expected = [row for row, copy in enumerate(copies) if copy[0] == token]
+        assert rows == expected + [-1] * (min(k, ranks) - len(expected))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
