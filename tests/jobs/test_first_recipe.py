@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -80,7 +81,8 @@ def test_recipe_is_valid_and_has_reasons(model: Path, machine: Machine, tmp_path
     path = written(task, tmp_path / "sums")
     recipe = load_recipe(str(path)).recipe
     validate(recipe)
-    assert recipe.train.rl.optimizer.lr == 3e-5 and recipe.train.rl.dynamic_sampling
+    assert recipe.train.rl.optimizer.lr == 3e-5
+    assert recipe.train.rl.dynamic_sampling == (machine.gpus > 0), "an update on a CPU has a fixed number of groups"
     assert recipe.train.stages == (["draft", "rl"] if machine.gpus else ["rl"])
     assert recipe.rollout.speculation.num_tokens == (3 if machine.gpus else 0)
     assert recipe.device == ("cuda" if machine.gpus else "cpu") and recipe.data.chat_template
@@ -98,6 +100,14 @@ def test_rows_have_distant_seeds_and_unseen_prompts(model: Path, tmp_path: Path)
     assert all(problem.prompt.endswith(f" =\n{SUFFIX}") for problem in problems.evaluation)
     first: Any = problems.evaluation[0]
     assert eval(first.fields["metadata"]["expression"]) == int(first.answer)
+
+
+def test_rows_of_a_cpu_are_single_digits_of_which_some_are_unseen(model: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(str(written(task_of(model, Machine(2)), tmp_path / "sums"))).recipe
+    problems = load_problem_sets(recipe.data, 0, stages=["rl"])
+    assert recipe.train.rl.steps * recipe.train.rl.prompts_per_step <= len(problems.train) == 100
+    assert all(re.search(r": \d [+-] \d =\n", problem.prompt) for problem in problems.train + problems.evaluation)
+    assert len(problems.evaluation) - problems.count_seen() >= 20
 
 
 def test_task_folder_passes_its_tests_and_regenerates_its_rows(model: Path, tmp_path: Path) -> None:
