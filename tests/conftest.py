@@ -7,13 +7,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from hypothesis import settings
-
-from tests.fakes.heap import freeze
 
 # Ranks are forked from this process, and a fork hangs if OpenMP has started threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -72,17 +71,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Garbage is from now on looked for among what tests make, and not among all that they have imported.
-
-    vLLM freezes and unfreezes all objects when an engine of this process starts and ends. After the first engine, each collection would
-    take half a second again, and the end of an engine makes two.
-    """
+    """Garbage is from now on looked for among what tests make, and not among all that they have imported."""
     if "torch" in sys.modules:
         _start_autograd_without_threads()
     _freeze()
     gc.enable()
     if "vllm" in sys.modules:
-        gc.freeze = gc.unfreeze = lambda: None
+        _keep_engines_from_freezing()
         _register_kernels_once()
 
 
@@ -99,7 +94,7 @@ class Process:
 
 def _freeze() -> None:
     gc.collect()
-    freeze()
+    gc.freeze()
     Process.modules = len(sys.modules)
 
 
@@ -130,6 +125,18 @@ def _start_autograd_without_threads() -> None:
 
     if not torch.cuda.is_available():
         torch.ones(1, requires_grad=True).sum().backward()
+
+
+def _keep_engines_from_freezing() -> None:
+    """vLLM freezes all objects when an engine of this process starts, and unfreezes them when it ends.
+
+    After the first engine, each collection would take half a second again, and the end of an engine makes two.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.v1.engine import core
+
+    core.freeze_gc_heap = lambda: None
+    core.gc = parallel_state.gc = SimpleNamespace(**vars(gc) | {"unfreeze": lambda: None})
 
 
 def _register_kernels_once() -> None:

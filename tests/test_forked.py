@@ -41,8 +41,7 @@ class Cycle:
         self.destroyed.write_text(str(os.getpid()))
 
 
-def test_garbage_of_this_process_is_not_destroyed_in_a_forked_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc, "freeze", lambda: None)  # as after the collection of tests with engines
+def test_garbage_of_this_process_is_not_destroyed_in_a_forked_one(tmp_path: Path) -> None:
     destroyed = tmp_path / "by"
     gc.disable()
     try:

@@ -18,7 +18,6 @@ from torch.multiprocessing import start_processes
 
 from mtpctl.cluster.rendezvous import address_of, host_store, join_store
 from mtpctl.model.parallel import Rank
-from tests.fakes.heap import freeze
 
 INHERITED: list[object] = []
 """In a forked rank: what it never destroys."""
@@ -87,7 +86,7 @@ def keeping_inherited(work: Callable[..., object], *args: object) -> None:
 
     The destructor of a gloo group waits for its threads, which were not forked, for ever.
     """
-    freeze()
+    gc.freeze()
     INHERITED.extend(vars(parallel_state).values())
     gc.enable()
     work(*args)
