@@ -8,8 +8,10 @@ actor can take it meanwhile. If the host is lost, a bundle on another host repla
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -24,6 +26,7 @@ RESERVE_TIMEOUT_S = 20.0
 """Seconds to wait for Ray to reserve capacity that was free a moment ago. It takes milliseconds, unless another job reserves it first."""
 POLL_S = 0.5
 """Polling interval while waiting for capacity, in seconds."""
+CONNECT_TIMEOUT_S = 1.0
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -46,11 +49,10 @@ class RayHost:
 
 def ray_hosts() -> list[RayHost]:
     """The hosts that are alive: the head first, the others ordered by address."""
-    import ray
     from ray._private.state import available_resources_per_node
 
     free, draining = available_resources_per_node(), draining_nodes()
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_host_order)
+    alive = sorted(_alive_nodes(), key=_host_order)
     addresses = [str(node["NodeManagerAddress"]) for node in alive]
     hosts = []
     for node, address in zip(alive, addresses, strict=True):
@@ -68,10 +70,31 @@ def draining_nodes() -> set[str]:
 
 
 def live_nodes() -> set[str]:
-    """Node ids of the hosts that Ray considers alive. Ray needs some seconds to notice a lost host."""
+    """Node ids of the hosts that are alive."""
+    return {str(node["NodeID"]) for node in _alive_nodes()}
+
+
+def _alive_nodes() -> list[dict[str, Any]]:
+    """The nodes that Ray considers alive, without those whose raylet refuses connections.
+
+    Ray needs some seconds to notice a lost host. Actors that are restarted on it meanwhile would fail again, which would count as another
+    failure of theirs. A raylet that does not answer at all is left to Ray, because its host may only be busy.
+    """
     import ray
 
-    return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    with ThreadPoolExecutor(max(1, len(nodes))) as pool:
+        return [node for node, refused in zip(nodes, pool.map(_refuses_connections, nodes), strict=True) if not refused]
+
+
+def _refuses_connections(node: dict[str, Any]) -> bool:
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _host(resources: dict[str, Any], name: str) -> Host:

@@ -160,6 +160,18 @@ def test_a_joined_host_offers_bundles_until_it_is_drained(hosts: Any) -> None:
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
+def test_a_host_counts_as_lost_as_soon_as_its_raylet_is_killed(hosts: Any) -> None:
+    """Ray itself considers it alive for some more seconds."""
+    joined = hosts.add_node(num_cpus=1)
+    hosts.wait_for_nodes()
+    bundles = Bundles({"rollout-9": ActorBundle(Claim("rollout-9", 1), joined.node_id, None)})
+    assert bundles.lost(["rollout-9"]) == []
+    joined.kill_raylet()
+    assert bundles.lost(["rollout-9"]) == ["rollout-9"]
+    assert joined.node_id not in {host.node for host in ray_hosts()}
+    hosts.remove_node(joined)
+
+
 def test_host_names_are_unique(hosts: Any) -> None:
     assert len({host.name for host in ray_hosts()}) == 3
     assert [host.total.gpus for host in ray_hosts()] == [0, 2, 2], "the head comes first"
