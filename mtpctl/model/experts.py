@@ -6,17 +6,18 @@ Dispatch copies tokens to the rows of their experts, exchanges tokens over exper
     tokens [T, H] ◄──sum───── partial outputs ◄──── exchange ─── sums over this rank's experts ◄──sum───── outputs of the experts
 
 Only expert parallelism has the exchange and the outer gather and sum. A token is sent once to each rank that has one of its experts, not
-once per expert. The exchange needs the number of copies and rows per rank on the host, which is the only synchronization of host and
-device. Other computation overlaps with the exchange.
+once per expert, together with its probs (`mtpctl.kernels.messages`). The exchange needs the number of copies and rows per rank on the host,
+which is the only synchronization of host and device. The shared experts overlap with the exchange.
 
 Shape legend: T tokens, k experts per token, E experts in total, R rows, H hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,12 +34,11 @@ from torch.utils.checkpoint import checkpoint
 
 from mtpctl.kernels.exact_experts import grouped_linear as exact_product
 from mtpctl.kernels.grouped import WeightStack, library_product
+from mtpctl.kernels.messages import UNROUTED, MessageLayout
 from mtpctl.kernels.rows import ExpertOrder, count_destinations, distinct_rows, expert_order, row_sums
 from mtpctl.model.layers import Mlp, activation_of, is_bitwise, recompute_in_backward
 from mtpctl.model.lora import GroupedLayer
 
-UNROUTED = -1.0
-"""Prob of an expert that a token does not use, in messages between ranks. Probs are not negative."""
 IMBALANCE_LIMIT = 2.0
 """An expert-parallel rank that gets more than this multiple of the mean number of rows runs its experts in chunks, to bound memory."""
 
@@ -60,7 +60,7 @@ def gather_row_probs(probs: Tensor, order: ExpertOrder) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """All-to-all of tokens between expert-parallel ranks.
+    """Plan of the all-to-all of tokens between expert-parallel ranks.
 
     order: this rank's tokens by destination; its columns are ranks. sent, received: number of tokens per rank. rows: number of (token,
     expert) pairs of this rank's experts. even_share: mean number of rows per rank, rounded up.
@@ -88,79 +88,146 @@ class Exchange:
         order = replace(order, token_of=order.token_of[:copies], pair_of=order.pair_of[:copies])
         return cls(group, order, sent, received, sum(row[rank] for row in rows_to), -(-sum(map(sum, rows_to)) // ranks))
 
-    def dispatch(self, copies: Tensor) -> AsyncAllToAll:
-        """Send this rank's copies, sorted by destination, and receive those of the other ranks, sorted by source."""
-        return AsyncAllToAll(copies, self.sent, self.received, self.group)
 
-    def combine(self, outputs: Tensor) -> AsyncAllToAll:
-        """The reverse: send outputs for received copies, and receive those of this rank's copies."""
-        return AsyncAllToAll(outputs, self.received, self.sent, self.group)
+class Codec(Protocol):
+    """Converts inputs to rows that are sent, received rows to outputs, and gradients in the opposite direction.
 
-
-class AsyncAllToAll:
-    """A differentiable all-to-all that starts when constructed; `wait` returns the received rows.
-
-    Computation between construction and `wait` overlaps with the communication. In the backward pass it overlaps as well, because autograd
-    runs operations in reverse order.
+    Autograd functions call the methods, without a graph.
     """
 
-    def __init__(self, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+    def encode(self, *inputs: Tensor) -> Tensor: ...
+    def decode(self, rows: Tensor) -> Tensor | tuple[Tensor, ...]: ...
+    def encode_grads(self, *grads: Tensor) -> Tensor: ...
+    def decode_grads(self, rows: Tensor) -> tuple[Tensor | None, ...]: ...
+
+
+class Dispatch:
+    """From states [T, H], probs [T, E] and routes [T, E] of this rank's tokens to rows [R, H] of this rank's experts and their probs [R].
+
+    k: maximum number of this rank's experts per token. order: of the rows, set by `decode`.
+    """
+
+    order: ExpertOrder
+
+    def __init__(self, exchange: Exchange, layout: MessageLayout, k: int) -> None:
+        self._exchange, self._layout, self._k = exchange, layout, k
+        self._message: Tensor | None = None
+
+    def encode(self, *inputs: Tensor) -> Tensor:
+        states, probs, routes = inputs
+        return self._layout.pack(states, probs, routes, self._exchange.order)
+
+    def decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        self._message = rows
+        self.order = expert_order(self._layout.split(rows)[1], self._k, 1, self._exchange.rows, unrouted=UNROUTED)
+        return self._layout.unpack(rows, self.order)
+
+    def encode_grads(self, *grads: Tensor) -> Tensor:
+        rows_grad, probs_grad = grads
+        return self._layout.pack_grads(rows_grad, probs_grad, self.order)
+
+    def decode_grads(self, rows: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *self._layout.unpack_grads(rows, self._exchange.order, self._exchange.group.size()), None
+
+    def take_message(self) -> Callable[[], Tensor]:
+        """Release the received message. Returns a function that holds it and gathers the rows again."""
+        message, self._message = self._message, None
+        assert message is not None, "call once, after decode()"
+        return lambda: self._layout.unpack(message, self.order)[0]
+
+
+class Combine:
+    """From outputs [R, H] of this rank's experts to those of this rank's tokens [T, H].
+
+    row_order: of the rows, by expert. copy_order: of the tokens' copies, by rank.
+    """
+
+    def __init__(self, row_order: ExpertOrder, copy_order: ExpertOrder) -> None:
+        self._row_order, self._copy_order = row_order, copy_order
+
+    def encode(self, *inputs: Tensor) -> Tensor:
+        return row_sums(inputs[0], self._row_order.row_of)
+
+    def decode(self, rows: Tensor) -> Tensor:
+        return row_sums(rows, self._copy_order.row_of)
+
+    def encode_grads(self, *grads: Tensor) -> Tensor:
+        return grads[0].index_select(0, self._copy_order.token_of)
+
+    def decode_grads(self, rows: Tensor) -> tuple[Tensor]:
+        return (rows.index_select(0, self._row_order.token_of),)
+
+
+class AllToAll:
+    """A differentiable all-to-all that starts when constructed; `wait` returns the outputs of the codec.
+
+    is_async: computation between construction and `wait` overlaps with the communication. In the backward pass it overlaps as well, because
+    autograd runs operations in reverse order. Otherwise communication runs on the current stream, which takes the host less time.
+    """
+
+    def __init__(
+        self, codec: Codec, inputs: Sequence[Tensor], sent: list[int], received: list[int], group: dist.ProcessGroup, *, is_async: bool
+    ) -> None:
         # The graph refers to the transfer, not to this object, which refers to the graph. After an exception before `wait`, such a cycle
         # would keep the activations of the pass until Python's next full collection.
-        self._transfer = _Transfer(sent, received, group)
-        self._sent_rows: Tensor | None = _Start.apply(rows, self._transfer)
+        self._transfer = _Transfer(codec, sent, received, group, is_async)
+        self._started: Tensor | None = _Start.apply(self._transfer, *inputs)
 
-    def wait(self) -> Tensor:
-        """Return the received rows. May be called once."""
-        rows: Tensor = _Wait.apply(self._sent_rows, self._transfer)
-        self._sent_rows = None
-        return rows
+    def wait(self) -> Any:
+        """Return the codec's outputs. May be called once."""
+        outputs = _Wait.apply(self._transfer, self._started)
+        self._started = None
+        return outputs
 
 
 class _Transfer:
-    """The communication of an `AsyncAllToAll`, in the forward and in the backward pass."""
+    """The communication of an `AllToAll`, in the forward and in the backward pass."""
 
-    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
-        self._sent, self._received, self._group = sent, received, group
-        self._in_flight: tuple[Tensor, dist.Work] | None = None
+    def __init__(self, codec: Codec, sent: list[int], received: list[int], group: dist.ProcessGroup, is_async: bool) -> None:
+        self.codec, self._sent, self._received, self._group, self._is_async = codec, sent, received, group, is_async
+        self._in_flight: tuple[Tensor, dist.Work | None] | None = None
 
     def start(self, rows: Tensor, *, backward: bool = False) -> None:
         """Start sending rows, or gradients in the opposite direction."""
         sent, received = (self._received, self._sent) if backward else (self._sent, self._received)
         out = rows.new_empty(sum(received), *rows.shape[1:])
-        self._in_flight = out, dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self._group, async_op=True)
+        work = dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self._group, async_op=self._is_async)
+        self._in_flight = out, work
 
     def finish(self) -> Tensor:
         """Wait for the received rows or gradients."""
         assert self._in_flight is not None, "wait() may be called once"
         (out, work), self._in_flight = self._in_flight, None
-        work.wait()
+        if work is not None:
+            work.wait()
         return out
 
 
 class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
-        ctx.transfer = transfer
-        transfer.start(rows)
-        return rows.view_as(rows)
+    """Returns a scalar without content, which connects `_Wait` to the inputs in the graph."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.transfer.finish(), None
+    def forward(ctx: Any, transfer: _Transfer, *inputs: Tensor) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(transfer.codec.encode(*inputs))
+        return inputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.transfer.codec.decode_grads(ctx.transfer.finish())
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent_rows: Tensor, transfer: _Transfer) -> Tensor:
-        ctx.transfer, ctx.shape = transfer, sent_rows.shape
-        return transfer.finish()
+    def forward(ctx: Any, transfer: _Transfer, started: Tensor) -> Tensor | tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        return transfer.codec.decode(transfer.finish())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.transfer.start(grads[0], backward=True)
-        # The gradient is in flight; `_Start.backward` waits for it, and does not read this placeholder, which has the right shape.
-        return grads[0].new_empty(()).expand(ctx.shape), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        # The gradient is in flight; `_Start.backward` waits for it, and does not read its own gradient.
+        ctx.transfer.start(ctx.transfer.codec.encode_grads(*grads), backward=True)
+        return None, grads[0].new_empty(())
 
 
 class _Gather(torch.autograd.Function):
@@ -297,24 +364,25 @@ class MixtureOfExperts(MoELayer):
 
         probs, routes [T, E]: prob of each expert, and whether the token uses it.
         """
-        k, local_experts = self.config.moe_router_topk, routes.shape[1] // self.ep_group.size()
-        exchange = Exchange.plan(routes, k, self.ep_group)
-        probs_by_rank = torch.where(routes, probs, UNROUTED).view(-1, local_experts)
-        probs_in_flight = exchange.dispatch(distinct_rows(probs_by_rank, exchange.order.pair_of))
-        tokens_in_flight = exchange.dispatch(gather_rows(tokens, exchange.order))
+        k, group, local_experts = self.config.moe_router_topk, self.ep_group, routes.shape[1] // self.ep_group.size()
+        exchange = Exchange.plan(routes, k, group)
+        sent, received, is_async = exchange.sent, exchange.received, overlapped_states is not None
+        layout = MessageLayout(tokens.shape[1], tokens.dtype, local_experts, probs.dtype)
+        dispatch = Dispatch(exchange, layout, min(k, local_experts))
+        tokens_in_flight = AllToAll(dispatch, (tokens, probs, routes), sent, received, group, is_async=is_async)
         inner = None if overlapped_states is None else self.shared_experts.up(overlapped_states)
-        local_probs = probs_in_flight.wait()
-        order = expert_order(local_probs != UNROUTED, min(k, local_experts), 1, exchange.rows)
-        row_probs, received_tokens = gather_row_probs(local_probs, order), tokens_in_flight.wait()
+        rows, row_probs = tokens_in_flight.wait()
+        order, gather = dispatch.order, dispatch.take_message()
         if exchange.rows <= IMBALANCE_LIMIT * exchange.even_share:
-            out = self._run(received_tokens, row_probs, order)
+            with recompute_in_backward(rows, gather):
+                out = self.experts.run(rows, order.ends, row_probs)
         else:
-            ends, rows = order.ends, gather_rows(received_tokens, order)
-            del received_tokens
-            out = self.experts.run_in_chunks(rows, ends, row_probs, exchange.even_share)
-        outputs_in_flight = exchange.combine(sum_rows(out, order))
+            del gather  # releases the message
+            out = self.experts.run_in_chunks(rows, order.ends, row_probs, exchange.even_share)
+        del rows
+        outputs_in_flight = AllToAll(Combine(order, exchange.order), (out,), received, sent, group, is_async=is_async)
         shared_out = None if inner is None else self.shared_experts.activate_and_down(overlapped_states, inner)
-        return sum_rows(outputs_in_flight.wait(), exchange.order), shared_out
+        return outputs_in_flight.wait(), shared_out
 
     def _run(self, tokens: Tensor, row_probs: Tensor, order: ExpertOrder) -> Tensor:
         """Outputs [R, H] of the rows of tokens [T, H]. row_probs [R]: prob of each row."""

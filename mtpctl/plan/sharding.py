@@ -221,24 +221,25 @@ def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     return entry_width + routing + tables + (attention_width(shape) + 2 * ffn_width(shape)) / parallel.tp
 
 
-def _received_tokens(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """Tokens received from expert-parallel ranks per local token, with even routing.
+def _received_width(shape: ModelShape, parallel: ParallelConfig) -> float:
+    """Elements received from expert-parallel ranks per local token, with even routing.
 
-    A token is sent once to each rank that has one of its experts.
+    A token is sent once to each rank that has one of its experts, with its fp32 probs of the rank's experts.
     """
     moe = shape.moe
     assert moe is not None
     if parallel.ep == 1:
         return 0.0
     remote_experts = moe.experts - moe.experts // parallel.ep
-    return parallel.ep * (1 - comb(remote_experts, moe.experts_per_token) / comb(moe.experts, moe.experts_per_token))
+    copies = parallel.ep * (1 - comb(remote_experts, moe.experts_per_token) / comb(moe.experts, moe.experts_per_token))
+    return copies * (shape.hidden + 2 * moe.experts / parallel.ep)
 
 
 def _routing_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements per token of an MoE layer's indices and weights, received tokens and gathered tokens."""
     moe = shape.moe
     assert moe is not None
-    width = 4 * moe.experts_per_token + _received_tokens(shape, parallel) * shape.hidden / parallel.tp
+    width = 4 * moe.experts_per_token + _received_width(shape, parallel) / parallel.tp
     return width + (shape.hidden if expert_tp(parallel) > 1 else 0)
 
 
@@ -290,7 +291,7 @@ def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     split = expert_tp(parallel)
     rows = shape.moe.experts_per_token * split / parallel.tp
     routed = rows * (2 * shape.hidden + (shape.mlp_matrices - 1) * shape.moe.ffn / split)
-    received = _received_tokens(shape, parallel) * split / parallel.tp * shape.hidden
+    received = _received_width(shape, parallel) * split / parallel.tp
     return width + routed + received + shape.moe.shared_ffn / parallel.tp
 
 

@@ -17,6 +17,7 @@ from tests.fakes.draft_agreement import DraftCase, assert_sweep_agrees
 from tests.fakes.head_cases import HEAD_CASES, HeadCase
 from tests.fakes.kernel_agreement import Case, assert_agrees, relative, scored
 from tests.fakes.kernel_routes import ROUTING_CASES, SCORES, RoutingCase, assert_same_order, drawn_routes, uneven_routes
+from tests.fakes.message_cases import MESSAGE_CASES, MessageCase, assert_messages_match
 
 HALF = torch.float16
 # 203 columns and tiles of 64 leave a partial last tile. Workspaces: no, some or all logits saved.
@@ -251,6 +252,16 @@ def test_destinations_match_the_portable_version(tokens: int, experts: int, k: i
     assert actual.mask.equal(expected.mask) and actual.counts.equal(expected.counts)
     order, copies = actual.order(min(k, ranks)), int(expected.counts[0].sum())
     assert_same_order(replace(order, token_of=order.token_of[:copies], pair_of=order.pair_of[:copies]), expected.order(min(k, ranks)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("case", MESSAGE_CASES, ids=str)
+def test_messages_match_dense_operations(case: MessageCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpctl.kernels import messages
+
+    monkeypatch.setattr(messages, "_gather", messages.gather_triton)
+    monkeypatch.setattr(messages, "_sum", messages.sum_triton)
+    assert_messages_match(case, dtype)
 
 
 @pytest.mark.parametrize("name", ["swiglu", "squared_relu"])

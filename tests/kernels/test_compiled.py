@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mtpctl.kernels import activations, exact_delta, exact_experts, invariant, norm, qkv, routing, rows, scaling, triton_backend  # noqa: E402
+from mtpctl.kernels import activations, exact_delta, exact_experts, invariant, messages, norm, qkv, routing, rows, scaling, triton_backend  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLAGS = (False, True)
@@ -40,6 +40,11 @@ KERNELS = [
     (rows.count_destinations_kernel, {"BLOCK": 64, "LOCAL": 64}),
     (rows.sum_counts_kernel, {"BLOCKS": 128, "COLUMNS": 32}),
     (rows.place_rows_kernel, ROWS),
+    *(
+        (messages.gather_kernel, {"GROUP": group, "GROUP_BLOCK": group, "MASKED": group > 1, "UNROUTED": -1.0, "BLOCK": 1024})
+        for group in (1, 64)
+    ),
+    *((messages.sum_kernel, {"K": 3, "GROUP": group, "PROBS": 128, "BLOCK": 1024}) for group in (1, 64)),
     (rows.sum_rows_kernel, {"K": 3, "BLOCK": 1024}),
     *(
         (triton_backend.draft_sums_kernel, {"BN": 256, "TILES": 4, "STEPS": 8, "LOSS": loss})
@@ -67,7 +72,9 @@ KERNELS = [
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
 POINTERS = {
-    **dict.fromkeys(("cos_ptr", "sin_ptr", "weight_grads_ptr", "logits_ptr", "bias_ptr", "probs_ptr", "logits_grad_ptr"), WIDE),
+    **dict.fromkeys(
+        ("cos_ptr", "sin_ptr", "weight_grads_ptr", "logits_ptr", "bias_ptr", "probs_ptr", "row_probs_ptr", "logits_grad_ptr"), WIDE
+    ),
     **dict.fromkeys(("routes_ptr", "where_ptr", "mask_ptr"), BYTES),
     **dict.fromkeys(("counts_ptr", "total_ptr", "before_ptr", "row_of_ptr", "token_of_ptr"), WHOLE),
     **dict.fromkeys(("load_ptr", "agreed_ptr", "pair_of_ptr"), LONG),

@@ -17,7 +17,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.kernels.grouped import stack_tensors
 from mtpctl.kernels.rows import expert_order
 from mtpctl.model import build
-from mtpctl.model.experts import AsyncAllToAll, MixtureOfExperts, gather_row_probs, gather_rows, sum_rows
+from mtpctl.model.experts import AllToAll, MixtureOfExperts, gather_row_probs, gather_rows, sum_rows
 from mtpctl.recipe.model import MtpConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.engine import MegatronEngine
@@ -129,6 +129,26 @@ class Probe(torch.autograd.Function):
         return grads[0] * 2, None
 
 
+class Doubled:
+    """Codec that doubles rows before they are sent, in both passes."""
+
+    def encode(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[0] * 2
+
+    def decode(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def encode_grads(self, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+    def decode_grads(self, rows: torch.Tensor) -> tuple[torch.Tensor]:
+        return (rows * 2,)
+
+
+def exchanged(rows: torch.Tensor, *, is_async: bool = True) -> AllToAll:
+    return AllToAll(Doubled(), [rows], [2, 3], [1, 2], group=None, is_async=is_async)  # type: ignore[arg-type]
+
+
 class Events(list[str]):
     """Supports weak references."""
 
@@ -142,11 +162,11 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
         def wait(self) -> None:
             logged.append("waited")
 
-    def all_to_all(out: torch.Tensor, rows: torch.Tensor, to: list[int], of: list[int], *, group: Any, async_op: bool) -> Work:
-        assert async_op and out.shape[0] == sum(to) and rows.shape[0] == sum(of)
+    def all_to_all(out: torch.Tensor, rows: torch.Tensor, to: list[int], of: list[int], *, group: Any, async_op: bool) -> Work | None:
+        assert out.shape[0] == sum(to) and rows.shape[0] == sum(of)
         out.zero_()[: len(rows)] = rows[: len(out)] + 1
         logged.append("sent")
-        return Work()
+        return Work() if async_op else None
 
     monkeypatch.setattr("torch.distributed.all_to_all_single", all_to_all)
     return logged
@@ -158,21 +178,22 @@ def test_pass_that_fails_before_wait_is_freed_at_once() -> None:
     pass_graph = weakref.ref(in_graph)
     gc.disable()  # The memory is needed before Python's next full collection.
     try:
-        exchange = AsyncAllToAll(Probe.apply(torch.randn(5, 3, requires_grad=True), in_graph), [2, 3], [1, 2], group=None)  # type: ignore[arg-type]
+        exchange = exchanged(Probe.apply(torch.randn(5, 3, requires_grad=True), in_graph))
         del exchange, in_graph
         assert pass_graph() is None
     finally:
         gc.enable()
 
 
-def test_async_all_to_all_overlaps_with_computation_in_both_passes(events: Events) -> None:
+@pytest.mark.parametrize("is_async", [True, False])
+def test_all_to_all_overlaps_with_computation_in_both_passes(events: Events, is_async: bool) -> None:
     rows, other = (torch.randn(5, 3, requires_grad=True) for _ in range(2))
-    exchange = AsyncAllToAll(rows, [2, 3], [1, 2], group=None)  # type: ignore[arg-type]
+    exchange = exchanged(rows, is_async=is_async)
     other_out = Probe.apply(other, events)
     received = exchange.wait()
-    assert received.equal(rows[:3] + 1) and events == ["sent", "computed", "waited"]
+    assert received.equal(2 * rows[:3] + 1) and events == ["sent", "computed", "waited"][: 3 if is_async else 2]
     events.clear()
     upstream = torch.randn(3, 3)
     rows_grad, other_grad = torch.autograd.grad((received * upstream).sum() + other_out.sum(), [rows, other])
-    assert events == ["sent", "gradient computed", "waited"]
-    assert rows_grad.equal(torch.cat([upstream + 1, torch.zeros(2, 3)])) and other_grad.equal(torch.full((5, 3), 2.0))
+    assert events == ["sent", "gradient computed", "waited"][: 3 if is_async else 2]
+    assert rows_grad.equal(2 * torch.cat([upstream + 1, torch.zeros(2, 3)])) and other_grad.equal(torch.full((5, 3), 2.0))
