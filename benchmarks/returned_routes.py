@@ -3,7 +3,7 @@
     python benchmarks/returned_routes.py Qwen/Qwen3-30B-A3B --layers 24
     python benchmarks/returned_routes.py --toy --batch 8              # on a CPU
 
-Weights are random. Both engines are loaded at the same time, and the same load is sent to each in turn, through mtpctl's pool.
+Weights are random. Both engines are loaded at the same time, and the same workload is sent to each in turn, through mtpctl's pool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from harness import parser, print_environment
-from mtpctl.bench.rollout_engines import START_TIMEOUT_S, make_load, send_load
+from mtpctl.bench.rollout_engines import START_TIMEOUT_S, make_workload, send_workload
 from mtpctl.cluster.local import cluster
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
@@ -82,13 +82,13 @@ async def measure(config: dict[str, object], folder: Path, recipe: Recipe, optio
     print("| requests | tokens/s without | with routes | with / without |\n|---|---|---|---|")
     try:
         for batch in options.batch:
-            load = make_load(
+            workload = make_workload(
                 f"batch {batch}", batch, batch, prompt_length=PROMPT, mean_answer_length=options.tokens, spread=0.0, vocab=shape.vocab
             )
             rates: tuple[list[float], list[float]] = ([], [])
             for number in range(-1, options.rounds):
                 for pool, of_pool in zip((plain, returning), rates, strict=True):
-                    run = await send_load(pool, load, shape.vocab)
+                    run = await send_workload(pool, workload, shape.vocab)
                     if number >= 0:
                         of_pool.append(run.tokens_per_s)
             without, with_routes = map(statistics.median, rates)

@@ -72,7 +72,7 @@ TOY = toy_config(
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """The requests to send.
 
     lengths: minimum and maximum tokens of a request. in_flight: concurrent requests. requests: requests per round. single: tokens of the
@@ -206,7 +206,7 @@ class BenchRank(ScoreRank):
             torch.cuda.synchronize()
 
 
-async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gpus: float) -> Report:
+async def measure(folder: Path, precision: str, workload: Workload, scratch: Path, *, gpus: float) -> Report:
     """Run all measurements on one replica with random weights. folder: contains the model's config."""
     config = ReplicaConfig(
         model=str(folder),
@@ -214,7 +214,7 @@ async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gp
         precision=precision,
         mtp=MtpConfig(),
         kernels=KernelsConfig(),
-        tokens_per_batch=load.tokens_per_batch,
+        tokens_per_batch=workload.tokens_per_batch,
         threads=0 if gpus else 1,
         random_seed=0,
     )
@@ -222,8 +222,8 @@ async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gp
     async def start(index: int) -> Replica:
         return await start_replica(config, name="log-prob replica", options=[{"num_cpus": 0, "num_gpus": gpus}], kind=BenchRank)
 
-    server = await LogprobServer.start(start, 1, ServerLimits(load.tokens_per_batch, 1 << 22))
-    bench = Bench(server, load)
+    server = await LogprobServer.start(start, 1, ServerLimits(workload.tokens_per_batch, 1 << 22))
+    bench = Bench(server, workload)
     try:
         await bench.throughput()
         await bench.latency()
@@ -236,21 +236,21 @@ async def measure(folder: Path, precision: str, load: Load, scratch: Path, *, gp
 class Bench:
     """The measurements, in the order in which they run."""
 
-    def __init__(self, server: LogprobServer, load: Load) -> None:
-        self.server, self.load = server, load
+    def __init__(self, server: LogprobServer, workload: Workload) -> None:
+        self.server, self.workload = server, workload
         self.report = Report()
         ((_, self.replica),) = server.replicas.live()
         self.vocab = server.bounds.vocab
 
     async def throughput(self) -> None:
         """Measure tokens/s of the server with many requests in flight and of a bare pass over them, and the memory for logits."""
-        load = self.load
-        requests = load.draw(self.vocab, load.requests, seed=0)
+        workload = self.workload
+        requests = workload.draw(self.vocab, workload.requests, seed=0)
         tokens = sum(r.tokens for r in requests)
-        await self._time_bare_pass(requests[: load.in_flight])
-        await self._time_server(requests[: load.in_flight])
+        await self._time_bare_pass(requests[: workload.in_flight])
+        await self._time_server(requests[: workload.in_flight])
         bare_times, server_times = [], []
-        for turn in range(load.rounds):
+        for turn in range(workload.rounds):
             # The order alternates, because a GPU slows down as it warms up.
             for way in ("bare", "served") if turn % 2 == 0 else ("served", "bare"):
                 if way == "bare":
@@ -261,7 +261,7 @@ class Bench:
         shares = ", ".join(f"{bare_s / server_s:.3f}" for bare_s, server_s in zip(bare_times, server_times, strict=True))
         self._add_measurement("bare", tokens / statistics.median(bare_times), "tokens/s")
         self._add_measurement(
-            "through the server", tokens / statistics.median(server_times), "tokens/s", detail=f"{load.in_flight} in flight"
+            "through the server", tokens / statistics.median(server_times), "tokens/s", detail=f"{workload.in_flight} in flight"
         )
         share = statistics.median(bare_times) / statistics.median(server_times)
         self._add_measurement("share of the bare pass", share, "", MIN_SHARE, at_least=True, detail=f"by round {shares}")
@@ -269,13 +269,13 @@ class Bench:
 
     async def latency(self) -> None:
         """Measure the latency that the server and HTTP add to the bare pass, for single requests to an idle server."""
-        (request,) = self.load.draw(self.vocab, 1, seed=1)
-        request = _request((list(request.token_ids) * self.load.single)[: self.load.single])
+        (request,) = self.workload.draw(self.vocab, 1, seed=1)
+        request = _request((list(request.token_ids) * self.workload.single)[: self.workload.single])
         times: dict[str, list[float]] = {"bare": [], "server": [], "HTTP": []}
         async with _serve_http(self.server) as port:
             body = json.dumps({"token_ids": list(request.token_ids), "prompt_length": request.prompt_length}).encode()
             connection = http.client.HTTPConnection("127.0.0.1", port)
-            for repetition in range(self.load.singles + 1):
+            for repetition in range(self.workload.singles + 1):
                 bare_s = await self._time_bare_pass([request])
                 started = time.perf_counter()
                 await self.server.score(request)
@@ -285,16 +285,16 @@ class Bench:
                     for name, seconds in (("bare", bare_s), ("server", server_s), ("HTTP", http_s)):
                         times[name].append(1000 * seconds)
             connection.close()
-        self.report.times |= {f"{self.load.single} tokens, {name}": [ms / 1000 for ms in values] for name, values in times.items()}
+        self.report.times |= {f"{self.workload.single} tokens, {name}": [ms / 1000 for ms in values] for name, values in times.items()}
         median = {name: statistics.median(values) for name, values in times.items()}
-        self._add_measurement(f"bare, {self.load.single} tokens", median["bare"], "ms")
+        self._add_measurement(f"bare, {self.workload.single} tokens", median["bare"], "ms")
         for name in ("server", "HTTP"):
             detail = f"{median[name]:.2f} ms in all; minimum {min(times[name]) - min(times['bare']):+.2f}"
             self._add_measurement(f"added by the {name}", median[name] - median["bare"], "ms", MAX_ADDED_MS, detail=detail)
 
     async def update(self, scratch: Path) -> None:
         """Measure a weight update while requests are queued."""
-        requests = self.load.draw(self.vocab, self.load.in_flight, seed=2)
+        requests = self.workload.draw(self.vocab, self.workload.in_flight, seed=2)
         weights = await self.replica.ranks.call("weights_gib")
         root = default_root(f"bench-{os.getpid()}", int(weights * GIB), scratch / "versions")
         try:
@@ -322,7 +322,7 @@ class Bench:
         return seconds
 
     async def _time_server(self, requests: list[ScoreRequest]) -> float:
-        """Seconds until the server has answered all requests, `load.in_flight` at a time."""
+        """Seconds until the server has answered all requests, `workload.in_flight` at a time."""
         remaining = iter(requests)
 
         async def client() -> None:
@@ -330,7 +330,7 @@ class Bench:
                 await self.server.score(request)
 
         started = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(self.load.in_flight)))
+        await asyncio.gather(*(client() for _ in range(self.workload.in_flight)))
         return time.perf_counter() - started
 
     def _add_measurement(
@@ -379,6 +379,6 @@ def format_table(report: Report) -> str:
     return markdown_table(("what", "measured", "bound", "measured / bound", ""), rows)
 
 
-def to_document(report: Report, environment: Environment, load: Load) -> dict[str, Any]:
+def to_document(report: Report, environment: Environment, workload: Workload) -> dict[str, Any]:
     findings = [{**asdict(f), "missed": f.missed} for f in report.findings]
-    return {"environment": environment, "timer": TIMER, "options": asdict(load), "findings": findings, "seconds": report.times}
+    return {"environment": environment, "timer": TIMER, "options": asdict(workload), "findings": findings, "seconds": report.times}

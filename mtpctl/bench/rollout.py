@@ -20,15 +20,15 @@ from typing import Literal
 
 from mtpctl.bench.report import format_number
 from mtpctl.bench.rollout_engines import (
-    Load,
     Run,
+    Workload,
     cycle_config,
     engine_pool,
     engine_recipe,
     enter_all,
-    make_load,
+    make_workload,
     offline_actor,
-    send_load,
+    send_workload,
     write_cycle_model,
 )
 from mtpctl.cluster.deadlines import within
@@ -64,10 +64,10 @@ HEADINGS = (
 RULE = "|---" * HEADINGS.count(" | ") + "|---|"
 
 Report = Callable[[str], None]
-Send = Callable[[Load], Awaitable[Run]]
-"""Sends a load and waits for its answers."""
-Offline = Callable[[Load, bool], Awaitable[Run]]
-"""Sends a load through vLLM's offline generation, with or without log-probs."""
+Send = Callable[[Workload], Awaitable[Run]]
+"""Sends a workload and waits for its answers."""
+Offline = Callable[[Workload, bool], Awaitable[Run]]
+"""Sends a workload through vLLM's offline generation, with or without log-probs."""
 GPU_MEMORY_FRACTION = 0.9
 """Share of GPU memory for all engines together."""
 
@@ -115,18 +115,18 @@ class Bench:
         write_cycle_model(options.folder, config, acceptance=options.acceptance, device=options.device)
         report(f"model: {options.folder}, {count_parameters(self.shape)['total']:,} parameters")
 
-    def loads(self, *, wrong_drafts: bool = False) -> list[Load]:
-        """One load for each batch size, whose requests are all sent at once."""
-        return [self._load(f"batch {batch}", batch, batch, 0.0, wrong_drafts) for batch in self.options.batches]
+    def workloads(self, *, wrong_drafts: bool = False) -> list[Workload]:
+        """One workload for each batch size, whose requests are all sent at once."""
+        return [self._workload(f"batch {batch}", batch, batch, 0.0, wrong_drafts) for batch in self.options.batches]
 
-    def queued(self) -> Load:
-        """A load with four times the largest batch, and answers of different lengths, so that slots are refilled continuously."""
+    def queued(self) -> Workload:
+        """A workload with four times the largest batch, and answers of different lengths, so that slots are refilled continuously."""
         max_batch = max(self.options.batches)
-        return self._load(f"{max_batch} in flight, {4 * max_batch} in all", max_batch, 4 * max_batch, 0.5, False)
+        return self._workload(f"{max_batch} in flight, {4 * max_batch} in all", max_batch, 4 * max_batch, 0.5, False)
 
-    def _load(self, name: str, batch: int, count: int, spread: float, wrong_drafts: bool) -> Load:
+    def _workload(self, name: str, batch: int, count: int, spread: float, wrong_drafts: bool) -> Workload:
         options = self.options
-        return make_load(
+        return make_workload(
             name,
             batch,
             count,
@@ -187,14 +187,14 @@ class Bench:
         """vLLM's offline generation with the settings of `pool(0)`."""
         async with offline_actor(self.recipe(0), self.options.folder, self.context, self.options.device, self._gpus) as actor:
 
-            async def send_offline(load: Load, logprobs: bool) -> Run:
-                run: Run = await actor.send.remote(load, self.shape.vocab, logprobs)
+            async def send_offline(workload: Workload, logprobs: bool) -> Run:
+                run: Run = await actor.send.remote(workload, self.shape.vocab, logprobs)
                 return run
 
             yield send_offline
 
     def through(self, pool: ReplicaPool) -> Send:
-        return lambda load: send_load(pool, load, self.shape.vocab)
+        return lambda workload: send_workload(pool, workload, self.shape.vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +230,18 @@ def gain_with_free_verification(tokens: float, draft_s: float, step_s: float) ->
     return tokens / (1 + draft_s / step_s)
 
 
-async def send_alternately(load: Load, senders: Mapping[str, Send], rounds: int, *, warm_up: bool = True) -> dict[str, list[Run]]:
-    """Send the load with each sender `rounds` times, after a warm-up round. Every other round is in reverse order, to cancel out drift."""
+async def send_alternately(workload: Workload, senders: Mapping[str, Send], rounds: int, *, warm_up: bool = True) -> dict[str, list[Run]]:
+    """Send the workload with each sender `rounds` times, after a warm-up round. Every other round is reversed, to cancel out drift."""
     runs: dict[str, list[Run]] = {name: [] for name in senders}
     for round_number in range(-1 if warm_up else 0, rounds):
         for name in list(senders)[:: 1 if round_number % 2 == 0 else -1]:
-            run = await within(senders[name](load), RUN_TIMEOUT_S, f"{name}, {load.name}")
+            run = await within(senders[name](workload), RUN_TIMEOUT_S, f"{name}, {workload.name}")
             if round_number >= 0:
                 runs[name].append(run)
     return runs
 
 
-def make_row(what: str, load: Load, runs: list[Run], baseline: list[Run] | None = None, bound: float | None = None) -> Result:
+def make_row(what: str, workload: Workload, runs: list[Run], baseline: list[Run] | None = None, bound: float | None = None) -> Result:
     """Make a row from its rounds and those of its baseline. bound: the minimum ratio of the two."""
     rates = tuple(run.tokens_per_s for run in runs)
     ratios = (
@@ -261,7 +261,7 @@ def make_row(what: str, load: Load, runs: list[Run], baseline: list[Run] | None 
     stats = runs[-1].stats
     return Result(
         what,
-        load.name,
+        workload.name,
         statistics.median(rates),
         rates,
         ratio,
@@ -286,52 +286,54 @@ class Table:
         self.report(format_row(result))
 
 
-async def measure_path(bench: Bench, table: Table, loads: list[Load], offline: Offline, plain: ReplicaPool) -> None:
+async def measure_path(bench: Bench, table: Table, workloads: list[Workload], offline: Offline, plain: ReplicaPool) -> None:
     """Measure the same loads through vLLM's offline generation and through the pool."""
-    senders: dict[str, Send] = {VLLM: lambda load: offline(load, True), POOL: bench.through(plain)}
-    largest = bench.loads()[-1]
-    for load in loads:
-        load_senders = senders | ({VLLM_BARE: lambda load: offline(load, False)} if load == largest else {})
-        for name, runs in (all_runs := await send_alternately(load, load_senders, bench.options.rounds)).items():
+    senders: dict[str, Send] = {VLLM: lambda workload: offline(workload, True), POOL: bench.through(plain)}
+    largest = bench.workloads()[-1]
+    for workload in workloads:
+        workload_senders = senders | ({VLLM_BARE: lambda workload: offline(workload, False)} if workload == largest else {})
+        for name, runs in (all_runs := await send_alternately(workload, workload_senders, bench.options.rounds)).items():
             baseline = None if name == VLLM else all_runs[VLLM]
-            table.add(make_row(name, load, runs, baseline, MIN_PATH_RATIO if name == POOL else None))
+            table.add(make_row(name, workload, runs, baseline, MIN_PATH_RATIO if name == POOL else None))
 
 
 async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, drafting: ReplicaPool) -> None:
     """Measure an engine without speculation, and one with 0 to k draft tokens and with the number that it selects."""
-    for load in bench.loads():
-        await _measure_fixed(bench, table, load, plain, drafting)
+    for workload in bench.workloads():
+        await _measure_fixed(bench, table, workload, plain, drafting)
     for wrong_drafts in (False, True):
-        for load in bench.loads(wrong_drafts=wrong_drafts):
-            await _measure_auto(bench, table, load, plain, drafting, "auto, no draft right" if wrong_drafts else "auto")
+        for workload in bench.workloads(wrong_drafts=wrong_drafts):
+            await _measure_auto(bench, table, workload, plain, drafting, "auto, no draft right" if wrong_drafts else "auto")
 
 
-async def _measure_fixed(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool) -> None:
+async def _measure_fixed(bench: Bench, table: Table, workload: Workload, plain: ReplicaPool, drafting: ReplicaPool) -> None:
     counts = range(bench.options.drafts + 1)
     states: dict[int, list[SpeculationState]] = {drafts: [] for drafts in counts}
-    send_load = bench.through(drafting)
+    send_workload = bench.through(drafting)
 
     def with_drafts(drafts: int) -> Send:
-        async def send_drafting(load: Load) -> Run:
+        async def send_drafting(workload: Workload) -> Run:
             await drafting.speculate(drafts)
-            run = await send_load(load)
+            run = await send_workload(workload)
             states[drafts].append((await drafting.speculate())[0])
             return run
 
         return send_drafting
 
     names = {drafts: f"{drafts} drafts" for drafts in counts}
-    all_runs = await send_alternately(load, {OFF: bench.through(plain)} | {names[n]: with_drafts(n) for n in counts}, bench.options.rounds)
-    table.add(baseline_row := make_row(OFF, load, all_runs[OFF]))
+    all_runs = await send_alternately(
+        workload, {OFF: bench.through(plain)} | {names[n]: with_drafts(n) for n in counts}, bench.options.rounds
+    )
+    table.add(baseline_row := make_row(OFF, workload, all_runs[OFF]))
     for drafts in counts:
         runs = all_runs[names[drafts]]
         round_states = states[drafts][-len(runs) :]
         draft_s = statistics.median(state["draft_s"][drafts] for state in round_states) if drafts else 0.0
-        allowed = gain_with_free_verification(runs[-1].stats.accept_length, draft_s, load.batch / baseline_row.tokens_per_s)
-        bound = MIN_GAIN_SHARE * allowed if drafts == 1 and load.batch <= MAX_GAIN_BATCH else None
+        allowed = gain_with_free_verification(runs[-1].stats.accept_length, draft_s, workload.batch / baseline_row.tokens_per_s)
+        bound = MIN_GAIN_SHARE * allowed if drafts == 1 and workload.batch <= MAX_GAIN_BATCH else None
         table.add(
             replace(
-                make_row(names[drafts], load, runs, all_runs[OFF], bound),
+                make_row(names[drafts], workload, runs, all_runs[OFF], bound),
                 allowed=allowed,
                 draft_s=draft_s,
                 drafts=drafts,
@@ -341,19 +343,19 @@ async def _measure_fixed(bench: Bench, table: Table, load: Load, plain: ReplicaP
         )
 
 
-async def _measure_auto(bench: Bench, table: Table, load: Load, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
+async def _measure_auto(bench: Bench, table: Table, workload: Workload, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
     """Measure `speculation.auto`: one round in which the engine compares numbers of drafts, then rounds with the selected number."""
     senders = {OFF: bench.through(plain), what: bench.through(drafting)}
     await drafting.speculate(-1)
-    first_round = await send_alternately(load, senders, 1, warm_up=False)
-    table.add(make_row(f"{what}, looking", load, first_round[what], first_round[OFF]))
+    first_round = await send_alternately(workload, senders, 1, warm_up=False)
+    table.add(make_row(f"{what}, looking", workload, first_round[what], first_round[OFF]))
     await drafting.speculate()
     rounds = bench.options.rounds
-    runs = await send_alternately(load, senders, rounds, warm_up=False)
+    runs = await send_alternately(workload, senders, rounds, warm_up=False)
     state = (await drafting.speculate())[0]
     steps: dict[int, int] = state["steps"]
     most_frequent = max(steps, key=lambda drafts: steps[drafts])
-    measured = make_row(what, load, runs[what], runs[OFF], MIN_AUTO_RATIO)
+    measured = make_row(what, workload, runs[what], runs[OFF], MIN_AUTO_RATIO)
     table.add(replace(measured, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(most_frequent)))
     counts = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(steps.items()))
     table.report(f"  steps by their drafts: {counts}; {state['message'] or 'no measurement was completed'}")
@@ -374,7 +376,7 @@ def run_benchmark(options: Options, parts: list[str], report: Report) -> list[Re
             pools = [engine for engine in engines if isinstance(engine, ReplicaPool)]
             offlines = [engine for engine in engines if not isinstance(engine, ReplicaPool)]
             for offline in offlines:
-                await measure_path(bench, table, bench.loads(), offline, pools[0])
+                await measure_path(bench, table, bench.workloads(), offline, pools[0])
             if speculation:
                 await measure_speculation(bench, table, pools[0], pools[1])
             for offline in offlines:
@@ -401,12 +403,12 @@ def format_row(result: Result) -> str:
 
 
 def format_verdict(results: list[Result]) -> list[str]:
-    """The best number of drafts for each load, and all missed bounds."""
+    """The best number of drafts for each workload, and all missed bounds."""
     lines = []
     drafting = [r for r in results if r.what.endswith(" drafts")]
-    for load in dict.fromkeys(r.load for r in drafting):
-        best = max((r for r in drafting if r.load == load), key=lambda r: r.ratio or 0.0)
-        lines.append(f"{load}: best with {best.what}, {best.ratio:.2f} of no speculation")
+    for workload in dict.fromkeys(r.load for r in drafting):
+        best = max((r for r in drafting if r.load == workload), key=lambda r: r.ratio or 0.0)
+        lines.append(f"{workload}: best with {best.what}, {best.ratio:.2f} of no speculation")
     return lines + [f"MISSED {r.what}, {r.load}: {'; '.join(r.misses)}" for r in results if r.misses]
 
 

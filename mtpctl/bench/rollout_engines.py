@@ -1,7 +1,7 @@
 """Loads, engines and models of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, with the same model.
 
 The benchmark bounds the ratio of two engines' throughputs. Other load on the host changes throughput by more than those bounds. Therefore
-all engines are resident, and each load is sent to them in turn.
+all engines are resident, and each workload is sent to them in turn.
 
 The cycle model is a model of any MiMo shape with known outputs, whose MTP layer predicts a chosen share of tokens correctly. The trunk
 predicts `token + 1`. Its attention and MLP have random weights but zero output projections, so it does the computation of a real model
@@ -46,7 +46,7 @@ START_TIMEOUT_S = 420.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """Requests to send, at most `batch` at a time. lengths: number of tokens of each answer."""
 
     name: str
@@ -55,10 +55,10 @@ class Load:
     lengths: list[int]
 
 
-def make_load(
+def make_workload(
     name: str, batch: int, count: int, *, prompt_length: int, mean_answer_length: int, spread: float, vocab: int, wrong_drafts: bool = False
-) -> Load:
-    """Make a load of `count` random prompts for a cycle model.
+) -> Workload:
+    """Make a workload of `count` random prompts for a cycle model.
 
     Answer lengths are uniform in `mean_answer_length * (1 ± spread)`.
     wrong_drafts: use answers in the upper half of the vocabulary, with which all drafts are wrong, instead of the lower half.
@@ -71,12 +71,12 @@ def make_load(
         [draw.randrange(half_vocab) for _ in range(prompt_length - 1)] + [draw.randrange(max_start) + first_start] for _ in range(count)
     ]
     lengths = [max(1, round(mean_answer_length * draw.uniform(1 - spread, 1 + spread))) for _ in range(count)]
-    return Load(name, batch, prompts, lengths)
+    return Workload(name, batch, prompts, lengths)
 
 
 @dataclass(slots=True)
 class Run:
-    """The result of sending a load once. seconds: from the first request to the last answer.
+    """The result of sending a workload once. seconds: from the first request to the last answer.
 
     wrong: number of answers that differ from the expected ones. idle: share of the engine's slots that were empty while requests were
     queued; None if all requests were sent at once.
@@ -106,8 +106,8 @@ class OfflineEngine:
         mtpctl_args = ("weight_transfer_config", "worker_extension_cls", "per_request_spec_decode_metrics")
         self._llm = LLM(**{name: value for name, value in settings.args.items() if name not in mtpctl_args})
 
-    def send(self, load: Load, vocab: int | None, logprobs: bool) -> Run:
-        """Send a load. vocab: the cycle model's vocabulary size, to check its answers; None for another model."""
+    def send(self, workload: Workload, vocab: int | None, logprobs: bool) -> Run:
+        """Send a workload. vocab: the cycle model's vocabulary size, to check its answers; None for another model."""
         from vllm import SamplingParams, TokensPrompt
 
         settings = [
@@ -120,18 +120,18 @@ class OfflineEngine:
                 logprobs=0 if logprobs else None,
                 flat_logprobs=logprobs,
             )
-            for seed, length in enumerate(load.lengths)
+            for seed, length in enumerate(workload.lengths)
         ]
-        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in load.prompts]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in workload.prompts]
         started = time.perf_counter()
         outputs = self._llm.generate(prompts, settings, use_tqdm=False)
         seconds = time.perf_counter() - started
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        return Run(seconds, sum(map(len, answers)), 0 if vocab is None else count_wrong(load, answers, vocab))
+        return Run(seconds, sum(map(len, answers)), 0 if vocab is None else count_wrong(workload, answers, vocab))
 
 
-async def send_load(pool: ReplicaPool, load: Load, vocab: int) -> Run:
-    """Send a load through a pool with one replica, and wait for all answers."""
+async def send_workload(pool: ReplicaPool, workload: Workload, vocab: int) -> Run:
+    """Send a workload through a pool with one replica, and wait for all answers."""
     clock = time.perf_counter
     occupied_readings: list[tuple[float, float]] = []
 
@@ -139,8 +139,8 @@ async def send_load(pool: ReplicaPool, load: Load, vocab: int) -> Run:
         return sum(health.occupied_s for health in await pool.health())
 
     async def requests() -> AsyncIterator[GenerationRequest]:
-        for index, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
-            if index == 2 * load.batch:
+        for index, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True)):
+            if index == 2 * workload.batch:
                 occupied_readings.append((clock(), await occupied_seconds()))
             yield GenerationRequest(Sample(str(index), str(index), prompt), length, seed=index)
         if occupied_readings:
@@ -155,17 +155,17 @@ async def send_load(pool: ReplicaPool, load: Load, vocab: int) -> Run:
     stats = SpecStats()
     for sample in samples.values():
         stats.add(sample.speculation, len(sample.response_ids))
-    answers = [samples[index].response_ids.tolist() for index in range(len(load.prompts))]
+    answers = [samples[index].response_ids.tolist() for index in range(len(workload.prompts))]
     idle = None
     if len(occupied_readings) == 2:
         (begin_time, begin_occupied), (end_time, end_occupied) = occupied_readings
-        idle = 1 - (end_occupied - begin_occupied) / (load.batch * (end_time - begin_time))
-    return Run(seconds, sum(map(len, answers)), count_wrong(load, answers, vocab), idle, stats)
+        idle = 1 - (end_occupied - begin_occupied) / (workload.batch * (end_time - begin_time))
+    return Run(seconds, sum(map(len, answers)), count_wrong(workload, answers, vocab), idle, stats)
 
 
-def count_wrong(load: Load, answers: list[list[int]], vocab: int) -> int:
+def count_wrong(workload: Workload, answers: list[list[int]], vocab: int) -> int:
     """The number of answers that differ from those of the cycle model."""
-    expected = (expected_answer(prompt[-1], length, vocab) for prompt, length in zip(load.prompts, load.lengths, strict=True))
+    expected = (expected_answer(prompt[-1], length, vocab) for prompt, length in zip(workload.prompts, workload.lengths, strict=True))
     return sum(ids != expected_ids for ids, expected_ids in zip(answers, expected, strict=True))
 
 

@@ -1,6 +1,6 @@
 """`mtpctl bench rollout --model FOLDER`: throughput of a model's rollout on one GPU, in comparison with vLLM's offline generation.
 
-The length of each prompt and response is set in advance, so every arm generates the same number of tokens. Within a load the response
+The length of each prompt and response is set in advance, so every arm generates the same number of tokens. Within a workload the response
 lengths differ, so slots become free at different times. All engines are loaded at the same time and alternate.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtpctl.bench.rollout_engines import Load, engine_pool, engine_recipe, enter_all, offline_actor
+from mtpctl.bench.rollout_engines import Workload, engine_pool, engine_recipe, enter_all, offline_actor
 from mtpctl.cluster.deadlines import within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
@@ -135,24 +135,24 @@ def make_prompts(options: Options, count: int) -> list[list[int]]:
     return [draw.choices(tokens, k=options.prompt) for _ in range(count)]
 
 
-def make_load(options: Options, prompts: Sequence[list[int]], in_flight: int, engines: int) -> Load:
-    """A load that fills the slots of all engines several times. The members of a group share their prompt and are consecutive."""
+def make_workload(options: Options, prompts: Sequence[list[int]], in_flight: int, engines: int) -> Workload:
+    """A workload that fills the slots of all engines several times. The members of a group share their prompt and are consecutive."""
     count = count_requests(options, in_flight, engines)
     draw = random.Random(f"{in_flight} {count}")
     lengths = [max(1, round(options.tokens * draw.uniform(1 - LENGTH_SPREAD, 1 + LENGTH_SPREAD))) for _ in range(count)]
-    return Load(f"{in_flight} in flight", in_flight, [prompts[index // options.group] for index in range(count)], lengths)
+    return Workload(f"{in_flight} in flight", in_flight, [prompts[index // options.group] for index in range(count)], lengths)
 
 
 def count_requests(options: Options, in_flight: int, engines: int) -> int:
-    """Number of requests of a load. engines: 0 for vLLM alone."""
+    """Number of requests of a workload. engines: 0 for vLLM alone."""
     return in_flight * options.requests * max(1, engines)
 
 
-async def send_load(pool: ReplicaPool, load: Load, group: int, pids: Sequence[int]) -> Measurement:
-    """Send a load through a pool, and wait for all responses. pids: the processes of its engines' actors."""
+async def send_workload(pool: ReplicaPool, workload: Workload, group: int, pids: Sequence[int]) -> Measurement:
+    """Send a workload through a pool, and wait for all responses. pids: the processes of its engines' actors."""
 
     async def requests() -> AsyncIterator[GenerationRequest]:
-        for index, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
+        for index, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True)):
             yield GenerationRequest(Sample(str(index), str(index // group), prompt), length)
 
     engine_cpu_seconds, loop_cpu_seconds, started = cpu_seconds(pids), time.thread_time(), time.perf_counter()
@@ -161,8 +161,8 @@ async def send_load(pool: ReplicaPool, load: Load, group: int, pids: Sequence[in
         async for sample in samples:
             tokens += len(sample.response_ids)
     seconds = time.perf_counter() - started
-    if tokens != sum(load.lengths):
-        raise RuntimeError(f"{tokens} tokens were generated, {sum(load.lengths)} requested")
+    if tokens != sum(workload.lengths):
+        raise RuntimeError(f"{tokens} tokens were generated, {sum(workload.lengths)} requested")
     return Measurement(seconds, tokens, time.thread_time() - loop_cpu_seconds, cpu_seconds(pids) - engine_cpu_seconds)
 
 
@@ -186,7 +186,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     return sum(count for pid, count in ticks.items() if is_included(pid)) / os.sysconf("SC_CLK_TCK")
 
 
-SendOffline = Callable[[Load], Awaitable[Measurement]]
+SendOffline = Callable[[Workload], Awaitable[Measurement]]
 
 
 class ModelBench:
@@ -246,14 +246,14 @@ class ModelBench:
         """vLLM's offline generation with the settings of an engine."""
         async with offline_actor(self.recipe(key), self.options.folder, self.context, self.options.device, self.share) as actor:
 
-            async def run(load: Load) -> Measurement:
-                result = await actor.send.remote(load, None, True)
+            async def run(workload: Workload) -> Measurement:
+                result = await actor.send.remote(workload, None, True)
                 return Measurement(result.seconds, result.tokens)
 
             yield run
 
     async def measure(self, report: Report) -> list[Result]:
-        """Start all engines, send each load with each arm, and print a row for each arm."""
+        """Start all engines, send each workload with each arm, and print a row for each arm."""
         keys = list(dict.fromkeys(arm.engine_key for arm in self.arms))
         managers: list[AbstractAsyncContextManager[ReplicaPool | SendOffline]] = [
             self.pool(key) if key[0] else self.offline(key) for key in keys
@@ -275,13 +275,13 @@ class ModelBench:
         measurements: dict[str, list[Measurement]] = {arm.name: [] for arm in arms}
         for round_number in range(-1, self.options.rounds):
             for arm in arms[:: 1 if round_number % 2 else -1]:
-                load, engine = make_load(self.options, self.prompts, arm.in_flight, arm.engines), by_key[arm.engine_key]
+                workload, engine = make_workload(self.options, self.prompts, arm.in_flight, arm.engines), by_key[arm.engine_key]
                 if isinstance(engine, ReplicaPool):
                     await engine.admit_at_once(arm.at_once)
-                    sending = send_load(engine, load, self.options.group, await engine.pids())
+                    sending = send_workload(engine, workload, self.options.group, await engine.pids())
                 else:
-                    sending = engine(load)  # type: ignore[assignment]
-                measurement = await within(sending, RUN_TIMEOUT_S, f"{arm.name}, {load.name}")
+                    sending = engine(workload)  # type: ignore[assignment]
+                measurement = await within(sending, RUN_TIMEOUT_S, f"{arm.name}, {workload.name}")
                 if round_number >= 0:
                     measurements[arm.name].append(measurement)
         return measurements

@@ -97,7 +97,7 @@ class NextTokenWithEntropy(NextToken):
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """The work of a step: `tokens` packed tokens in `samples` samples of equal length, and how they are trained."""
 
     tokens: int
@@ -152,40 +152,40 @@ def extend_positions(config: dict[str, object], length: int) -> tuple[dict[str, 
     return longer, describe_context(original, shape_of(longer))
 
 
-def measure(folder: HfFolder, parallel: ParallelConfig, load: Load) -> tuple[list[Result], float]:
+def measure(folder: HfFolder, parallel: ParallelConfig, workload: Workload) -> tuple[list[Result], float]:
     """Measure a step on the host's GPUs, or on its CPU. Returns the results, and the rate of matrix products in TFLOP/s.
 
     Raises RuntimeFailure with the rank and its error if one of several ranks fails.
     """
     if parallel.world_size == 1:
-        return _measure_rank(folder, parallel, load, None)
+        return _measure_rank(folder, parallel, workload, None)
     store = host_store("127.0.0.1")
     answers: Queue[tuple[list[Result], float]] = mp.get_context("spawn").Queue()
     try:
-        mp.spawn(_run_rank, args=(folder, parallel, load, address_of(store), answers), nprocs=parallel.world_size)
+        mp.spawn(_run_rank, args=(folder, parallel, workload, address_of(store), answers), nprocs=parallel.world_size)
     except mp.ProcessRaisedException as error:
         raise RuntimeFailure(f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}") from error
     return answers.get(timeout=10)
 
 
 def _run_rank(
-    rank: int, folder: HfFolder, parallel: ParallelConfig, load: Load, store: str, answers: Queue[tuple[list[Result], float]]
+    rank: int, folder: HfFolder, parallel: ParallelConfig, workload: Workload, store: str, answers: Queue[tuple[list[Result], float]]
 ) -> None:
-    answer = _measure_rank(folder, parallel, load, Rank(rank, parallel.world_size, store, local_rank=rank))
+    answer = _measure_rank(folder, parallel, workload, Rank(rank, parallel.world_size, store, local_rank=rank))
     if rank == 0:
         answers.put(answer)
 
 
-def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: Rank | None) -> tuple[list[Result], float]:
+def _measure_rank(folder: HfFolder, parallel: ParallelConfig, workload: Workload, rank: Rank | None) -> tuple[list[Result], float]:
     if torch.cuda.is_available():  # As in Ray's trainers, because small host operations are slower with more threads.
         torch.set_num_threads(1)
     config = EngineConfig(
         parallel=parallel,
-        precision=load.precision,
-        mtp=load.mtp,
+        precision=workload.precision,
+        mtp=workload.mtp,
         kernels=KernelsConfig(),
-        tokens_per_microbatch=load.tokens,
-        recompute=load.recompute,
+        tokens_per_microbatch=workload.tokens,
+        recompute=workload.recompute,
         random_seed=0,
     )
     engine = MegatronEngine(folder, config) if rank is None else MegatronEngine(folder, config, rank)
@@ -201,9 +201,9 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
         return tensor.item()
 
     # Only rank 0 measures. The others wait in the all-reduce.
-    rate = max_over_ranks(measure_matmul_tflops(device, 8192 if cuda else 512) if rank is None or rank.rank == 0 else 0.0)
-    batch = make_samples(folder.shape.vocab, load.tokens, load.samples, load.prompt_share)
-    flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=load.mtp.mode == "isolated")
+    matmul_tflops = max_over_ranks(measure_matmul_tflops(device, 8192 if cuda else 512) if rank is None or rank.rank == 0 else 0.0)
+    batch = make_samples(folder.shape.vocab, workload.tokens, workload.samples, workload.prompt_share)
+    flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=workload.mtp.mode == "isolated")
     heads = HEADS if rank is None else {"one pass": Head}
     embeddings = [parameter for name, parameter in engine.module.named_parameters() if name.startswith(("embedding.", "output_layer."))]
     times: dict[str, list[float]] = {name: [] for name in heads}
@@ -250,7 +250,7 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
                 max(case_ms),
                 1000 * num_tokens / median / ranks,
                 tflops,
-                tflops / rate,
+                tflops / matmul_tflops,
                 peak,
                 step_peak,
                 losses[name],
@@ -260,10 +260,10 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, load: Load, rank: 
     if rank is not None:
         dist.barrier()
     engine.close()
-    return results, rate
+    return results, matmul_tflops
 
 
-def format_table(parallel: ParallelConfig, results: list[Result], rate: float) -> str:
+def format_table(parallel: ParallelConfig, results: list[Result], matmul_tflops: float) -> str:
     layout = ", ".join(f"{name} {size}" for name in ("tp", "cp", "ep") if (size := getattr(parallel, name)) > 1) or "one device"
     headings = "layout | ranks | head | ms (least–most) | tokens/s a rank | TFLOP/s a rank | of matmul rate | peak GiB"
     rows = [
@@ -283,11 +283,17 @@ def format_table(parallel: ParallelConfig, results: list[Result], rate: float) -
         for r in results
     ]
     rows_table = markdown_table(f"{headings} | beyond weights and buffers | loss | gradient off by".split(" | "), rows)
-    return f"Large bf16 matrix product: {rate:.0f} TFLOP/s.\n\n{rows_table}"
+    return f"Large bf16 matrix product: {matmul_tflops:.0f} TFLOP/s.\n\n{rows_table}"
 
 
-def to_document(results: list[Result], rate: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
-    return {"environment": environment, "timer": TIMER, "options": options, "matmul_tflops": rate, "results": [asdict(r) for r in results]}
+def to_document(results: list[Result], matmul_tflops: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "environment": environment,
+        "timer": TIMER,
+        "options": options,
+        "matmul_tflops": matmul_tflops,
+        "results": [asdict(r) for r in results],
+    }
 
 
 def synchronize(device: torch.device) -> None:

@@ -82,7 +82,7 @@ def train_step(
 
     if tokens < 4 * samples:
         raise UserError(f"--samples: {tokens} tokens are too few for {samples} samples of prompt and response; at most {tokens // 4} fit")
-    trained = _mtp_config(mtp)
+    mtp_config = _mtp_config(mtp)
     cpu_device.install()  # before Megatron is imported
     from mtpctl.bench import train_step as bench
     from mtpctl.bench.report import describe_machine, render
@@ -94,12 +94,18 @@ def train_step(
             typer.echo(note)
         folder = bench.create_config_folder(config, Path(scratch))
         if not folder.shape.mtp_layers:
-            trained = MtpConfig(mode="off")
+            mtp_config = MtpConfig(mode="off")
         parallel = bench.make_layout(tp, cp, ep, folder)
-        load = bench.Load(tokens, samples, prompt_share, precision, trained, recompute)
-        results, rate = bench.measure(folder, parallel, load)
-    options = {"model": model, "layers": layers, "tp": tp, "cp": cp, "ep": ep} | asdict(load) | {"mtp": trained.mode}
-    answer(render(bench.to_document(results, rate, describe_machine(), options), bench.format_table(parallel, results, rate), as_json=json))
+        workload = bench.Workload(tokens, samples, prompt_share, precision, mtp_config, recompute)
+        results, matmul_tflops = bench.measure(folder, parallel, workload)
+    options = {"model": model, "layers": layers, "tp": tp, "cp": cp, "ep": ep} | asdict(workload) | {"mtp": mtp_config.mode}
+    answer(
+        render(
+            bench.to_document(results, matmul_tflops, describe_machine(), options),
+            bench.format_table(parallel, results, matmul_tflops),
+            as_json=json,
+        )
+    )
 
 
 @app.command("rollout")
@@ -124,8 +130,10 @@ def rollout(
     batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Concurrent requests; default: 8, 64, 256.")] = None,
     drafts: Annotated[int, typer.Option("--drafts", min=1, max=8, help="Largest number of draft tokens a step.")] = 3,
     acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of drafts that are right.")] = 0.75,
-    prompt: Annotated[int, typer.Option("--prompt", min=2, help="Prompt tokens.")] = 128,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Response tokens; default: 256, or 192 with --shape tiny.")] = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt", min=2, help="Prompt tokens.")] = 128,
+    response_tokens: Annotated[
+        int | None, typer.Option("--tokens", min=8, help="Response tokens; default: 256, or 192 with --shape tiny.")
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds, after a warm-up round.")] = 3,
     eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs.")] = False,
     json: Json = False,
@@ -136,7 +144,7 @@ def rollout(
     if model is not None and _is_users_model(model):
         if shape or part:
             raise UserError(f"--{'shape' if shape else 'part'}: applies to the benchmark's own model, not to {model}; leave it out")
-        return _rollout_of_model(model, batch or [], engines, prompts, prompt, tokens or 0, rounds, eager=eager, json=json)
+        return _rollout_of_model(model, batch or [], engines, prompts, prompt_tokens, response_tokens or 0, rounds, eager=eager, json=json)
     if engines > 1 or prompts is not None:
         raise UserError(f"--{'engines' if engines > 1 else 'prompts'}: needs --model with your model's folder")
     parts = part or ["path", "speculation"]
@@ -159,8 +167,8 @@ def rollout(
             shape=shape_name,
             folder=Path(scratch) / "model" if model is None else create_folder(model, "--model"),
             batches=tuple(sorted(set(batch or (8, 64, 256)))),
-            prompt=prompt,
-            tokens=tokens or (192 if shape_name == "tiny" else 256),
+            prompt=prompt_tokens,
+            tokens=response_tokens or (192 if shape_name == "tiny" else 256),
             drafts=drafts,
             acceptance=acceptance,
             rounds=rounds,
@@ -183,7 +191,16 @@ def _is_users_model(folder: Path) -> bool:
 
 
 def _rollout_of_model(
-    folder: Path, batches: list[int], engines: int, prompts: Path | None, prompt: int, tokens: int, rounds: int, *, eager: bool, json: bool
+    folder: Path,
+    batches: list[int],
+    engines: int,
+    prompts: Path | None,
+    prompt_tokens: int,
+    response_tokens: int,
+    rounds: int,
+    *,
+    eager: bool,
+    json: bool,
 ) -> None:
     """The rollout of a user's model through mtpctl's pool and through vLLM alone."""
     import torch
@@ -202,7 +219,13 @@ def _rollout_of_model(
             raise UserError(f"--prompts: {prompts} has no prompt; write one per line")
     cuda = torch.cuda.is_available()
     options = bench.Options(
-        folder, "cuda" if cuda else "cpu", prompt, tokens or (256 if cuda else 32), rounds=rounds, prompts=tuple(texts), eager=eager
+        folder,
+        "cuda" if cuda else "cpu",
+        prompt_tokens,
+        response_tokens or (256 if cuda else 32),
+        rounds=rounds,
+        prompts=tuple(texts),
+        eager=eager,
     )
     show = partial(print, flush=True)
     arms = bench.default_arms(sorted(set(batches)) or [256 if cuda else 8], engines)
@@ -220,8 +243,10 @@ def sync_weights(
     shared: Annotated[bool, typer.Option("--shared", help="Trainer and engine on one GPU (ipc, shm).")] = False,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measured syncs over each transport.")] = 3,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in flight.")] = 64,
-    prompt: Annotated[int | None, typer.Option("--prompt", min=1, help="Prompt tokens of a request; default: 256, 16 on a CPU.")] = None,
-    tokens: Annotated[
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt", min=1, help="Prompt tokens of a request; default: 256, 16 on a CPU.")
+    ] = None,
+    response_tokens: Annotated[
         int | None, typer.Option("--tokens", min=1, help="Response tokens of a request; default: 2048, 200 on a CPU.")
     ] = None,
     bucket: Annotated[int | None, typer.Option("--bucket-mib", min=1, help="Size of a bucket in MiB; default: 1024, 16 on a CPU.")] = None,
@@ -268,8 +293,8 @@ def sync_weights(
             transports=tuple(transports),
             repeats=repeats,
             batch=batch if cuda else min(batch, 16),
-            prompt=prompt or (256 if cuda else 16),
-            tokens=tokens or (2048 if cuda else 200),
+            prompt=prompt_tokens or (256 if cuda else 16),
+            tokens=response_tokens or (2048 if cuda else 200),
             bucket_bytes=(bucket or (1024 if cuda else 16)) * _MIB,
             fp8=fp8,
             eager=eager,
@@ -329,7 +354,7 @@ def logprob(
         positions = folder.shape.max_positions
         if not 2 <= shortest <= longest <= positions:
             raise UserError(f"--lengths: {shortest}:{longest} must be MIN:MAX between 2 and the model's {positions} positions")
-        load = bench.Load(
+        workload = bench.Workload(
             (shortest, longest),
             in_flight=in_flight,
             requests=requests,
@@ -338,8 +363,8 @@ def logprob(
             tokens_per_batch=tokens_per_batch or (16384 if cuda else 2048),
         )
         stack.enter_context(cluster(ClusterConfig(), cpus=0, gpus=float(cuda)))
-        report = asyncio.run(bench.measure(folder.path, precision, load, Path(scratch), gpus=float(cuda)))
-    answer(render(bench.to_document(report, describe_machine(), load), bench.format_table(report), as_json=json))
+        report = asyncio.run(bench.measure(folder.path, precision, workload, Path(scratch), gpus=float(cuda)))
+    answer(render(bench.to_document(report, describe_machine(), workload), bench.format_table(report), as_json=json))
     _check([f"{f.what}: {f.value:.3g}, bound {f.bound:.3g}" for f in report.findings if f.missed])
 
 

@@ -1,4 +1,4 @@
-"""`bench logprob`: bounds, load and options. Figures are measured by the command itself."""
+"""`bench logprob`: bounds, workload and options. Figures are measured by the command itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mtpctl.bench.logprob import MIN_SHARE, Load, Measurement, Report, format_table, to_document
+from mtpctl.bench.logprob import MIN_SHARE, Measurement, Report, Workload, format_table, to_document
 from mtpctl.cli.app import app
 
 
@@ -27,14 +27,14 @@ def test_table_has_bounds_ratios_and_figures_not_measured() -> None:
     lines = format_table(report).splitlines()
     assert lines[2] == "| added | 10 ms | ≤ 5 ms | 2.00 | **missed** · 12 in all |"
     assert lines[3].startswith("| memory | not measured on a CPU | ≤ 1 GiB |")
-    document = to_document(report, {"device": "CPU"}, Load((2, 3)))
+    document = to_document(report, {"device": "CPU"}, Workload((2, 3)))
     assert [finding["missed"] for finding in document["findings"]] == [True, False] and document["timer"]
 
 
 def test_requests_have_the_configured_lengths_and_depend_only_on_the_seed() -> None:
-    load = Load((5, 40))
-    requests = load.draw(100, 64, seed=1)
-    assert {r.tokens for r in requests} <= set(range(5, 41)) and requests == load.draw(100, 64, seed=1)
+    workload = Workload((5, 40))
+    requests = workload.draw(100, 64, seed=1)
+    assert {r.tokens for r in requests} <= set(range(5, 41)) and requests == workload.draw(100, 64, seed=1)
     assert all(1 <= r.prompt_length < r.tokens and max(r.token_ids) < 100 for r in requests)
 
 

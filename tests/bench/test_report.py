@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mtpctl.bench import logprob, mtp, sync_weights
-from mtpctl.bench.logprob import Load, Measurement, Report
+from mtpctl.bench.logprob import Measurement, Report, Workload
 from mtpctl.bench.report import (
     better_direction,
     changes_to_json,
@@ -125,7 +125,7 @@ def test_finding_of_the_logprob_benchmark_is_judged_by_its_unit() -> None:
         Measurement("difference", 1e-7, "nats", 1e-6),
     ]
     worse = [replace(each, value=(each.value or 0) * (0.5 if each.at_least or each.unit == "tokens/s" else 1.5)) for each in findings]
-    first, second = (logprob.to_document(Report(each), {}, Load((2, 3))) for each in (findings, worse))
+    first, second = (logprob.to_document(Report(each), {}, Workload((2, 3))) for each in (findings, worse))
     judged = [change for change in compare_results(first, second) if change.worse_by > 0.4]
     assert [change.name.split(".")[1] for change in judged] == [each.what for each in findings]
 

@@ -1,4 +1,4 @@
-"""`bench rollout`: the model with known answers, the loads, and the bounds. The engines run by hand and on a GPU."""
+"""`bench rollout`: the model with known answers, the workloads, and the bounds. The engines run by hand and on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mtpctl.bench.rollout import (
     make_row,
     send_alternately,
 )
-from mtpctl.bench.rollout_engines import TINY, Load, Run, enter_all, expected_answer, make_load, write_cycle_model
+from mtpctl.bench.rollout_engines import TINY, Run, Workload, enter_all, expected_answer, make_workload, write_cycle_model
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
@@ -98,15 +98,15 @@ def test_requests_too_long_for_the_model_are_rejected_before_it_is_written(tmp_p
     assert not (tmp_path / "m").exists()
 
 
-def test_load_stays_in_its_half_of_the_vocabulary() -> None:
+def test_workload_stays_in_its_half_of_the_vocabulary() -> None:
     for wrong_drafts in (False, True):
-        load = make_load("l", 8, 40, prompt_length=16, mean_answer_length=100, spread=0.5, vocab=VOCAB, wrong_drafts=wrong_drafts)
-        assert len(load.prompts) == len(load.lengths) == 40
-        assert all(50 <= length <= 150 for length in load.lengths) and len(set(load.lengths)) > 10
-        for prompt, length in zip(load.prompts, load.lengths, strict=True):
+        workload = make_workload("l", 8, 40, prompt_length=16, mean_answer_length=100, spread=0.5, vocab=VOCAB, wrong_drafts=wrong_drafts)
+        assert len(workload.prompts) == len(workload.lengths) == 40
+        assert all(50 <= length <= 150 for length in workload.lengths) and len(set(workload.lengths)) > 10
+        for prompt, length in zip(workload.prompts, workload.lengths, strict=True):
             half = {token // HALF for token in [prompt[-1], *expected_answer(prompt[-1], length, VOCAB)]}
             assert half == {int(wrong_drafts)}
-    assert make_load("l", 8, 8, prompt_length=4, mean_answer_length=100, spread=0.0, vocab=VOCAB).lengths == [100] * 8
+    assert make_workload("l", 8, 8, prompt_length=4, mean_answer_length=100, spread=0.0, vocab=VOCAB).lengths == [100] * 8
 
 
 def test_drafting_as_long_as_a_step_halves_the_gain() -> None:
@@ -115,14 +115,14 @@ def test_drafting_as_long_as_a_step_halves_the_gain() -> None:
     assert gain_with_free_verification(1.5, draft_s=0.004, step_s=0.004) == pytest.approx(0.75)
 
 
-LOAD = Load("batch 8", 8, [], [])
+LOAD = Workload("batch 8", 8, [], [])
 
 
 def test_every_way_has_a_warmup_and_every_other_round_is_reversed() -> None:
     sent: list[str] = []
 
     def way(name: str) -> Send:
-        async def send(load: Load) -> Run:
+        async def send(workload: Workload) -> Run:
             sent.append(name)
             return Run(1.0, len(sent), 0)
 

@@ -23,8 +23,8 @@ from mtpctl.bench.rollout_model import (
     cpu_seconds,
     default_arms,
     format_row,
-    make_load,
     make_prompts,
+    make_workload,
     run_benchmark,
 )
 from mtpctl.data.tokenizers import load_plain_tokenizer, make_byte_tokenizer
@@ -51,12 +51,12 @@ def test_prompts_are_ordinary_tokens_or_texts_of_a_file(folder: Path) -> None:
 def test_a_load_fills_all_slots_and_repeats_the_prompt_of_a_group(folder: Path) -> None:
     options = Options(folder, "cpu", 8, 40, group=4, requests=3)
     prompts = make_prompts(options, 48)
-    load = make_load(options, prompts, 32, 2)
-    assert len(load.prompts) == len(load.lengths) == 32 * 3 * 2
-    assert [load.prompts[number] for number in range(4)] == [prompts[0]] * 4 and load.prompts[4] == prompts[1]
-    assert min(load.lengths) >= 10 and max(load.lengths) <= options.max_response_tokens == 70
-    assert sum(load.lengths) / len(load.lengths) == pytest.approx(40, rel=0.15)
-    assert load == make_load(options, prompts, 32, 2), "each way gets the same requests"
+    workload = make_workload(options, prompts, 32, 2)
+    assert len(workload.prompts) == len(workload.lengths) == 32 * 3 * 2
+    assert [workload.prompts[number] for number in range(4)] == [prompts[0]] * 4 and workload.prompts[4] == prompts[1]
+    assert min(workload.lengths) >= 10 and max(workload.lengths) <= options.max_response_tokens == 70
+    assert sum(workload.lengths) / len(workload.lengths) == pytest.approx(40, rel=0.15)
+    assert workload == make_workload(options, prompts, 32, 2), "each way gets the same requests"
 
 
 def test_cpu_time_includes_descendants_and_no_others() -> None:

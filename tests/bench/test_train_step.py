@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.bench.train_step import Load, create_config_folder, format_table, make_layout, measure, truncate_layers
+from mtpctl.bench.train_step import Workload, create_config_folder, format_table, make_layout, measure, truncate_layers
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.errors import UserError
 from mtpctl.families.configs import hub_config
@@ -32,15 +32,15 @@ def test_layout_that_does_not_fit_the_model_is_rejected(tmp_path: Path, ranks: t
 @pytest.mark.parametrize(("ranks", "tolerance"), [((1, 2, 1), 1e-5), ((1, 1, 2), 1e-3)], ids=["cp2", "ep2"])
 def test_loss_of_several_ranks_equals_that_of_one(tmp_path: Path, ranks: tuple[int, int, int], tolerance: float) -> None:
     """Random experts are initialized on their own rank, so with expert parallelism they differ."""
-    model, load = folder(tmp_path, **MODELS["qwen3-moe"]), Load(256, 4, 0.25, "fp32", MtpConfig(mode="off"))
+    model, workload = folder(tmp_path, **MODELS["qwen3-moe"]), Workload(256, 4, 0.25, "fp32", MtpConfig(mode="off"))
     parallel = make_layout(*ranks, model)
-    (result,), rate = measure(model, parallel, load)
-    single, _ = measure(model, ParallelConfig(), load)
+    (result,), matmul_tflops = measure(model, parallel, workload)
+    single, _ = measure(model, ParallelConfig(), workload)
     assert [each.name for each in single] == ["two passes", "one pass", "materialised"]
     assert all(each.gradient is not None and each.gradient < 1e-4 for each in single)
     assert result.loss == pytest.approx(single[1].loss, rel=tolerance)
     assert result.ranks == 2 and result.least_ms <= result.median_ms <= result.most_ms and result.share > 0
-    assert f"| {'cp' if ranks[1] > 1 else 'ep'} 2 | 2 | one pass |" in format_table(parallel, [result], rate)
+    assert f"| {'cp' if ranks[1] > 1 else 'ep'} 2 | 2 | one pass |" in format_table(parallel, [result], matmul_tflops)
 
 
 def test_fewer_layers_keep_the_kinds_of_the_first_ones() -> None:
