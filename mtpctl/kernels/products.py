@@ -86,6 +86,17 @@ def take_stale(buffer: Tensor) -> bool:
     return stale
 
 
+def buffered_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
+    """Add an fp32 gradient to the weight's buffer and return None, or return it in the weight's dtype if the weight has no buffer.
+
+    The buffer must not be marked stale. Autograd would round the gradient and call a hook, which takes the host longer.
+    """
+    if not is_buffered(weight):
+        return grad.to(weight.dtype)
+    weight.main_grad.add_(grad)  # type: ignore[attr-defined]
+    return None
+
+
 def accumulate_weight_grad(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
     """Write gradᵀ · x to the fp32 `buffer` [out, in], or add it if the buffer is not stale. grad [R, out], x [R, in].
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.norm import rms_norm
+from mtpctl.kernels.products import buffered_grad
 from mtpctl.kernels.triton_support import on_device_of, tl, triton
 
 TILE_ELEMENTS = 2048
@@ -123,15 +124,18 @@ class _SplitHeads(torch.autograd.Function):
         angles: Angles | None,
     ) -> tuple[Tensor, ...]:
         mixed = mixed.contiguous()
-        ctx.save_for_backward(None if norm is None else mixed, query_weight, key_weight, *(angles or ()))
-        ctx.layout, ctx.constants = layout, None if norm is None else (norm.eps, norm.offset)
+        ctx.save_for_backward(None if norm is None else mixed, *(angles or ()))
+        ctx.layout, ctx.norm = layout, norm  # with parameters, which outlive the graph
         return split_heads_triton(mixed, layout, norm, angles)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mixed, query_weight, key_weight, *angles = ctx.saved_tensors
-        norm = None if ctx.constants is None else HeadNorm(query_weight, key_weight, *ctx.constants)
-        return *split_heads_backward_triton(grads, mixed, ctx.layout, norm, tuple(angles) or None), None, None, None
+        mixed, *angles = ctx.saved_tensors
+        norm: HeadNorm | None = ctx.norm
+        mixed_grad, query_weight_grad, key_weight_grad = split_heads_backward_triton(grads, mixed, ctx.layout, norm, tuple(angles) or None)
+        if norm is not None and query_weight_grad is not None and key_weight_grad is not None:
+            query_weight_grad, key_weight_grad = buffered_grad(norm.queries, query_weight_grad), buffered_grad(norm.keys, key_weight_grad)
+        return mixed_grad, query_weight_grad, key_weight_grad, None, None, None
 
 
 @triton.jit
@@ -337,7 +341,7 @@ def split_heads_triton(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None,
 def split_heads_backward_triton(
     grads: Sequence[Tensor], mixed: Tensor | None, layout: HeadLayout, norm: HeadNorm | None, angles: Angles | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `mixed` and of the two norm weights (None without a norm), from those of queries, keys, values and gates.
+    """Gradients of `mixed` and, in fp32, of the two norm weights (None without a norm), from those of queries, keys, values and gates.
 
     mixed: may be None if `norm` is.
     """
@@ -355,7 +359,7 @@ def split_heads_backward_triton(
             )  # fmt: skip
     if norm is None:
         return mixed_grad, None, None
-    return mixed_grad, *weight_grads.sum(0).to(norm.queries.dtype)
+    return mixed_grad, *weight_grads.sum(0)
 
 
 def _tile_shape(layout: HeadLayout) -> tuple[int, int]:

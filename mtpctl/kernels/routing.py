@@ -70,12 +70,15 @@ class _Route(torch.autograd.Function):
         probs, routes = route_triton(logits, bias, rule, load, replay)
         ctx.save_for_backward(logits, routes)
         ctx.mark_non_differentiable(routes)
+        ctx.set_materialize_grads(False)  # zeros for the routes would be another launch
         ctx.rule = rule
         return probs, routes
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         logits, routes = ctx.saved_tensors
+        if grads[0] is None:
+            return None, None, None, None, None
         return route_backward_triton(grads[0], logits, routes, ctx.rule), None, None, None, None
 
 
@@ -248,23 +251,24 @@ def router_logits(states: Tensor, weight: Tensor, product: Callable[[Tensor, Ten
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(states, weight)
+        ctx.save_for_backward(states)
+        ctx.weight = weight  # a parameter, which outlives the graph
         return product(states.flatten(0, -2), weight).view(*states.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        states, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (states,), weight = ctx.saved_tensors, ctx.weight
         x, grad = states.flatten(0, -2), grads[0].flatten(0, -2)
         if x.is_cuda and x.dtype in products.HALF_DTYPES:
             addends = _split_addends(grad, x.dtype)
-            repeated_weight = weight.repeat(2, 1)
+            repeated_weight = torch.cat([weight, weight])
             # For unaligned rows the library's product rounds to half precision more than once.
             is_aligned = addends.shape[1] % products.ALIGNED_COLUMNS == 0
             states_grad = addends @ repeated_weight if is_aligned else torch.mm(addends, repeated_weight, out_dtype=torch.float32)
-            weight_grad = torch.mm(addends.t(), x, out_dtype=torch.float32).view(2, *weight.shape).sum(0)
+            weight_grad = torch.add(*torch.mm(addends.t(), x, out_dtype=torch.float32).chunk(2))
         else:
             states_grad, weight_grad = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
-        return states_grad.to(states.dtype).view_as(states), weight_grad.to(weight.dtype), None
+        return states_grad.to(states.dtype).view_as(states), products.buffered_grad(weight, weight_grad), None
 
 
 def _split_addends(x: Tensor, dtype: torch.dtype) -> Tensor:

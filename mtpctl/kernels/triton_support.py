@@ -35,6 +35,9 @@ except ImportError:
 __all__ = ["INTERPRETED", "TensorDescriptor", "on_device_of", "tl", "triton"]
 
 
+_UNCHANGED = contextlib.nullcontext()
+
+
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make x's device the current one; Triton launches kernels there."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else _UNCHANGED

@@ -64,3 +64,12 @@ def test_router_logits_are_fp32_and_gradients_rounded_once(device: str, dtype: t
     for tensor, reference in zip(actual, target, strict=True):
         assert tensor.dtype == dtype
         assert (tensor.double() - reference).norm() <= 1.05 * (reference.to(dtype).double() - reference).norm() + 1e-6 * reference.norm()
+
+
+def test_router_weight_gradient_is_only_in_its_buffer() -> None:
+    states, weight = torch.randn(7, 1, 12, requires_grad=True), torch.randn(5, 12, requires_grad=True)
+    weight.main_grad = torch.ones(5, 12)  # type: ignore[attr-defined]
+    upstream = torch.randn(7, 1, 5)
+    router_logits(states, weight).backward(upstream)
+    assert weight.grad is None and states.grad is not None
+    torch.testing.assert_close(weight.main_grad, 1 + upstream[:, 0].t() @ states.detach()[:, 0])  # type: ignore[attr-defined]
