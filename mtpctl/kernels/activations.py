@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels.triton_support import on_device_of, tl, triton
+from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 BLOCK_COLUMNS = 1024
 """Maximum number of columns that a program processes at a time."""
@@ -230,7 +230,7 @@ def _activate(kernel: Any, inputs: Tensor, scale: Tensor | None, width: int) -> 
     if out.numel():
         scales = inputs if scale is None else scale.contiguous()
         with on_device_of(inputs):
-            kernel[(out.numel() // width,)](inputs, scales, out, width, SCALED=scale is not None, BLOCK=_block(width))
+            launcher(kernel, (out.numel() // width,))(inputs, scales, out, width, SCALED=scale is not None, BLOCK=_block(width))
     return out
 
 
@@ -243,7 +243,7 @@ def _activate_backward(kernel: Any, grad: Tensor, inputs: Tensor, scale: Tensor 
     if grad.numel():
         scales, scale_grads = (inputs, inputs) if scale is None else (scale.contiguous(), scale_grad)
         with on_device_of(inputs):
-            kernel[(grad.numel() // width,)](
+            launcher(kernel, (grad.numel() // width,))(
                 grad, inputs, scales, inputs_grad, scale_grads, width, SCALED=scale is not None, BLOCK=_block(width)
             )
     return inputs_grad, scale_grad

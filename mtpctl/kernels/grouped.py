@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mtpctl.kernels import products
 from mtpctl.kernels.products import mark_stale, take_stale
-from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, on_device_of, tl, triton
+from mtpctl.kernels.triton_support import INTERPRETED, TensorDescriptor, launcher, on_device_of, tl, triton
 
 ROW_BYTES = 16
 """Row alignment that `grouped_mm` requires, in bytes."""
@@ -260,7 +260,7 @@ def add_weight_grads_triton(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, 
     groups, m, n = out.shape
     t = OuterProductTiles()
     with on_device_of(x):
-        add_outer_products_kernel[(triton.cdiv(m, t.bm) * triton.cdiv(n, t.bn), groups)](
+        launcher(add_outer_products_kernel, (triton.cdiv(m, t.bm) * triton.cdiv(n, t.bn), groups))(
             TensorDescriptor.from_tensor(grad, [t.bk, t.bm]), TensorDescriptor.from_tensor(x, [t.bk, t.bn]), out, ends, out.stride(0),
             m, n, OVERWRITE=overwrite, BM=t.bm, BN=t.bn, BK=t.bk, num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.rows import ExpertOrder, row_sums
-from mtpctl.kernels.triton_support import on_device_of, tl, triton
+from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 UNROUTED = -1.0
 """Prob of an expert that a token does not use. Probs are not negative."""
@@ -188,7 +188,7 @@ def gather_triton(
     states: Tensor, probs: Tensor, routes: Tensor | None, order: ExpertOrder, rows: Tensor, row_probs: Tensor, *, group: int
 ) -> None:
     with on_device_of(states):
-        gather_kernel[(len(rows), triton.cdiv(rows.shape[1], BLOCK_COLUMNS))](
+        launcher(gather_kernel, (len(rows), triton.cdiv(rows.shape[1], BLOCK_COLUMNS)))(
             states, probs, probs if routes is None else routes.view(torch.uint8), order.token_of, order.pair_of, rows, row_probs,
             states.stride(0), probs.stride(0), rows.stride(0), row_probs.stride(0), rows.shape[1], probs.shape[1] // group,
             GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), MASKED=routes is not None, UNROUTED=UNROUTED, BLOCK=BLOCK_COLUMNS,
@@ -197,7 +197,7 @@ def gather_triton(
 
 def sum_triton(rows: Tensor, row_probs: Tensor, order: ExpertOrder, states: Tensor, probs: Tensor, *, group: int) -> None:
     with on_device_of(rows):
-        sum_kernel[(len(states), triton.cdiv(states.shape[1], BLOCK_COLUMNS))](
+        launcher(sum_kernel, (len(states), triton.cdiv(states.shape[1], BLOCK_COLUMNS)))(
             rows, row_probs, order.row_of, order.pair_of, states, probs,
             rows.stride(0), row_probs.stride(0), states.stride(0), probs.stride(0), states.shape[1], probs.shape[1] // group,
             K=order.row_of.shape[1], GROUP=group, PROBS=triton.next_power_of_2(probs.shape[1]), BLOCK=BLOCK_COLUMNS,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels.triton_support import on_device_of, tl, triton
+from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 FLA_COLUMNS = 256
 """Maximum number of columns for flash-linear-attention's gated norm."""
@@ -134,7 +134,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float) -> Ten
     out, width = torch.empty_like(x), len(weight)
     if x.numel():
         with on_device_of(x):
-            rms_norm_kernel[(x.numel() // width,)](x, weight, out, width, eps, offset, **_launch_options(width))
+            launcher(rms_norm_kernel, (x.numel() // width,))(x, weight, out, width, eps, offset, **_launch_options(width))
     return out
 
 
@@ -145,7 +145,7 @@ def rms_norm_backward_triton(grad: Tensor, x: Tensor, weight: Tensor, eps: float
     weight_grads = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     if rows:
         with on_device_of(x):
-            rms_norm_backward_kernel[(programs,)](
+            launcher(rms_norm_backward_kernel, (programs,))(
                 grad.contiguous(), x, weight, x_grad, weight_grads, rows, width, eps, offset, **_launch_options(width)
             )
     return x_grad, weight_grads.sum(0).to(weight.dtype)

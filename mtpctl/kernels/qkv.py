@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mtpctl.kernels.norm import rms_norm
 from mtpctl.kernels.products import buffered_grad
-from mtpctl.kernels.triton_support import on_device_of, tl, triton
+from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 TILE_ELEMENTS = 2048
 """Tokens times columns that a program processes at a time."""
@@ -331,7 +331,7 @@ def split_heads_triton(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None,
     keys, values = mixed.new_empty(tokens, groups, width), mixed.new_empty(tokens, groups, layout.sizes[-1])
     if tokens:
         with on_device_of(mixed):
-            split_heads_kernel[_grid(tokens, layout)](
+            launcher(split_heads_kernel, _grid(tokens, layout))(
                 mixed, *(angles or (mixed, mixed)), *_weights(norm, mixed), queries, keys, values, gates,
                 tokens, groups, **_launch_options(layout, norm, angles),
             )  # fmt: skip
@@ -352,7 +352,7 @@ def split_heads_backward_triton(
     weight_grads = torch.empty(grid[0] * groups if norm else 0, 2, layout.width, dtype=torch.float32, device=queries_grad.device)
     if tokens:
         with on_device_of(queries_grad):
-            split_heads_backward_kernel[grid](
+            launcher(split_heads_backward_kernel, grid)(
                 queries_grad, keys_grad, values_grad, gates_grad, mixed_grad if mixed is None else mixed,
                 *(angles or (mixed_grad, mixed_grad)), *_weights(norm, mixed_grad), mixed_grad, weight_grads,
                 tokens, groups, **_launch_options(layout, norm, angles),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels import products
-from mtpctl.kernels.triton_support import on_device_of, tl, triton
+from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 Scores = Literal["softmax of the chosen", "softmax of all", "sigmoid"]
 TILE_ELEMENTS = 4096
@@ -207,7 +207,7 @@ def route_triton(
         # The kernel does not read unused pointers.
         bias_ptr, load_ptr, experts_ptr, where_ptr, agreed_ptr = (logits if x is None else x for x in (bias, load, experts, where, agreed))
         with on_device_of(logits):
-            route_kernel[grid](
+            launcher(route_kernel, grid)(
                 logits, bias_ptr, experts_ptr, where_ptr, probs, routes.view(torch.uint8), load_ptr, agreed_ptr, *logits.shape,
                 rule.scaling, LOWEST_SCORE, K=rule.k, BIASED=bias is not None, REPLAYS=replay is not None, COUNTED=load is not None,
                 COMPARED=agreed is not None, **options,
@@ -222,7 +222,7 @@ def route_backward_triton(grad: Tensor, logits: Tensor, routes: Tensor, rule: Ro
     if len(logits):
         grid, options = _launch_options(logits, rule)
         with on_device_of(logits):
-            route_backward_kernel[grid](
+            launcher(route_backward_kernel, grid)(
                 grad.contiguous(), logits, routes.view(torch.uint8), logits_grad, *logits.shape, rule.scaling, ONE=rule.k == 1, **options
             )
     return logits_grad

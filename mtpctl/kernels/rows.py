@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpctl.kernels.triton_support import on_device_of, tl, triton
+from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 TILE_ELEMENTS = 8192
 """Tokens times experts per program of `count_rows_kernel` and `place_rows_kernel`."""
@@ -280,7 +280,7 @@ def expert_order_triton(routes: Tensor, k: int, ranks: int, rows: int | None, un
     blocks = triton.cdiv(tokens, block)
     counts = torch.empty(blocks + 1, experts, dtype=torch.int32, device=routes.device)
     with on_device_of(routes):
-        count_rows_kernel[(blocks,)](
+        launcher(count_rows_kernel, (blocks,))(
             _as_bytes(routes), counts, routes.stride(0), tokens, experts, experts // ranks, BLOCK=block, EXPERTS=width, UNROUTED=unrouted
         )
     _sum_counts(counts)
@@ -294,7 +294,7 @@ def count_destinations_triton(routes: Tensor, ranks: int) -> Destinations:
     mask = routes.new_empty(tokens, ranks)
     counts = torch.empty(blocks + 1, 2 * ranks, dtype=torch.int32, device=routes.device)
     with on_device_of(routes):
-        count_destinations_kernel[(blocks,)](
+        launcher(count_destinations_kernel, (blocks,))(
             _as_bytes(routes), _as_bytes(mask), counts, tokens, ranks, local, BLOCK=block, LOCAL=triton.next_power_of_2(local)
         )
     _sum_counts(counts)
@@ -309,7 +309,7 @@ def _sum_counts(counts: Tensor) -> None:
     """Replace the counts [blocks + 1, columns] of each block by their sums over earlier blocks; the last row becomes the totals."""
     blocks, columns = len(counts) - 1, counts.shape[1]
     with on_device_of(counts):
-        sum_counts_kernel[(triton.cdiv(columns, COUNT_COLUMNS),)](
+        launcher(sum_counts_kernel, (triton.cdiv(columns, COUNT_COLUMNS),))(
             counts, counts[blocks], blocks, columns, BLOCKS=128, COLUMNS=COUNT_COLUMNS
         )
 
@@ -326,7 +326,7 @@ def _place_rows(
     if not tokens:
         return ExpertOrder(row_of, token_of, pair_of, ends.zero_())
     with on_device_of(routes):
-        place_rows_kernel[(triton.cdiv(tokens, block),)](
+        launcher(place_rows_kernel, (triton.cdiv(tokens, block),))(
             _as_bytes(routes), block_counts, totals, row_of, token_of, pair_of, ends, routes.stride(0), block_counts.stride(0),
             tokens, experts, experts // ranks, k, BLOCK=block, EXPERTS=triton.next_power_of_2(experts), UNROUTED=unrouted,
         )  # fmt: skip
@@ -337,5 +337,5 @@ def row_sums_triton(rows: Tensor, row_of: Tensor) -> Tensor:
     tokens, k, width = *row_of.shape, rows.shape[1]
     out = rows.new_empty(tokens, width)
     with on_device_of(rows):
-        sum_rows_kernel[(tokens, triton.cdiv(width, SUM_COLUMNS))](rows, row_of, out, width, K=k, BLOCK=SUM_COLUMNS)
+        launcher(sum_rows_kernel, (tokens, triton.cdiv(width, SUM_COLUMNS)))(rows, row_of, out, width, K=k, BLOCK=SUM_COLUMNS)
     return out

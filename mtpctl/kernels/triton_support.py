@@ -1,9 +1,11 @@
-"""Imports Triton. Without Triton, provides a stand-in with which kernels can be defined but not launched."""
+"""Imports and launches Triton. Without Triton, provides a stand-in with which kernels can be defined but not launched."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +34,12 @@ except ImportError:
 
     triton = tl = TensorDescriptor = _Missing()
 
-__all__ = ["INTERPRETED", "TensorDescriptor", "on_device_of", "tl", "triton"]
+__all__ = ["INTERPRETED", "TensorDescriptor", "launcher", "on_device_of", "tl", "triton"]
+
+DIRECT_LAUNCH_VERSION = "3.7.1"
+"""The release of Triton whose internals `launcher` uses. With other releases it returns Triton's public function."""
+_IS_DIRECT = not INTERPRETED and getattr(triton, "__version__", None) == DIRECT_LAUNCH_VERSION
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 _UNCHANGED = contextlib.nullcontext()
@@ -41,3 +48,28 @@ _UNCHANGED = contextlib.nullcontext()
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make x's device the current one; Triton launches kernels there."""
     return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else _UNCHANGED
+
+
+def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """`kernel[grid]`, with half of the work on the host at each launch, which limits models with many small kernels.
+
+    The compiled kernel is looked up by everything that Triton specializes it for: types, alignment of pointers, divisibility of integers,
+    constants and options, as Triton's own function returns them, and by device. Triton also builds a string of these, checks global
+    variables, and calls profilers' hooks at each launch; all three are omitted.
+    """
+    # torch.compile recognizes only the public function.
+    return kernel[grid] if not _IS_DIRECT or torch.compiler.is_compiling() else partial(_launch, kernel, grid)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
+    arguments, specialization, options = kernel.device_caches[device][4](*args, **constants)
+    key = (id(kernel), device, *specialization, *options.items())
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*args, **constants)
+        return
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = driver.get_current_stream(device)
+    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments.values())

@@ -79,7 +79,7 @@ class Exchange:
         ranks, rank = group.size(), group.rank()
         destinations = count_destinations(routes, ranks)
         all_counts = destinations.counts.new_empty(ranks * 2, ranks)
-        dist.all_gather_into_tensor(all_counts, destinations.counts, group=group)
+        dist.all_gather_single(all_counts, destinations.counts, group=group)
         # On CUDA, launched while the counts are gathered.
         order = destinations.order(min(k, ranks))
         tokens_to, rows_to = all_counts.view(ranks, 2, ranks).transpose(0, 1).tolist()  # [source][destination]
