@@ -32,7 +32,7 @@ from mtpctl.bench.rollout_engines import expected_answer
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.data.tokenizers import load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.environments.gateway.server import AnswerReader, Gateway
-from mtpctl.environments.gateway.trajectory import Generate, Model
+from mtpctl.environments.gateway.trajectory import ChatBackend, Generate
 from mtpctl.environments.turns import ChatReplies
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.web.server import listen
@@ -133,7 +133,7 @@ class Measurement:
 
     async def through_gateway(self, talk: Talk) -> tuple[float, float]:
         """Hold the conversations over HTTP, with clients in another process."""
-        model = Model(self.generate, self.tokenizer, AnswerReader(self.tokenizer, None), self.context)
+        model = ChatBackend(self.generate, self.tokenizer, AnswerReader(self.tokenizer, None), self.context)
         async with Gateway(model, self.tokenizer, "policy", talk.turns, listen("127.0.0.1", 0)) as gateway:
             secrets = [gateway.open(GenerationRequest(Sample(str(n), str(n), []), self.context))[0] for n in range(talk.batch)]
             self.pipe.send(([(gateway.base_url(secret), talk.questions(n)) for n, secret in enumerate(secrets)], talk.tokens))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mtpctl.cli.options import answer
+from mtpctl.cli.options import print_result
 from mtpctl.errors import MtpctlError
 from mtpctl.signals import exit_code, raising_on_stop
 
@@ -102,8 +102,8 @@ def _version(requested: bool) -> None:
         from mtpctl.telemetry.versions import installed_packages
 
         packages = installed_packages()
-        answer(f"mtpctl {packages.pop('mtpctl')}")
-        answer(" · ".join([f"Python {sys.version.split()[0]}", *(f"{name} {version}" for name, version in packages.items())]))
+        print_result(f"mtpctl {packages.pop('mtpctl')}")
+        print_result(" · ".join([f"Python {sys.version.split()[0]}", *(f"{name} {version}" for name, version in packages.items())]))
         raise typer.Exit()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mtpctl.cli import bench_experiments
-from mtpctl.cli.options import Json, answer, create_folder
+from mtpctl.cli.options import Json, create_folder, print_result
 from mtpctl.jobs import print_progress
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ def fused_kernels(
     except ValueError as error:
         raise UserError(str(error)) from error
     results = [result for problem_shape in shapes for result in bench.measure(problem_shape, with_peers=peers)]
-    answer(render(bench.to_document(results), bench.format_table(results), as_json=json))
+    print_result(render(bench.to_document(results), bench.format_table(results), as_json=json))
     if not json:
-        answer("\n".join(["", *bench.format_verdict(results)]))
+        print_result("\n".join(["", *bench.format_verdict(results)]))
     _check([f"{r.what} {r.name}: {miss}" for r in results for miss in r.misses])
 
 
@@ -99,7 +99,7 @@ def train_step(
         workload = bench.Workload(tokens, samples, prompt_share, precision, mtp_config, recompute)
         results, matmul_tflops = bench.measure(folder, parallel, workload)
     options = {"model": model, "layers": layers, "tp": tp, "cp": cp, "ep": ep} | asdict(workload) | {"mtp": mtp_config.mode}
-    answer(
+    print_result(
         render(
             bench.to_document(results, matmul_tflops, describe_machine(), options),
             bench.format_table(parallel, results, matmul_tflops),
@@ -180,7 +180,7 @@ def rollout(
     for line in bench.format_verdict(results):
         show(line)
     if json:
-        answer(to_json({"environment": describe_machine(), **bench.to_document(options, results)}))
+        print_result(to_json({"environment": describe_machine(), **bench.to_document(options, results)}))
     _check([f"{r.what}, {r.load}: {miss}" for r in results for miss in r.misses])
 
 
@@ -232,7 +232,7 @@ def _rollout_of_model(
     show(format_environment(describe_machine()))
     results = bench.run_benchmark(options, arms, show)
     if json:
-        answer(to_json({"environment": describe_machine(), **bench.to_document(options, results)}))
+        print_result(to_json({"environment": describe_machine(), **bench.to_document(options, results)}))
 
 
 @app.command("sync-weights")
@@ -302,7 +302,7 @@ def sync_weights(
             folder=Path(scratch),
         )
         results = asyncio.run(bench.measure(options, print_progress))
-    answer(render(bench.to_document(results, describe_machine(), options.as_json), bench.format_table(results), as_json=json))
+    print_result(render(bench.to_document(results, describe_machine(), options.as_json), bench.format_table(results), as_json=json))
     _check([f"{result.transport}: {miss}" for result in results for miss in result.misses])
 
 
@@ -364,7 +364,7 @@ def logprob(
         )
         stack.enter_context(cluster(ClusterConfig(), cpus=0, gpus=float(cuda)))
         report = asyncio.run(bench.measure(folder.path, precision, workload, Path(scratch), gpus=float(cuda)))
-    answer(render(bench.to_document(report, describe_machine(), workload), bench.format_table(report), as_json=json))
+    print_result(render(bench.to_document(report, describe_machine(), workload), bench.format_table(report), as_json=json))
     _check([f"{f.what}: {f.value:.3g}, bound {f.bound:.3g}" for f in report.findings if f.missed])
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.options import Json, Overlays, Sets, answer, create_folder
+from mtpctl.cli.options import Json, Overlays, Sets, create_folder, print_result
 from mtpctl.jobs import print_progress
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def mtp(
     results, environment = bench.summarize(outcomes, last_updates), merge_machines([o.versions for o in outcomes])
     document = bench.to_document(results, environment, last_updates)
     _write(out, document)
-    answer(render(document, bench.format_table(results, last_updates), as_json=json))
+    print_result(render(document, bench.format_table(results, last_updates), as_json=json))
     gain = bench.compute_gain(results)
     if gain is None:
         without_drafts = [r.name for r in results if r.name in ("frozen", "trained") and not r.drafted]
@@ -94,7 +94,9 @@ def mtp(
             raise ThresholdMissed(f"the arm {without_drafts[0]} drafted nothing in its last updates; see {out}")
         return
     if not json:
-        answer(f"\ntrained against frozen: {gain.points:+.1f} points ({gain.relative:+.0%}, {gain.standard_errors:.1f} standard errors)")
+        print_result(
+            f"\ntrained against frozen: {gain.points:+.1f} points ({gain.relative:+.0%}, {gain.standard_errors:.1f} standard errors)"
+        )
     if gain.points < least_gain or gain.relative < least_relative:
         raise ThresholdMissed(
             f"training the drafter gained {gain.points:+.1f} points ({gain.relative:+.0%}) of acceptance, "
@@ -145,7 +147,7 @@ def asynchrony(
     document = bench.to_document(outcomes, results, level_by_seed, tolerance, environment)
     _write(out, document)
     table = bench.format_table(results, level_by_seed, tolerance, is_level_given=accuracy_level is not None)
-    answer(render(document, table, as_json=json))
+    print_result(render(document, table, as_json=json))
     best = bench.find_best_speedup(results)
     if best is not None and best < least_speedup:
         raise ThresholdMissed(f"the best arm's speed-up over the synchronous one is {best:.2f}x, bound {least_speedup:g}x")
@@ -165,7 +167,7 @@ def compare(
     changes = bench.compare_results(first, second)
     if options := bench.differing_options(first, second):
         raise UserError(f"{before} and {after}: differ in their options ({'; '.join(options)}); compare two results of the same options")
-    answer(bench.to_json(bench.changes_to_json(changes)) if json else bench.format_changes(changes, tolerance))
+    print_result(bench.to_json(bench.changes_to_json(changes)) if json else bench.format_changes(changes, tolerance))
     worse = [change for change in changes if change.worse_by > tolerance]
     if worse:
         raise ThresholdMissed(f"{len(worse)} of {len(changes)} figures got worse by more than {tolerance:.0%}, first: {worse[0].name}")

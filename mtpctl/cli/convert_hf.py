@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mtpctl.cli.options import Json, Sets, answer
+from mtpctl.cli.options import Json, Sets, print_result
 from mtpctl.errors import UserError
 from mtpctl.jobs import print_progress
 
@@ -65,7 +65,7 @@ def convert_hf(
         from mtpctl.convert.source import inspect as inspect_source
 
         contents = inspect_source(source, model)
-        answer(json.dumps(contents, indent=2) if as_json else _list(contents))
+        print_result(json.dumps(contents, indent=2) if as_json else _list(contents))
         return
     from mtpctl.convert.hf_folder import check_target
 
@@ -79,16 +79,18 @@ def convert_hf(
     with _progress() as progress:
         result = convert(source, target, options, report=lambda line: print(line, file=sys.stderr), progress=progress)
     if as_json:
-        answer(json.dumps(asdict(result), indent=2))
+        print_result(json.dumps(asdict(result), indent=2))
         return
     kind = "Megatron checkpoint" if result.to == "megatron" else "Hugging Face folder"
     rate = result.nbytes / result.seconds / 1e6
-    answer(f"{target}: {kind} of {result.tensors} tensors, {result.nbytes / 1e9:,.2f} GB in {result.seconds:.1f} s ({rate:,.0f} MB/s)")
+    print_result(
+        f"{target}: {kind} of {result.tensors} tensors, {result.nbytes / 1e9:,.2f} GB in {result.seconds:.1f} s ({rate:,.0f} MB/s)"
+    )
     if result.verified is not None:
         drafts = "" if result.verified.max_mtp_logit_diff is None else f", MTP logits by {result.verified.max_mtp_logit_diff:.1e}"
         error = result.verified.relative_error
         quantized = "" if error is None else f" after quantization, relative error up to {error:.1e}"
-        answer(
+        print_result(
             f"verified: {result.verified.num_tensors} tensors bit-equal{quantized}; "
             f"logits differ by {result.verified.max_logit_diff:.1e}{drafts}"
         )
@@ -172,7 +174,7 @@ def add_drafter(
     if not code:
         commands = engine_commands(target, drafts)
         which = "one of these commands" if len(commands) > 1 else "this command"
-        answer(f"{target}: the model with its drafter; serve it with {which}:")
+        print_result(f"{target}: the model with its drafter; serve it with {which}:")
         for command in commands:
-            answer(f"  {command}")
+            print_result(f"  {command}")
     raise typer.Exit(code)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.options import Json, answer
+from mtpctl.cli.options import Json, print_result
 
 if TYPE_CHECKING:
     from mtpctl.doctor.checks import Diagnosis
@@ -65,7 +65,7 @@ def doctor(
         else:
             diagnosis = examine(quick=quick, on_check=lambda check: status.update(f"{check.name}: {check.finding.state}"))
     if as_json:
-        answer(json.dumps(diagnosis.to_dict(), indent=2))
+        print_result(json.dumps(diagnosis.to_dict(), indent=2))
     else:
         _print(diagnosis)
     if diagnosis.error is not None:
@@ -100,7 +100,7 @@ def _mismatch(target: str, as_json: bool) -> None:
     with Console(stderr=True).status("running one response through engine, log-prob server and trainer …"):
         result = examine_mismatch(target)
     if as_json:
-        answer(json.dumps(result.to_dict(), indent=2))
+        print_result(json.dumps(result.to_dict(), indent=2))
     else:
         _print_mismatch(result)
     if result.error is not None:
@@ -129,4 +129,4 @@ def _print_mismatch(result: Mismatch) -> None:
     console.print()
     console.print(logprobs)
     if result.error is None:
-        answer(f"\n{result.verdict}")
+        print_result(f"\n{result.verdict}")

@@ -1,6 +1,6 @@
 """Arguments and options that several commands share, and their output.
 
-Under `--json`, stdout contains the answer and nothing else.
+Under `--json`, stdout contains the result and nothing else.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ Sets = Annotated[
 
 def _reserve_stdout(context: typer.Context, as_json: bool) -> bool:
     if as_json:
-        context.find_root().with_resource(stdout_is_for_answers())
+        context.find_root().with_resource(stdout_is_for_results())
     return as_json
 
 
 TargetArgument = Annotated[
     str, typer.Argument(metavar="RECIPE|RUN|FOLDER", help="A recipe, a run directory, a checkpoint, or a folder of weights.")
 ]
-Start = Annotated[
+FromWeights = Annotated[
     str | None,
     typer.Option("--from", metavar="RUN|CKPT|FOLDER", help="Weights; default: the run directory's newest checkpoint, else the model."),
 ]
@@ -87,18 +87,19 @@ def create_folder(folder: Path, option: str) -> Path:
     return folder
 
 
-_answers: TextIO | None = None
-"""The stream for answers while `stdout_is_for_answers` is active."""
+_results: TextIO | None = None
+"""The stream for results while `stdout_is_for_results` is active."""
 
 
-def answer(text: str = "", *, end: str = "\n") -> None:
-    print(text, file=_answers or sys.stdout, end=end, flush=True)
+def print_result(text: str = "", *, end: str = "\n") -> None:
+    """Print a part of the command's result to stdout."""
+    print(text, file=_results or sys.stdout, end=end, flush=True)
 
 
 @contextlib.contextmanager
-def stdout_is_for_answers() -> Iterator[None]:
-    """Redirect the output of libraries, native code and child processes from stdout to stderr; `answer` still writes to stdout."""
-    global _answers
+def stdout_is_for_results() -> Iterator[None]:
+    """Redirect the output of libraries, native code and child processes from stdout to stderr; `print_result` still writes to stdout."""
+    global _results
     stdout = sys.stdout
     _flush(stdout)
     stdout_copy = os.dup(1)
@@ -109,15 +110,15 @@ def stdout_is_for_answers() -> Iterator[None]:
         is_descriptor_1 = False
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, stdout_copy)
-        _answers = undo.enter_context(open(os.dup(stdout_copy), "w", encoding=stdout.encoding)) if is_descriptor_1 else stdout
+        _results = undo.enter_context(open(os.dup(stdout_copy), "w", encoding=stdout.encoding)) if is_descriptor_1 else stdout
         os.dup2(2, 1)
         undo.callback(os.dup2, stdout_copy, 1)
-        undo.callback(_flush, stdout)  # while descriptor 1 is still stderr: what libraries left in the buffer is not an answer
+        undo.callback(_flush, stdout)  # while descriptor 1 is still stderr, to which the rest of the buffer belongs
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             yield
         finally:
-            _answers = None
+            _results = None
 
 
 def _flush(stdout: TextIO) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, answer, load
+from mtpctl.cli.options import Json, Overlays, RecipeArgument, Sets, load, print_result
 
 if TYPE_CHECKING:
     from mtpctl.recipe.schema import Recipe
@@ -32,11 +32,11 @@ def list_recipes(as_json: Json = False) -> None:
         for path in list_recipes(folder)
     ]
     if as_json:
-        answer(json.dumps(rows, indent=2))
+        print_result(json.dumps(rows, indent=2))
         return
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
-        answer(f"{row['kind']:8} {row['name']:{width}}  {row['about']}")
+        print_result(f"{row['kind']:8} {row['name']:{width}}  {row['about']}")
 
 
 @app.command()
@@ -61,17 +61,17 @@ def show(
         document = (
             {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()} if origin else _nested(values, tree)
         )
-        answer(json.dumps(document, indent=2))
+        print_result(json.dumps(document, indent=2))
     elif origin:
         lines = {key: f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()}
         width = min(60, max(map(len, lines.values()), default=0))
         for key, line in lines.items():
-            answer(f"{line:{width}}  # {loaded.origins[key]}")
+            print_result(f"{line:{width}}  # {loaded.origins[key]}")
     else:
-        answer(yaml12.dump(_nested(values, tree)), end="")
+        print_result(yaml12.dump(_nested(values, tree)), end="")
     if not as_json:
         for line in _end_tokens(loaded.recipe):
-            answer(f"# {line}")
+            print_result(f"# {line}")
 
 
 @app.command()
@@ -93,7 +93,7 @@ def copy(
         raise UserError(f"{file}: exists; name another FILE") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be written ({error.strerror}); name another FILE") from error
-    answer(str(file))
+    print_result(str(file))
 
 
 @app.command()
@@ -101,7 +101,7 @@ def schema() -> None:
     """The JSON schema of a recipe, for editors."""
     from mtpctl.recipe.schema import Recipe
 
-    answer(json.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
+    print_result(json.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
 
 
 @app.command("check", hidden=True, help="The same as `validate`.")
@@ -123,15 +123,15 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
     sources = [str(path) for path in loaded.sources]
     cautions = [*cautions_of(loaded.recipe), *check_code(loaded.recipe), *filter(None, [leaks])]
     if as_json:
-        answer(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "data": data, "cautions": cautions}))
+        print_result(json.dumps({"ok": True, "name": loaded.recipe.name, "sources": sources, "data": data, "cautions": cautions}))
         return
-    answer(f"{' + '.join(sources)}: ok")
+    print_result(f"{' + '.join(sources)}: ok")
     for line in data:
-        answer(f"data: {line}")
+        print_result(f"data: {line}")
     for note in loaded.notes:
-        answer(f"default: {note}")
+        print_result(f"default: {note}")
     for caution in cautions:
-        answer(f"caution: {caution}")
+        print_result(f"caution: {caution}")
 
 
 @app.command()
@@ -146,7 +146,7 @@ def diff(
     pairs = {".".join(key): tuple(tree.get(key, _ABSENT) for tree in trees) for key in keys}
     changed = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if as_json:
-        answer(
+        print_result(
             json.dumps(
                 {
                     key: {side: v for side, v in zip(("first", "second"), pair, strict=True) if v is not _ABSENT}
@@ -156,7 +156,7 @@ def diff(
         )
         return
     for key, pair in changed.items():
-        answer(f"{key}: {' → '.join('(absent)' if value is _ABSENT else json.dumps(value, ensure_ascii=False) for value in pair)}")
+        print_result(f"{key}: {' → '.join('(absent)' if value is _ABSENT else json.dumps(value, ensure_ascii=False) for value in pair)}")
 
 
 _ABSENT = object()
@@ -254,10 +254,10 @@ def init(
         raise UserError(f"init: {path} cannot be written ({error.strerror}); name another folder") from error
     width = max(len(str(file)) for file in files.values())
     for file, text in texts.items():
-        answer(f"{files[file]!s:{width}}  {text.count(chr(10)):4} lines  {ABOUT[file]}")
+        print_result(f"{files[file]!s:{width}}  {text.count(chr(10)):4} lines  {ABOUT[file]}")
     for note in notes:
-        answer(note)
-    answer(f"next: mtpctl recipe check {path / 'recipe.yaml'}")
+        print_result(note)
+    print_result(f"next: mtpctl recipe check {path / 'recipe.yaml'}")
 
 
 def _texts(template: str, name: str, model: str | None, task: str) -> tuple[dict[str, str], list[str]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtpctl.cli.options import Json, Overlays, Sets, Start, TargetArgument, answer
+from mtpctl.cli.options import FromWeights, Json, Overlays, Sets, TargetArgument, print_result
 from mtpctl.jobs import print_progress
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def rollout(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of --serve; 0: a free one.")] = 8339,
     sets: Sets = None,
     overlay: Overlays = None,
-    start: Start = None,
+    start: FromWeights = None,
     as_json: Json = False,
 ) -> None:
     """Generate with the recipe's engines, from the newest weights of its run. Called again, it adds what is missing in the file."""
@@ -61,7 +61,7 @@ def rollout(
 
     with target_with_weights(recipe, start, overlay or [], sets or []) as target, _progress() as progress:
         summary = generate(target.recipe, prompts, out, n=n, report=print_progress, progress=progress, start=target.start)
-    answer(json.dumps(summary, indent=2) if as_json else _render(summary))
+    print_result(json.dumps(summary, indent=2) if as_json else _render(summary))
 
 
 def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | None, overlays: list[str], sets: list[str]) -> None:
@@ -70,7 +70,7 @@ def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | Non
 
     with target_with_weights(recipe, start, overlays, sets) as target:
         finished = serve_agents(target.recipe, out, host=host, port=port, report=print_progress, start=target.start)
-    answer(f"{finished} trajectories" + (f" in {out}" if out is not None and finished else ""))
+    print_result(f"{finished} trajectories" + (f" in {out}" if out is not None and finished else ""))
 
 
 def _render(summary: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ def evaluate(
     n: Annotated[int | None, typer.Option("--n", metavar="N", help="Responses to each problem; default: that of its set.", min=1)] = None,
     sets: Sets = None,
     overlay: Overlays = None,
-    start: Start = None,
+    start: FromWeights = None,
     as_json: Json = False,
 ) -> None:
     """Measure the newest weights of a run on its held-out sets: avg@n, pass@k, response length and draft acceptance."""
@@ -127,7 +127,7 @@ def evaluate(
 
     with target_with_weights(target, start, overlay or [], sets or []) as selected:
         evaluation = evaluate_weights(selected.recipe, n=n, report=print_progress, start=selected.start)
-    answer(json.dumps(evaluation, indent=2) if as_json else render_evaluation(evaluation))
+    print_result(json.dumps(evaluation, indent=2) if as_json else render_evaluation(evaluation))
 
 
 KEY_VARIABLE = "MTPCTL_API_KEY"
@@ -236,17 +236,17 @@ def sync_weights(
 
         run, checkpoint, _ = resolve_checkpoint(source, report=print_progress)
     if plan:
-        answer(json.dumps(_plan_json(_plan(loaded)), indent=1) if as_json else _plan_text(_plan(loaded)))
+        print_result(json.dumps(_plan_json(_plan(loaded)), indent=1) if as_json else _plan_text(_plan(loaded)))
         return
     # Imports torch, which a plan does not need.
     from mtpctl.jobs.sync import as_json as results_as_json
     from mtpctl.jobs.sync import render, sync_manually
 
     if not as_json:
-        answer(_plan_text(_plan(loaded)))
+        print_result(_plan_text(_plan(loaded)))
     weights = None if source is None else (run, checkpoint)
     results = sync_manually(loaded, weights, to or [], verify=verify, repeat=repeat)
-    answer(results_as_json(results) if as_json else render(results))
+    print_result(results_as_json(results) if as_json else render(results))
 
 
 def _plan(recipe: Recipe) -> Plan:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpctl.cli.options import Json, answer
+from mtpctl.cli.options import Json, print_result
 
 if TYPE_CHECKING:
     from mtpctl.telemetry.runs import RunOverview
@@ -40,9 +40,9 @@ def runs(
         show_table(folder, console)
     overviews = find_runs(folder)
     if as_json:
-        answer(json.dumps([asdict(run) | {"path": str(run.path)} for run in overviews], indent=2))
+        print_result(json.dumps([asdict(run) | {"path": str(run.path)} for run in overviews], indent=2))
     else:
-        answer(_run_table(overviews) if overviews else f"no runs below {folder}")
+        print_result(_run_table(overviews) if overviews else f"no runs below {folder}")
 
 
 def _run_table(runs: list[RunOverview]) -> str:
@@ -72,18 +72,18 @@ def clean(as_json: Json = False) -> None:
     if as_json:
         rows = [{"path": str(leftover.path), "bytes": leftover.nbytes} for leftover in removed]
         others = {"not_removed": remaining, "unknown": unmarked, "elsewhere": foreign}
-        answer(json.dumps({"removed": rows} | {key: [str(path) for path in paths] for key, paths in others.items()}, indent=2))
+        print_result(json.dumps({"removed": rows} | {key: [str(path) for path in paths] for key, paths in others.items()}, indent=2))
         return
     for leftover in removed:
-        answer(f"removed {leftover.path} ({leftover.nbytes / 2**30:.3g} GiB)")
+        print_result(f"removed {leftover.path} ({leftover.nbytes / 2**30:.3g} GiB)")
     for path in remaining:
-        answer(f"not removed: {path}; another process is removing it, or it cannot be removed")
+        print_result(f"not removed: {path}; another process is removing it, or it cannot be removed")
     if not removed and not remaining:
-        answer("found no leftovers of killed runs")
+        print_result("found no leftovers of killed runs")
     for path in unmarked:
-        answer(f"skipped: {path} does not name its owner; remove it manually once no run uses it")
+        print_result(f"skipped: {path} does not name its owner; remove it manually once no run uses it")
     for path in foreign:
-        answer(f"skipped: {path} was created in another container or before this boot; remove it manually once no run uses it")
+        print_result(f"skipped: {path} was created in another container or before this boot; remove it manually once no run uses it")
 
 
 def report(
@@ -129,7 +129,7 @@ def scale(
     reply = request_replicas(directory, replicas)
     if reply.refused:
         raise UserError(reply.message)
-    answer(reply.message)
+    print_result(reply.message)
 
 
 def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: Json = False) -> None:
@@ -144,12 +144,12 @@ def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run direct
         raise UserError(f"RUN: {run} is no run directory; mtpctl runs lists those below a folder")
     overview = describe_run(run) if started else None
     if as_json:
-        answer(json.dumps((asdict(overview) if overview else {}) | {"path": str(run), "slurm": job}, indent=2))
+        print_result(json.dumps((asdict(overview) if overview else {}) | {"path": str(run), "slurm": job}, indent=2))
         return
     if overview:
-        answer(_status_lines(overview))
+        print_result(_status_lines(overview))
     if job:
-        answer(f"{run}: {job}")
+        print_result(f"{run}: {job}")
 
 
 def _status_lines(overview: RunOverview) -> str:
@@ -194,9 +194,9 @@ def samples(
         rewarded = [row for row in rows[::-1] if row["reward"] is not None]
         rows = sorted(rewarded, key=lambda row: (row["reward"], -row["step"]))
     if as_json:
-        answer(json.dumps(rows[:n], indent=2, ensure_ascii=False))
+        print_result(json.dumps(rows[:n], indent=2, ensure_ascii=False))
     else:
-        answer("\n\n".join(map(_sample_lines, rows[:n])))
+        print_result("\n\n".join(map(_sample_lines, rows[:n])))
 
 
 def _sample_lines(row: SampleRow) -> str:

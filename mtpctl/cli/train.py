@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mtpctl.cli.options import Json, OptionalRecipe, Overlays, RecipeArgument, Sets, answer
+from mtpctl.cli.options import Json, OptionalRecipe, Overlays, RecipeArgument, Sets, print_result
 from mtpctl.jobs import print_progress
 
 
@@ -51,7 +51,7 @@ def train(
         from mtpctl.jobs import dry_run as planning
 
         plan = planning.dry_run(loaded.recipe)
-        answer(json.dumps(planning.as_json(plan), indent=2) if as_json else planning.render(plan))
+        print_result(json.dumps(planning.as_json(plan), indent=2) if as_json else planning.render(plan))
         if plan.errors:
             raise with_notes(plan.errors)
         return
@@ -115,10 +115,10 @@ def slurm(
     allocation = jobs.slurm_allocation(loaded.recipe, request, jobs.node_groups())
     text = jobs.slurm_script(loaded.recipe, request, allocation, arguments)
     if dry_run:
-        answer(text, end="")
+        print_result(text, end="")
         return
     job, path = jobs.submit_slurm(loaded.recipe, request, text)
-    answer(f"job {job} is submitted: {allocation.nodes} node(s) with {allocation.cpus} CPUs and {allocation.gpus} GPUs; {path}")
+    print_result(f"job {job} is submitted: {allocation.nodes} node(s) with {allocation.cpus} CPUs and {allocation.gpus} GPUs; {path}")
 
 
 @launch.command()
@@ -137,4 +137,4 @@ def kuberay(
 
     loaded = load(recipe, overlay, sets).recipe
     validate(loaded)
-    answer(kuberay_manifest(loaded, image=image, claim=claim, memory=memory), end="")
+    print_result(kuberay_manifest(loaded, image=image, claim=claim, memory=memory), end="")

@@ -305,7 +305,7 @@ class IdleWatch:
         self._seconds = self._trainer_idle_s = self._rollout_idle_s = 0.0
 
     def observe(self, times: Mapping[str, float]) -> None:
-        """Add the times of an update. `times`: the result of `BusyClock.read`."""
+        """Add the times of an update. `times`: the result of `BusyClock.read_and_reset`."""
         self._updates += 1
         if self._updates > 1:
             seconds = times["timing_s/step"]

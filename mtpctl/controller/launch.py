@@ -100,7 +100,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
         resumed = ResumePoint(start.state["stage"], start.state["step"], start.state["ended"])
         early_stages = ["sft"] if recipe.train.sft.until_loss else []
         with Telemetry(
-            directory, recipe.telemetry, plain, phase_steps=stage_steps, early_phases=early_stages, resumed=resumed
+            directory, recipe.telemetry, plain, stage_steps=stage_steps, early_stages=early_stages, resumed=resumed
         ) as telemetry:
             if changed_keys:
                 telemetry.event("recipe", f"changed since the last start: {', '.join(changed_keys)}")

@@ -141,7 +141,7 @@ class BusyClock:
         self._advance()
         self._busy[side] = busy
 
-    def read(self) -> dict[str, float]:
+    def read_and_reset(self) -> dict[str, float]:
         """Idle shares, overlap, wall time (`timing_s/step`) and time spent only in rewards, all since the last call."""
         self._advance()
         wall = max(self._seconds["wall"], 1e-9)

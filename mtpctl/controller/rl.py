@@ -1,13 +1,13 @@
 """The RL stage: rollout and training run concurrently, as two tasks of one event loop that share a buffer.
 
     RolloutLoop (rollout_loop.py)
-    prompt ───► admission ───► rollout ───► score ───► reward ───► group complete
-    PromptCursor  Admission     Generator    Score      Reward           │
-                      ▲                                                  ▼
-                      │ a new version admits more prompts           SampleBuffer
-                      │                                                  │
-    RlStage.publish ◄─┴── every sync_every updates ◄── update ◄──────── batch
-    Sync                                               TrainerGroup      prompts_per_step groups
+    prompt ───► admission ───► rollout ───► log-probs ───► reward ───► group complete
+    PromptCursor  Admission     Generator    ScoreLogprobs   Reward          │
+                      ▲                                                      ▼
+                      │ a new version admits more prompts               SampleBuffer
+                      │                                                      │
+    RlStage.publish ◄─┴── every sync_every updates ◄── update ◄──────────── batch
+    Sync                                               TrainerGroup          prompts_per_step groups
 
 `RlStage` is the lower half: it takes batches of whole groups out of the buffer, updates the trainer on them, and publishes the weights.
 The engines load them without ending the responses in flight.
@@ -31,7 +31,7 @@ from mtpctl.controller.evaluate import Evaluator
 from mtpctl.controller.hints import HintWatch, IdleWatch, StabilityWatch
 from mtpctl.controller.metrics import BusyClock, SampleRecorder, trajectory_metrics
 from mtpctl.controller.prepare import Prepared
-from mtpctl.controller.rollout_loop import RolloutLoop, Score, TeacherScore
+from mtpctl.controller.rollout_loop import RolloutLoop, ScoreLogprobs, TeacherScore
 from mtpctl.controller.sft import count_skipped
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import RecoverTrainer, TrainerGroup, TrainerLost, no_recovery
@@ -43,8 +43,8 @@ from mtpctl.rollout.protocol import Generator
 from mtpctl.telemetry.session import Telemetry
 
 COLD_CACHE_REASON = (
-    "It stores complete blocks, which are hundreds of tokens long in models with linear attention; with drafts, the last matching block is "
-    "computed again (rollout/prefix_cache_hit_rate)"
+    "It stores only complete blocks, so no shorter prompts. In models with linear attention, a block has hundreds of tokens. With drafts, "
+    "the last matching block is computed again (rollout/prefix_cache_hit_rate)"
 )
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 """Publishes the trainer's weights as a version, and waits until every target has them. Returns `sync/*`."""
@@ -63,7 +63,7 @@ class RlStage:
         rewards: Mapping[str, Reward],
         telemetry: Telemetry,
         state: RunState,
-        score: Score | None = None,
+        score_logprobs: ScoreLogprobs | None = None,
         recover: RecoverTrainer = no_recovery,
         teacher: TeacherScore | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class RlStage:
             state,
             self.buffer,
             self.clock,
-            score,
+            score_logprobs,
             recorder=self.recorder,
             teacher=teacher,
         )
@@ -162,7 +162,7 @@ class RlStage:
 
     async def _run_updates(self) -> None:
         """Repeat batch, update, publish, checkpoint and evaluation until all updates are done or a stop is requested."""
-        self.clock.read()
+        self.clock.read_and_reset()
         while self.state.step < self.recipe.train.rl.steps:
             groups = await self._next_batch()
             if groups is None:
@@ -184,7 +184,7 @@ class RlStage:
                 if not self.evaluator.running:
                     # `read` starts a new interval: the next update's time excludes the evaluation. Rollout continued, so its rates add
                     # this time again.
-                    self._evaluation_wait_s += self.clock.read()["timing_s/step"]
+                    self._evaluation_wait_s += self.clock.read_and_reset()["timing_s/step"]
             else:
                 await self.evaluator.raise_if_failed()
 
@@ -247,7 +247,7 @@ class RlStage:
 
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
-        times, counts = self.clock.read(), self.rollout.take_counts()
+        times, counts = self.clock.read_and_reset(), self.rollout.take_counts()
         self.idle_watch.observe(times)
         seconds_generating, self._evaluation_wait_s = times["timing_s/step"] + self._evaluation_wait_s, 0.0
         means, rollout_metrics = counts.reward_means(), counts.metrics(groups, seconds_generating)

@@ -1,6 +1,6 @@
 """The rollout half of the RL stage: from prompts to complete groups in the sample buffer.
 
-    prompt ───► admission ───► rollout ───► score ───► reward ───► group complete ───► SampleBuffer
+    prompt ───► admission ───► rollout ───► log-probs ───► reward ───► group complete ───► SampleBuffer
 
 `_requests` sends out as many prompts as admission allows. Each sample that comes back is scored and rewarded in its own task while others
 are still being generated, and the last sample of a group completes it. A complete group is put into the buffer. If it has no signal, or a
@@ -33,7 +33,7 @@ from mtpctl.rollout.protocol import Generator, create_request
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.telemetry.session import Telemetry
 
-Score = Callable[[Sample], Awaitable[Sample]]
+ScoreLogprobs = Callable[[Sample], Awaitable[Sample]]
 """Fills in a sample's old log-probs while others are generated (by the log-prob server). The trainer computes missing ones."""
 
 TeacherScore = Callable[[Sample, Problem], Awaitable[None]]
@@ -147,13 +147,13 @@ class RolloutLoop:
         state: RunState,
         buffer: SampleBuffer,
         clock: BusyClock,
-        score: Score | None = None,
+        score_logprobs: ScoreLogprobs | None = None,
         *,
         recorder: SampleRecorder,
         teacher: TeacherScore | None = None,
     ) -> None:
         self.recipe, self.prepared, self.generator, self.reward = recipe, prepared, generator, reward
-        self.telemetry, self.state, self.buffer, self.clock, self.score = telemetry, state, buffer, clock, score
+        self.telemetry, self.state, self.buffer, self.clock, self.score_logprobs = telemetry, state, buffer, clock, score_logprobs
         self.recorder, self.teacher = recorder, teacher
         self.admission = Admission(recipe.train.rl.prompts_per_step, recipe.async_.sync_every, recipe.async_.staleness)
         backoff = recipe.train.rl.signal_backoff
@@ -264,8 +264,8 @@ class RolloutLoop:
             await self._finish_group(group, outcome)
 
     async def _score(self, sample: Sample) -> None:
-        if self.score is not None:
-            await asyncio.gather(*(self.score(part) for part in sample.parts if part.response_ids))
+        if self.score_logprobs is not None:
+            await asyncio.gather(*(self.score_logprobs(part) for part in sample.parts if part.response_ids))
             self.record_progress()
 
     async def score_by_teacher(self, sample: Sample, problem: Problem) -> None:

@@ -182,20 +182,20 @@ class TrainerGroup:
 
     async def rl_step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
         """One policy update: each rank gets its share of the samples, which are ordered by group."""
-        table, shares = await asyncio.to_thread(self._put_shares, samples)
+        batch_table, shares = await asyncio.to_thread(self._put_shares, samples)
         parallel = self.recipe.train.parallel
         deadline_s = self.recipe.cluster.step_deadline_s
-        return await self._call_each(TrainerRank.rl_step, lambda rank: (table, shares[parallel.dp_rank(rank)], version), deadline_s)
+        return await self._call_each(TrainerRank.rl_step, lambda rank: (batch_table, shares[parallel.dp_rank(rank)], version), deadline_s)
 
     def _put_shares(self, samples: Sequence[Sample]) -> tuple[ObjectRef, list[ObjectRef]]:
         """Write the table of the samples and the share of each data-parallel rank into Ray's object store, each once."""
         import ray
 
         train = self.recipe.train
-        table, shares = distribute(
+        batch_table, shares = distribute(
             samples, minibatches=train.rl.minibatches, tokens_per_microbatch=train.tokens_per_microbatch, dp=train.parallel.dp
         )
-        return ray.put(table), [ray.put(share()) for share in shares]
+        return ray.put(batch_table), [ray.put(share()) for share in shares]
 
     async def build(self, folder: Path) -> Parameters:
         """Load the model in `folder` on every rank. Returns the number of its parameters, and of those that are trained."""
@@ -247,9 +247,9 @@ class TrainerGroup:
         # Megatron must be able to divide the experts among the ranks.
         smaller_dp = [dp for dp in range(parallel.dp - 1, (train.min_dp or parallel.dp) - 1, -1) if dp * parallel.cp % parallel.ep == 0]
         began, reported = time.monotonic(), False
-        names = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
-        self.bundles.compact(names)
-        with self.bundles.awaiting(names):
+        all_names = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
+        self.bundles.compact(all_names)
+        with self.bundles.awaiting(all_names):
             while True:
                 waited_long = time.monotonic() - began > CAPACITY_WAIT_S
                 for dp in [parallel.dp, *smaller_dp] if waited_long else [parallel.dp]:

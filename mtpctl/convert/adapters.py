@@ -26,7 +26,7 @@ from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.hf_writer import common_dtype
 from mtpctl.convert.mappings import ConversionTask, ParamMapping, is_packed_experts
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.convert.parts import Skeleton, partition
+from mtpctl.convert.parts import ConversionModel, partition
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import UserError
 from mtpctl.model.lora import REPLICATED, ROW, Adapter
@@ -133,10 +133,10 @@ def hash_base_weights(folder: Path) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
-def adapter_skeleton(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, precision: str | None = None) -> Skeleton:
+def adapter_model(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, precision: str | None = None) -> ConversionModel:
     """The model with (unfilled) adapters that match the checkpoint at `path`, by default in the checkpoint's precision."""
     all_fp32 = all(tensor.properties.dtype is torch.float32 for tensor in _saved_tensors(path).values())
-    return Skeleton(folder, mtp=True, precision=precision or ("fp32" if all_fp32 else "bf16"), lora=_lora_config(adapter))
+    return ConversionModel(folder, mtp=True, precision=precision or ("fp32" if all_fp32 else "bf16"), lora=_lora_config(adapter))
 
 
 def require_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
@@ -146,14 +146,16 @@ def require_weights(path: Path, weights: ModelWeights | None) -> ModelWeights:
     return weights
 
 
-def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: sharded.AdapterRecord, target: Path) -> tuple[int, int]:
+def write_adapter(
+    path: Path, conversion: ConversionModel, folder: HfFolder, adapter: sharded.AdapterRecord, target: Path
+) -> tuple[int, int]:
     """Write `adapter_model.safetensors` and `adapter_config.json`. Returns the numbers of tensors and bytes.
 
     Raises UserError if the adapter was trained on other base weights than the folder's.
     """
-    fill_adapter(path, skeleton, folder.path, adapter)
+    fill_adapter(path, conversion, folder.path, adapter)
     lora = _lora_config(adapter)
-    tensors = {name: value.clone() for name, value in export_adapter(skeleton.bridge, [skeleton.model], lora)}
+    tensors = {name: value.clone() for name, value in export_adapter(conversion.bridge, [conversion.model], lora)}
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     config = peft_config(list(tensors), lora, str(folder.path))
     (target / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -163,16 +165,16 @@ def write_adapter(path: Path, skeleton: Skeleton, folder: HfFolder, adapter: sha
 class MergedReader:
     """Reads the base weights with adapters merged, and the trained MTP layers, one part at a time."""
 
-    def __init__(self, path: Path, skeleton: Skeleton, weights: ModelWeights, adapter: sharded.AdapterRecord) -> None:
-        fill_adapter(path, skeleton, weights.folder.path, adapter)
-        self.skeleton, self.weights = skeleton, weights
+    def __init__(self, path: Path, conversion: ConversionModel, weights: ModelWeights, adapter: sharded.AdapterRecord) -> None:
+        fill_adapter(path, conversion, weights.folder.path, adapter)
+        self.conversion, self.weights = conversion, weights
         saved_tensors = _saved_tensors(path)
-        values = {name: torch.empty(parameter.shape, device="meta") for name, parameter in skeleton.parameters.items()}
+        values = {name: torch.empty(parameter.shape, device="meta") for name, parameter in conversion.parameters.items()}
         self._trained = {
-            name for name, value in values.items() if all(piece.key in saved_tensors for piece in skeleton.pieces(name, value))
+            name for name, value in values.items() if all(piece.key in saved_tensors for piece in conversion.pieces(name, value))
         }
         base_dtypes = {name: weights.dtype(name) for name in weights}
-        self.dtypes = {name: common_dtype(base_dtypes, parameter.hf_names) for name, parameter in skeleton.parameters.items()}
+        self.dtypes = {name: common_dtype(base_dtypes, parameter.hf_names) for name, parameter in conversion.parameters.items()}
         sizes = {name: value.numel() * self.dtypes[name].itemsize for name, value in values.items()}
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
@@ -182,10 +184,10 @@ class MergedReader:
         return {name: self._value(name).to(self.dtypes[name]) for name in self.parts[index]}
 
     def _value(self, name: str) -> Tensor:
-        parameter = self.skeleton.parameters[name]
+        parameter = self.conversion.parameters[name]
         if name in self._trained:
             return parameter.task.param_weight.detach()
-        value = self.skeleton.to_megatron(name, self.weights)
+        value = self.conversion.to_megatron(name, self.weights)
         adapter = getattr(parameter.task.megatron_module, "adapter", None)
         return adapter.merge_into(value) if isinstance(adapter, Adapter) and name.endswith(".weight") else value
 
@@ -203,12 +205,12 @@ def _saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     }
 
 
-def fill_adapter(path: Path, skeleton: Skeleton, base_folder: Path, adapter: sharded.AdapterRecord) -> None:
+def fill_adapter(path: Path, conversion: ConversionModel, base_folder: Path, adapter: sharded.AdapterRecord) -> None:
     """Load adapters and MTP layers from the checkpoint, but no base weights.
 
     Raises UserError if the adapter was trained on other base weights than those in `base_folder`.
     """
     saved_tensors = _saved_tensors(path)
-    names = {name for name, key in skeleton.checkpoint_keys() if key in saved_tensors}
-    contents = sharded.Contents(skeleton.model, None, 0, names, {**adapter, "base": hash_base_weights(base_folder)})
+    names = {name for name, key in conversion.checkpoint_keys() if key in saved_tensors}
+    contents = sharded.Contents(conversion.model, None, 0, names, {**adapter, "base": hash_base_weights(base_folder)})
     sharded.restore(path, contents)

@@ -21,7 +21,7 @@ import torch
 
 from mtpctl.checkpoint.listing import flush
 from mtpctl.checkpoint.sharded import AdapterRecord, adapter_of
-from mtpctl.convert.adapters import MergedReader, adapter_skeleton, require_weights, write_adapter
+from mtpctl.convert.adapters import MergedReader, adapter_model, require_weights, write_adapter
 from mtpctl.convert.hf_folder import HfFolder, check_target, config_to_write, copy_files, files_to_copy, write_config
 from mtpctl.convert.hf_writer import (
     DTYPES,
@@ -36,7 +36,7 @@ from mtpctl.convert.hf_writer import (
     select_fp8_matrices,
 )
 from mtpctl.convert.model_weights import ModelWeights, Stored, plain_layout, save_layout, with_dtypes
-from mtpctl.convert.parts import MARKER, PartReader, PartWriter, Reader, Skeleton
+from mtpctl.convert.parts import MARKER, ConversionModel, PartReader, PartWriter, Reader
 from mtpctl.convert.source import HF_FOLDER, LAYOUT_FILE, Reference, count_elements, find_checkpoint, find_reference, has_mtp
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.convert.verification import VerificationResult, verify_adapter, verify_conversion, verify_merged
@@ -115,15 +115,15 @@ def _convert_to_megatron(weights: ModelWeights, target: Path, options: Conversio
     target_model = HfFolder(folder.path, config, shape_of(config))
     with _OutputFolder(target) as output:
         hf = output.folder / HF_FOLDER
-        with Skeleton(target_model, mtp=True) as skeleton:
-            parameters = skeleton.parameters
+        with ConversionModel(target_model, mtp=True) as conversion:
+            parameters = conversion.parameters
             dtypes = {name: common_dtype(tensor_dtypes, parameter.hf_names) for name, parameter in parameters.items()}
-            writer = PartWriter(output.folder, skeleton, dtypes)
+            writer = PartWriter(output.folder, conversion, dtypes)
             extras_writer = HfWriter(hf, extras, {}, stem="carried", shard_bytes=1 << 62)
             report_converted = _start_progress(output, writer.nbytes, extras_writer.nbytes, folder.path, progress)
 
             def compute(name: str) -> torch.Tensor:
-                value = skeleton.to_megatron(name, weights).to(dtypes[name])
+                value = conversion.to_megatron(name, weights).to(dtypes[name])
                 report_converted(value.nbytes)
                 return value
 
@@ -162,11 +162,11 @@ def _convert_to_hf(
         reference.weights.check_extras()
     num_elements = count_elements(shape, mtp=mtp)
     with contextlib.ExitStack() as stack:
-        with adapter_skeleton(checkpoint, folder, adapter) if adapter else Skeleton(folder, mtp=mtp) as skeleton:
+        with adapter_model(checkpoint, folder, adapter) if adapter else ConversionModel(folder, mtp=mtp) as conversion:
             reader = (
-                MergedReader(checkpoint, skeleton, require_weights(checkpoint, reference.weights), adapter)
+                MergedReader(checkpoint, conversion, require_weights(checkpoint, reference.weights), adapter)
                 if adapter
-                else PartReader(checkpoint, skeleton)
+                else PartReader(checkpoint, conversion)
             )
             fp8_names = select_fp8_matrices(shape, num_elements) if options.dtype == FP8 else frozenset()
             dtype = torch.bfloat16 if fp8_names else DTYPES.get(options.dtype or "")
@@ -182,7 +182,7 @@ def _convert_to_hf(
             with _background_runner() as run_in_background:
                 for index in range(len(reader.parts)):
                     for name, value in reader.read(index).items():
-                        for hf_name, tensor in quantize_selected(skeleton.to_hf(name, value), fp8_names):
+                        for hf_name, tensor in quantize_selected(conversion.to_hf(name, value), fp8_names):
                             writer.put(hf_name, tensor)
                         report_converted(value.nbytes)
                     run_in_background(writer.flush)
@@ -213,8 +213,8 @@ def _convert_to_peft(
         report("a PEFT folder cannot contain the trained MTP layers; --merge writes both")
     with _OutputFolder(target) as output:
         weights = require_weights(checkpoint, reference.weights)
-        with adapter_skeleton(checkpoint, weights.folder, adapter) as skeleton:
-            tensors, nbytes = write_adapter(checkpoint, skeleton, weights.folder, adapter, output.folder)
+        with adapter_model(checkpoint, weights.folder, adapter) as conversion:
+            tensors, nbytes = write_adapter(checkpoint, conversion, weights.folder, adapter, output.folder)
         verified = verify_adapter(output.folder, checkpoint, weights, adapter) if options.verify else None
         output.publish()
     return tensors, nbytes, verified
@@ -224,7 +224,9 @@ def _target_dtypes_and_layout(
     reference: Reference, reader: Reader, num_elements: dict[str, int], cast_to: torch.dtype | None
 ) -> tuple[dict[str, torch.dtype], list[Stored]]:
     """The dtypes of the model's tensors, and the layout of the folder to write."""
-    saved_dtypes = {name: reader.dtypes[parameter.name] for parameter in reader.skeleton.parameters.values() for name in parameter.hf_names}
+    saved_dtypes = {
+        name: reader.dtypes[parameter.name] for parameter in reader.conversion.parameters.values() for name in parameter.hf_names
+    }
     folder_dtypes = {name: stored.dtype for stored in reference.layout or [] for name in stored.pieces if name in num_elements}
     tensor_dtypes = cast_dtypes(
         {name: saved_dtypes[name] for name in num_elements}, num_elements, cast_to, folder_dtypes=folder_dtypes or None

@@ -1,7 +1,7 @@
 """Writes and reads checkpoints in parts of a few parameters, in the format of `mtpctl.checkpoint.sharded`.
 
-A `Skeleton` is a model in one process without weights: its parameters, and their names and shapes in checkpoints and Hugging Face folders.
-It uses almost no memory for a model of any size, because the operating system allocates no memory for pages that are never written.
+A `ConversionModel` is a model in one process without weights: its parameters, with their names and shapes in checkpoints and Hugging Face
+folders. It uses almost no memory for a model of any size, because the operating system allocates none for pages that are never written.
 
 PyTorch's writer takes the state of a whole rank at once: it plans, writes one file for each rank, and then writes the metadata. Here each
 part has its own plan and file, as if it were a rank, and the metadata is written last. The result loads like any other checkpoint.
@@ -59,7 +59,7 @@ class Parameter:
     task: LocalTask
 
 
-class Skeleton:
+class ConversionModel:
     """The model of a folder's config without weights, with MTP layers if `mtp` is set, and with adapters if `lora` is given.
 
     It uses the same mapping as the trainer. It creates process groups, so it must be closed after use.
@@ -196,9 +196,9 @@ def partition(sizes: Mapping[str, int]) -> list[list[str]]:
 class PartWriter:
     """Writes a checkpoint without optimizer state to `folder`, a part at a time. dtypes: dtype of each parameter."""
 
-    def __init__(self, folder: Path, skeleton: Skeleton, dtypes: Mapping[str, torch.dtype]) -> None:
-        self.folder, self.skeleton = folder, skeleton
-        parameters = skeleton.parameters
+    def __init__(self, folder: Path, conversion: ConversionModel, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.folder, self.conversion = folder, conversion
+        parameters = conversion.parameters
         sizes = {name: _numel(parameters[name].shape) * dtypes[name].itemsize for name in parameters}
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
@@ -215,11 +215,11 @@ class PartWriter:
     def _saved_objects(self) -> dict[str, object]:
         """The objects that megatron-core saves in addition to tensors: extra states, and the common state, which is empty."""
         common = ShardedObject("common_state", {}, (1,), (0,))
-        return {saved_object.unique_key: saved_object.data for saved_object in (*self.skeleton.objects, common)}
+        return {saved_object.unique_key: saved_object.data for saved_object in (*self.conversion.objects, common)}
 
     def _plan_items(self, name: str, dtype: torch.dtype) -> Iterable[WriteItem]:
-        value = torch.empty(self.skeleton.parameters[name].shape, dtype=dtype, device="meta")
-        for piece in self.skeleton.pieces(name, value):
+        value = torch.empty(self.conversion.parameters[name].shape, dtype=dtype, device="meta")
+        for piece in self.conversion.pieces(name, value):
             offset = torch.Size(piece.global_offset)
             self._parameter_of_piece[piece.key, offset] = name
             yield WriteItem(
@@ -243,7 +243,7 @@ class PartWriter:
         key = index.fqn, index.offset
         name = self._parameter_of_piece[key]
         if self._computed_name != name:
-            pieces = self.skeleton.pieces(name, compute(name))
+            pieces = self.conversion.pieces(name, compute(name))
             self._computed_pieces = {
                 (piece.key, torch.Size(piece.global_offset)): piece.data.reshape(_stored_shape(piece))
                 for piece in pieces
@@ -266,7 +266,7 @@ class PartWriter:
 class Reader(Protocol):
     """Reads a model's parameters a part at a time."""
 
-    skeleton: Skeleton
+    conversion: ConversionModel
     parts: list[list[str]]
     nbytes: list[int]
     dtypes: dict[str, torch.dtype]
@@ -278,21 +278,21 @@ class Reader(Protocol):
 class PartReader:
     """Reads the weights of a checkpoint, whatever its parallel layout."""
 
-    def __init__(self, path: Path, skeleton: Skeleton) -> None:
-        self.path, self.skeleton = path, skeleton
+    def __init__(self, path: Path, conversion: ConversionModel) -> None:
+        self.path, self.conversion = path, conversion
         self._reader = reader_of(path)
         with convert_read_errors(path):
             metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._saved = {name: entry for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
-        self.dtypes = {name: self._dtype(name) for name in skeleton.parameters}
-        sizes = {name: _numel(parameter.shape) * self.dtypes[name].itemsize for name, parameter in skeleton.parameters.items()}
+        self.dtypes = {name: self._dtype(name) for name in conversion.parameters}
+        sizes = {name: _numel(parameter.shape) * self.dtypes[name].itemsize for name, parameter in conversion.parameters.items()}
         self.parts = partition(sizes)
         self.nbytes = [sum(sizes[name] for name in part) for part in self.parts]
 
     def _dtype(self, name: str) -> torch.dtype:
         """The saved dtype of the parameter. Raises UserError if the parameter is missing or has another shape."""
-        pieces = list(self.skeleton.pieces(name, torch.empty(self.skeleton.parameters[name].shape, device="meta")))
+        pieces = list(self.conversion.pieces(name, torch.empty(self.conversion.parameters[name].shape, device="meta")))
         for piece in pieces:
             entry = self._saved.get(piece.key)
             if entry is None:
@@ -305,11 +305,11 @@ class PartReader:
 
     def read(self, index: int) -> dict[str, Tensor]:
         """The values of a part's parameters."""
-        values = {name: torch.empty(self.skeleton.parameters[name].shape, dtype=self.dtypes[name]) for name in self.parts[index]}
+        values = {name: torch.empty(self.conversion.parameters[name].shape, dtype=self.dtypes[name]) for name in self.parts[index]}
         targets: dict[tuple[str, torch.Size], Tensor] = {}
         items: list[ReadItem] = []
         for name, value in values.items():
-            for piece in self.skeleton.pieces(name, value):
+            for piece in self.conversion.pieces(name, value):
                 assert piece.data is not None and piece.data.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
                 shape, offset = torch.Size(_stored_shape(piece)), torch.Size(piece.global_offset)
                 targets[piece.key, offset] = piece.data.view(shape)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mtpctl.checkpoint import sharded
 from mtpctl.checkpoint.sharded import AdapterRecord
-from mtpctl.convert.adapters import MergedReader, adapter_skeleton, export_adapter, fill_adapter
+from mtpctl.convert.adapters import MergedReader, adapter_model, export_adapter, fill_adapter
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.convert.model_weights import ModelWeights
-from mtpctl.convert.parts import PartReader, Skeleton
+from mtpctl.convert.parts import ConversionModel, PartReader
 from mtpctl.convert.source import has_mtp
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import ThresholdMissed
@@ -60,23 +60,23 @@ def verify_conversion(
     folder: provides the config of both. extra_weights: the checkpoint's tensors outside the language model.
     """
     mtp = has_mtp(checkpoint)
-    tensors, relative_error = require_equal_extras(weights, extra_weights), 0.0
-    with Skeleton(folder, mtp=mtp) as skeleton:
-        reader = PartReader(checkpoint, skeleton)
+    num_tensors, relative_error = require_equal_extras(weights, extra_weights), 0.0
+    with ConversionModel(folder, mtp=mtp) as conversion:
+        reader = PartReader(checkpoint, conversion)
         for index in range(len(reader.parts)):
             for name, value in reader.read(index).items():
-                for hf_name, tensor in skeleton.to_hf(name, value).items():
+                for hf_name, tensor in conversion.to_hf(name, value).items():
                     if hf_name in fp8_names:
                         relative_error = max(relative_error, require_equal_quantized(hf_name, weights, tensor))
                     elif fp8_names:
                         require_equal(hf_name, weights[hf_name], tensor.to(weights.dtype(hf_name)))
                     else:
                         require_equal(hf_name, weights[hf_name].to(tensor.dtype), tensor)
-                    tensors += 1
+                    num_tensors += 1
         all_fp32 = all(dtype is torch.float32 for dtype in reader.dtypes.values())
     precision, max_difference = "fp32" if all_fp32 else "bf16", math.inf if fp8_names else MAX_LOGIT_DIFFERENCE
     return VerificationResult(
-        tensors,
+        num_tensors,
         *_compare_restored_logits(weights, checkpoint, folder, mtp=mtp, precision=precision, bound=max_difference),
         relative_error if fp8_names else None,
     )
@@ -120,11 +120,11 @@ def _compare_restored_logits(
     weights: ModelWeights, checkpoint: Path, folder: HfFolder, *, mtp: bool, precision: str, bound: float
 ) -> tuple[float, float | None]:
     """Compare the logits of one model after restoring the checkpoint and after loading the folder, both as the trainer does."""
-    with Skeleton(folder, mtp=mtp, precision=precision) as skeleton:
-        sharded.restore(checkpoint, sharded.Contents(skeleton.model, None, 0, None, None))
-        restored = compute_prompt_logits(skeleton)
-        skeleton.bridge.fill([skeleton.model], weights)
-        return require_close_logits(compute_prompt_logits(skeleton), restored, bound)
+    with ConversionModel(folder, mtp=mtp, precision=precision) as conversion:
+        sharded.restore(checkpoint, sharded.Contents(conversion.model, None, 0, None, None))
+        restored = compute_prompt_logits(conversion)
+        conversion.bridge.fill([conversion.model], weights)
+        return require_close_logits(compute_prompt_logits(conversion), restored, bound)
 
 
 def require_close_logits(first: list[Tensor], second: list[Tensor], bound: float) -> tuple[float, float | None]:
@@ -136,12 +136,12 @@ def require_close_logits(first: list[Tensor], second: list[Tensor], bound: float
 
 
 @torch.no_grad()
-def compute_prompt_logits(skeleton: Skeleton) -> list[Tensor]:
+def compute_prompt_logits(conversion: ConversionModel) -> list[Tensor]:
     """Logits [prompt, vocab] of the trunk and of each MTP depth on the fixed prompt, in fp32."""
-    skeleton.model.eval()
-    ids = (torch.arange(1, PROMPT_TOKENS + 1) * 7919) % skeleton.shape.vocab
-    depths = skeleton.model.config.mtp_num_layers or 0
-    hidden = skeleton.model(ids, Packing.of([PROMPT_TOKENS], "cpu"), depths=depths)
+    conversion.model.eval()
+    ids = (torch.arange(1, PROMPT_TOKENS + 1) * 7919) % conversion.shape.vocab
+    depths = conversion.model.config.mtp_num_layers or 0
+    hidden = conversion.model(ids, Packing.of([PROMPT_TOKENS], "cpu"), depths=depths)
     return [(state.float() @ hidden.head.float().T) for state in (hidden.trunk, *hidden.mtp)]
 
 
@@ -162,26 +162,26 @@ def verify_merged(
 
     fp8_names: see `verify_conversion`.
     """
-    tensors, relative_error = require_equal_extras(target, extra_weights), 0.0
+    num_tensors, relative_error = require_equal_extras(target, extra_weights), 0.0
     merged: dict[str, Tensor] = {}
-    with adapter_skeleton(checkpoint, base.folder, adapter) as skeleton:
-        reader = MergedReader(checkpoint, skeleton, base, adapter)
+    with adapter_model(checkpoint, base.folder, adapter) as conversion:
+        reader = MergedReader(checkpoint, conversion, base, adapter)
         for index in range(len(reader.parts)):
             for name, value in reader.read(index).items():
-                for hf_name, tensor in skeleton.to_hf(name, value).items():
+                for hf_name, tensor in conversion.to_hf(name, value).items():
                     if hf_name in fp8_names:
                         relative_error = max(relative_error, require_equal_quantized(hf_name, target, tensor))
                     else:
                         require_equal(hf_name, target[hf_name], tensor.to(target.dtype(hf_name)))
                     merged[hf_name] = tensor
-                    tensors += 1
+                    num_tensors += 1
         all_fp32 = all(dtype is torch.float32 for dtype in reader.dtypes.values())
-    with Skeleton(target.folder, mtp=True, precision="fp32" if all_fp32 else "bf16") as skeleton:
-        skeleton.bridge.fill([skeleton.model], target)
-        from_folder = compute_prompt_logits(skeleton)
-        skeleton.fill(merged)
-        logits = require_close_logits(from_folder, compute_prompt_logits(skeleton), math.inf if fp8_names else MAX_LOGIT_DIFFERENCE)
-    return VerificationResult(tensors, *logits, relative_error if fp8_names else None)
+    with ConversionModel(target.folder, mtp=True, precision="fp32" if all_fp32 else "bf16") as conversion:
+        conversion.bridge.fill([conversion.model], target)
+        from_folder = compute_prompt_logits(conversion)
+        conversion.fill(merged)
+        logits = require_close_logits(from_folder, compute_prompt_logits(conversion), math.inf if fp8_names else MAX_LOGIT_DIFFERENCE)
+    return VerificationResult(num_tensors, *logits, relative_error if fp8_names else None)
 
 
 def verify_adapter(target: Path, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord) -> VerificationResult:
@@ -191,19 +191,19 @@ def verify_adapter(target: Path, checkpoint: Path, base: ModelWeights, adapter: 
     """
     written_tensors = load_file(target / "adapter_model.safetensors")
     lora = LoraConfig(rank=adapter["rank"], alpha=adapter["alpha"], targets=adapter["targets"])
-    with adapter_skeleton(checkpoint, base.folder, adapter, precision="fp32") as skeleton:
-        fill_adapter(checkpoint, skeleton, base.folder.path, adapter)
-        exported = {name: value.clone() for name, value in export_adapter(skeleton.bridge, [skeleton.model], lora)}
+    with adapter_model(checkpoint, base.folder, adapter, precision="fp32") as conversion:
+        fill_adapter(checkpoint, conversion, base.folder.path, adapter)
+        exported = {name: value.clone() for name, value in export_adapter(conversion.bridge, [conversion.model], lora)}
         if exported.keys() != written_tensors.keys():
             name = min(exported.keys() ^ written_tensors.keys())
             raise ThresholdMissed(f"verify: only one side has {name}")
         for name, value in exported.items():
             require_equal(name, written_tensors[name], value.to(written_tensors[name].dtype))
-        skeleton.fill(base)  # Does not change the adapters. The logits of MTP layers are not compared.
-        applied = compute_prompt_logits(skeleton)[:1]
-    with Skeleton(base.folder, mtp=False, precision="fp32") as skeleton:
-        skeleton.fill(_MergedWeights(base, written_tensors, lora.alpha / lora.rank))
-        logits, _ = require_close_logits(compute_prompt_logits(skeleton), applied, MAX_APPLIED_LOGIT_DIFFERENCE)
+        conversion.fill(base)  # Does not change the adapters. The logits of MTP layers are not compared.
+        applied = compute_prompt_logits(conversion)[:1]
+    with ConversionModel(base.folder, mtp=False, precision="fp32") as conversion:
+        conversion.fill(_MergedWeights(base, written_tensors, lora.alpha / lora.rank))
+        logits, _ = require_close_logits(compute_prompt_logits(conversion), applied, MAX_APPLIED_LOGIT_DIFFERENCE)
     return VerificationResult(len(written_tensors), logits, None)
 
 

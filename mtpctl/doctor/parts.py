@@ -186,7 +186,7 @@ def transports(folder: Path) -> dict[str, object]:
     return {"transports": rows}
 
 
-def _send_through_files(fallback: Path, url: str | None) -> str:
+def _send_through_files(fallback_root: Path, url: str | None) -> str:
     """Publish a tensor, and read it as a receiver does. Returns the reason for a failure, or an empty string."""
     import torch
 
@@ -197,7 +197,7 @@ def _send_through_files(fallback: Path, url: str | None) -> str:
     from mtpctl.sync.transports.base import open_reader
 
     remote = None if url is None else ObjectStore(url, URL_FIELD)
-    store = VersionStore(default_root(f"doctor-{os.getpid()}", 1 << 20, fallback), remote)
+    store = VersionStore(default_root(f"doctor-{os.getpid()}", 1 << 20, fallback_root), remote)
     try:
         sent = torch.arange(1 << 16, dtype=torch.float32)
         manifest = Publisher(store, bucket_bytes=1 << 16).publish([("weight", sent)], 1)

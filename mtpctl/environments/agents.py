@@ -17,7 +17,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import HfTokenizer, Tokenizer
 from mtpctl.environments.gateway.requests import FieldRules
 from mtpctl.environments.gateway.server import AnswerReader, Assignment, Gateway, SingleRequests
-from mtpctl.environments.gateway.trajectory import Model, Trajectory
+from mtpctl.environments.gateway.trajectory import ChatBackend, Trajectory
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rl.rewards.function import AGENT, EPISODE, Outcome
@@ -150,7 +150,7 @@ def _finalize_sample(request: GenerationRequest, trajectory: Trajectory, samples
         timeouts=int(outcome.timed_out),
         failure=outcome.error,
         samples=max(len(samples), 1),
-        rewritten=trajectory.rewritten,
+        rewritten=trajectory.num_rewritten_histories,
     )
     if outcome.error:
         last.finish_reason = DEADLINE if outcome.timed_out else ENVIRONMENT_ERROR
@@ -207,10 +207,10 @@ async def open_generator(
         yield engines
         return
     chat_tokenizer = _require_chat_template(tokenizer)
-    model = Model(engines.sample, chat_tokenizer, AnswerReader(chat_tokenizer, _load_tool_parser(rollout, chat_tokenizer)), context)
+    backend = ChatBackend(engines.sample, chat_tokenizer, AnswerReader(chat_tokenizer, _load_tool_parser(rollout, chat_tokenizer)), context)
     async with contextlib.AsyncExitStack() as stack:
         key, rules = os.environ.get(KEY_VARIABLE), FieldRules(client_sampling=not trains, ignore=rollout.gateway_fields == "ignore")
-        gateway = Gateway(model, tokenizer, name, rollout.max_turns, listener, key=key, rules=rules, client_limit=rollout.client_limit)
+        gateway = Gateway(backend, tokenizer, name, rollout.max_turns, listener, key=key, rules=rules, client_limit=rollout.client_limit)
         await stack.enter_async_context(gateway)
         player: Player
         if (agent := rollout.started_agent) is not None:

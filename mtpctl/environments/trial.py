@@ -22,7 +22,7 @@ from mtpctl.environments.environment import (
     Message,
     UserLoops,
 )
-from mtpctl.environments.turns import ChatReplies, ChatText, Text
+from mtpctl.environments.turns import ChatReplies, TemplateTokenizer, TextTokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rollout.protocol import create_request
@@ -37,7 +37,7 @@ TRIAL_TIMEOUT_S = 60.0
 """Maximum seconds per problem."""
 
 
-class ChatTokenizer(Text, ChatText, Protocol):
+class ChatTokenizer(TextTokenizer, TemplateTokenizer, Protocol):
     """A tokenizer that encodes, decodes and renders the chat template."""
 
 

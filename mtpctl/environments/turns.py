@@ -28,7 +28,7 @@ from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR, find_stop_lengt
 from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
 
 
-class Text(Protocol):
+class TextTokenizer(Protocol):
     """Converts text to token ids and back; a part of `mtpctl.data.tokenizers.Tokenizer`."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
@@ -36,15 +36,15 @@ class Text(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class Turns:
+class TurnSessions:
     """Creates the environments of responses with at most `limit` turns of the model. `chat` renders replies that are chat messages."""
 
-    def __init__(self, environment: EnvironmentClass, text: Text, limit: int, chat: ChatReplies) -> None:
-        self.environment, self.text, self.limit, self.chat = environment, text, limit, chat
+    def __init__(self, environment: EnvironmentClass, tokenizer: TextTokenizer, limit: int, chat: ChatReplies) -> None:
+        self.environment, self.tokenizer, self.limit, self.chat = environment, tokenizer, limit, chat
         self.loops = UserLoops()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def play(self, request: GenerationRequest) -> TurnSession:
+    def new_session(self, request: GenerationRequest) -> TurnSession:
         """The environment of the response to `request`. Open it first, and close it at the end."""
         return TurnSession(self, request)
 
@@ -71,7 +71,7 @@ class Turns:
 class TurnSession:
     """The environment in one response; implements `EnvironmentSession`."""
 
-    def __init__(self, turns: Turns, request: GenerationRequest) -> None:
+    def __init__(self, turns: TurnSessions, request: GenerationRequest) -> None:
         self._turns, self._request = turns, request
         self._instance = Instance(turns.environment, request.problem, turns.loops)
 
@@ -86,14 +86,14 @@ class TurnSession:
     async def go_on(self, sample: Sample) -> bool:
         start = last_turn_start(sample)
         length = self._turn_length(sample, start)
-        if length is None or turns(sample) >= self._turns.limit:
+        if length is None or count_turns(sample) >= self._turns.limit:
             return False
         # Tokens after the stop string come from drafts that were accepted in the same step.
         sample.truncate(start + length)
-        turn = self._turns.text.decode(sample.response_ids[start:])
+        turn = self._turns.tokenizer.decode(sample.response_ids[start:])
         return await self._call_with_deadline(sample, self._instance.reply(turn), lambda reply: self._append(sample, reply))
 
-    async def settle(self, sample: Sample) -> None:
+    async def compute_reward(self, sample: Sample) -> None:
         if self._instance.has("reward") and sample.finish_reason != ENVIRONMENT_ERROR:
             reason = sample.finish_reason
             await self._call_with_deadline(
@@ -109,7 +109,7 @@ class TurnSession:
         """Length of the turn that begins at `start`; None if the turn ends the response instead of calling the environment."""
         ids = sample.response_ids[start:]
         if self.stop:
-            return find_stop_length(self._turns.text.decode, ids.tolist(), self.stop)
+            return find_stop_length(self._turns.tokenizer.decode, ids.tolist(), self.stop)
         return len(ids) if self._end_token(sample) is not None else None
 
     def _end_token(self, sample: Sample) -> int | None:
@@ -120,7 +120,7 @@ class TurnSession:
         if not reply:
             tokens = []
         elif isinstance(reply, str):
-            tokens = self._turns.text.encode(reply)
+            tokens = self._turns.tokenizer.encode(reply)
         else:
             tokens = self._turns.chat.tokens(reply, self._end_token(sample))
         if not tokens:
@@ -162,7 +162,7 @@ class TurnSession:
         return False
 
 
-def turns(sample: Sample) -> int:
+def count_turns(sample: Sample) -> int:
     """Number of the model's turns in the response."""
     return sum(map(bool, sample.loss_mask.tobytes().split(b"\0")))
 
@@ -172,7 +172,7 @@ MAX_CACHED_CHECKS = 1000
 """Maximum number of cached checks of replies."""
 
 
-class ChatText(Protocol):
+class TemplateTokenizer(Protocol):
     """A tokenizer with a chat template; a part of `mtpctl.data.tokenizers.Tokenizer`."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
@@ -191,8 +191,8 @@ class ChatReplies:
     messages, which is checked.
     """
 
-    def __init__(self, text: ChatText) -> None:
-        self._text = text
+    def __init__(self, tokenizer: TemplateTokenizer) -> None:
+        self._tokenizer = tokenizer
         self._checked: set[tuple[str, ...]] = set()
 
     def tokens(self, messages: Sequence[Message], end_token: int | None, variables: TemplateVariables = NO_TEMPLATE_VARIABLES) -> list[int]:
@@ -207,8 +207,8 @@ class ChatReplies:
         """
         question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": TURN_MARKER}
         suffix = self._suffix([question, answer, *messages], variables)
-        roles = (repr(sorted(variables.items())), *(str(message["role"]) for message in messages))
-        if roles not in self._checked:
+        check_key = (repr(sorted(variables.items())), *(str(message["role"]) for message in messages))
+        if check_key not in self._checked:
             earlier_turn = [question, {"role": "assistant", "content": "2"}]
             if suffix != self._suffix([*earlier_turn, question, answer, *messages], variables):
                 raise EnvironmentFailure(
@@ -222,8 +222,8 @@ class ChatReplies:
                     )
             if len(self._checked) >= MAX_CACHED_CHECKS:  # Clients may send any roles and variables.
                 self._checked.clear()
-            self._checked.add(roles)
-        ids = self._text.encode(suffix)
+            self._checked.add(check_key)
+        ids = self._tokenizer.encode(suffix)
         return ids[1:] if end_token is not None and ids[:1] == [end_token] else ids
 
     def _suffix_without(self, messages: Sequence[Message], index: int, variables: TemplateVariables) -> str | None:
@@ -236,7 +236,7 @@ class ChatReplies:
 
     def _suffix(self, conversation: Sequence[Message], variables: TemplateVariables) -> str:
         try:
-            _, marker, suffix = self._text.chat_text(conversation, variables=variables).partition(TURN_MARKER)
+            _, marker, suffix = self._tokenizer.chat_text(conversation, variables=variables).partition(TURN_MARKER)
         except UserError as error:
             raise EnvironmentFailure(str(error)) from error
         if not marker:
@@ -244,11 +244,11 @@ class ChatReplies:
         return suffix
 
 
-class TurnText(Text, ChatText, Protocol):
+class TurnTokenizer(TextTokenizer, TemplateTokenizer, Protocol):
     """A tokenizer that reads turns and renders the environment's chat messages."""
 
 
-def load_turns(rollout: RolloutBase, tokenizer: TurnText) -> Turns | None:
+def load_turns(rollout: RolloutBase, tokenizer: TurnTokenizer) -> TurnSessions | None:
     """The recipe's environment; None if a response is a single turn or an agent's. See `load_environment_class` for errors."""
     environment = load_environment_class(rollout)
-    return None if environment is None else Turns(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))
+    return None if environment is None else TurnSessions(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))

@@ -230,7 +230,7 @@ class Counters:
 
 
 class Dispatcher:
-    """Sends the queue's batches to replicas. Call `settle` after every change of the queue or the replicas."""
+    """Sends the queue's batches to replicas. Call `dispatch_ready` after every change of the queue or the replicas."""
 
     def __init__(self, replicas: Replicas[Replica], limits: ServerLimits) -> None:
         self.replicas, self.limits = replicas, limits
@@ -260,17 +260,17 @@ class Dispatcher:
             stall = time.monotonic() - self._paused_at
         self._paused_at = None
         self.counters.stall_s += stall
-        self.settle()
+        self.dispatch_ready()
         return stall
 
     def close(self) -> None:
         """Stop sending batches, and fail all requests: queued, in flight and future ones."""
         self._closed = True
-        self.settle()
+        self.dispatch_ready()
         for task in self._tasks:
             task.cancel()
 
-    def settle(self) -> None:
+    def dispatch_ready(self) -> None:
         """Send all batches that can be sent, and fail requests that no replica will ever answer."""
         if self._closed:
             self.refuse(lambda item: True, _ended_error())
@@ -338,7 +338,7 @@ class Dispatcher:
             slot.busy -= 1
             if not any(s.busy for s in self.replicas.slots):
                 self._idle.set()
-            self.settle()
+            self.dispatch_ready()
 
     def _requeue(self, batch: list[QueuedRequest], error: Exception, *, died: bool) -> None:
         """Requeue the requests of a failed batch at the head of the queue, each in a separate batch, to isolate the failing one."""

@@ -40,7 +40,7 @@ class LogprobServer:
             start=start,
             bring_up=self._bring_up,
             end=Replica.end,
-            changed=lambda: self.dispatcher.settle(),
+            changed=lambda: self.dispatcher.dispatch_ready(),
             dead=(ReplicaDead, TargetDirty),
             max_restarts=limits.max_restarts,
             end_s=RANK_DEADLINE_S,
@@ -84,7 +84,7 @@ class LogprobServer:
                 else:
                     self.queue.check_capacity(request.tokens)
                 self.queue.put(QueuedRequest(request, answer))
-                self.dispatcher.settle()
+                self.dispatcher.dispatch_ready()
                 result = await answer
         except TimeoutError as error:
             self.counters.failed += 1

@@ -253,14 +253,14 @@ class ReplicaPool:
     async def _play_turns(self, request: GenerationRequest) -> Sample:
         if self._turns is None:
             return await self._generate_response(request, None)
-        session, sample = self._turns.play(request), request.sample.copy()
+        session, sample = self._turns.new_session(request), request.sample.copy()
         try:
             async with self._in_environment():
                 is_open = await session.open(sample)
             if is_open:
                 sample = await self._generate_response(replace(request, sample=sample, stop=[*request.stop, *session.stop]), session)
             async with self._in_environment():
-                await session.settle(sample)
+                await session.compute_reward(sample)
             return sample
         finally:
             session.close()

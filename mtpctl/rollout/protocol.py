@@ -220,7 +220,7 @@ class EnvironmentSession(Protocol):
     async def go_on(self, sample: Sample) -> bool:
         """Append the environment's reply to a turn that stopped. False if the response ends here."""
 
-    async def settle(self, sample: Sample) -> None:
+    async def compute_reward(self, sample: Sample) -> None:
         """Request the environment's reward for a complete response."""
 
     def close(self) -> None:
@@ -228,9 +228,9 @@ class EnvironmentSession(Protocol):
 
 
 class TurnRunner(Protocol):
-    """Opens an environment for each response; see `mtpctl.environments.turns.Turns`."""
+    """Opens an environment for each response; see `mtpctl.environments.turns.TurnSessions`."""
 
-    def play(self, request: GenerationRequest) -> EnvironmentSession: ...
+    def new_session(self, request: GenerationRequest) -> EnvironmentSession: ...
 
     async def close(self) -> None:
         """Wait until every environment is closed."""

@@ -70,10 +70,10 @@ class Display(Protocol):
 
 
 class Pace:
-    """Estimates the remaining time of a phase from its latest steps. `early_phases`: phases that may end before their last step."""
+    """Estimates the remaining time of a phase from its latest steps. `early_stages`: phases that may end before their last step."""
 
-    def __init__(self, phase_steps: Mapping[str, int], clock: Callable[[], float], early_phases: Collection[str] = ()) -> None:
-        self._phase_steps, self._clock, self._early_phases = phase_steps, clock, early_phases
+    def __init__(self, stage_steps: Mapping[str, int], clock: Callable[[], float], early_stages: Collection[str] = ()) -> None:
+        self._stage_steps, self._clock, self._early_stages = stage_steps, clock, early_stages
         self._marks: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def mark(self, step: int, phase: str) -> None:
@@ -85,16 +85,16 @@ class Pace:
     def remaining_s(self, phase: str) -> float | None:
         """Remaining seconds; None before the second step, and if the number of steps is unknown."""
         marks = self._marks[phase]
-        if len(marks) < 2 or phase not in self._phase_steps:
+        if len(marks) < 2 or phase not in self._stage_steps:
             return None
         (first, start), (last, end) = marks[0], marks[-1]
         per_step = (end - start) / (last - first)
-        return max(0.0, (self._phase_steps[phase] - last) * per_step - (self._clock() - end))
+        return max(0.0, (self._stage_steps[phase] - last) * per_step - (self._clock() - end))
 
     def text(self, phase: str, prefix: str = "") -> str:
-        """`prefix` and the remaining time, such as `4 min 00 s`; `at most …` for a phase that may end early_phases; empty if unknown."""
+        """`prefix` and the remaining time, such as `4 min 00 s`; `at most …` for a stage that may end early; empty if unknown."""
         seconds = self.remaining_s(phase)
-        return "" if seconds is None else f"{'at most ' if phase in self._early_phases else prefix}{format_duration(seconds)}"
+        return "" if seconds is None else f"{'at most ' if phase in self._early_stages else prefix}{format_duration(seconds)}"
 
 
 class PlainLines:
@@ -103,20 +103,20 @@ class PlainLines:
     def __init__(
         self,
         console: Console,
-        phase_steps: Mapping[str, int],
+        stage_steps: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
         *,
-        early_phases: Collection[str] = (),
+        early_stages: Collection[str] = (),
         timestamped: bool = False,
     ) -> None:
-        """`early_phases`: phases that may end before their last step. `timestamped`: lines begin with the time."""
-        self._console, self._phase_steps, self._timestamped = console, phase_steps, timestamped
-        self._pace, self._clock = Pace(phase_steps, clock, early_phases), clock
+        """`early_stages`: phases that may end before their last step. `timestamped`: lines begin with the time."""
+        self._console, self._stage_steps, self._timestamped = console, stage_steps, timestamped
+        self._pace, self._clock = Pace(stage_steps, clock, early_stages), clock
         self._last_report = clock()
 
     def row(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         self._pace.mark(step, phase)
-        total = f"/{self._phase_steps[phase]}" if phase in self._phase_steps else ""
+        total = f"/{self._stage_steps[phase]}" if phase in self._stage_steps else ""
         parts = [f"{phase} {step}{total}"]
         labels = PLAIN_METRICS
         if phase == "draft":
@@ -155,17 +155,17 @@ class LivePanel:
         self,
         console: Console,
         title: str,
-        phase_steps: Mapping[str, int],
+        stage_steps: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
         *,
-        early_phases: Collection[str] = (),
+        early_stages: Collection[str] = (),
         draw: bool = True,
     ) -> None:
-        self._title, self._phase_steps, self._clock = title, phase_steps, clock
-        self._pace = Pace(phase_steps, clock, early_phases)
+        self._title, self._stage_steps, self._clock = title, stage_steps, clock
+        self._pace = Pace(stage_steps, clock, early_stages)
         self._start = clock()
-        self._steps: dict[str, int] = {phase: 0 for phase in phase_steps}
-        self._phase = next(iter(phase_steps), "")
+        self._steps: dict[str, int] = {phase: 0 for phase in stage_steps}
+        self._phase = next(iter(stage_steps), "")
         self._values: dict[str, list[float]] = defaultdict(list)
         self._event: tuple[str, str] | None = None
         self._waiting: tuple[str, ...] = ()
@@ -253,7 +253,7 @@ class LivePanel:
         earlier_phases = list(self._steps)[: list(self._steps).index(self._phase)] if self._phase in self._steps else []
         for phase, step in list(self._steps.items()):
             # A stage may end before its last step, so earlier phases are complete.
-            total = step if phase in earlier_phases and step else self._phase_steps.get(phase, 0)
+            total = step if phase in earlier_phases and step else self._stage_steps.get(phase, 0)
             style = "bold" if phase == self._phase else "dim"
             bar = ProgressBar(total=max(total, 1), completed=min(step, total), complete_style="blue", finished_style="green")
             grid.add_row(Text(phase.upper(), style), bar, Text(f"{step}/{total}" if total else str(step), style))

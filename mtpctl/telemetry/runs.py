@@ -224,9 +224,9 @@ class LiveStatus:
         restarts: one line for each restart of the trainer or of a replica.
     """
 
-    def __init__(self, path: Path, phase_steps: Mapping[str, int], history: History) -> None:
-        """`path`: the run directory. `phase_steps`: the updates of each stage. `history`: earlier sessions, without repeated steps."""
-        self.path, self.phase_steps = path, phase_steps
+    def __init__(self, path: Path, stage_steps: Mapping[str, int], history: History) -> None:
+        """`path`: the run directory. `stage_steps`: the updates of each stage. `history`: earlier sessions, without repeated steps."""
+        self.path, self.stage_steps = path, stage_steps
         self.stage, self.step, self.metrics = "", 0, dict[str, float]()
         self.waiting: Sequence[str] = ()
         self.events = deque(history.events, MAX_EVENTS)
@@ -263,7 +263,7 @@ class LiveStatus:
             "running",
             self.stage,
             self.step,
-            self.phase_steps.get(self.stage),
+            self.stage_steps.get(self.stage),
             self.metrics.get("reward/mean"),
             self.metrics.get("reward/unfiltered_mean"),
             self._accuracy,

@@ -77,12 +77,12 @@ class Telemetry:
         config: TelemetryConfig,
         plain: bool = False,
         *,
-        phase_steps: Mapping[str, int] | None = None,
-        early_phases: Collection[str] = (),
+        stage_steps: Mapping[str, int] | None = None,
+        early_stages: Collection[str] = (),
         resumed: ResumePoint = ResumePoint(),
         console: Console | None = None,
     ) -> None:
-        """`phase_steps`: the number of steps of each phase, in order. `early_phases`: phases that may end before their last step.
+        """`stage_steps`: the number of steps of each stage, in order. `early_stages`: stages that may end before their last step.
 
         `plain`: print lines instead of the panel, even on a terminal.
         """
@@ -97,29 +97,29 @@ class Telemetry:
         tables: list[LogTable] = []
         settings: dict[str, object] = run_dir.read_recipe() or {}
         history = load_history(run_dir.path)
-        self.live = LiveStatus(run_dir.path, phase_steps or {}, History(resumed.rows_before(history), history.events))
+        self.live = LiveStatus(run_dir.path, stage_steps or {}, History(resumed.rows_before(history), history.events))
         check_packages(config)
         if config.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir.tensorboard, settings))
         if config.wandb is not None:
-            wandb = WandbSink(config, name, run_dir.path, settings, UpdateCounter(list(phase_steps or {}), history))
+            wandb = WandbSink(config, name, run_dir.path, settings, UpdateCounter(list(stage_steps or {}), history))
             self._sinks.append(wandb)
             tables.append(wandb.samples)
         if config.mlflow is not None:
-            self._sinks.append(MlflowSink(config, name, run_dir.path, settings, UpdateCounter(list(phase_steps or {}), history)))
+            self._sinks.append(MlflowSink(config, name, run_dir.path, settings, UpdateCounter(list(stage_steps or {}), history)))
         self._samples = SampleLog(run_dir.samples, self._file.session, tables)
         self._display: Display
         if plain or not self._console.is_terminal:
-            self._display = PlainLines(self._console, phase_steps or {}, early_phases=early_phases)
+            self._display = PlainLines(self._console, stage_steps or {}, early_stages=early_stages)
         else:
-            panel = LivePanel(self._console, name, phase_steps or {}, early_phases=early_phases)
-            phase = next((phase for phase in phase_steps or {} if phase not in resumed.ended), resumed.stage)
+            panel = LivePanel(self._console, name, stage_steps or {}, early_stages=early_stages)
+            phase = next((phase for phase in stage_steps or {} if phase not in resumed.ended), resumed.stage)
             panel.resume(resumed.rows_before(history), phase)
             self._display = panel
 
         run_dir.logs.mkdir(exist_ok=True)
         self._log_file = open_log(run_dir.logs / "run.log")
-        self._log = PlainLines(Console(file=self._log_file, no_color=True), phase_steps or {}, early_phases=early_phases, timestamped=True)
+        self._log = PlainLines(Console(file=self._log_file, no_color=True), stage_steps or {}, early_stages=early_stages, timestamped=True)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         """Log metrics of a step. Raises RuntimeFailure if the disk has been full for `DISK_FULL_TIMEOUT_S`."""

@@ -1,4 +1,4 @@
-"""`telemetry.profile`: timings of an update, and its plan of collectives.
+"""`telemetry.profile`: timings of an update, and a trace of its collectives.
 
 Ranks of a process group must run the same collectives in the same order; otherwise they wait for each other until a timeout. The plan lists
 a rank's collectives in order, as text that can be compared across ranks. It is recorded in torch's dispatcher, so it includes the
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd.profiler_util import EventList
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PLANNED_UPDATE, PROFILED_UPDATE = 2, 3
+TRACED_UPDATE, PROFILED_UPDATE = 2, 3
 """Numbers of the updates in a stage whose collectives and timings are recorded. Earlier ones compile kernels and fill caches."""
 _PHASE = "mtpctl/"
 _LISTED_OPERATIONS = 20
@@ -28,7 +28,7 @@ class UpdateProfile:
     """Profiles one update of each stage on this rank.
 
     Writes `profile-STAGE-rankN.json.gz` (Chrome trace) and `profile-STAGE-rankN.txt` (two tables) to `folder`, and with several ranks
-    `collectives-STAGE-rankN.txt` (`CollectivePlan`). Phases are the profiler ranges named `mtpctl/…`. They nest, so their times do not add
+    `collectives-STAGE-rankN.txt` (`CollectiveTrace`). Phases are the profiler ranges named `mtpctl/…`. They nest, so their times do not add
     up. On a GPU, a phase's device time is the time of its kernels.
     """
 
@@ -39,11 +39,11 @@ class UpdateProfile:
     @contextmanager
     def update(self, stage: str) -> Iterator[None]:
         count = self._updates[stage] = self._updates.get(stage, 0) + 1
-        if count == PLANNED_UPDATE and dist.is_initialized() and dist.get_world_size() > 1:
-            with CollectivePlan() as plan:
+        if count == TRACED_UPDATE and dist.is_initialized() and dist.get_world_size() > 1:
+            with CollectiveTrace() as trace:
                 yield
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"collectives-{stage}-rank{self.rank}.txt").write_text(str(plan))
+            (self.folder / f"collectives-{stage}-rank{self.rank}.txt").write_text(str(trace))
             return
         if count != PROFILED_UPDATE:
             yield
@@ -73,7 +73,7 @@ def _profile_tables(averages: EventList, *, cuda: bool) -> str:
     ]
     operations = sorted((e for e in averages if not e.key.startswith(_PHASE)), key=lambda e: -getattr(e, self_time))
     total = sum(getattr(e, self_time) for e in operations) or 1.0
-    lines += ["", f"| operation | times | {'device' if cuda else 'host'} self ms | share |", "|---|---|---|---|"]
+    lines += ["", f"| operation | calls | {'device' if cuda else 'host'} self ms | share |", "|---|---|---|---|"]
     lines += [
         f"| {e.key[:90]} | {e.count} | {getattr(e, self_time) / 1000:.2f} | {getattr(e, self_time) / total:.1%} |"
         for e in operations[:_LISTED_OPERATIONS]
@@ -94,8 +94,8 @@ class Collective:
         return f"{self.group} {list(self.ranks)}: {self.operation} {' '.join(self.tensors)}"
 
 
-class CollectivePlan(TorchDispatchMode):
-    """Records this rank's collectives in a `with` block. `str(plan)` has a line per collective, to compare across ranks."""
+class CollectiveTrace(TorchDispatchMode):
+    """Records this rank's collectives in a `with` block. `str(trace)` has a line per collective, to compare across ranks."""
 
     def __init__(self) -> None:
         super().__init__()

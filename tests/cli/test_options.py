@@ -12,8 +12,7 @@ import pytest
 PROGRAM = """
 import ctypes, os, subprocess, sys
 import typer
-from mtpctl.cli.options import answer
-from mtpctl.cli.options import Json
+from mtpctl.cli.options import Json, print_result
 
 app = typer.Typer()
 early = sys.stdout
@@ -25,7 +24,7 @@ def loud(as_json: Json = False) -> None:
     os.write(1, b"native code\\n")
     ctypes.CDLL(None).printf(b"native code that buffers\\n")
     early.write("a library that took stdout before\\n")
-    answer('{"answer": 1}')
+    print_result('{"answer": 1}')
 
 app(sys.argv[1:])
 """

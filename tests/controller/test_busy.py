@@ -14,7 +14,7 @@ import pytest
 
 from mtpctl.controller.rl import RlStage
 from mtpctl.environments.environment import load_environment_class
-from mtpctl.environments.turns import Turns
+from mtpctl.environments.turns import TurnSessions
 from mtpctl.recipe.reward import RewardConfig
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rl.rewards.pool import Rewarder
@@ -64,7 +64,7 @@ async def running(folder: Path, *, reward_s: float, turn_s: float) -> AsyncItera
     async def start(index: int) -> Any:
         return engine
 
-    turns = Turns(environment, Bytes(), rollout.max_turns, NO_CHAT)
+    turns = TurnSessions(environment, Bytes(), rollout.max_turns, NO_CHAT)
     pool = await ReplicaPool.start(start, 1, max_in_flight=PLACES, turns=turns)
     async with Rewarder(reward) as rewarder:
         stage = stage_of(recipe, World(), folder, generator=pool, reward=rewarder)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def test_busy_shares_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] = at
         clock.set(side, busy)
     now[0] = 10.0
-    shares = clock.read()
+    shares = clock.read_and_reset()
     assert shares["timing_s/step"] == pytest.approx(10.0)
     assert shares["async/rollout_idle"] == pytest.approx(0.4)
     assert shares["async/trainer_idle"] == pytest.approx(0.6)

@@ -82,7 +82,7 @@ def test_late_samples_of_an_expired_group_are_neither_scored_nor_trained_on(tmp_
         return sample
 
     recipe, generator = recipe_of(steps=12, staleness=1.0, max_staleness=1), Stale(world, lambda s: str(s.index))
-    stage = stage_of(recipe, world, tmp_path, generator=generator, score=score)
+    stage = stage_of(recipe, world, tmp_path, generator=generator, score_logprobs=score)
     drive(stage, publish=True)
     assert "0" not in scored and scored.count("0.1") == 2
     assert [s.group_id for batch in world.batches for s in batch if s.prompt_id == "p0"] == ["0.1", "0.1"]
@@ -592,7 +592,7 @@ def test_empty_response_is_rewarded_and_not_scored(tmp_path: Path) -> None:
         scored.append(len(sample.response_ids))
         return sample
 
-    stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index) if s.index else "", score=score)
+    stage = stage_of(recipe_of(), world, tmp_path, lambda s: str(s.index) if s.index else "", score_logprobs=score)
     drive(stage)
     assert set(scored) == {1}
     assert [s.reward for s in world.batches[0]] == [0.0, 1.0] * 4

@@ -33,7 +33,7 @@ COUNTS = ReplicaCounts(serving=2, asked=3, least=1, most=4, restarts=1)
 def telemetry_of(path: Path, resumed: ResumePoint = NEW) -> Telemetry:
     run = RunDirectory.create(path, "name: t\n")
     config = TelemetryConfig(tensorboard=False)
-    return Telemetry(run, config, plain=True, phase_steps={"sft": 5, "rl": 20}, resumed=resumed, console=Console(file=io.StringIO()))
+    return Telemetry(run, config, plain=True, stage_steps={"sft": 5, "rl": 20}, resumed=resumed, console=Console(file=io.StringIO()))
 
 
 def with_client(telemetry: Telemetry, counts: ReplicaCounts | None, use: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:

@@ -15,7 +15,7 @@ from mtpctl.data.tokenizers import Tokenizer, load_tokenizer, make_byte_tokenize
 from mtpctl.environments import environment
 from mtpctl.environments.environment import EnvironmentClass, Failures, load_environment_class
 from mtpctl.environments.trial import try_environment
-from mtpctl.environments.turns import ChatReplies, Turns
+from mtpctl.environments.turns import ChatReplies, TurnSessions
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import VllmConfig, check_environment
 from mtpctl.rollout.pool import ReplicaPool
@@ -58,7 +58,9 @@ async def answers(tokenizer: Tokenizer, name: str, problems: list[Any], *, secon
     async def start(index: int) -> Any:
         return Caller()
 
-    pool = await ReplicaPool.start(start, 1, max_in_flight=64, turns=Turns(found(name, **options), tokenizer, 3, ChatReplies(tokenizer)))
+    pool = await ReplicaPool.start(
+        start, 1, max_in_flight=64, turns=TurnSessions(found(name, **options), tokenizer, 3, ChatReplies(tokenizer))
+    )
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for number, problem in enumerate(problems):
@@ -165,7 +167,9 @@ def test_a_coroutine_that_blocks_stops_neither_the_pool_nor_the_environments_aft
             return Caller()
 
         watching = asyncio.create_task(watch())
-        pool = await ReplicaPool.start(start, 1, max_in_flight=64, turns=Turns(found("Blocks"), tokenizer, 3, ChatReplies(tokenizer)))
+        pool = await ReplicaPool.start(
+            start, 1, max_in_flight=64, turns=TurnSessions(found("Blocks"), tokenizer, 3, ChatReplies(tokenizer))
+        )
         first = asyncio.create_task(pool.sample(GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=0.4, problem=2.0)))
         await asyncio.sleep(0.9)
         second = await pool.sample(GenerationRequest(Sample("q", "g", [1]), 500, deadline_s=2.0, problem=0.0))
@@ -186,7 +190,7 @@ def test_cancelled_response_closes_its_environment(tokenizer: Tokenizer) -> None
         async def start(index: int) -> Any:
             return Caller()
 
-        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(found("Hangs"), tokenizer, 3, ChatReplies(tokenizer)))
+        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=TurnSessions(found("Hangs"), tokenizer, 3, ChatReplies(tokenizer)))
         unwanted, cancelled = Unwanted(), GenerationRequest(Sample("q", "g", [1]), 500, problem="cancelled")
         request = GenerationRequest(Sample("p", "g", [1]), 500, problem="unwanted", unwanted=unwanted)
         first, second = asyncio.create_task(pool.sample(request)), asyncio.create_task(pool.sample(cancelled))

@@ -15,7 +15,7 @@ import torch
 from mtpctl.data.tokenizers import load_tokenizer, make_byte_tokenizer
 from mtpctl.environments.built_in import Calculator
 from mtpctl.environments.environment import EnvironmentClass
-from mtpctl.environments.turns import Turns, last_turn_start, turns
+from mtpctl.environments.turns import TurnSessions, count_turns, last_turn_start
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
 from mtpctl.rollout.vllm.engine import VllmEngine
@@ -50,14 +50,14 @@ def go_on(sample: Sample, limit: int = 4, kind: type = Calculator, max_tokens: i
     """One turn of an environment of its own that the sample's response has."""
 
     async def drive() -> bool:
-        played = Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), limit, NO_CHAT)
-        play = played.play(GenerationRequest(sample, max_tokens))
+        sessions = TurnSessions(EnvironmentClass("tests:it", kind, {}), Bytes(), limit, NO_CHAT)
+        session = sessions.new_session(GenerationRequest(sample, max_tokens))
         try:
-            assert await play.open(sample)
-            return await play.go_on(sample)
+            assert await session.open(sample)
+            return await session.go_on(sample)
         finally:
-            play.close()
-            await played.close()
+            session.close()
+            await sessions.close()
 
     return asyncio.run(drive())
 
@@ -70,7 +70,7 @@ def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> Non
     assert sample.loss_mask.tolist() == [1] * 18 + [0] * answer
     assert sample.behaviour_logprobs.tolist() == [-0.5] * 18 + [0.0] * answer
     assert sample.version_spans == [VersionSpan(0, 18 + answer, 3)]
-    assert (last_turn_start(sample), turns(sample)) == (18 + answer, 1)
+    assert (last_turn_start(sample), count_turns(sample)) == (18 + answer, 1)
 
 
 def test_text_after_the_call_is_dropped() -> None:
@@ -111,7 +111,7 @@ def test_response_ends_after_max_turns() -> None:
     sample = sample_of("<calc>1</calc>")
     assert go_on(sample, 2)
     sample.append(list(b"<calc>2</calc>"), [-1.0] * 14, 3)
-    assert turns(sample) == 2
+    assert count_turns(sample) == 2
     assert not go_on(sample, 2)
 
 
@@ -147,7 +147,9 @@ async def play(replica: Any, kind: type, seconds: float = 60.0) -> Sample:
     async def start(index: int) -> Any:
         return replica
 
-    pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT))
+    pool = await ReplicaPool.start(
+        start, 1, max_in_flight=4, turns=TurnSessions(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT)
+    )
 
     async def one() -> AsyncIterator[GenerationRequest]:
         yield GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=seconds)
@@ -220,8 +222,8 @@ def test_real_engine_stops_at_the_stop_string_and_continues_after_the_reply(tell
         async def start(index: int) -> Any:
             return teller.engine
 
-        playing = Turns(environment, load_tokenizer(teller.folder), 8, NO_CHAT)
-        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=playing)
+        sessions = TurnSessions(environment, load_tokenizer(teller.folder), 8, NO_CHAT)
+        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=sessions)
         return await pool.sample(GenerationRequest(Sample("p", "g", [*b"Q?"]), 64, stop_token_ids=[EOS]))
 
     sample = run(drive())

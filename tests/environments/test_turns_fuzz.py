@@ -17,7 +17,7 @@ import pytest
 
 from mtpctl.data.tokenizers import HfTokenizer
 from mtpctl.environments.environment import EnvironmentClass
-from mtpctl.environments.turns import ChatReplies, Turns
+from mtpctl.environments.turns import ChatReplies, TurnSessions
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample, logprobs_of
 from tests.fakes.chat_families import FAMILIES, Family, tokenizer_of
@@ -121,7 +121,7 @@ async def play(family: Family, count: int, seed: int) -> tuple[list[Sample], dic
         return replicas[-1]
 
     environment = EnvironmentClass("tests:Talker", Talker, {"family": family, "seed": seed})
-    turns = Turns(environment, tokenizer, 6, ChatReplies(tokenizer))
+    turns = TurnSessions(environment, tokenizer, 6, ChatReplies(tokenizer))
     pool = await ReplicaPool.start(start, 2, max_in_flight=32, max_restarts=1000, turns=turns)
     prompt = tokenizer.chat([{"role": "user", "content": "Look it up."}], [TOOL] if family.name != "chatml" else [])
 

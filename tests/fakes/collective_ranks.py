@@ -11,7 +11,7 @@ from mtpctl.cluster.rendezvous import join_store
 from mtpctl.model.parallel import Rank
 from mtpctl.recipe.section import ParallelConfig
 from mtpctl.trainer.objective import NextToken
-from mtpctl.trainer.profile import CollectivePlan
+from mtpctl.trainer.profile import CollectiveTrace
 from tests.fakes.forked import run_ranks
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences
 
@@ -23,37 +23,37 @@ LAYOUTS = {
 }
 
 
-def update_plans(root: Path, parallel: ParallelConfig) -> Any:
-    """The plan of one update, by rank; or the error of a rank."""
+def update_traces(root: Path, parallel: ParallelConfig) -> Any:
+    """The trace of one update, by rank; or the error of a rank."""
 
     def update(rank: Rank) -> Any:
         with engine(mimo(root / f"model-{rank.rank}"), rank=rank, parallel=parallel) as trainer:
             trainer.set_optimizer(GENTLE)
-            with CollectivePlan() as plan:
+            with CollectiveTrace() as trace:
                 trainer.update(sequences(), NextToken())
-            return plan.collectives
+            return trace.collectives
 
-    plans, error = run_ranks(parallel.world_size, update, 120)
-    return error or plans
+    traces, error = run_ranks(parallel.world_size, update, 120)
+    return error or traces
 
 
-def backward_plans() -> Any:
-    """The plan of a backward pass with an all-reduce, by rank, as text."""
+def backward_traces() -> Any:
+    """The trace of a backward pass with an all-reduce, by rank, as text."""
 
     def reduce(rank: Rank) -> Any:
         store = join_store(rank.master, rank.deadline_s)
         torch.distributed.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size)
         x = torch.ones(3, requires_grad=True)
         x.register_hook(lambda grad: (torch.distributed.all_reduce(grad), grad)[1])
-        with CollectivePlan() as plan:
+        with CollectiveTrace() as trace:
             (2 * x).sum().backward()
         torch.distributed.destroy_process_group()
-        return str(plan)
+        return str(trace)
 
-    plans, error = run_ranks(2, reduce, 60)
-    return error or plans
+    traces, error = run_ranks(2, reduce, 60)
+    return error or traces
 
 
-def plans_of_all(root: Path) -> dict[str, Any]:
-    """By layout, the plan of each rank; and those of a backward pass."""
-    return {name: update_plans(root / name, parallel) for name, parallel in LAYOUTS.items()} | {"backward": backward_plans()}
+def traces_of_all(root: Path) -> dict[str, Any]:
+    """By layout, the trace of each rank; and those of a backward pass."""
+    return {name: update_traces(root / name, parallel) for name, parallel in LAYOUTS.items()} | {"backward": backward_traces()}

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rl import RlStage
-from mtpctl.controller.rollout_loop import Score
+from mtpctl.controller.rollout_loop import ScoreLogprobs
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.data.problems import Problem
@@ -161,7 +161,7 @@ def stage_of(
     *,
     generator: FakeGenerator | None = None,
     reward: Reward | None = None,
-    score: Score | None = None,
+    score_logprobs: ScoreLogprobs | None = None,
 ) -> RlStage:
     problems = [Problem(f"p{i}", f"{i}", "1") for i in range(1000)]
     prepared = Prepared(cast(Any, None), Letters(), ProblemSets(problems, [], []), context=64)
@@ -179,7 +179,7 @@ def stage_of(
         {UNNAMED: reward or right_or_wrong},
         cast(Telemetry, Rows(world)),
         RunState(tmp_path, recipe.train),
-        score,
+        score_logprobs,
     )
 
 

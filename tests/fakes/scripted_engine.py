@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 
 from mtpctl.data.tokenizers import HfTokenizer, load_plain_tokenizer, make_byte_tokenizer
 from mtpctl.environments.gateway.server import AnswerReader
-from mtpctl.environments.gateway.trajectory import Model
+from mtpctl.environments.gateway.trajectory import ChatBackend
 from mtpctl.rollout.protocol import ToolCallParser
 from mtpctl.samples import GenerationRequest, Sample
 
@@ -54,9 +54,9 @@ class Scripted:
             self.under_way -= 1
 
 
-def model_of(engine: Scripted, *, context: int = 4096, calls: ToolCallParser | None = None) -> Model:
+def model_of(engine: Scripted, *, context: int = 4096, calls: ToolCallParser | None = None) -> ChatBackend:
     tokenizer = byte_tokenizer()
-    return Model(engine, tokenizer, AnswerReader(tokenizer, calls), context)
+    return ChatBackend(engine, tokenizer, AnswerReader(tokenizer, calls), context)
 
 
 def request_of(**fields: object) -> GenerationRequest:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from mtpctl.environments.environment import EnvironmentClass
-from mtpctl.environments.turns import Turns
+from mtpctl.environments.turns import TurnSessions
 from mtpctl.rollout.pool import MAX_WAITING_FACTOR, ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample
 from tests.fakes.busy import PLACES, Bytes, Steady
@@ -45,7 +45,7 @@ async def busy(kind: type | None) -> float:
     async def start(index: int) -> Any:
         return engine
 
-    turns = None if kind is None else Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 3, NO_CHAT)
+    turns = None if kind is None else TurnSessions(EnvironmentClass("tests:it", kind, {}), Bytes(), 3, NO_CHAT)
     pool = await ReplicaPool.start(start, 1, max_in_flight=PLACES, turns=turns)
 
     async def requests() -> AsyncIterator[GenerationRequest]:
@@ -93,7 +93,9 @@ async def test_hanging_environment_does_not_admit_unlimited_requests() -> None:
     async def start(index: int) -> Any:
         return Stops()
 
-    pool = await ReplicaPool.start(start, 1, max_in_flight=2, turns=Turns(EnvironmentClass("tests:it", Never, {}), Bytes(), 3, NO_CHAT))
+    pool = await ReplicaPool.start(
+        start, 1, max_in_flight=2, turns=TurnSessions(EnvironmentClass("tests:it", Never, {}), Bytes(), 3, NO_CHAT)
+    )
     requested = 0
 
     async def requests() -> AsyncIterator[GenerationRequest]:

@@ -14,7 +14,7 @@ import pytest
 
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.environments.environment import EnvironmentClass
-from mtpctl.environments.turns import Turns
+from mtpctl.environments.turns import TurnSessions
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.rollout.pool import AFFINITY_SLACK
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
@@ -38,8 +38,8 @@ class Bytes:
         return bytes(ids).decode()
 
 
-def turns_of(kind: type) -> Turns:
-    return Turns(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT)
+def turns_of(kind: type) -> TurnSessions:
+    return TurnSessions(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT)
 
 
 @in_loop

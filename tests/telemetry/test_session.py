@@ -27,7 +27,7 @@ def start(path: Path, config: TelemetryConfig | None = None) -> tuple[Telemetry,
     out = io.StringIO()
     run = RunDirectory.create(path, "name: t\n")
     telemetry = Telemetry(
-        run, config or TelemetryConfig(tensorboard=False), plain=True, phase_steps={"rl": 20}, console=Console(file=out, width=200)
+        run, config or TelemetryConfig(tensorboard=False), plain=True, stage_steps={"rl": 20}, console=Console(file=out, width=200)
     )
     return telemetry, out
 
@@ -80,7 +80,7 @@ def test_resumed_panel_skips_steps_that_will_be_repeated(tmp_path: Path) -> None
     with Telemetry(
         RunDirectory(tmp_path / "run"),
         TelemetryConfig(tensorboard=False),
-        phase_steps={"sft": 9, "rl": 20},
+        stage_steps={"sft": 9, "rl": 20},
         resumed=ResumePoint("sft", 3, ["sft"]),
         console=console,
     ):

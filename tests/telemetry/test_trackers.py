@@ -26,7 +26,7 @@ def session(path: Path, config: TelemetryConfig, rows: list[tuple[int, dict[str,
     out = io.StringIO()
     run = RunDirectory.create(path, recipe)
     run.record(recipe)
-    telemetry = Telemetry(run, config, plain=True, phase_steps={"sft": 400, "rl": 9}, console=Console(file=out, width=200))
+    telemetry = Telemetry(run, config, plain=True, stage_steps={"sft": 400, "rl": 9}, console=Console(file=out, width=200))
     with run, telemetry:
         for step, metrics, phase in rows:
             if phase == "error":

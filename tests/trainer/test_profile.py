@@ -1,4 +1,4 @@
-"""One update of each stage is profiled, and its plans of collectives agree on all ranks of each process group."""
+"""One update of each stage is profiled, and its traces of collectives agree on all ranks of each process group."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from torch.profiler import record_function
 
 from mtpctl.trainer.profile import PROFILED_UPDATE, Collective, UpdateProfile
-from tests.fakes.collective_ranks import LAYOUTS, plans_of_all
+from tests.fakes.collective_ranks import LAYOUTS, traces_of_all
 
-Plan = list[Collective]
+Trace = list[Collective]
 
 
 @pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return plans_of_all(tmp_path_factory.mktemp("plans"))
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return traces_of_all(tmp_path_factory.mktemp("traces"))
 
 
-def shared_plans(by_rank: list[Plan]) -> list[list[Plan]]:
+def shared_traces(by_rank: list[Trace]) -> list[list[Trace]]:
     """For each set of several ranks, the collectives of each of its ranks on their groups, without transfers between pipeline stages."""
-    groups = {each.ranks for plan in by_rank for each in plan if len(each.ranks) > 1}
+    groups = {each.ranks for trace in by_rank for each in trace if len(each.ranks) > 1}
     return [
         [[each for each in by_rank[rank] if each.ranks == ranks and each.operation not in ("send", "recv_")] for rank in ranks]
         for ranks in groups
@@ -33,15 +33,15 @@ def shared_plans(by_rank: list[Plan]) -> list[list[Plan]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_of_a_group_run_equal_collectives_in_equal_order(plans: dict[str, Any], layout: str) -> None:
-    assert not isinstance(plans[layout], str), plans[layout]
-    shared = shared_plans(plans[layout])
-    assert sum(len(plan) for by_rank in shared for plan in by_rank) > 0
+def test_ranks_of_a_group_run_equal_collectives_in_equal_order(traces: dict[str, Any], layout: str) -> None:
+    assert not isinstance(traces[layout], str), traces[layout]
+    shared = shared_traces(traces[layout])
+    assert sum(len(trace) for by_rank in shared for trace in by_rank) > 0
     assert all(one == other for by_rank in shared for one, other in pairwise(by_rank))
 
 
-def test_plan_records_collectives_of_a_backward_pass(plans: dict[str, Any]) -> None:
-    assert plans["backward"] == ["default_pg [0, 1]: allreduce_ float32[3]\n"] * 2
+def test_trace_records_collectives_of_a_backward_pass(traces: dict[str, Any]) -> None:
+    assert traces["backward"] == ["default_pg [0, 1]: allreduce_ float32[3]\n"] * 2
 
 
 def test_third_update_of_a_stage_is_profiled(tmp_path: Path) -> None:

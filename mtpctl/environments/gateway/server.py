@@ -33,7 +33,7 @@ from starlette.routing import Route
 
 from mtpctl.data.tokenizers import Tokenizer
 from mtpctl.environments.gateway.requests import ChatMessage, ChatRequest, FieldRules, Function, RequestInvalid, ToolCall
-from mtpctl.environments.gateway.trajectory import REJECT, Answer, Model, Trajectory
+from mtpctl.environments.gateway.trajectory import REJECT, Answer, ChatBackend, Trajectory
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import ToolCallParser
 from mtpctl.samples import GenerationRequest, Sample
@@ -72,7 +72,7 @@ class Gateway:
 
     def __init__(
         self,
-        model: Model,
+        backend: ChatBackend,
         tokenizer: Tokenizer,
         name: str,
         max_turns: int,
@@ -87,7 +87,7 @@ class Gateway:
         `key`: required by every route except those under a trajectory's secret. Without a key, only `POST /v1/trajectories` requires a
         token, which is generated here. `client_limit`: maximum number of open problems per address; None: no limit.
         """
-        self._model, self._tokenizer, self._name, self._max_turns, self._listener = model, tokenizer, name, max_turns, listener
+        self._backend, self._tokenizer, self._name, self._max_turns, self._listener = backend, tokenizer, name, max_turns, listener
         self._rules, self._client_limit = rules, client_limit
         self.token = key or secrets.token_urlsafe(18)
         self._clients: dict[str, str] = {}
@@ -128,7 +128,7 @@ class Gateway:
     def open(self, request: GenerationRequest) -> tuple[str, Trajectory]:
         """Start a trajectory. Returns its secret, and the trajectory."""
         secret = secrets.token_urlsafe(18)
-        trajectory = self._open[secret] = Trajectory(request, self._model, self._max_turns, self._rules)
+        trajectory = self._open[secret] = Trajectory(request, self._backend, self._max_turns, self._rules)
         return secret, trajectory
 
     def base_url(self, secret: str) -> str:

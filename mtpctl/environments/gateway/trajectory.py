@@ -27,7 +27,7 @@ from mtpctl.environments.gateway.requests import (
     message_key,
     to_template_message,
 )
-from mtpctl.environments.turns import ChatReplies, ChatText, Text, find_stop_length
+from mtpctl.environments.turns import ChatReplies, TemplateTokenizer, TextTokenizer, find_stop_length
 from mtpctl.errors import UserError
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.samples import GenerationRequest, Ids, Sample, ids_of
@@ -38,7 +38,7 @@ ReadAnswer = Callable[[Sequence[int], Sequence[str], Sequence[dict[str, Any]]], 
 """Converts an answer's tokens to a message, given the stop strings and tools."""
 
 
-class ChatTokenizer(Text, ChatText, Protocol):
+class ChatTokenizer(TextTokenizer, TemplateTokenizer, Protocol):
     """A tokenizer with a chat template."""
 
     chat_template: str
@@ -49,7 +49,7 @@ class ChatTokenizer(Text, ChatText, Protocol):
 
 
 @dataclass(frozen=True)
-class Model:
+class ChatBackend:
     """The engines (`generate`), the tokenizer, the conversion of answers (`read`), and the `context` in tokens."""
 
     generate: Generate
@@ -66,8 +66,8 @@ class Model:
 class Turn:
     """The end of a turn of the model: the number of messages and response tokens up to it, and the end token of the turn, if any."""
 
-    messages: int
-    tokens: int
+    num_messages: int
+    num_tokens: int
     end_token: int | None
 
 
@@ -75,11 +75,11 @@ class Turn:
 class Conversation:
     """A sample that grows turn by turn.
 
-    `history`: the keys of its messages (`message_key`). `tools`: key of its tools and template variables.
+    `history`: the keys of its messages (`message_key`). `tools_key`: key of its tools and template variables.
     """
 
     sample: Sample
-    tools: str
+    tools_key: str
     history: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     busy: bool = False
@@ -113,10 +113,10 @@ class Trajectory:
     set sampling. The deadline counts from the creation.
     """
 
-    def __init__(self, request: GenerationRequest, model: Model, max_answers: int, rules: FieldRules = REJECT) -> None:
-        self.request, self._model, self._max_answers, self._rules = request, model, max_answers, rules
+    def __init__(self, request: GenerationRequest, backend: ChatBackend, max_answers: int, rules: FieldRules = REJECT) -> None:
+        self.request, self._backend, self._max_answers, self._rules = request, backend, max_answers, rules
         self.reward: float | None = None
-        self.rewritten = 0
+        self.num_rewritten_histories = 0
         self.answers = 0
         self.ignored: dict[str, None] = {}
         self._deadline = time.monotonic() + request.deadline_s
@@ -146,7 +146,7 @@ class Trajectory:
 
     async def answer(self, chat: ChatRequest) -> list[Answer]:
         """Generate the choices of one completion. Raises RequestInvalid for invalid requests and exhausted budgets."""
-        chat.check(self.request, self._model.tokenizer.chat_template, self._rules)
+        chat.check(self.request, self._backend.tokenizer.chat_template, self._rules)
         request = apply_sampling(chat, self.request) if self._rules.client_sampling else self.request
         self._check_open()
         if self.answers + chat.choices > self._max_answers:
@@ -188,41 +188,41 @@ class Trajectory:
     # --------------------------------------------------------------------------------------------- start of an answer
 
     def _start_answer(self, chat: ChatRequest) -> _AnswerStart:
-        tools = _tools_key(chat)
+        tools_key = _tools_key(chat)
         history = [message_key(message) for message in chat.messages]
-        turn_match = self._find_turn(history, tools)
+        turn_match = self._find_turn(history, tools_key)
         if turn_match is not None:
             conversation, turn = turn_match
             try:
-                new_tokens = self._model.replies.tokens(
-                    [to_template_message(message) for message in chat.messages[turn.messages :]], turn.end_token, chat.variables
+                new_tokens = self._backend.replies.tokens(
+                    [to_template_message(message) for message in chat.messages[turn.num_messages :]], turn.end_token, chat.variables
                 )
             except EnvironmentFailure:
                 new_tokens = None  # The template cannot append these messages to the existing tokens.
             if new_tokens is not None:
                 return self._extend(conversation, turn, new_tokens, history)
-        self.rewritten += any(message.role == "assistant" for message in chat.messages)
+        self.num_rewritten_histories += any(message.role == "assistant" for message in chat.messages)
         try:
-            ids = self._model.tokenizer.chat(
+            ids = self._backend.tokenizer.chat(
                 [to_template_message(message) for message in chat.messages], _available_tools(chat), chat.variables
             )
         except UserError as error:
             raise RequestInvalid(f"messages: {error}") from error
         return _AnswerStart(self._new_sample(ids_of(ids)), history, [])
 
-    def _find_turn(self, history: list[str], tools: str) -> tuple[Conversation, Turn] | None:
+    def _find_turn(self, history: list[str], tools_key: str) -> tuple[Conversation, Turn] | None:
         """The latest turn that the messages extend without a new assistant message, and its conversation; None if there is none."""
         latest: tuple[Conversation, Turn] | None = None
         for conversation in self._conversations:
-            if conversation.tools != tools:
+            if conversation.tools_key != tools_key:
                 continue
             for turn in reversed(conversation.turns):
-                new_messages = history[turn.messages :]
-                if not new_messages or history[: turn.messages] != conversation.history[: turn.messages]:
+                new_messages = history[turn.num_messages :]
+                if not new_messages or history[: turn.num_messages] != conversation.history[: turn.num_messages]:
                     continue
                 if any(key.startswith('["assistant"') for key in new_messages):
                     continue
-                if latest is None or turn.messages > latest[1].messages:
+                if latest is None or turn.num_messages > latest[1].num_messages:
                     latest = conversation, turn
                 break
         return latest
@@ -233,7 +233,7 @@ class Trajectory:
             extended = sample.copy()
             extended.append(new_tokens, [0.0] * len(new_tokens), extended.version_spans[-1].version, trained=False)
             return _AnswerStart(extended, history, list(conversation.turns), conversation)
-        return _AnswerStart(self._new_sample(sample.prompt_ids + sample.response_ids[: turn.tokens] + ids_of(new_tokens)), history, [])
+        return _AnswerStart(self._new_sample(sample.prompt_ids + sample.response_ids[: turn.num_tokens] + ids_of(new_tokens)), history, [])
 
     def _new_sample(self, prompt: Ids) -> Sample:
         first = self.request.sample
@@ -244,7 +244,7 @@ class Trajectory:
     async def _generate(self, start: _AnswerStart, chat: ChatRequest, request: GenerationRequest) -> Answer:
         start_length, sample = len(start.sample.response_ids), start.sample
         max_new_tokens = min(
-            self.request.max_tokens - start_length, self._model.context - sample.length, chat.token_limit or self._model.context
+            self.request.max_tokens - start_length, self._backend.context - sample.length, chat.token_limit or self._backend.context
         )
         if max_new_tokens <= 0:
             is_over_budget = self.request.max_tokens <= start_length
@@ -253,7 +253,7 @@ class Trajectory:
                 OVER_BUDGET if is_over_budget else OVER_CONTEXT,
             )
         stops = [*request.stop, *chat.stops]
-        sample = await self._model.generate(
+        sample = await self._backend.generate(
             replace(
                 request, sample=sample, max_tokens=start_length + max_new_tokens, stop=stops, deadline_s=self.seconds_left + sample.spent_s
             )
@@ -262,12 +262,12 @@ class Trajectory:
             raise _ended_error()
         tokens = sample.response_ids[start_length:]
         end_token = tokens[-1] if tokens and tokens[-1] in request.stop_token_ids else None
-        decode = self._model.tokenizer.decode
+        decode = self._backend.tokenizer.decode
         if stops and end_token is None and (length := find_stop_length(decode, tokens.tolist(), stops)) is not None:
             # Tokens after the stop string come from drafts that were accepted in the same step.
             sample.truncate(start_length + length)
             tokens = sample.response_ids[start_length:]
-        message = self._model.read(tokens[:-1] if end_token is not None else tokens, stops, _available_tools(chat))
+        message = self._backend.read(tokens[:-1] if end_token is not None else tokens, stops, _available_tools(chat))
         if chat.parallel_tool_calls is False and message.tool_calls:
             message.tool_calls = message.tool_calls[:1]
         self._record_answer(start, sample, message, end_token, _tools_key(chat))
@@ -277,10 +277,10 @@ class Trajectory:
         prompt_length = len(sample.prompt_ids) + start_length
         return Answer(message, reason, tokens, sample.behaviour_logprobs[start_length:].tolist(), prompt_length)
 
-    def _record_answer(self, start: _AnswerStart, sample: Sample, message: ChatMessage, end_token: int | None, tools: str) -> None:
+    def _record_answer(self, start: _AnswerStart, sample: Sample, message: ChatMessage, end_token: int | None, tools_key: str) -> None:
         conversation = start.extends
         if conversation is None:
-            self._conversations.append(conversation := Conversation(sample, tools))
+            self._conversations.append(conversation := Conversation(sample, tools_key))
         conversation.sample = sample
         conversation.history = [*start.history, message_key(message)]
         conversation.turns = [*start.turns, Turn(len(conversation.history), len(sample.response_ids), end_token)]

@@ -18,7 +18,7 @@ import pytest
 
 from mtpctl.data.tokenizers import HfTokenizer
 from mtpctl.environments.gateway.server import AnswerReader, Gateway
-from mtpctl.environments.gateway.trajectory import Model
+from mtpctl.environments.gateway.trajectory import ChatBackend
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.samples import GenerationRequest, Sample, logprobs_of
 from mtpctl.web.server import listen
@@ -134,7 +134,7 @@ async def play(family: Family, count: int, seed: int) -> tuple[dict[str, Work], 
         return replicas[-1]
 
     pool = await ReplicaPool.start(start, 2, max_in_flight=32, max_restarts=1000)
-    model = Model(pool.sample, tokenizer, AnswerReader(tokenizer, calls), 100_000)
+    model = ChatBackend(pool.sample, tokenizer, AnswerReader(tokenizer, calls), 100_000)
     samples: dict[str, list[Sample]] = {}
     rewritten = 0
     room = asyncio.Semaphore(16)
@@ -160,7 +160,7 @@ async def play(family: Family, count: int, seed: int) -> tuple[dict[str, Work], 
                 secret, trajectory = gateway.open(GenerationRequest(Sample(prompt_id, prompt_id, []), MAX_TOKENS, stop_token_ids=ends))
                 await Agent(client, f"/t/{secret}/v1", work, family, seed).run()
                 samples[prompt_id] = gateway.close(secret)
-                rewritten += trajectory.rewritten
+                rewritten += trajectory.num_rewritten_histories
 
         syncing = asyncio.create_task(syncs())
         try:

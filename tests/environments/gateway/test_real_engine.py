@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mtpctl.environments.gateway.server import AnswerReader, Gateway
-from mtpctl.environments.gateway.trajectory import Model
+from mtpctl.environments.gateway.trajectory import ChatBackend
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.settings import VllmSettings
 from mtpctl.samples import GenerationRequest, Sample
@@ -43,7 +43,7 @@ def test_logprobs_are_those_of_a_rescoring(k: int, start_engine: Callable[[VllmS
     settings = cpu_settings(write_checkpoint(tmp_path / "model", config, versions[0]), k=k, context=CONTEXT)
     settings.args.update(skip_tokenizer_init=False, tokenizer=str(tmp_path / "tokenizer"))  # stop strings are found by the engine
     engine = start_engine(settings)
-    model = Model(engine.generate, tokenizer, AnswerReader(tokenizer, calls), CONTEXT)
+    model = ChatBackend(engine.generate, tokenizer, AnswerReader(tokenizer, calls), CONTEXT)
     works = [Work(number, False, tools=number % 2 > 0) for number in range(TRAJECTORIES)]
     samples: list[Sample] = []
     finished = 0

@@ -46,7 +46,7 @@ def test_conversation_continues_from_the_sampled_tokens() -> None:
     assert read(sample.prompt_ids) == "user: 1+1?\nassistant: "
     assert [span.version for span in sample.version_spans] == [0, 1]
     assert (second.prompt_length, len(second.tokens)) == (len(sample.token_ids) - len(engine.answered[1]), len(engine.answered[1]))
-    assert trajectory.rewritten == 0 and (sample.prompt_id, sample.group_id, sample.index) == ("p", "g", 3)
+    assert trajectory.num_rewritten_histories == 0 and (sample.prompt_id, sample.group_id, sample.index) == ("p", "g", 3)
     assert sample.behaviour_logprobs.tolist()[0] == -0.25 and sample.behaviour_logprobs.tolist()[-1] == -1.25
 
 
@@ -61,7 +61,7 @@ def test_equivalent_messages_are_equal() -> None:
     tool = {"role": "tool", "content": "3", "tool_call_id": first.message.tool_calls[0].id}
     one(trajectory, {"role": "user", "content": [{"type": "text", "text": "1+1?"}]}, back, tool, tools=tools)
     (sample,) = trajectory.end()
-    assert sampled(sample) == engine.answered[0] + engine.answered[1] and trajectory.rewritten == 0
+    assert sampled(sample) == engine.answered[0] + engine.answered[1] and trajectory.num_rewritten_histories == 0
     assert 'CALL add {"a": 1,  "b": 2}<eos>tool: 3\nassistant: 3<eos>' in read(sample.response_ids)
 
 
@@ -78,7 +78,7 @@ def test_a_changed_history_begins_a_new_sample_and_is_counted(changed: list[dict
     one(trajectory, ASK)
     one(trajectory, *changed)
     samples = trajectory.end()
-    assert [sampled(each) for each in samples] == engine.answered and trajectory.rewritten == 1
+    assert [sampled(each) for each in samples] == engine.answered and trajectory.num_rewritten_histories == 1
     assert read(samples[1].prompt_ids).endswith("user: 1+1?\nassistant: ")
 
 
@@ -86,7 +86,7 @@ def test_another_conversation_is_a_sample_and_no_rewriting() -> None:
     trajectory = trajectory_of(Scripted(lambda text, call: f"answer {call}"))
     one(trajectory, ASK)
     one(trajectory, {"role": "user", "content": "of another agent"})
-    assert len(trajectory.end()) == 2 and trajectory.rewritten == 0
+    assert len(trajectory.end()) == 2 and trajectory.num_rewritten_histories == 0
 
 
 def test_continuing_an_earlier_turn_keeps_its_tokens_as_the_prompt() -> None:
@@ -98,7 +98,8 @@ def test_continuing_an_earlier_turn_keeps_its_tokens_as_the_prompt() -> None:
     left, right = trajectory.end()
     assert sampled(left) == engine.answered[0] + engine.answered[1] and sampled(right) == engine.answered[2]
     assert right.prompt_ids.tolist()[: len(left.prompt_ids)] == left.prompt_ids.tolist()
-    assert read(right.prompt_ids) == "user: 1+1?\nassistant: answer 0<eos>user: right\nassistant: " and trajectory.rewritten == 0
+    assert read(right.prompt_ids) == "user: 1+1?\nassistant: answer 0<eos>user: right\nassistant: "
+    assert trajectory.num_rewritten_histories == 0
 
 
 def test_further_choices_are_separate_samples_that_can_continue() -> None:

@@ -95,7 +95,7 @@ def replace_forward(layer: type[nn.Module], forward: Callable[..., object], meth
 
 
 def replace_row_parallel(product: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Make row-parallel layers of an exact engine with several ranks compute `product(x, weight)`, the sum over the ranks.
+    """Make row-parallel layers of a bitwise engine with several ranks compute `product(x, weight)`, the sum over the ranks.
 
     vLLM adds a bias on the first rank before it sums; the trainer adds it to the rounded sum.
     """
@@ -266,7 +266,7 @@ def _batches(starts: list[int], lengths: list[int], key_bytes: int) -> Iterator[
 
 
 def _patch_log_softmax(sampler: type[Sampler]) -> None:
-    """Make samplers of an exact engine compute log-probs with `exact.log_softmax`.
+    """Make samplers of a bitwise engine compute log-probs with `exact.log_softmax`.
 
     For a token after accepted drafts, vLLM's rejection sampler requests logits from the sampler, but gets log-probs, and applies
     log-softmax again, which rounds. The patched samplers return logits when they are requested.
@@ -299,7 +299,7 @@ def _patch_log_softmax(sampler: type[Sampler]) -> None:
 def install_exact_experts() -> None:
     """Make the experts of a bitwise engine compute with `exact_experts`.
 
-    On CUDA, engines with the default numerics are not patched, because Dynamo would trace the replaced methods.
+    On CUDA, engines with the default numerics are not patched, because Dynamo would trace the patched methods.
     """
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear

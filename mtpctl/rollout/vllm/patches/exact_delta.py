@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def install_exact_delta() -> None:
     """Make the layers of Qwen3.5 in a bitwise engine compute with `exact_delta`.
 
-    Call it only in the process of a bitwise engine. In others, Dynamo would trace the replaced methods, and the import of linear attention
+    Call it only in the process of a bitwise engine. In others, Dynamo would trace the patched methods, and the import of linear attention
     would initialize CUDA, which keeps an engine core from forking its workers.
     """
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated

@@ -43,7 +43,7 @@ Apply = Callable[..., Tensor]
 def install_invariant() -> None:
     """Make the layers of a bitwise engine on CUDA compute with `invariant`.
 
-    Engines with the default numerics are not patched, because Dynamo would trace the replaced methods. On CUDA each engine has its own
+    Engines with the default numerics are not patched, because Dynamo would trace the patched methods. On CUDA each engine has its own
     process.
     """
     from vllm.platforms import current_platform
