@@ -82,7 +82,8 @@ class Exchange:
         dist.all_gather_single(all_counts, destinations.counts, group=group)
         # On CUDA, launched while the counts are gathered.
         order = destinations.order(min(k, ranks))
-        tokens_to, rows_to = all_counts.view(ranks, 2, ranks).transpose(0, 1).tolist()  # [source][destination]
+        counts = all_counts.tolist()
+        tokens_to, rows_to = counts[::2], counts[1::2]  # [source][destination]
         sent, received = tokens_to[rank], [row[rank] for row in tokens_to]
         copies = sum(sent)
         order = replace(order, token_of=order.token_of[:copies], pair_of=order.pair_of[:copies])
@@ -102,7 +103,7 @@ class Codec(Protocol):
 
 
 class Dispatch:
-    """From states [T, H], probs [T, E] and routes [T, E] of this rank's tokens to rows [R, H] of this rank's experts and their probs [R].
+    """From states [T, 1, H], probs [T, E] and routes [T, E] of this rank's tokens to rows [R, H] of its experts and their probs [R].
 
     k: maximum number of this rank's experts per token. order: of the rows, set by `decode`.
     """
@@ -115,7 +116,8 @@ class Dispatch:
 
     def encode(self, *inputs: Tensor) -> Tensor:
         states, probs, routes = inputs
-        return self._layout.pack(states, probs, routes, self._exchange.order)
+        self._shape = states.shape
+        return self._layout.pack(states.flatten(0, -2), probs, routes, self._exchange.order)
 
     def decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         self._message = rows
@@ -127,7 +129,8 @@ class Dispatch:
         return self._layout.pack_grads(rows_grad, probs_grad, self.order)
 
     def decode_grads(self, rows: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *self._layout.unpack_grads(rows, self._exchange.order, self._exchange.group.size()), None
+        states_grad, probs_grad = self._layout.unpack_grads(rows, self._exchange.order, self._exchange.group.size())
+        return states_grad.view(self._shape), probs_grad, None
 
     def take_message(self) -> Callable[[], Tensor]:
         """Release the received message. Returns a function that holds it and gathers the rows again."""
@@ -137,22 +140,22 @@ class Dispatch:
 
 
 class Combine:
-    """From outputs [R, H] of this rank's experts to those of this rank's tokens [T, H].
+    """From outputs [R, H] of this rank's experts to those of this rank's tokens, in `shape` [T, 1, H].
 
     row_order: of the rows, by expert. copy_order: of the tokens' copies, by rank.
     """
 
-    def __init__(self, row_order: ExpertOrder, copy_order: ExpertOrder) -> None:
-        self._row_order, self._copy_order = row_order, copy_order
+    def __init__(self, row_order: ExpertOrder, copy_order: ExpertOrder, shape: torch.Size) -> None:
+        self._row_order, self._copy_order, self._shape = row_order, copy_order, shape
 
     def encode(self, *inputs: Tensor) -> Tensor:
         return row_sums(inputs[0], self._row_order.row_of)
 
     def decode(self, rows: Tensor) -> Tensor:
-        return row_sums(rows, self._copy_order.row_of)
+        return row_sums(rows, self._copy_order.row_of).view(self._shape)
 
     def encode_grads(self, *grads: Tensor) -> Tensor:
-        return grads[0].index_select(0, self._copy_order.token_of)
+        return grads[0].flatten(0, -2).index_select(0, self._copy_order.token_of)
 
     def decode_grads(self, rows: Tensor) -> tuple[Tensor]:
         return (rows.index_select(0, self._row_order.token_of),)
@@ -339,37 +342,36 @@ class MixtureOfExperts(MoELayer):
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """[t, 1, H] → the same shape, and no bias. padding_mask [t]: set for padding tokens."""
-        tokens, expert_tp = hidden_states.flatten(0, -2), self.experts.tp_group
+        states, expert_tp = hidden_states, self.experts.tp_group
         uses_exchange = self.ep_group.size() > 1
         overlapped_states = hidden_states if self.use_shared_expert and uses_exchange and self.tp_group.size() == 1 else None
         shared_out = self.shared_experts(hidden_states) if self.use_shared_expert and overlapped_states is None else None
         probs, routes = self.route(hidden_states, padding_mask)
         if expert_tp.size() > 1:
             # Each rank's part of an expert contributes to the gradients of all tokens and probs.
-            tokens, probs = (gather_from_sequence_parallel_region(x, group=expert_tp) for x in (tokens, probs))
+            states, probs = (gather_from_sequence_parallel_region(x, group=expert_tp) for x in (states, probs))
             routes = gather_from_sequence_parallel_region(routes.to(torch.uint8), group=expert_tp).bool()
         if uses_exchange:
-            out, overlapped_out = self._exchange(tokens, probs, routes, overlapped_states)
+            out, overlapped_out = self._exchange(states, probs, routes, overlapped_states)
             shared_out = shared_out if overlapped_out is None else overlapped_out
         else:
             order = expert_order(routes, self.config.moe_router_topk, 1)
-            out = sum_rows(self._run(tokens, gather_row_probs(probs, order), order), order)
+            out = sum_rows(self._run(states.flatten(0, -2), gather_row_probs(probs, order), order), order).view_as(states)
         if expert_tp.size() > 1:
             out = reduce_scatter_to_sequence_parallel_region(out.to(probs.dtype), group=expert_tp).to(hidden_states.dtype)
-        out = out.view_as(hidden_states)
         return (out if shared_out is None else out + shared_out), None
 
-    def _exchange(self, tokens: Tensor, probs: Tensor, routes: Tensor, overlapped_states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Run this rank's tokens [T, H] through the experts of all ranks and, meanwhile, `overlapped_states` through the shared experts.
+    def _exchange(self, states: Tensor, probs: Tensor, routes: Tensor, overlapped_states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Run `states` [T, 1, H] through the experts of all ranks and, meanwhile, `overlapped_states` through the shared experts.
 
         probs, routes [T, E]: prob of each expert, and whether the token uses it.
         """
         k, group, local_experts = self.config.moe_router_topk, self.ep_group, routes.shape[1] // self.ep_group.size()
         exchange = Exchange.plan(routes, k, group)
         sent, received, is_async = exchange.sent, exchange.received, overlapped_states is not None
-        layout = MessageLayout(tokens.shape[1], tokens.dtype, local_experts, probs.dtype)
+        layout = MessageLayout(states.shape[-1], states.dtype, local_experts, probs.dtype)
         dispatch = Dispatch(exchange, layout, min(k, local_experts))
-        tokens_in_flight = AllToAll(dispatch, (tokens, probs, routes), sent, received, group, is_async=is_async)
+        tokens_in_flight = AllToAll(dispatch, (states, probs, routes), sent, received, group, is_async=is_async)
         inner = None if overlapped_states is None else self.shared_experts.up(overlapped_states)
         rows, row_probs = tokens_in_flight.wait()
         order, gather = dispatch.order, dispatch.take_message()
@@ -380,7 +382,7 @@ class MixtureOfExperts(MoELayer):
             del gather  # releases the message
             out = self.experts.run_in_chunks(rows, order.ends, row_probs, exchange.even_share)
         del rows
-        outputs_in_flight = AllToAll(Combine(order, exchange.order), (out,), received, sent, group, is_async=is_async)
+        outputs_in_flight = AllToAll(Combine(order, exchange.order, states.shape), (out,), received, sent, group, is_async=is_async)
         shared_out = None if inner is None else self.shared_experts.activate_and_down(overlapped_states, inner)
         return outputs_in_flight.wait(), shared_out
 
