@@ -332,12 +332,12 @@ def compare_experts(sizes: Sizes) -> None:
     print_result("router logits, bitwise", describe_row_dependence(partial(invariant.logits, weight=router), x, sizes.counts))
     print_result(
         "probs against softmax",
-        describe_equality(exact_experts.chosen_probs_triton(logits, routes, of_all=True), logits.softmax(-1) * routes),
+        describe_equality(exact_experts.chosen_probs_triton(logits, routes, over_all=True), logits.softmax(-1) * routes),
     )
 
     def run(states: Tensor) -> Tensor:
         own = invariant.logits(states, router)
-        return exact_experts.run_experts(states, own, exact_experts.top_experts(own, k), gate_up, down, of_all=False)
+        return exact_experts.run_experts(states, own, exact_experts.top_experts(own, k), gate_up, down, over_all=False)
 
     if not sizes.cuda:  # the interpreter runs single kernels only
         return

@@ -147,7 +147,7 @@ async def measure(options: Options, folder: Path) -> list[str]:
 
 
 async def _row(options: Options, pools: dict[str, ReplicaPool], batch: int, *, weak: bool) -> str:
-    await pools[AUTO].speculate(-1)  # Discards the measurements for the previous load.
+    await pools[AUTO].control_speculation(-1)  # Discards the measurements for the previous load.
     looking: dict[str, float] = {}
     ratios: dict[str, list[float]] = {name: [] for name in pools}
     off: list[float] = []
@@ -163,7 +163,7 @@ async def _row(options: Options, pools: dict[str, ReplicaPool], batch: int, *, w
         off.append(rates[OFF])
         for name, rate in rates.items():
             ratios[name].append(rate / rates[OFF])
-    state = (await pools[AUTO].speculate())[0]
+    state = (await pools[AUTO].control_speculation())[0]
     cells = [_cell(ratios[name], accepted[name]) for name in (FIXED, AUTO, VLLM)]
     scheduled = next(drafts for low, high, drafts in options.schedule if low <= batch <= high)
     return (

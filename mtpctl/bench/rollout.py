@@ -179,7 +179,7 @@ class Bench:
         return cluster(config, cpus=self.num_engines, gpus=gpus)
 
     def pool(self, drafts: int) -> AbstractAsyncContextManager[ReplicaPool]:
-        """A pool with one engine. drafts: maximum number of draft tokens; the engine selects the number until `speculate` sets it."""
+        """A pool with one engine. drafts: maximum number of draft tokens; the engine selects it unless `control_speculation` does."""
         return engine_pool(self.recipe(drafts), self.options.folder, self.context, self.options.device, self._gpus)
 
     @asynccontextmanager
@@ -313,9 +313,9 @@ async def _measure_fixed(bench: Bench, table: Table, workload: Workload, plain: 
 
     def with_drafts(drafts: int) -> Send:
         async def send_drafting(workload: Workload) -> Run:
-            await drafting.speculate(drafts)
+            await drafting.control_speculation(drafts)
             run = await send_workload(workload)
-            states[drafts].append((await drafting.speculate())[0])
+            states[drafts].append((await drafting.control_speculation())[0])
             return run
 
         return send_drafting
@@ -346,13 +346,13 @@ async def _measure_fixed(bench: Bench, table: Table, workload: Workload, plain: 
 async def _measure_auto(bench: Bench, table: Table, workload: Workload, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
     """Measure `speculation.auto`: one round in which the engine compares numbers of drafts, then rounds with the selected number."""
     senders = {OFF: bench.through(plain), what: bench.through(drafting)}
-    await drafting.speculate(-1)
+    await drafting.control_speculation(-1)
     first_round = await send_alternately(workload, senders, 1, warm_up=False)
     table.add(make_row(f"{what}, looking", workload, first_round[what], first_round[OFF]))
-    await drafting.speculate()
+    await drafting.control_speculation()
     rounds = bench.options.rounds
     runs = await send_alternately(workload, senders, rounds, warm_up=False)
-    state = (await drafting.speculate())[0]
+    state = (await drafting.control_speculation())[0]
     steps: dict[int, int] = state["steps"]
     most_frequent = max(steps, key=lambda drafts: steps[drafts])
     measured = make_row(what, workload, runs[what], runs[OFF], MIN_AUTO_RATIO)

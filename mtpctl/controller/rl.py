@@ -293,7 +293,7 @@ class RlStage:
 
     async def _draft_counts(self) -> dict[str, float]:
         """The mean number of draft tokens per step that the engines have selected. Logs selections that are new."""
-        states = await self.generator.speculate()
+        states = await self.generator.control_speculation()
         for choice in {str(state["message"]) for state in states} - self._reported_choices:
             self._reported_choices.add(choice)
             self.telemetry.event("rollout", choice)

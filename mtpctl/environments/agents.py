@@ -132,8 +132,8 @@ class AgentGenerator(Generator):
             self._report(f"an agent sent {name}, which is ignored (rollout.gateway_fields)")
         return _finalize_sample(request, trajectory, samples, outcome)
 
-    async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
-        return await self._engines.speculate(drafts)
+    async def control_speculation(self, drafts: int | None = None) -> list[SpeculationState]:
+        return await self._engines.control_speculation(drafts)
 
     async def health(self) -> list[Health]:
         return await self._engines.health()

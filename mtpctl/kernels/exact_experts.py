@@ -39,9 +39,11 @@ def route_mask(experts: Tensor, count: int) -> Tensor:
     return torch.zeros(len(experts), count, dtype=torch.bool, device=experts.device).scatter_(1, experts, True)
 
 
-def chosen_probs(logits: Tensor, routes: Tensor, *, of_all: bool) -> Tensor:
-    """Probs fp32 [T, E] of the experts in `routes` [T, E], 0 for others: a softmax over these, or over all experts if `of_all`."""
-    return chosen_probs_triton(logits, routes, of_all=of_all) if logits.is_cuda else chosen_probs_torch(logits, routes, of_all=of_all)
+def chosen_probs(logits: Tensor, routes: Tensor, *, over_all: bool) -> Tensor:
+    """Probs fp32 [T, E] of the experts in `routes` [T, E], 0 for others: a softmax over these, or over all experts if `over_all`."""
+    return (
+        chosen_probs_triton(logits, routes, over_all=over_all) if logits.is_cuda else chosen_probs_torch(logits, routes, over_all=over_all)
+    )
 
 
 def grouped_linear(x: Tensor, ends: Tensor, weights: Tensor, *, reverse: bool = False) -> Tensor:
@@ -53,14 +55,14 @@ def grouped_linear(x: Tensor, ends: Tensor, weights: Tensor, *, reverse: bool = 
     return run(x, ends, weights, reverse=reverse)
 
 
-def run_experts(x: Tensor, logits: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, of_all: bool) -> Tensor:
+def run_experts(x: Tensor, logits: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, over_all: bool) -> Tensor:
     """The output [T, H] of a mixture of experts for states x [T, H].
 
-    logits: fp32 [T, E]. experts: int64 [T, k]. gate_up [E, 2 F, H] and down [E, H, F]: the experts' weights. of_all: see `chosen_probs`.
+    logits: fp32 [T, E]. experts: int64 [T, k]. gate_up [E, 2 F, H] and down [E, H, F]: the experts' weights. over_all: see `chosen_probs`.
     """
     routes = route_mask(experts, logits.shape[1])
     order = expert_order(routes, experts.shape[1], 1)
-    probs = chosen_probs(logits, routes, of_all=of_all).flatten().index_select(0, order.pair_of)
+    probs = chosen_probs(logits, routes, over_all=over_all).flatten().index_select(0, order.pair_of)
     inner = grouped_linear(x.index_select(0, order.token_of), order.ends, gate_up, reverse=True)
     swiglu = invariant.swiglu if x.is_cuda else exact.swiglu
     return row_sums(grouped_linear(swiglu(inner, probs), order.ends, down, reverse=True), order.row_of)
@@ -69,8 +71,8 @@ def run_experts(x: Tensor, logits: Tensor, experts: Tensor, gate_up: Tensor, dow
 # ------------------------------------------------------------------------------------------------------------ on a CPU
 
 
-def chosen_probs_torch(logits: Tensor, routes: Tensor, *, of_all: bool) -> Tensor:
-    included = torch.ones_like(routes) if of_all else routes
+def chosen_probs_torch(logits: Tensor, routes: Tensor, *, over_all: bool) -> Tensor:
+    included = torch.ones_like(routes) if over_all else routes
     scores = logits.double()
     top = scores.masked_fill(~included, float("-inf")).amax(-1, keepdim=True)
     weights = exact.exp(scores - top).masked_fill_(~included, 0.0)
@@ -85,7 +87,7 @@ def grouped_linear_torch(x: Tensor, ends: Tensor, weights: Tensor, *, reverse: b
 # ------------------------------------------------------------------------------------------------------------ on CUDA
 
 
-def chosen_probs_triton(logits: Tensor, routes: Tensor, *, of_all: bool) -> Tensor:
+def chosen_probs_triton(logits: Tensor, routes: Tensor, *, over_all: bool) -> Tensor:
     logits, routes = logits.contiguous(), routes.contiguous()
     probs, (tokens, experts) = torch.empty_like(logits), logits.shape
     width = triton.next_power_of_2(experts)
@@ -93,7 +95,7 @@ def chosen_probs_triton(logits: Tensor, routes: Tensor, *, of_all: bool) -> Tens
     if tokens:
         with on_device_of(logits):
             chosen_probs_kernel[(triton.cdiv(tokens, block),)](
-                logits, routes.view(torch.uint8), probs, tokens, experts, OF_ALL=of_all, TOKENS=block, EXPERTS=width
+                logits, routes.view(torch.uint8), probs, tokens, experts, OF_ALL=over_all, TOKENS=block, EXPERTS=width
             )
     return probs
 

@@ -67,14 +67,14 @@ def router_logits(states: Tensor, weight: Tensor) -> Tensor:
     return routing.router_logits(states, weight, invariant.logits if states.is_cuda else exact.logits)
 
 
-def route(logits: Tensor, experts: Tensor, *, of_all: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, experts: Tensor, *, over_all: bool) -> tuple[Tensor, Tensor]:
     """Probs and routes (bool), both [T, E], of logits [T, E] and each token's `experts` [T, k]. See `exact_experts.chosen_probs`."""
     routes = exact_experts.route_mask(experts, logits.shape[1])
 
     def inexact(logits: Tensor) -> Tensor:
-        return (logits if of_all else logits.masked_fill(~routes, float("-inf"))).softmax(-1).masked_fill(~routes, 0.0)
+        return (logits if over_all else logits.masked_fill(~routes, float("-inf"))).softmax(-1).masked_fill(~routes, 0.0)
 
-    return with_gradients_of(inexact, partial(exact_experts.chosen_probs, routes=routes, of_all=of_all), logits), routes
+    return with_gradients_of(inexact, partial(exact_experts.chosen_probs, routes=routes, over_all=over_all), logits), routes
 
 
 def with_gradients_of(inexact: Callable[..., Tensor], exact_function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

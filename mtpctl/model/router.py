@@ -127,7 +127,7 @@ class Router(TopKRouter):
             counts_in_kernel = False
             selection = self.choice or ExpertChoice(None, recorded=False)
             _values, experts = selection.get_replay_topk(logits, self.topk, None, None, _top_experts)
-            probs, routes = exact_grad.route(logits, experts, of_all=config.moe_router_pre_softmax)
+            probs, routes = exact_grad.route(logits, experts, over_all=config.moe_router_pre_softmax)
         else:
             counts_in_kernel = False
             choice = self.choice

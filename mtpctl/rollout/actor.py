@@ -49,7 +49,7 @@ class EngineControl(Protocol):
 
     async def pause(self, mode: PauseMode) -> None: ...
 
-    async def speculate(self, drafts: int | None = None) -> SpeculationState: ...
+    async def control_speculation(self, drafts: int | None = None) -> SpeculationState: ...
 
     async def admit_at_once(self, at_once: bool) -> None: ...
 
@@ -185,7 +185,7 @@ class RayReplica:
     update = _control(EngineControl.update)
     serve_relay = _control(EngineControl.serve_relay)
     pause = _control(EngineControl.pause)
-    speculate = _control(EngineControl.speculate)
+    control_speculation = _control(EngineControl.control_speculation)
     admit_at_once = _control(EngineControl.admit_at_once)
     health = _control(EngineControl.health)
 

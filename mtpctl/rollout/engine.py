@@ -205,7 +205,7 @@ class Engine(ABC):
         """Continue generating. Raises TargetDirty if the weights are a mix of two versions."""
 
     @abstractmethod
-    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
+    async def control_speculation(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
         """Set the number of draft tokens per step; -1: automatic, None: unchanged.
 
         `look_again` makes the engine time all numbers of drafts again. Raises UserError for an engine without `speculation.auto`.
@@ -263,7 +263,7 @@ class Engine(ABC):
             await self.pause(mode)
             report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s, sections=self._sections)
             if self.auto_speculation:
-                await self.speculate(look_again=True)
+                await self.control_speculation(look_again=True)
         finally:
             self._control_deadline_s = CONTROL_DEADLINE_S
             if not was_paused and not self._target.dirty and not self._failure:

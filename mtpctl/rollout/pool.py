@@ -407,9 +407,9 @@ class ReplicaPool:
         async with self.quiesce(mode):
             return await self.apply_update(manifest, mode=mode, verify=verify, deadline_s=deadline_s)
 
-    async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
-        """See `Generator.speculate`; one entry per live replica."""
-        return await self._replicas.each(lambda replica: replica.speculate(drafts))
+    async def control_speculation(self, drafts: int | None = None) -> list[SpeculationState]:
+        """See `Generator.control_speculation`; one entry per live replica."""
+        return await self._replicas.each(lambda replica: replica.control_speculation(drafts))
 
     async def admit_at_once(self, at_once: bool) -> None:
         """See `VllmEngine.admit_at_once`, for all live replicas."""

@@ -123,7 +123,7 @@ class Generator(Protocol):
         """
         ...
 
-    async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
+    async def control_speculation(self, drafts: int | None = None) -> list[SpeculationState]:
         """Set the number of draft tokens per step; -1: automatic, None: unchanged. Only with `rollout.speculation.auto`.
 
         Returns one entry per engine.

@@ -161,7 +161,7 @@ async def test_replica_lost_with_its_host_is_replaced_on_another_any_number_of_t
             (actor,) = [actor for actor, bundle in it.hosts.by_actor.items() if bundle.node == before]
             it.hosts.room[after] = it.hosts.room.pop(before)
             it.fleet.made[int(actor.removeprefix("rollout-"))][-1].die()
-            await it.pool.speculate()  # notices it
+            await it.pool.control_speculation()  # notices it
             await it.settled_on(f"a{after}")
 
 
@@ -228,7 +228,7 @@ async def test_request_takes_effect_even_if_its_answer_cannot_be_written(tmp_pat
 async def test_quarantined_replicas_leave_first(tmp_path: Path) -> None:
     async with world(tmp_path, {"a": 8}, least=2, most=2, max_restarts=0) as it:
         it.fleet.live[0].die()
-        await it.pool.speculate()  # notices it
+        await it.pool.control_speculation()  # notices it
         await it.until(lambda: it.pool.membership.occupied_slots == [0, 1])
         it.elastic.rollout = VllmConfig(replicas=ReplicaRange(min=1, max=2))
         await asyncio.to_thread(request_replicas, it.run, 1)

@@ -312,7 +312,7 @@ async def test_engine_restarted_during_a_plan_waits_for_the_next_version(root: P
 
     trainer = Announcing(until_it_is_back)
     created[1].die()
-    await pool.speculate()  # notices it
+    await pool.control_speculation()  # notices it
     await pushing(root, trainer, pool)(1)
     assert trainer.members == [["rollout 0.0.0"]]
     assert [replica.version for replica in created] == [1, 0, 0]
@@ -322,7 +322,7 @@ async def test_engine_restarted_during_a_plan_waits_for_the_next_version(root: P
 async def test_engine_lost_during_a_plan_makes_the_others_retry_at_once(root: Path, created: list[FakeReplica], pool: ReplicaPool) -> None:
     async def dying() -> None:
         created[1].die()
-        await pool.speculate()  # notices it
+        await pool.control_speculation()  # notices it
 
     trainer = Announcing(dying)
     began = time.monotonic()

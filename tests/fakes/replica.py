@@ -110,7 +110,7 @@ class FakeReplica:
         self._check()
         self._running.set()
 
-    async def speculate(self, drafts: int | None = None) -> dict[str, Any]:
+    async def control_speculation(self, drafts: int | None = None) -> dict[str, Any]:
         self._check()
         return {"drafts": drafts}
 

@@ -36,7 +36,7 @@ class Echo:
             sample.finish_reason, sample.speculation = "stop", Speculation(2, 1, [1], 2)
             yield sample
 
-    async def speculate(self, drafts: int | None = None) -> list[SpeculationState]:
+    async def control_speculation(self, drafts: int | None = None) -> list[SpeculationState]:
         return []
 
     async def health(self) -> list[Health]:

@@ -39,12 +39,12 @@ def test_weights_that_are_not_adjacent_are_copied() -> None:
     assert torch.equal(exact_experts.grouped_linear_triton(x, ends, weights), expected)
 
 
-@pytest.mark.parametrize("of_all", [False, True])
-def test_probs_match_softmax(of_all: bool) -> None:
+@pytest.mark.parametrize("over_all", [False, True])
+def test_probs_match_softmax(over_all: bool) -> None:
     logits = drawn(70, 6).float()
     routes = exact_experts.route_mask(exact_experts.top_experts(logits, 2), 6)
-    probs = exact_experts.chosen_probs_triton(logits, routes, of_all=of_all)
+    probs = exact_experts.chosen_probs_triton(logits, routes, over_all=over_all)
     assert torch.equal(probs != 0, routes)
-    assert (probs - exact_experts.chosen_probs_torch(logits, routes, of_all=of_all)).abs().max() < 1e-6
+    assert (probs - exact_experts.chosen_probs_torch(logits, routes, over_all=over_all)).abs().max() < 1e-6
     for count in (1, 3, 33):
-        assert torch.equal(exact_experts.chosen_probs_triton(logits[:count], routes[:count], of_all=of_all), probs[:count])
+        assert torch.equal(exact_experts.chosen_probs_triton(logits[:count], routes[:count], over_all=over_all), probs[:count])

@@ -68,7 +68,7 @@ KERNELS = [
     (invariant.mass_kernel, {"BLOCK": 4096}),
     (exact_delta.convolve_kernel, {"TAPS": 4, "BLOCK": 128}),
     (exact_delta.recurrence_kernel, {"HEADS": 32, "SHARED": 2, "DEPTH": 128, "WIDTH": 128, "BLOCK_DEPTH": 128, "BLOCK_WIDTH": 32}),
-    *((exact_experts.chosen_probs_kernel, {**BLOCK, "OF_ALL": of_all}) for of_all in FLAGS),
+    *((exact_experts.chosen_probs_kernel, {**BLOCK, "OF_ALL": over_all}) for over_all in FLAGS),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
 POINTERS = {

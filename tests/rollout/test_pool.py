@@ -166,7 +166,7 @@ async def test_replica_restarted_during_a_push_is_not_a_member() -> None:
     fleet = Fleet()
     pool = await fleet.pool(2)
     fleet.live[1].die()
-    await pool.speculate()  # notices it
+    await pool.control_speculation()  # notices it
     with pushed(1) as announce:
         async with pool.quiesce():
             members = pool.members(1)
@@ -190,7 +190,7 @@ async def test_push_does_not_wait_for_a_dead_member() -> None:
         async with pool.quiesce():
             manifest = announce(pool.members(1))
             fleet.live[1].die()
-            await pool.speculate()  # notices it
+            await pool.control_speculation()  # notices it
             with pytest.raises(SyncError, match="a receiver of the weights gave up: the fake was killed"):
                 await pool.apply_update(manifest)
     assert time.monotonic() - began < 5
@@ -249,7 +249,7 @@ async def test_restarted_replica_applies_the_served_version_not_the_incoming_one
     await pool.update(MANIFESTS[1])
     fleet.published.there = [MANIFESTS[1], MANIFESTS[2]]
     fleet.live[1].die()
-    await pool.speculate()  # notices it
+    await pool.control_speculation()  # notices it
     while not all(health.alive for health in await pool.health()):
         await asyncio.sleep(0.005)
     assert [health.version for health in await pool.health()] == [1, 1]

@@ -178,7 +178,7 @@ async def test_replica_waiting_to_leave_gets_no_request_and_is_not_restarted() -
         await asyncio.sleep(0)
         assert_all_once(await collect(pool, requests(20)), 20)
         fleet.live[0].die()
-        await pool.speculate()  # notices it
+        await pool.control_speculation()  # notices it
         await asyncio.sleep(0.01)
     await asyncio.gather(*leaving)
     assert [len(replica.served) for replica in fleet.live] == [0, 0, 20]
@@ -203,7 +203,7 @@ async def test_slots_to_vacate_are_ordered_by_use() -> None:
     fleet = Fleet()
     pool = await fleet.pool(3, max_restarts=0)
     fleet.live[1].die()
-    await pool.speculate()  # notices it
+    await pool.control_speculation()  # notices it
     fleet.made[1][-1].die()
     while (await pool.health())[1].reason.startswith("restarting"):
         await asyncio.sleep(0.002)

@@ -185,7 +185,7 @@ class VllmEngine(Engine):
     def auto_speculation(self) -> bool:
         return "scheduler_cls" in self._settings.args
 
-    async def speculate(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
+    async def control_speculation(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
         if not self.auto_speculation:
             raise UserError("rollout.speculation.auto: is off, so the number of draft tokens is fixed at the start")
         state: SpeculationState = await self._with_deadline(

@@ -48,7 +48,7 @@ def test_logprobs_stay_those_of_the_policy_while_the_number_of_drafts_changes(en
     async def drive() -> list[Sample]:
         task = asyncio.ensure_future(answers(engine, 8, 200))
         for drafts in (2, 0, 1, 0, 2, 1, 0):
-            await engine.speculate(drafts)
+            await engine.control_speculation(drafts)
             await asyncio.sleep(0.04)
         return await task
 
@@ -77,7 +77,7 @@ def test_fixed_number_is_drafted_and_zero_skips_the_drafter(
 
         monkeypatch.setattr(module, "forward", forward)
 
-    run(engine.speculate(drafts))
+    run(engine.control_speculation(drafts))
     run(answers(engine, 4, 10))
     watch("drafter", runner.drafter.model)
     watch("rejection", runner.rejection_sampler)
@@ -87,12 +87,12 @@ def test_fixed_number_is_drafted_and_zero_skips_the_drafter(
         assert counts.accepted == counts.drafted
         assert counts.drafted == pytest.approx(60 * drafts / (1 + drafts), abs=2 * drafts)
     assert (called["drafter"] > 0, called["rejection"] > 0) == (drafts > 0, drafts > 0)
-    state = run(engine.speculate())
+    state = run(engine.control_speculation())
     assert set(state["draft_s"]) == {drafts} - {0}
     assert all(0 < seconds < 1 for seconds in state["draft_s"].values())
     assert set(state["steps"]) == {drafts} and state["steps"][drafts] >= 70 // (1 + drafts)
     assert set(state["step_s"]) == {drafts} and 0 < state["step_s"][drafts] < 10
-    again = run(engine.speculate())
+    again = run(engine.control_speculation())
     assert again["steps"] == again["step_s"] == {}
 
 
@@ -100,8 +100,8 @@ def test_a_drafter_that_is_never_right_is_switched_off(engine: VllmEngine, run: 
     load(cycle_tensors(CONFIG, STEP, STEP + 1))
 
     async def after_a_look() -> SpeculationState:
-        before = (await engine.speculate(-1))["looks"]
-        while (state := await engine.speculate())["looks"] == before or state["looking"]:
+        before = (await engine.control_speculation(-1))["looks"]
+        while (state := await engine.control_speculation())["looks"] == before or state["looking"]:
             await answers(engine, 16, 100)
         return state
 
@@ -122,7 +122,7 @@ def test_new_weights_restart_the_choice_of_draft_tokens(engine: VllmEngine, run:
     assert scheduler.switch._next_look_step == scheduler.switch._steps
 
 
-def test_engine_without_auto_rejects_speculate(run: Loop) -> None:
+def test_engine_without_auto_rejects_control(run: Loop) -> None:
     settings = engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu")
     assert "scheduler_cls" not in settings.args
 

@@ -40,14 +40,14 @@ def test_drafts_up_to_the_context_limit_keep_the_logprobs_of_the_policy(run: Loo
     async def with_changing_drafts() -> list[Sample]:
         task = asyncio.ensure_future(responses(engine, 16))
         for drafts in (2, 1, 0, 2, 0, 1):
-            await engine.speculate(drafts)
+            await engine.control_speculation(drafts)
             await asyncio.sleep(0.01)
         return await task
 
     try:
-        run(engine.speculate(0))
+        run(engine.control_speculation(0))
         plain = run(responses(engine, 16))
-        run(engine.speculate(2))
+        run(engine.control_speculation(2))
         drafted = run(responses(engine, 16)) + run(with_changing_drafts())
     finally:
         run(engine.shutdown())

@@ -37,13 +37,13 @@ def test_rejected_drafts_keep_the_logprobs_of_the_policy_through_aborts(run: Loo
     prompts = [[3 + (7 * index + place) % 300 for place in range(16)] for index in range(REQUESTS)]
 
     async def aborted_by_syncs(drafts: int) -> list[Sample]:
-        await engine.speculate(drafts)
+        await engine.control_speculation(drafts)
         task = asyncio.ensure_future(answers(engine, prompts, CONTEXT))
         for _ in range(SYNCS):
             await asyncio.sleep(2)
             # The same weights under a new version: one policy scores all tokens.
             await engine.update(publisher.publish(tensors.items(), engine.version + 1), mode="abort")
-            await engine.speculate(drafts)
+            await engine.control_speculation(drafts)
         return await task
 
     try:

@@ -351,5 +351,5 @@ def run_moe(runner: MoERunner, hidden_states: Tensor, router_logits: Tensor, *_:
     experts = exact_experts.top_experts(router_logits, router.top_k)
     if router.capture_fn is not None:
         router.capture_fn(experts)
-    is_unnormalized = not router.renormalize
-    return None, exact_experts.run_experts(hidden_states, router_logits, experts, layer.w13_weight, layer.w2_weight, of_all=is_unnormalized)
+    over_all = not router.renormalize
+    return None, exact_experts.run_experts(hidden_states, router_logits, experts, layer.w13_weight, layer.w2_weight, over_all=over_all)
