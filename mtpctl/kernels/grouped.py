@@ -54,10 +54,11 @@ class WeightStack:
         """Whether gradients go to the weights' `main_grad` buffers and bypass autograd."""
         return getattr(self.weights[0], "main_grad", None) is not None
 
-    @property
-    def autograd_weights(self) -> tuple[Tensor, ...]:
-        """Weights to pass to autograd: all, or one representative if gradients bypass it."""
-        return self.weights[:1] if self.has_grad_buffers else self.weights
+    def autograd_weights(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Weights to pass to autograd with the input x: all; if gradients bypass it, one, or none if x is in the graph already."""
+        if not self.has_grad_buffers:
+            return self.weights
+        return () if x.requires_grad else self.weights[:1]
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -140,7 +141,7 @@ def grouped_linear(x: Tensor, ends: Tensor, weights: WeightStack, product: Produ
     if not len(x):
         # No kernel accepts zero rows. The product keeps the result in the graph, so that earlier layers get gradients.
         return x @ weights.weights[0].t()
-    return _GroupedLinear.apply(x, ends, weights, product, *weights.autograd_weights)
+    return _GroupedLinear.apply(x, ends, weights, product, *weights.autograd_weights(x))
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -156,11 +157,11 @@ class _GroupedLinear(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         x_grad = _products(grad, weights.stacked, ends) if ctx.needs_input_grad[0] else None
         weight_grads: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
-        if ctx.needs_input_grad[4]:
-            if weights.has_grad_buffers:
+        if weights.has_grad_buffers:
+            if weights.weights[0].requires_grad:
                 weights.add_gradients(grad, x, ends)
-            else:
-                weight_grads = _outer_products(grad, x, ends).unbind()
+        elif ctx.needs_input_grad[4]:
+            weight_grads = _outer_products(grad, x, ends).unbind()
         return x_grad, None, None, None, *weight_grads
 
 
@@ -250,7 +251,7 @@ def weight_grads_unsupported(grad: Tensor, x: Tensor, out: Tensor) -> str | None
         return f"needs CUDA (or TRITON_INTERPRET=1), x is on {x.device}"
     if x.dtype not in products.HALF_DTYPES or out.dtype != torch.float32:
         return f"adds products of bf16 or fp16 to fp32, got {x.dtype} and {out.dtype}"
-    if not (out[0].is_contiguous() and grad.is_contiguous() and x.is_contiguous()) or grad.shape[1] % 8 or x.shape[1] % 8:
+    if not (out.stride()[1:] == (out.shape[2], 1) and grad.is_contiguous() and x.is_contiguous()) or grad.shape[1] % 8 or x.shape[1] % 8:
         return "needs contiguous rows at multiples of 16 bytes"
     return None
 

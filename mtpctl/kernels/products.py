@@ -116,19 +116,22 @@ def accumulate_weight_grad(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
 
 def buffered_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in] · weightᵀ → [..., out]. `weight` [out, in] must satisfy `is_buffered`."""
-    return _BufferedLinear.apply(x, weight)
+    # If x is in the graph, the weight needs not be: its node would only run a hook that finds no gradient.
+    return _BufferedLinear.apply(x, (weight,), None if x.requires_grad else weight)
 
 
 class _BufferedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: tuple[Tensor], _leaf: Tensor | None) -> Tensor:
+        (weight,) = weights
         ctx.save_for_backward(x)
         ctx.weight = weight  # a parameter, which outlives the graph
         return torch.mm(x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return linear_backward(ctx, grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        x_grad, _weight_grad = linear_backward(ctx, grads[0])
+        return x_grad, None, None
 
 
 def linear_backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, Tensor | None]:

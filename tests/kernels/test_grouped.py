@@ -38,15 +38,18 @@ def test_grouped_linear_and_gradients_match_per_group_products(dtype: torch.dtyp
         assert (tensor.double() - reference).norm() <= tolerance * (1 + reference.norm())
 
 
+@pytest.mark.parametrize("frozen_rows", [True, False])
 @pytest.mark.parametrize("regular", [True, False])
-def test_gradients_are_added_to_main_grad_buffers(regular: bool) -> None:
+def test_gradients_are_added_to_main_grad_buffers(regular: bool, frozen_rows: bool) -> None:
     x, ends, weights = problem(torch.float32, 12, 20, COUNTS)
     whole = torch.ones(len(COUNTS), 20, 12 + 4)
     buffers = [row[:, :12] for row in whole] if not regular else list(torch.ones(len(COUNTS), 20, 12))
     for weight, buffer in zip(weights, buffers, strict=True):
         weight.main_grad = buffer  # type: ignore[attr-defined]
     expected = torch.autograd.grad(one_by_one(x, COUNTS, weights).sum(), weights)
-    grouped_linear(x, ends, WeightStack(weights)).sum().backward()
+    out = grouped_linear(x.requires_grad_(not frozen_rows), ends, WeightStack(weights))
+    assert out.grad_fn is not None and sum(node is not None for node, _ in out.grad_fn.next_functions) == 1, "only x or one weight"
+    out.sum().backward()
     for weight, buffer, target in zip(weights, buffers, expected, strict=True):
         assert weight.grad is None
         torch.testing.assert_close(buffer, target + 1)

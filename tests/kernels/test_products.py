@@ -47,6 +47,7 @@ def test_weight_gradient_is_only_in_its_buffer(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     w, x = weight(3, 5), torch.randn(shape, requires_grad=True)
     out = buffered_linear(x, w)
+    assert out.grad_fn is not None and sum(node is not None for node, _ in out.grad_fn.next_functions) == 1, "only x is in the graph"
     grad = torch.randn_like(out)
     out.backward(grad)
     assert torch.allclose(out, x @ w.t()) and w.grad is None
