@@ -125,7 +125,7 @@ class _SplitHeads(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         mixed = mixed.contiguous()
         ctx.save_for_backward(None if norm is None else mixed, *(angles or ()))
-        ctx.layout, ctx.norm = layout, norm  # with parameters, which outlive the graph
+        ctx.shape, ctx.layout, ctx.norm = mixed.shape, layout, norm  # with parameters, which outlive the graph
         return split_heads_triton(mixed, layout, norm, angles)
 
     @staticmethod
@@ -135,7 +135,7 @@ class _SplitHeads(torch.autograd.Function):
         mixed_grad, query_weight_grad, key_weight_grad = split_heads_backward_triton(grads, mixed, ctx.layout, norm, tuple(angles) or None)
         if norm is not None and query_weight_grad is not None and key_weight_grad is not None:
             query_weight_grad, key_weight_grad = buffered_grad(norm.queries, query_weight_grad), buffered_grad(norm.keys, key_weight_grad)
-        return mixed_grad, query_weight_grad, key_weight_grad, None, None, None
+        return mixed_grad.view(ctx.shape), query_weight_grad, key_weight_grad, None, None, None
 
 
 @triton.jit

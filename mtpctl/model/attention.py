@@ -51,7 +51,7 @@ class SelfAttention(UpstreamSelfAttention):
             qk_norm = HeadNorm(norm.reduced_weight(), k_norm.reduced_weight(), norm.eps, norm_offset(config))
             if is_bitwise(config):
                 return exact_grad.split_normed_heads(qkv.squeeze(1), layout, qk_norm, self._rotary(packing))
-        return split_heads(qkv.squeeze(1), layout, qk_norm, self._rotary(packing))
+        return split_heads(qkv, layout, qk_norm, self._rotary(packing))
 
     def _rotary(self, packing: Packing) -> Rotary | None:
         return packing.rotary
