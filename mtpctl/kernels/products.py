@@ -73,6 +73,14 @@ def is_buffered(weight: Tensor) -> bool:
     return weight.requires_grad and getattr(weight, "main_grad", None) is not None
 
 
+def autograd_leaf(weight: Tensor, x: Tensor) -> Tensor | None:
+    """The weight to pass to autograd with the input x. None if the weight is buffered and x is in the graph.
+
+    The weight's node would only run a hook that finds no gradient.
+    """
+    return None if x.requires_grad and is_buffered(weight) else weight
+
+
 def mark_stale(buffer: Tensor) -> None:
     """Mark the start of an update: the next gradient overwrites `buffer`."""
     buffer.stale = True  # type: ignore[attr-defined]
@@ -116,8 +124,7 @@ def accumulate_weight_grad(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
 
 def buffered_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in] · weightᵀ → [..., out]. `weight` [out, in] must satisfy `is_buffered`."""
-    # If x is in the graph, the weight needs not be: its node would only run a hook that finds no gradient.
-    return _BufferedLinear.apply(x, (weight,), None if x.requires_grad else weight)
+    return _BufferedLinear.apply(x, (weight,), autograd_leaf(weight, x))
 
 
 class _BufferedLinear(torch.autograd.Function):

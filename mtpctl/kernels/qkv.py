@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.norm import rms_norm
-from mtpctl.kernels.products import buffered_grad
+from mtpctl.kernels.products import autograd_leaf, buffered_grad
 from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 TILE_ELEMENTS = 2048
@@ -93,7 +93,7 @@ def split_heads(mixed: Tensor, layout: HeadLayout, norm: HeadNorm | None, angles
     """Split `mixed` [t, …] into heads, normed if `norm` is set and rotated if `angles` is set."""
     if not mixed.is_cuda:
         return split_heads_torch(mixed, layout, norm, angles)
-    weights = (None, None) if norm is None else (norm.queries, norm.keys)
+    weights = (None, None) if norm is None else (autograd_leaf(norm.queries, mixed), autograd_leaf(norm.keys, mixed))
     return Heads(*_SplitHeads.apply(mixed, *weights, layout, norm, angles))
 
 

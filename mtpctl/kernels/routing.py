@@ -245,18 +245,21 @@ def router_logits(states: Tensor, weight: Tensor, product: Callable[[Tensor, Ten
 
     product: computes fp32 logits [n, E] from states [n, H] and the weight.
     """
-    return _RouterLogits.apply(states, weight, product)
+    return _RouterLogits.apply(states, (weight,), products.autograd_leaf(weight, states), product)
 
 
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, states: Tensor, weights: tuple[Tensor], _leaf: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        (weight,) = weights
         ctx.save_for_backward(states)
         ctx.weight = weight  # a parameter, which outlives the graph
         return product(states.flatten(0, -2), weight).view(*states.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         (states,), weight = ctx.saved_tensors, ctx.weight
         x, grad = states.flatten(0, -2), grads[0].flatten(0, -2)
         if x.is_cuda and x.dtype in products.HALF_DTYPES:
@@ -268,7 +271,7 @@ class _RouterLogits(torch.autograd.Function):
             weight_grad = torch.add(*torch.mm(addends.t(), x, out_dtype=torch.float32).chunk(2))
         else:
             states_grad, weight_grad = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
-        return states_grad.to(states.dtype).view_as(states), products.buffered_grad(weight, weight_grad), None
+        return states_grad.to(states.dtype).view_as(states), None, products.buffered_grad(weight, weight_grad), None
 
 
 def _split_addends(x: Tensor, dtype: torch.dtype) -> Tensor:
