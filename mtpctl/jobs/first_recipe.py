@@ -132,7 +132,7 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
             gpu,
             "groups without signal are replaced" if gpu else "a fixed number of responses per update, some without signal",
         ),
-        Setting("train.rl.steps", 500 if gpu else 6, _duration(work, machine)),
+        Setting("train.rl.steps", 500 if gpu else 4, _duration(work, machine)),
         Setting("rollout.max_tokens", response, f"room for reasoning, and 4 x the longest answer of {work.answer_tokens} tokens"),
         Setting("train.rl.overlong.buffer", max(1, response // 8), "only the last eighth of max_tokens is penalized"),
         Setting("rollout.context", context, f"the longest prompt has {work.prompt_tokens} tokens"),
@@ -265,7 +265,7 @@ def first_task(name: str, model: str, task: str, machine: Machine, templates: Pa
         "TASK": f'"{task}"',
         "SETTINGS": json.dumps(task_settings.get(task, {})),
         "TRAINING": f"{training_rows.get(task, 5_000):_}",
-        "HELD_OUT": str(512 if machine.gpus else 64),
+        "HELD_OUT": str(512 if machine.gpus else 48),
     }
     for constant, value in constants.items():
         texts = {file: re.sub(rf"^{constant} = .*$", f"{constant} = {value}", text, flags=re.MULTILINE) for file, text in texts.items()}
@@ -275,8 +275,8 @@ def first_task(name: str, model: str, task: str, machine: Machine, templates: Pa
     work = workload(shape, tokenizer, [*rows[:TOKENIZED_ROWS], *held_out], len(rows), templated)
     settings = choose(work, machine)
     texts |= {"rows.jsonl": _lines(rows), "held_out.jsonl": _lines(held_out)}
-    if machine.gpus and shape.eagle3 is None and not shape.mtp_layers and _accepts_drafter(config):
-        settings = [*settings, *DRAFTER]
+    if shape.eagle3 is None and not shape.mtp_layers and _accepts_drafter(config):
+        settings = [*settings, *drafter_settings(machine)]
     texts["recipe.yaml"] = recipe_text(name, model, task, work, settings, gpu=machine.gpus > 0, templated=templated)
     return FirstTask(texts, settings, cautions(work, machine))
 
@@ -337,18 +337,21 @@ def workload(shape: ModelShape, tokenizer: Tokenizer, rows: Sequence[Row], count
     )
 
 
-DRAFTER = (
-    Setting("train.stages", ["draft", "rl"], "first the drafter alone, on samples of the model"),
-    Setting("model.drafter.layers", 1, "the model has no drafter: the run adds one"),
-    Setting("train.draft.steps", 500, "under a minute on one H200, with 12,288 samples"),
-    Setting("train.draft.samples", 12_288),
-    Setting("train.draft.batch_size", 128),
-    Setting("mtp.loss", "soft_ce", "the drafter learns the distribution that its drafts are verified against"),
-    Setting("mtp.repeat", 3, "as many depths as draft tokens"),
-    Setting("rollout.speculation.num_tokens", 3),
-    Setting("train.rl.optimizer.mtp_lr", 3e-4, "the drafter has to follow a policy that changes fast"),
-)
-"""Settings for a model without a drafter, measured with SmolLM2-135M (docs/benchmarks/drafter.md)."""
+def drafter_settings(machine: Machine) -> list[Setting]:
+    """Settings for a model without a drafter, measured with SmolLM2-135M (docs/benchmarks/drafter.md)."""
+    steps, samples, batch_size, drafts = (500, 12_288, 128, 3) if machine.gpus else (200, 48, 2, 1)
+    duration = "under a minute on one H200" if machine.gpus else "about three minutes on two cores"
+    return [
+        Setting("train.stages", ["draft", "rl"], "first the drafter alone, on samples of the model"),
+        Setting("model.drafter.layers", 1, "the model has no drafter: the run adds one"),
+        Setting("train.draft.steps", steps, f"{duration}, with {samples:,} samples"),
+        Setting("train.draft.samples", samples),
+        Setting("train.draft.batch_size", batch_size),
+        Setting("mtp.loss", "soft_ce", "the drafter learns the distribution that its drafts are verified against"),
+        Setting("mtp.repeat", drafts, "as many depths as draft tokens"),
+        Setting("rollout.speculation.num_tokens", drafts),
+        Setting("train.rl.optimizer.mtp_lr", 3e-4, "the drafter has to follow a policy that changes fast"),
+    ]
 
 
 def _accepts_drafter(config: Mapping[str, object]) -> bool:

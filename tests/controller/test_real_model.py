@@ -92,7 +92,7 @@ def test_first_run_trains_with_the_settings_of_init(tmp_path: Path) -> None:
     assert "train.rl.optimizer.lr: 3e-05" in printed
     held_out = tmp_path / "sums" / "held_out.jsonl"
     held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:16]))
-    sets = ("train.rl.steps=2", "train.rl.group_size=4", "cluster.num_cpus=4")
+    sets = ("train.draft.steps=4", "train.draft.samples=8", "train.rl.steps=2", "train.rl.group_size=4", "cluster.num_cpus=4")
     run(tmp_path, *mtpctl, "train", "sums/recipe.yaml", "--plain", *(part for each in sets for part in ("--set", each)))
     rows = [json.loads(line) for line in (tmp_path / "runs" / "sums" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "actor/pg_loss" in row] == [1, 2]

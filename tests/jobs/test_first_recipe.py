@@ -83,8 +83,8 @@ def test_recipe_is_valid_and_has_reasons(model: Path, machine: Machine, tmp_path
     validate(recipe)
     assert recipe.train.rl.optimizer.lr == 3e-5
     assert recipe.train.rl.dynamic_sampling == (machine.gpus > 0), "an update on a CPU has a fixed number of groups"
-    assert recipe.train.stages == (["draft", "rl"] if machine.gpus else ["rl"])
-    assert recipe.rollout.speculation.num_tokens == (3 if machine.gpus else 0)
+    assert recipe.train.stages == ["draft", "rl"]
+    assert recipe.rollout.speculation.num_tokens == recipe.mtp.repeat == (3 if machine.gpus else 1)
     assert recipe.device == ("cuda" if machine.gpus else "cpu") and recipe.data.chat_template
     text = path.read_text()
     for setting in task.settings:
@@ -107,7 +107,7 @@ def test_rows_of_a_cpu_are_single_digits_of_which_some_are_unseen(model: Path, t
     problems = load_problem_sets(recipe.data, 0, stages=["rl"])
     assert recipe.train.rl.steps * recipe.train.rl.prompts_per_step <= len(problems.train) == 100
     assert all(re.search(r": \d [+-] \d =\n", problem.prompt) for problem in problems.train + problems.evaluation)
-    assert len(problems.evaluation) - problems.count_seen() >= 20
+    assert len(problems.evaluation) - problems.count_seen() >= 15
 
 
 def test_task_folder_passes_its_tests_and_regenerates_its_rows(model: Path, tmp_path: Path) -> None:
