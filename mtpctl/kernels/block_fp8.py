@@ -1,11 +1,13 @@
 """Block-wise FP8 weights in the format of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3).
 
-Values are float8_e4m3fn. Each block of 128 x 128 values has one fp32 scale, by which values are multiplied to dequantize them.
+Values are float8_e4m3fn. Each block of 128 x 128 values has one fp32 scale, by which values are multiplied to dequantize them. On CUDA one
+Triton kernel quantizes a matrix, to the same bits as plain PyTorch, whose operations would read and write it more than ten times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import no_type_check
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.nn.functional import pad
 
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.families.quantization import FP8_BLOCK, SCALE_SUFFIX, scale_shape
+from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
@@ -20,8 +23,8 @@ _ROUNDED_TO_MAX = 464.0
 """Largest value that is rounded to `FP8_MAX`: the midpoint between it and the next value of the format without a maximum."""
 _MIN_SCALE = 2.0**-22
 """Smallest scale, also of blocks of zeros: vLLM's quantizer for DeepGEMM takes the maximum of a block as at least 1e-4."""
-_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
-"""Elements that are quantized at a time, which bounds the fp32 copies."""
+_CHUNK_ELEMENTS = 1 << 22
+"""Elements that PyTorch quantizes at a time, which bounds the fp32 copies."""
 
 
 def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> tuple[Tensor, Tensor]:
@@ -44,10 +47,20 @@ def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> t
     Raises:
         UserError: if the matrix contains infinities or NaN, without `checks`.
     """
+    values, scales = quantize_triton(weight) if weight.is_cuda else quantize_torch(weight)
+    if checks is not None:
+        checks.add(name, scales)
+    elif not bool(scales.isfinite().all()):
+        raise UserError(f"{name}: contains infinities or NaN, which cannot be quantized; use another checkpoint")
+    return values, scales
+
+
+def quantize_torch(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales. The scale of a block that is not finite is infinite or NaN."""
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(scale_shape(rows, columns), dtype=torch.float32, device=weight.device)
-    step = FP8_BLOCK * max(1, _CHUNK_ELEMENTS.get(weight.device.type, _CHUNK_ELEMENTS["cpu"]) // (FP8_BLOCK * max(columns, 1)))
+    step = FP8_BLOCK * max(1, _CHUNK_ELEMENTS // (FP8_BLOCK * max(columns, 1)))
     for start in range(0, rows, step):
         chunk = weight[start : start + step].float()
         height = len(chunk)
@@ -59,37 +72,85 @@ def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> t
         scaled = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
         values[start : start + height] = scaled.flatten(2, 3).flatten(0, 1)[:height, :columns].to(torch.float8_e4m3fn)
         scales[start // FP8_BLOCK : start // FP8_BLOCK + len(scale)] = scale
-    if checks is not None:
-        checks.add(name, scales)
-    elif not bool(scales.isfinite().all()):
-        raise UserError(f"{name}: contains infinities or NaN, which cannot be quantized; use another checkpoint")
     return values, scales
+
+
+@triton.jit
+@no_type_check
+def quantize_kernel(
+    weight_ptr,  # [rows, columns], a row every `stride` elements
+    fp8_ptr,  # [rows, columns], the bits of float8_e4m3fn as uint8
+    scales_ptr,  # fp32, one per block
+    rows,
+    columns,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    """Quantize one block per program. Arithmetic on the bits of fp32 numbers, because Triton converts to e4m3 on newer GPUs only.
+
+    The number 2^k has the bits (k + 127) << 23, and those of positive numbers have the order of the numbers.
+    """
+    index = tl.program_id(0)
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (index // blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    column = index % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < columns)
+    weight = tl.load(weight_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+    magnitude = weight & 0x7FFFFFFF
+    max_abs = tl.max(magnitude)  # NaN has larger bits than infinity, and infinity than all finite numbers
+    # The smallest power of two that is at least max_abs / 464: 464 is 1.8125 · 2^8, and the sum carries if the fraction is above 0.8125.
+    exponent = tl.maximum(((max_abs + (0x7FFFFF - 0x680000)) >> 23) - 8, 127 - 22)
+    scale = tl.where(max_abs < 0x7F800000, exponent << 23, max_abs)
+    tl.store(scales_ptr + index, scale.to(tl.float32, bitcast=True))
+    inverse = ((2 * 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = magnitude.to(tl.float32, bitcast=True) * inverse  # at most 464, which is rounded to 448
+    bits = scaled.to(tl.int32, bitcast=True)
+    # Round 23 bits of fraction to 3, ties to even, and change the exponent's bias from 127 to 7. Below 2^-6, e4m3 numbers are multiples of
+    # 2^-9, to which the sum with 2^14 is rounded.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    subnormal = (scaled + 16384.0).to(tl.int32, bitcast=True) - ((127 + 14) << 23)
+    value = tl.where(bits < ((127 - 6) << 23), subnormal, normal) | ((weight >> 24) & 0x80)
+    tl.store(fp8_ptr + row * columns + column, value.to(tl.uint8), mask=inside)
+
+
+def quantize_triton(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_torch` on a GPU. Values of blocks that are not finite may differ."""
+    rows, columns = weight.shape
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    values = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(scale_shape(rows, columns), dtype=torch.float32, device=weight.device)
+    if weight.numel():
+        with on_device_of(weight):
+            launcher(quantize_kernel, (scales.numel(),))(
+                weight, values, scales, rows, columns, weight.stride(0), BLOCK=FP8_BLOCK, num_warps=8
+            )
+    return values.view(torch.float8_e4m3fn), scales
 
 
 class FiniteChecks:
     """Records for quantized matrices whether they are finite. Checking many at once waits for the GPU once."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._flags: list[Tensor] = []
+        self._scales: list[tuple[str, Tensor]] = []
 
     def add(self, name: str, scales: Tensor) -> None:
         """Record a matrix by its scales, which are infinite or NaN if one of its values is."""
-        self._names.append(name)
-        self._flags.append(scales.isfinite().all())
+        self._scales.append((name, scales))
 
     def clear(self) -> None:
         """Forget the recorded matrices."""
-        self._names, self._flags = [], []
+        self._scales = []
 
     def check(self) -> None:
         """Raise RuntimeFailure for the first matrix that is not finite, of those recorded since the last call."""
-        names, flags = self._names, self._flags
+        recorded = self._scales
         self.clear()
-        if not flags or bool((finite := torch.stack(flags)).all()):
+        if not recorded or bool(torch.cat([scales.view(-1) for _, scales in recorded]).isfinite().all()):
             return
+        name = next(name for name, scales in recorded if not bool(scales.isfinite().all()))
         raise RuntimeFailure(
-            f"{names[int(finite.int().argmin())]}: contains infinities or NaN, which cannot be sent in FP8; go back to an earlier "
+            f"{name}: contains infinities or NaN, which cannot be sent in FP8; go back to an earlier "
             "checkpoint, and lower the learning rate if training has diverged"
         )
 

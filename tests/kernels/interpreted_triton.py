@@ -14,6 +14,7 @@ from mtpctl.kernels.logprob import linear_logprob
 from mtpctl.kernels.policy import linear_policy_loss
 from mtpctl.kernels.rows import expert_order_torch
 from tests.fakes.draft_agreement import DraftCase, assert_sweep_agrees
+from tests.fakes.fp8_matrices import assert_marks_blocks_that_are_not_finite, assert_same_bits
 from tests.fakes.head_cases import HEAD_CASES, HeadCase
 from tests.fakes.kernel_agreement import Case, assert_agrees, relative, scored
 from tests.fakes.kernel_routes import ROUTING_CASES, SCORES, RoutingCase, assert_same_order, drawn_routes, uneven_routes
@@ -304,3 +305,12 @@ def test_scaled_heads_and_gradients_match_the_portable_version(
         strict=True,
     ):
         assert relative(actual.double(), expected) < 1e-3
+
+
+def test_blocks_of_fp8_have_the_bits_of_torch() -> None:
+    assert_same_bits("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in multiply")
+def test_scales_of_blocks_that_are_not_finite_are_not_finite() -> None:
+    assert_marks_blocks_that_are_not_finite("cpu")

@@ -10,6 +10,7 @@ import torch
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.families.quantization import FP8_BLOCK, scale_shape
 from mtpctl.kernels.block_fp8 import FP8_MAX, FiniteChecks, dequantize, quantize
+from tests.fakes.fp8_matrices import assert_marks_blocks_that_are_not_finite, assert_same_bits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -38,6 +39,13 @@ def test_scale_of_a_block_is_the_smallest_power_of_two_that_fits_rounded_values(
             # Three bits of mantissa; the smallest normal value is 2**-6.
             bound = (expected.abs() / 16).clamp_min(2**-10 * float(scales[row, column]))
             assert bool(((result[block] - expected).abs() <= bound * (1 + 1e-5)).all())
+
+
+@pytest.mark.gpu
+def test_gpu_kernel_computes_the_bits_of_torch() -> None:
+    """`interpreted_triton.py` checks the same on a CPU."""
+    assert_same_bits("cuda")
+    assert_marks_blocks_that_are_not_finite("cuda")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,7 +11,20 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mtpctl.kernels import activations, exact_delta, exact_experts, invariant, messages, norm, qkv, routing, rows, scaling, triton_backend  # noqa: E402
+from mtpctl.kernels import (  # noqa: E402
+    activations,
+    block_fp8,
+    exact_delta,
+    exact_experts,
+    invariant,
+    messages,
+    norm,
+    qkv,
+    routing,
+    rows,
+    scaling,
+    triton_backend,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLAGS = (False, True)
@@ -69,6 +82,7 @@ KERNELS = [
     (exact_delta.convolve_kernel, {"TAPS": 4, "BLOCK": 128}),
     (exact_delta.recurrence_kernel, {"HEADS": 32, "SHARED": 2, "DEPTH": 128, "WIDTH": 128, "BLOCK_DEPTH": 128, "BLOCK_WIDTH": 32}),
     *((exact_experts.chosen_probs_kernel, {**BLOCK, "OF_ALL": over_all}) for over_all in FLAGS),
+    (block_fp8.quantize_kernel, {"BLOCK": 128}),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
 POINTERS = {
@@ -85,6 +99,8 @@ POINTERS = {
     **dict.fromkeys(("mass_ptr", "position_ptr"), LONG),
     **dict.fromkeys(("slots_ptr", "accepted_ptr"), WHOLE),
     "state_ptr": WIDE,
+    "fp8_ptr": BYTES,
+    "scales_ptr": WIDE,
     # Of drafts.
     **dict.fromkeys(("draft_ptr", "teacher_ptr"), "*fp16"),
     **dict.fromkeys(("draft_top_ptr", "draft_lse_ptr", "teacher_top_ptr", "teacher_lse_ptr", "best_ptr", "partial_ptr"), WIDE),
