@@ -24,8 +24,8 @@ _CLOCK_LAG_S = 1.0
 """Maximum lag of a file system's clock, in seconds."""
 _MARK = "── "
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f]")
-_WARNING = re.compile(r"^.*Warning: .*(\n[ \t].*)?$", re.MULTILINE)
-"""A Python warning, with the line of source that follows it."""
+_WARNING = re.compile(r"^(.*Warning: .*(\n[ \t].*)?|W\d{4} \d\d:\d\d:\d\d.*)$", re.MULTILINE)
+"""A Python warning with the line of source that follows it, or a warning in the format of torch's logs."""
 _TAIL_BYTES, _MAX_CHARACTERS = 8192, 120
 
 
@@ -40,7 +40,7 @@ def log_name_variables(actor: str) -> dict[str, str]:
 
 
 def newest_line(folder: Path, actor: str, *, since: float) -> str:
-    """The last line that an actor has printed since a time, without control characters and Python's warnings.
+    """The last line that an actor has printed since a time, without control characters and warnings.
 
     For a progress bar, it is the newest state. Returns an empty string if there is no such line, or if the file is on another host.
     """

@@ -142,6 +142,7 @@ def test_wait_shows_the_newest_line_of_its_actor(tmp_path: Path, monkeypatch: py
         telling = asyncio.create_task(under_way.run())
         with under_way.on("rollout: starting", "rollout replica 0"), under_way.on("trainer"):
             warnings = "a.py:1: UserWarning: b\n  warnings.warn(\na.py:9: SyntaxWarning: c\n  if x is 1:\n"
+            warnings += "W1127 15:37:31.734000 21193 torch/utils/cpp_extension.py:178] No CUDA runtime is found\n"
             printed = f"── today, process 1\nLoading\n\x1b[32m 10%\r 50%|█\r\n{warnings}"
             (tmp_path / "rollout-replica-0.log").write_text(printed)
             while not message or "50%" not in message[-1][0]:
