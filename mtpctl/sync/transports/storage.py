@@ -1,11 +1,12 @@
 """Buckets as objects in object storage, or on another file system of fsspec.
 
-The sender writes a version as `shm` does, and uploads the files. Receivers map the files that their host has downloaded.
+The sender writes a version as `shm` does, and uploads the files. Receivers read the files that their host has downloaded as with `shm`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -18,7 +19,7 @@ NAME = "storage"
 
 
 class Reader(shm.Reader):
-    """Maps the buckets of one version, which are downloaded unless this host has them; `address` is the URL of its folder."""
+    """Reads the buckets of one version, which are downloaded unless this host has them; `address` is the URL of its folder."""
 
     def __init__(self, address: str, device: torch.device | str = "cpu") -> None:
         super().__init__(address, device)
@@ -26,8 +27,9 @@ class Reader(shm.Reader):
 
     def stream(self, section: str, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
         cache = open_cache(split_address(self._address)[0], sum(bucket.nbytes for bucket in buckets))
-        # Map the files while holding the lock, because other receivers delete versions that they do not need.
-        with locked(cache):
-            self.folder = fetch(self._address, cache, {bucket_file(section, bucket): bucket.nbytes for bucket in buckets})
-            mapped = [(bucket, self._read(section, bucket)) for bucket in buckets]
-        yield from mapped
+        with ExitStack() as stack:
+            # Open the files while holding the lock, because other receivers delete versions that they do not need.
+            with locked(cache):
+                self.folder = fetch(self._address, cache, {bucket_file(section, bucket): bucket.nbytes for bucket in buckets})
+                files = [stack.enter_context(self._open(section, bucket)) for bucket in buckets]
+            yield from self._load(section, buckets, files)
