@@ -67,8 +67,10 @@ def _positions(new: torch.Tensor, old: torch.Tensor, limit: int) -> torch.Tensor
         count += len(elements)
         if count > limit:
             return None
-    tail = (new[aligned_elements:] != old[aligned_elements:]).nonzero().view(-1) + aligned_elements
-    return torch.cat([*positions, tail]) if count + len(tail) <= limit else None
+    if aligned_elements < new.numel() or not positions:
+        positions.append((new[aligned_elements:] != old[aligned_elements:]).nonzero().view(-1) + aligned_elements)
+        count += len(positions[-1])
+    return torch.cat(positions) if count <= limit else None
 
 
 @torch.no_grad()
@@ -127,11 +129,12 @@ def decode(change: Change, blob: torch.Tensor, dtype: torch.dtype) -> tuple[torc
         chunk_elements = _chunk_elements(blob)
         bitmap_chunks = blob[: -(-change.numel // 8)].split(chunk_elements // 8)
         masks = ((chunk[:, None] >> bit_indices) & 1 for chunk in bitmap_chunks)
-        positions = [mask.view(-1).nonzero().view(-1) + i * chunk_elements for i, mask in enumerate(masks)]
-        return torch.cat(positions), values
+        return torch.cat([mask.view(-1).nonzero().view(-1) + i * chunk_elements for i, mask in enumerate(masks)]), values
     counts, offsets = _offset_views(change, blob)
-    starts = torch.arange(0, len(counts) * BLOCK, BLOCK, device=blob.device)
-    return starts.repeat_interleave(counts, output_size=change.changed) + (offsets.to(torch.int64) & (BLOCK - 1)), values
+    # Few operations, because on a GPU each takes longer to launch than to run.
+    positions = torch.repeat_interleave(counts.to(torch.int64), output_size=change.changed).mul_(BLOCK)
+    positions.view(torch.int16)[::4] = offsets  # the low 16 bits
+    return positions, values
 
 
 @torch.no_grad()

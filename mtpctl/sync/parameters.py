@@ -155,14 +155,16 @@ class Shard:
     def write_at(self, positions: torch.Tensor, values: torch.Tensor) -> None:
         """Write `values` at these positions of the flattened wire tensor, except those of other ranks."""
         for column, block in self.blocks():
-            rows, columns, local_values = positions // self.columns, positions % self.columns - column, values
-            if block.shape[1] != self.columns:
-                local = (columns >= 0) & (columns < block.shape[1])
-                rows, columns, local_values = rows[local], columns[local], values[local]
+            indices, local_values, width = positions, values, block.shape[1]
+            if width != self.columns:
+                columns = positions % self.columns - column
+                local = ((columns >= 0) & (columns < width)).nonzero().view(-1)
+                indices = positions[local] // self.columns * width + columns[local]
+                local_values = values[local]
             if block.is_contiguous():
-                block.view(-1)[rows * block.shape[1] + columns] = local_values.to(block.dtype)
+                block.view(-1)[indices] = local_values.to(block.dtype)
             else:
-                block[rows, columns] = local_values.to(block.dtype)
+                block[indices // width, indices % width] = local_values.to(block.dtype)
 
     def sums(self) -> list[PartialSums]:
         """This rank's contribution to the tensor's checksum."""
