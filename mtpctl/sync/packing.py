@@ -21,6 +21,9 @@ from mtpctl.sync.delta import compare, encode
 from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, SyncError
 from mtpctl.sync.transports.base import BucketWriter
 
+PREFETCH_BYTES = 256 << 20
+"""Largest tensor whose previous values are copied to the GPU ahead of time, which bounds the additional GPU memory."""
+
 
 class HostCopy(BucketWriter):
     """Buckets in host memory, which is allocated once and reused for each version; pinned if the trainer has a GPU."""
@@ -77,6 +80,8 @@ class Comparison:
     """Compares the tensors of an export with a copy of version `base`, one after another, in the order of the plan.
 
     `limit`: maximum bytes of all blobs. `update`: write the new tensors into the copy.
+
+    On a GPU, the previous values of the next tensor arrive on another stream, while the current one is compared and written to the copy.
     """
 
     def __init__(self, copy: HostCopy, base: int, plans: Mapping[Section, Sequence[Bucket]], *, limit: float, update: bool) -> None:
@@ -86,6 +91,8 @@ class Comparison:
         self._nbytes = 0
         self._pending: dict[tuple[Section, str], list[tuple[Bucket, Entry]]] = {}
         self._aliases: set[tuple[Section, str]] = set()
+        self._prefetched: dict[tuple[Section, str], torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
         for section, buckets in plans.items():
             for bucket in buckets:
                 for entry in bucket.entries:
@@ -97,14 +104,12 @@ class Comparison:
         """Compare one tensor. Raises PlanMismatch if it is not in the plan, or was added already."""
         if (section, name) in self._aliases:
             return
-        entries = self._pending.pop((section, name), None)
+        entries = self._pending.get((section, name))
         spec = spec_of(name, tensor)
         if entries is None or (entries[0][1].shape, entries[0][1].dtype) != (spec.shape, spec.dtype):
             raise PlanMismatch(f"{name} {spec.shape} {spec.dtype}: the plan of section {section} has no such tensor")
         new = tensor.detach().contiguous().reshape(-1)
-        old_parts = [self.copy.buckets[section, bucket.index][entry.offset : entry.offset + entry.nbytes] for bucket, entry in entries]
-        device_parts = [old_part.to(new.device, non_blocking=True) for old_part in old_parts]
-        old = (torch.cat(device_parts) if len(device_parts) > 1 else device_parts[0]).view(new.dtype)
+        old = self._previous((section, name), new.device).view(new.dtype)
         change, positions = compare(new, old)
         if not change.changed:
             return
@@ -116,11 +121,40 @@ class Comparison:
             # The version is sent in full.
             self._blobs = {section: {} for section in self._blobs}
         if self.update:
-            for (_, entry), old_part in zip(entries, old_parts, strict=True):
-                old_part.copy_(new[entry.part_start : entry.part_stop].view(torch.uint8))
+            for (_, entry), old_part in zip(entries, self._parts(section, entries), strict=True):
+                old_part.copy_(new[entry.part_start : entry.part_stop].view(torch.uint8), non_blocking=self.copy.pinned)
+
+    def _parts(self, section: Section, entries: Sequence[tuple[Bucket, Entry]]) -> list[torch.Tensor]:
+        """The parts of a tensor in the copy."""
+        return [self.copy.buckets[section, bucket.index][entry.offset : entry.offset + entry.nbytes] for bucket, entry in entries]
+
+    def _previous(self, key: tuple[Section, str], device: torch.device) -> torch.Tensor:
+        """The previous values of a pending tensor as bytes on `device`. Starts to copy those of the next pending tensor."""
+        old = self._prefetched.pop(key, None)
+        if old is None or old.device != device:
+            old = self._fetch(key, device)
+        del self._pending[key]
+        if self._stream is not None and old.is_cuda:
+            # Wait before the next copy is enqueued, so that the current stream does not wait for that one.
+            torch.cuda.current_stream(device).wait_stream(self._stream)
+            old.record_stream(torch.cuda.current_stream(device))
+        following = next(iter(self._pending), None)
+        nbytes = sum(entry.nbytes for _, entry in self._pending[following]) if following is not None else 0
+        if following is not None and following not in self._prefetched and nbytes <= PREFETCH_BYTES:
+            self._prefetched[following] = self._fetch(following, device)
+        return old
+
+    def _fetch(self, key: tuple[Section, str], device: torch.device) -> torch.Tensor:
+        """Start to copy the previous values of a tensor to `device`."""
+        if self._stream is None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            parts = [part.to(device, non_blocking=True) for part in self._parts(key[0], self._pending[key])]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def finish(self) -> Changes:
-        """Return the changes. Raises PlanMismatch if a tensor of the plan was not added."""
+        """Return the changes, once the copy is updated. Raises PlanMismatch if a tensor of the plan was not added."""
+        self.copy.wait()
         if self._pending:
             raise PlanMismatch(f"the export ended without {', '.join(sorted(name for _, name in self._pending))}")
         return Changes(self.base, self._changes, self._blobs, self._nbytes <= self.limit)

@@ -249,6 +249,21 @@ def test_a_failed_export_is_followed_by_a_complete_version(tmp_path: Path) -> No
     assert same(engine.live(), trainer.copy())
 
 
+def test_changes_are_found_in_any_order_of_the_export(tmp_path: Path) -> None:
+    """The previous values of the next tensor in the plan are fetched early, but another tensor may follow."""
+    trainer, publish, engine = Trainer(), publisher(tmp_path), new_engine()
+    target, shuffles = engine_target(engine), random.Random(0)
+    for version in range(1, 9):
+        tensors = trainer.step()
+        order = list(tensors)
+        if version > 1:
+            shuffles.shuffle(order)
+        manifest = publish.publish([(name, tensors[name]) for name in order], version, checksums=True)
+        assert manifest.base == (version - 1 or None)
+        update(target, manifest, verify=True)
+        assert same(engine.live(), tensors)
+
+
 def test_a_receiver_without_the_store_refuses_changes_since_another_version(tmp_path: Path) -> None:
     trainer, publish = Trainer(), publisher(tmp_path)
     target = engine_target(new_engine())
