@@ -46,6 +46,48 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert bytes(StagedReader(CPU, 512).read(file.fileno(), 512).tolist()) == content
 
 
+class LazyStream:
+    """A stream whose copies run only when the host waits for them."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.done = 0
+
+    def run_until(self, count: int) -> None:
+        for destination, source in self.copies[self.done : count]:
+            destination[:] = source
+        self.done = max(self.done, count)
+
+    def synchronize(self) -> None:
+        self.run_until(len(self.copies))
+
+
+class LazyEvent:
+    def __init__(self) -> None:
+        self.stream, self.position = LazyStream(), 0
+
+    def record(self, stream: LazyStream) -> None:
+        self.stream, self.position = stream, len(stream.copies)
+
+    def synchronize(self) -> None:
+        self.stream.run_until(self.position)
+
+
+def test_a_buffer_is_filled_again_only_after_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, reader = LazyStream(), StagedReader(CPU, 300)
+    reader._copied = [LazyEvent(), LazyEvent()]  # type: ignore[misc]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking: stream.copies.append((self, source)))
+    for number, nbytes in enumerate((300, 130, 299), 1):
+        content = bytes((7 * number * i) % 251 for i in range(nbytes))
+        (tmp_path / "file").write_bytes(content)
+        with (tmp_path / "file").open("rb") as file:
+            data = reader.read(file.fileno(), nbytes)
+        assert len(stream.copies) - stream.done == 2, "both buffers are being copied"
+        reader.wait()
+        assert bytes(data.tolist()) == content
+
+
 @pytest.mark.parametrize("transport", ["shm", "storage"])
 def test_buckets_equal_the_mapped_ones(tmp_path: Path, transport: str) -> None:
     remote = ObjectStore(f"file://{tmp_path}/bucket", URL_FIELD) if transport == "storage" else None
