@@ -9,18 +9,21 @@ import logging
 import sys
 import types
 from collections.abc import Callable
+from functools import partial, update_wrapper
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from mtpctl.compat import require_release
 from mtpctl.compat.transformers import import_transformers
 
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
+    from megatron.core.transformer import TransformerConfig
 
 RELEASE = "0.6.2"
 _MODELS_PACKAGE = "megatron.bridge.models"
@@ -44,6 +47,7 @@ def import_auto_bridge() -> type[AutoBridge]:
     else:
         auto_bridge = _import_with_stubs()
     _cache_config_copies()
+    _split_heads_by_views()
     _disable_output_norm_offset()
     return auto_bridge
 
@@ -146,6 +150,30 @@ def _cache_config_copies() -> None:
     mapping = vars(importlib.import_module(_MAPPING_MODULE))
     if not isinstance(mapping["remove_non_pickleables"], _CachedCopy):
         mapping["remove_non_pickleables"] = _CachedCopy(mapping["remove_non_pickleables"])
+
+
+def _split_heads_by_views() -> None:
+    """Split fused QKV weights and biases by views.
+
+    Megatron-Bridge selects the heads by index tensors on the CPU. If the weights are on a GPU, each selection copies its indices there and
+    waits for all work of the GPU, three times for each weight and bias in every export.
+    """
+    mapping = vars(importlib.import_module(_MAPPING_MODULE))
+    for name in ("split_qkv_weights", "split_qkv_biases"):
+        if not hasattr(mapping[name], "__wrapped__"):
+            mapping[name] = update_wrapper(partial(_split_heads), mapping[name])
+
+
+def _split_heads(config: TransformerConfig, qkv: Tensor, feature_dim: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values. Each group of `qkv` has its query heads, their gates if there are any, a key head and a value head.
+
+    In Hugging Face's order, the gate of a head follows its query. feature_dim: not needed.
+    """
+    groups, parts = config.num_query_groups, 2 if getattr(config, "attention_output_gate", False) else 1
+    assert groups is not None
+    queries = config.num_attention_heads // groups
+    q, k, v = qkv.unflatten(0, (groups, parts * queries + 2, -1)).split((parts * queries, 1, 1), 1)
+    return q.unflatten(1, (parts, queries)).transpose(1, 2).flatten(0, 3), k.flatten(0, 2), v.flatten(0, 2)
 
 
 def _disable_output_norm_offset() -> None:

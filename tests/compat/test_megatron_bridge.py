@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpctl.compat.megatron_bridge import import_auto_bridge
 
@@ -60,3 +65,32 @@ def test_another_release_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.7.0")
     with pytest.raises(RuntimeError, match=r"megatron-bridge 0\.7\.0 is installed"):
         import_auto_bridge()
+
+
+class _Operations(TorchDispatchMode):
+    """Records the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("groups", [1, 3, 6])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["split_qkv_weights", "split_qkv_biases"])
+def test_heads_are_split_as_upstream_does_but_without_indices(name: str, gated: bool, groups: int) -> None:
+    """An index tensor on the CPU would be copied to the GPU, which waits for it."""
+    import_auto_bridge()
+    split = getattr(importlib.import_module("megatron.bridge.models.conversion.param_mapping"), name)
+    config = SimpleNamespace(num_attention_heads=6, num_query_groups=groups, kv_channels=5, hidden_size=7, attention_output_gate=gated)
+    rows = ((2 if gated else 1) * 6 + 2 * groups) * 5
+    qkv = torch.randn(rows) if name == "split_qkv_biases" else torch.randn(rows, 7)
+    with _Operations() as operations:
+        parts = split(config, qkv)
+    assert "index" not in operations.names
+    for part, expected in zip(parts, split.__wrapped__(config, qkv), strict=True):
+        assert torch.equal(part, expected)
