@@ -137,7 +137,6 @@ class Comparison:
         if self._stream is not None and old.is_cuda:
             # Wait before the next copy is enqueued, so that the current stream does not wait for that one.
             torch.cuda.current_stream(device).wait_stream(self._stream)
-            old.record_stream(torch.cuda.current_stream(device))
         following = next(iter(self._pending), None)
         nbytes = sum(entry.nbytes for _, entry in self._pending[following]) if following is not None else 0
         if following is not None and following not in self._prefetched and nbytes <= PREFETCH_BYTES:
@@ -146,11 +145,19 @@ class Comparison:
 
     def _fetch(self, key: tuple[Section, str], device: torch.device) -> torch.Tensor:
         """Start to copy the previous values of a tensor to `device`."""
-        if self._stream is None and device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            parts = [part.to(device, non_blocking=True) for part in self._parts(key[0], self._pending[key])]
+        parts = self._parts(key[0], self._pending[key])
+        if device.type != "cuda":
             return torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        # Memory of the current stream, so that the other one does not cache any. Earlier kernels may still use it.
+        old = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for destination, part in zip(old.split([*map(len, parts)]), parts, strict=True):
+                destination.copy_(part, non_blocking=True)
+        old.record_stream(self._stream)
+        return old
 
     def finish(self) -> Changes:
         """Return the changes, once the copy is updated. Raises PlanMismatch if a tensor of the plan was not added."""
