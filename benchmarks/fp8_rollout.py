@@ -1,11 +1,11 @@
 """Compare rollout with FP8 and bf16 weights: tokens/s with and without drafts, acceptance, and the live weights after three syncs.
 
-The engines of a model start at once, each in a separate process on the same GPU, and are then measured in turn with 64 and 256 requests;
-an engine that is not measured idles. Unless `--no-syncs` is given, the FP8 engine (with drafts if the model has MTP layers) is also
-updated three times, and its live tensors are compared with those of a new engine that loads the folder that `convert-hf --dtype fp8`
-exports. Without `--model`, models with the shapes of MiMo-7B (with its MTP layer as drafter) and Qwen3-30B-A3B and random weights are
-used; their drafts are almost never accepted, so acceptance needs a trained model. `--triton` adds FP8 engines without DeepGEMM. Exit code
-6: FP8 is less than 1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or live tensors differ.
+The engines of a model start concurrently, each in a separate process on the same GPU, and are then measured in turn with 64 and 256
+requests; an engine that is not measured idles. Unless `--no-syncs` is given, the FP8 engine (with drafts if the model has MTP layers) is
+also updated three times, and its live tensors are compared with those of a new engine that loads the folder that `convert-hf --dtype fp8`
+exports. Without `--model`, models with the shapes of MiMo-7B (with its MTP layer as drafter) and Qwen3-30B-A3B and random weights are used;
+their drafts are almost never accepted, so acceptance needs a trained model. `--without-deep-gemm` adds FP8 engines that use CUTLASS. Exit
+code 6: FP8 is less than 1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or live tensors differ.
 
     python benchmarks/fp8_rollout.py
     python benchmarks/fp8_rollout.py --model FOLDER      # a trained model
@@ -35,7 +35,7 @@ WARMUP_ROUNDS = 2
 """In the first rounds kernels are compiled when a batch size first occurs."""
 WITHOUT_DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}
 WITH_DEEP_GEMM = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
-"""The kernels are compiled when the graphs are captured and in the warm-up round instead of for all batch sizes."""
+"""Kernels are compiled when graphs are captured and in the warm-up rounds, instead of for all batch sizes at the start."""
 
 
 def make_settings(order: dict[str, Any]) -> Any:
@@ -168,7 +168,7 @@ def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[s
     order |= {"prompt": arguments.prompt, "tokens": arguments.tokens, "eager": False, "profile": arguments.profile}
     order["kv_cache_bytes"] = 64 << 20 if arguments.toy else int(arguments.kv_gib * (1 << 30))
     kinds = {"bf16": ("none", {}), "FP8": ("fp8", WITH_DEEP_GEMM)}
-    if arguments.triton:
+    if arguments.without_deep_gemm:
         kinds["FP8 without DeepGEMM"] = ("fp8", WITHOUT_DEEP_GEMM)
     engines = {
         (drafts, kind): EngineProcess(order | {"quantization": quantization, "drafts": drafts}, variables)
@@ -238,9 +238,11 @@ def main() -> None:
     options.add_argument("--drafts", type=int, nargs="+", default=[0, 1], help="draft tokens, for a model with MTP layers")
     options.add_argument("--rounds", type=int, default=3, help="measured rounds, after two for warm-up")
     options.add_argument("--kv-gib", type=float, default=20.0, help="KV cache of each engine")
-    options.add_argument("--triton", action="store_true", help="also measure FP8 without DeepGEMM")
+    options.add_argument("--without-deep-gemm", action="store_true", help="also measure FP8 without DeepGEMM (CUTLASS)")
     options.add_argument("--no-syncs", dest="syncs", action="store_const", const=0, default=3, help="measure only the rates")
-    options.add_argument("--profile", default="", help="write a trace of each engine's first request count into this folder")
+    options.add_argument(
+        "--profile", default="", help="write a trace of each engine with the first of --requests into this folder; GPU only"
+    )
     options.add_argument("--work", type=Path, help="where folders are written; default: a temporary directory")
     options.add_argument("--toy", action="store_true", help="narrow models and few tokens, for a CPU")
     options.add_argument("--serve", help="used by the script itself: what one engine does, as JSON")

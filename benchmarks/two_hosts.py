@@ -1,9 +1,9 @@
-"""A run over two hosts with one GPU each, against the same run on one host with both, and its recovery from hosts that are lost.
+"""Compare a run on two hosts with one GPU each with the same run on one host with two GPUs, and measure recovery from lost hosts.
 
 The hosts are two raylets of this machine, each with one of its GPUs. The run, `mtpctl train RECIPE` with every tensor verified at every
-sync, is started on one host (Ray's own cluster) and on two. Reported are the medians of an update's and a sync's seconds without the first
-updates. With `--kills`, the raylet of one of the two hosts is killed that many times, at a random time within an update, and started again
-after five seconds; the run must go on by itself and complete all updates. Reported is the time until the next completed update.
+sync, is started on one host (a local Ray cluster) and on two. Reported are the medians of the seconds of an update and of a sync, without
+the first two updates. With `--kills`, the raylet of one of the two hosts is killed that many times, at a random time within an update, and
+started again after five seconds; the command must recover and complete all updates. Reported is the time until the next completed update.
 Exit code 6: with two hosts an update or a sync takes more than 1.1 times as long, or the run with kills did not complete.
 
     python benchmarks/two_hosts.py mimo7b_mtp --overlay h200x2 --set model.path=FOLDER --updates 6
@@ -73,7 +73,7 @@ class TrainingRun:
         end = time.monotonic() + seconds
         while not condition():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the run did not go on:\n{(self.folder / 'log').read_text()[-3000:]}")
+                raise RuntimeError(f"the run ended or made no progress:\n{(self.folder / 'log').read_text()[-3000:]}")
             time.sleep(0.2)
 
     def complete(self) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def main() -> None:
             times["two hosts"] = measure_times("two hosts", run)
             steps = sorted({row["step"] for row in run.rows()})
             if steps != list(range(1, arguments.updates + 1)):
-                misses.append(f"completed updates: {steps}")
+                misses.append(f"not all of {arguments.updates} updates were completed: {steps}")
         finally:
             hosts.cluster.shutdown()
         for part, seconds in times.get("one host", {}).items():

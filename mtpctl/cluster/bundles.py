@@ -27,6 +27,7 @@ RESERVE_TIMEOUT_S = 20.0
 POLL_S = 0.5
 """Polling interval while waiting for capacity, in seconds."""
 CONNECT_TIMEOUT_S = 1.0
+"""Time limit for a connection to a raylet, in seconds."""
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -77,8 +78,8 @@ def live_nodes() -> set[str]:
 def _alive_nodes() -> list[dict[str, Any]]:
     """The nodes that Ray considers alive, without those whose raylet refuses connections.
 
-    Ray needs some seconds to notice a lost host. Actors that are restarted on it meanwhile would fail again, which would count as another
-    failure of theirs. A raylet that does not answer at all is left to Ray, because its host may only be busy.
+    Ray takes some seconds to notice a lost host. An actor that is restarted there in that time fails again, which counts as a second
+    failure. A raylet that does not answer within `CONNECT_TIMEOUT_S` counts as alive, because its host may only be busy.
     """
     import ray
 

@@ -340,7 +340,7 @@ def workload(shape: ModelShape, tokenizer: Tokenizer, rows: Sequence[Row], count
 def drafter_settings(machine: Machine) -> list[Setting]:
     """Settings for a model without a drafter, measured with SmolLM2-135M (docs/benchmarks/drafter.md)."""
     steps, samples, batch_size, drafts = (500, 12_288, 128, 3) if machine.gpus else (200, 48, 2, 1)
-    duration = "under a minute on one H200" if machine.gpus else "about three minutes on two cores"
+    duration = "under a minute on one H200" if machine.gpus else "about four minutes on two cores"
     return [
         Setting("train.stages", ["draft", "rl"], "first the drafter alone, on samples of the model"),
         Setting("model.drafter.layers", 1, "the model has no drafter: the run adds one"),

@@ -1,7 +1,7 @@
 """Block-wise FP8 weights in the format of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3).
 
 Values are float8_e4m3fn. Each block of 128 x 128 values has one fp32 scale, by which values are multiplied to dequantize them. On CUDA one
-Triton kernel quantizes a matrix, to the same bits as plain PyTorch, whose operations would read and write it more than ten times.
+Triton kernel quantizes a matrix, bit-identical to `quantize_torch`. PyTorch's operations would read and write it more than ten times.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> t
     A block's scale is the smallest power of two for which its rounded values are in range, at least 2⁻²². vLLM quantizes weights again when
     it loads them for DeepGEMM (`per_block_cast_to_fp8`), with a scale from the largest rounded value. With power-of-two scales, this
     changes neither values nor scales, so a live engine that receives the weights equals a new engine. Blocks at the right and bottom edge
-    may be smaller. Blocks
-    are independent: rows that are a multiple of 128 can be quantized separately with the same result.
+    may be smaller. Blocks are independent: rows that are a multiple of 128 can be quantized separately with the same result.
 
     Args:
         weight: [rows, columns], of any floating-point dtype, on any device.
@@ -56,7 +55,7 @@ def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> t
 
 
 def quantize_torch(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales. The scale of a block that is not finite is infinite or NaN."""
+    """Return values and scales. The scale of a block with infinities or NaN is infinite or NaN."""
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(scale_shape(rows, columns), dtype=torch.float32, device=weight.device)
@@ -86,9 +85,9 @@ def quantize_kernel(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Quantize one block per program. Arithmetic on the bits of fp32 numbers, because Triton converts to e4m3 on newer GPUs only.
+    """Quantize one block per program, by arithmetic on the bits of fp32 numbers, because Triton converts to e4m3 only on newer GPUs.
 
-    The number 2^k has the bits (k + 127) << 23, and those of positive numbers have the order of the numbers.
+    2^k has the bits (k + 127) << 23, and positive numbers have the same order as their bits.
     """
     index = tl.program_id(0)
     blocks = tl.cdiv(columns, BLOCK)
@@ -97,8 +96,9 @@ def quantize_kernel(
     inside = (row < rows) & (column < columns)
     weight = tl.load(weight_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
     magnitude = weight & 0x7FFFFFFF
-    max_abs = tl.max(magnitude)  # NaN has larger bits than infinity, and infinity than all finite numbers
-    # The smallest power of two that is at least max_abs / 464: 464 is 1.8125 · 2^8, and the sum carries if the fraction is above 0.8125.
+    max_abs = tl.max(magnitude)  # as bits, NaN > infinity > finite numbers
+    # The smallest power of two that is at least max_abs / 464: 464 is 1.8125 · 2^8, and the sum carries if the
+    # fraction is above 0.8125.
     exponent = tl.maximum(((max_abs + (0x7FFFFF - 0x680000)) >> 23) - 8, 127 - 22)
     scale = tl.where(max_abs < 0x7F800000, exponent << 23, max_abs)
     tl.store(scales_ptr + index, scale.to(tl.float32, bitcast=True))

@@ -1,8 +1,10 @@
-"""Messages between expert-parallel ranks: a row per copy of a token, with its hidden state and its probs of the receiving rank's experts.
+"""Messages between expert-parallel ranks. A row has the hidden state of a token, and its probs for the experts of the receiving rank.
 
     row of a message = state [H] | padding | probs of the rank's experts, UNROUTED for experts that the token does not use | padding
 
-Both parts start at multiples of 16 bytes. State and probs travel together, because an exchange takes the host longer than the GPU.
+Both parts start at multiples of 16 bytes. State and probs travel together, because to start an exchange takes the host longer than the
+exchange takes the GPU. A group is the part of a token's probs that belongs to one row: E / ranks probs in a message, one prob in a row of
+an expert.
 Gradients of a message have the same layout. On CUDA one Triton kernel gathers states and probs, and one sums their gradients.
 
 Shape legend: T tokens, E experts in total, C copies (rows of a message), R rows of a rank's experts, H hidden size.
@@ -22,14 +24,14 @@ from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 UNROUTED = -1.0
 """Prob of an expert that a token does not use. Probs are not negative."""
 ALIGNMENT = 16
-"""Of a message's parts, in bytes."""
+"""Alignment of the parts of a message, in bytes."""
 BLOCK_COLUMNS = 1024
 """Columns per program."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """width, dtype: of the states. experts: per rank. prob_dtype: of the probs."""
+    """The layout of a message. width, dtype: hidden size and dtype of the states. experts: number of experts per rank."""
 
     width: int
     dtype: torch.dtype
@@ -39,14 +41,14 @@ class MessageLayout:
     def pack(self, states: Tensor, probs: Tensor, routes: Tensor, order: ExpertOrder) -> Tensor:
         """The message [C, …] from states [T, H], probs [T, E] and routes [T, E], a bool mask of each token's experts.
 
-        order: of the copies, by rank.
+        order: the order of the tokens' copies by rank.
         """
         message = self._empty(len(order.token_of), states.device)
         _gather(states.contiguous(), probs.contiguous(), routes.contiguous(), order, *self.split(message), group=self.experts)
         return message
 
     def unpack(self, message: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor]:
-        """Rows [R, H] and their probs [R]. order: of the rows, by expert; `token_of` is an index of the message's rows."""
+        """Rows [R, H] and their probs [R]. order: of the rows by expert; its `token_of` indexes rows of the message."""
         states, probs = self.split(message)
         rows, row_probs = states.new_empty(len(order.token_of), self.width), probs.new_empty(len(order.token_of))
         _gather(states, probs, None, order, rows, row_probs[:, None], group=1)

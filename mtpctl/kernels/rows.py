@@ -3,8 +3,9 @@
 The rows of the first rank's experts come first. Within a rank the rows of the last expert come first, because its weights come first in
 memory (`mtpctl.model.experts`). On CUDA three Triton kernels compute the order without a host synchronization: `count_rows_kernel` counts
 the rows of each expert in each block of tokens, `sum_counts_kernel` sums the counts over blocks, and `place_rows_kernel` writes the
-indices. In all three kernels a column stands for an expert, and columns follow the order of the rows. With expert parallelism the copies of
-tokens are sorted by rank in the same way, but `count_destinations_kernel` counts, and a column stands for a rank.
+indices. In all three kernels a column stands for an expert, and columns follow the order of the rows. With expert parallelism, the
+copies of tokens are sorted by destination rank in the same way: a column stands for a rank, and `count_destinations_kernel` replaces
+`count_rows_kernel`.
 
 Shape legend: T tokens, k experts per token (at most), E experts in total, R rows, H hidden size. R is T k if each token has k experts.
 """
@@ -47,7 +48,7 @@ class ExpertOrder:
 
 @dataclass(frozen=True, slots=True)
 class Destinations:
-    """The ranks that have experts of each token.
+    """For each token, the ranks that have its experts.
 
     mask [T, ranks] bool. counts [2, ranks]: number of this rank's tokens and rows for each rank. block_counts, block: on CUDA, the input of
     `place_rows_kernel` and its tokens per program.
@@ -69,7 +70,7 @@ class Destinations:
 
 
 def expert_order(routes: Tensor, k: int, ranks: int, rows: int | None = None, *, unrouted: float = 0) -> ExpertOrder:
-    """Sort the rows of `routes` [T, E], a bool mask of each token's experts, or numbers that are `unrouted` for other experts.
+    """Order the (token, expert) pairs of `routes` [T, E] by expert: a bool mask, or numbers that are `unrouted` for experts not used.
 
     rows: number of set entries, at most k per token, or an upper bound (on CUDA, the results then have undefined rows at the end);
     by default each token has exactly k. ranks: expert-parallel ranks, each with E / ranks consecutive experts. On CUDA a token's entries

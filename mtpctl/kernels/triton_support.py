@@ -1,4 +1,4 @@
-"""Imports and launches Triton. Without Triton, provides a stand-in with which kernels can be defined but not launched."""
+"""Imports Triton, and launches its kernels. Without Triton, provides a stand-in with which kernels can be defined but not launched."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """`kernel[grid]`, with half of the work on the host at each launch, which limits models with many small kernels.
+    """A function that launches `kernel` on `grid` with about half of Triton's work on the host.
 
-    The compiled kernel is looked up by everything that Triton specializes it for: types, alignment of pointers, divisibility of integers,
-    constants and options, as Triton's own function returns them, and by device. Triton also builds a string of these, checks global
-    variables, and calls profilers' hooks at each launch; all three are omitted.
+    That work limits models with many small kernels. Compiled kernels are cached by device and by everything for which Triton specializes
+    a kernel: types, alignment of pointers, divisibility of integers, constants and options, as Triton's own function returns them. Unlike
+    `kernel[grid]`, a launch builds no string of these, does not check global variables, and does not call profilers' hooks.
     """
     # torch.compile recognizes only the public function.
     return kernel[grid] if not _IS_DIRECT or torch.compiler.is_compiling() else partial(_launch, kernel, grid)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
     driver = triton.runtime.driver.active
     device = driver.get_current_device()
-    arguments, specialization, options = kernel.device_caches[device][4](*args, **constants)
+    arguments, specialization, options = kernel.device_caches[device][4](*args, **kwargs)  # the binder
     key = (id(kernel), device, *specialization, *options.items())
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[grid](*args, **constants)
+        _compiled[key] = kernel[grid](*args, **kwargs)
         return
     x, y, z = (*grid, 1, 1)[:3]
     stream = driver.get_current_stream(device)

@@ -80,7 +80,7 @@ class Exchange:
         destinations = count_destinations(routes, ranks)
         all_counts = destinations.counts.new_empty(ranks * 2, ranks)
         dist.all_gather_single(all_counts, destinations.counts, group=group)
-        # On CUDA, launched while the counts are gathered.
+        # Enqueued before the host waits for the counts.
         order = destinations.order(min(k, ranks))
         counts = all_counts.tolist()
         tokens_to, rows_to = counts[::2], counts[1::2]  # [source][destination]
@@ -91,9 +91,9 @@ class Exchange:
 
 
 class Codec(Protocol):
-    """Converts inputs to rows that are sent, received rows to outputs, and gradients in the opposite direction.
+    """Encodes inputs into rows to send, decodes received rows into outputs, and does the same with gradients in the opposite direction.
 
-    Autograd functions call the methods, without a graph.
+    Autograd functions call the methods, so they run without a graph.
     """
 
     def encode(self, *inputs: Tensor) -> Tensor: ...
@@ -103,7 +103,7 @@ class Codec(Protocol):
 
 
 class Dispatch:
-    """From states [T, 1, H], probs [T, E] and routes [T, E] of this rank's tokens to rows [R, H] of its experts and their probs [R].
+    """Encodes states [T, 1, H], probs [T, E], routes [T, E] of this rank's tokens; decodes rows [R, H] and probs [R] of its experts.
 
     k: maximum number of this rank's experts per token. order: of the rows, set by `decode`.
     """
@@ -140,7 +140,7 @@ class Dispatch:
 
 
 class Combine:
-    """From outputs [R, H] of this rank's experts to those of this rank's tokens, in `shape` [T, 1, H].
+    """Encodes outputs [R, H] of this rank's experts; decodes those of this rank's tokens, in `shape` [T, 1, H].
 
     row_order: of the rows, by expert. copy_order: of the tokens' copies, by rank.
     """

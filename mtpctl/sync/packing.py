@@ -81,7 +81,7 @@ class Comparison:
 
     `limit`: maximum bytes of all blobs. `update`: write the new tensors into the copy.
 
-    On a GPU, the previous values of the next tensor arrive on another stream, while the current one is compared and written to the copy.
+    On a GPU, the values that the next tensor has in version `base` are copied on a second stream, while this tensor is compared.
     """
 
     def __init__(self, copy: HostCopy, base: int, plans: Mapping[Section, Sequence[Bucket]], *, limit: float, update: bool) -> None:
@@ -160,7 +160,7 @@ class Comparison:
         return old
 
     def finish(self) -> Changes:
-        """Return the changes, once the copy is updated. Raises PlanMismatch if a tensor of the plan was not added."""
+        """Wait until the copy is updated, and return the changes. Raises PlanMismatch if a tensor of the plan was not added."""
         self.copy.wait()
         if self._pending:
             raise PlanMismatch(f"the export ended without {', '.join(sorted(name for _, name in self._pending))}")

@@ -1,6 +1,6 @@
 """Buckets as files: shared memory on one host, or a shared file system.
 
-On a CPU receivers map the files, without a copy. On a GPU they read them through pinned buffers, because page faults and copies from
+Receivers on a CPU map the files without a copy. Receivers on a GPU read them through pinned buffers, because page faults and copies from
 pageable memory are several times slower than the link to the GPU.
 """
 
@@ -155,7 +155,7 @@ class Reader(BucketReader):
             raise _read_error(path, section, bucket, error) from error
 
     def _load(self, section: str, buckets: Sequence[Bucket], files: Iterable[FileIO]) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Yield the buckets with the content of their files, which are closed."""
+        """Yield each bucket with the content of its file, and close the files."""
         staged = None
         if self.device.type == "cuda":
             staged = StagedReader(self.device, max(bucket.nbytes for bucket in buckets))
