@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from mtpctl.cluster.deadlines import finished_before
-from mtpctl.controller.metrics import SampleRecorder, finish_reason_share, speculation_metrics
+from mtpctl.controller.metrics import SampleRecorder, finish_reason_share, mean_pass_at_k, speculation_metrics
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.rollout_loop import RolloutLoop, build_request
 from mtpctl.controller.state import RunState
@@ -17,7 +17,6 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.sets import UNNAMED
 from mtpctl.recipe.data import EvaluationSetConfig
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.groups import mean_pass_at_k
 from mtpctl.rl.rewards.function import Reward
 from mtpctl.rollout.protocol import DEADLINE, Generator
 from mtpctl.samples import GenerationRequest, Sample, response_limit

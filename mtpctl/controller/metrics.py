@@ -1,10 +1,11 @@
-"""Records of the RL loop: metrics of the samples of an update, busy times, and some samples as text."""
+"""Records of the RL loop: metrics of the samples of an update, statistics of groups, busy times, and some samples as text."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, Literal
 
 from mtpctl.controller.buffer import Group
@@ -14,6 +15,40 @@ from mtpctl.rollout.protocol import DEADLINE, SpecStats
 from mtpctl.samples import Sample
 from mtpctl.telemetry.sample_log import sample_row, spaced_by_reward
 from mtpctl.telemetry.session import Telemetry
+
+MIN_REWARD_DIFFERENCE = 1e-6
+"""Rewards that differ by less are equal."""
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a group, before the overlong penalty, differ. Dynamic sampling replaces groups whose rewards are equal.
+
+    DAPO (arXiv 2503.14476, section 3.2) requires an accuracy strictly between 0 and 1.
+    """
+    return len(rewards) > 1 and max(rewards) - min(rewards) > MIN_REWARD_DIFFERENCE
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of pass@k from `n` responses of which `correct` are correct, for 1 ≤ k ≤ n.
+
+    Chen et al. 2021 (arXiv 2107.03374), formula 1: 1 - C(n - c, k) / C(n, k), computed as a product so that no binomial overflows.
+    Raises ValueError for other k.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} is undefined for {n} responses")
+    if n - correct < k:
+        return 1.0
+    return 1.0 - prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
+
+
+def pass_at_k_values(n: int) -> list[int]:
+    """The values of k that are reported for n responses: powers of two, and n."""
+    return sorted({1 << i for i in range(n.bit_length()) if 1 << i <= n} | {n})
+
+
+def mean_pass_at_k(correct: Sequence[int], n: int) -> dict[int, float]:
+    """pass@k averaged over problems, for each k of `pass_at_k_values(n)`. correct: correct responses of each problem, out of n."""
+    return {k: sum(pass_at_k(n, count, k) for count in correct) / len(correct) for k in pass_at_k_values(n)}
 
 
 def speculation_metrics(samples: list[Sample]) -> dict[str, float]:

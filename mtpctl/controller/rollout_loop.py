@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from mtpctl.controller.buffer import Group, SampleBuffer
-from mtpctl.controller.metrics import BusyClock, SampleRecorder
+from mtpctl.controller.metrics import BusyClock, SampleRecorder, has_signal
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.state import RunState
 from mtpctl.controller.weights import AcceptanceWatch
@@ -27,7 +27,6 @@ from mtpctl.data.problems import Problem, PromptCursor
 from mtpctl.environments.environment import Failures
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rl.groups import has_signal
 from mtpctl.rl.rewards.function import Outcome, Reward
 from mtpctl.rollout.protocol import Generator, create_request
 from mtpctl.samples import GenerationRequest, Sample
