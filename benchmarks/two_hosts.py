@@ -13,7 +13,6 @@ Exit code 6: with two hosts an update or a sync takes more than 1.1 times as lon
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import finish, parser, print_environment, print_spread
+from mtpctl.telemetry.metrics_file import read_rows
 
 BOUND = 1.1
 WARMUP_UPDATES = 2
@@ -65,8 +65,8 @@ class TrainingRun:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of RL updates so far."""
         file = self.folder / "run" / "metrics.jsonl"
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        return [row for row in lines if row.get("phase") == "rl" and "timing_s/step" in row]
+        rows = read_rows(file) if file.exists() else []
+        return [row for row in rows if row.get("phase") == "rl" and "timing_s/step" in row]
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
         """Raises RuntimeError with the end of the log if the process ends before the condition is met, or after `seconds`."""

@@ -18,7 +18,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.rows import ExpertOrder, row_sums
+from mtpctl.kernels.rows import ExpertOrder, row_sums, sum_rows_of_token
 from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 UNROUTED = -1.0
@@ -168,10 +168,7 @@ def sum_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for nth in tl.static_range(K):
-        row = tl.load(row_of_ptr + token * K + nth).to(tl.int64)
-        total += tl.load(rows_ptr + row * row_stride + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+    total = sum_rows_of_token(rows_ptr, row_stride, row_of_ptr, token, column, inside, K, BLOCK)
     tl.store(states_ptr + token * state_stride + column, total.to(states_ptr.dtype.element_ty), mask=inside)
     if tl.program_id(1) == 0:
         prob = tl.arange(0, PROBS)

@@ -197,10 +197,10 @@ def count_destinations_kernel(
 @triton.jit
 @no_type_check
 def sum_counts_kernel(
-    counts_ptr,  # int32 [blocks, E]: before: number of rows in each block; after: number of rows in all earlier blocks
-    total_ptr,  # int32 [E]
+    counts_ptr,  # int32 [blocks, columns]: before: the count of each block; after: the sum of the counts of all earlier blocks
+    total_ptr,  # int32 [columns]
     blocks,
-    experts,
+    columns,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -208,12 +208,12 @@ def sum_counts_kernel(
     before = tl.zeros((COLUMNS,), dtype=tl.int32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
-        inside = (block < blocks)[:, None] & (column < experts)[None, :]
-        pointers = counts_ptr + block[:, None] * experts + column[None, :]
+        inside = (block < blocks)[:, None] & (column < columns)[None, :]
+        pointers = counts_ptr + block[:, None] * columns + column[None, :]
         counts = tl.load(pointers, mask=inside, other=0)
         tl.store(pointers, before[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
         before += tl.sum(counts, 0)
-    tl.store(total_ptr + column, before, mask=column < experts)
+    tl.store(total_ptr + column, before, mask=column < columns)
 
 
 @triton.jit
@@ -256,6 +256,17 @@ def place_rows_kernel(
 
 @triton.jit
 @no_type_check
+def sum_rows_of_token(rows_ptr, stride, row_of_ptr, token, column, inside, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a token's rows in fp32, at these columns. row_of_ptr: int32 [T, K], -1 for no row."""
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for nth in tl.static_range(K):
+        row = tl.load(row_of_ptr + token * K + nth).to(tl.int64)
+        total += tl.load(rows_ptr + row * stride + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+@no_type_check
 def sum_rows_kernel(
     rows_ptr,  # [R, H]
     row_of_ptr,  # int32 [T, k], -1 for no row
@@ -267,10 +278,7 @@ def sum_rows_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for nth in tl.static_range(K):
-        row = tl.load(row_of_ptr + token * K + nth).to(tl.int64)
-        total += tl.load(rows_ptr + row * width + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+    total = sum_rows_of_token(rows_ptr, width, row_of_ptr, token, column, inside, K, BLOCK)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -59,7 +59,7 @@ def gather_row_probs(probs: Tensor, order: ExpertOrder) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ExchangePlan:
     """Plan of the all-to-all of tokens between expert-parallel ranks.
 
     order: this rank's tokens by destination; its columns are ranks. sent, received: number of tokens per rank. rows: number of (token,
@@ -74,7 +74,7 @@ class Exchange:
     even_share: int
 
     @classmethod
-    def plan(cls, routes: Tensor, k: int, group: dist.ProcessGroup) -> Exchange:
+    def gather(cls, routes: Tensor, k: int, group: dist.ProcessGroup) -> ExchangePlan:
         """Gather the counts of all ranks. routes [T, E]: mask of the k experts of each of this rank's tokens."""
         ranks, rank = group.size(), group.rank()
         destinations = count_destinations(routes, ranks)
@@ -110,7 +110,7 @@ class Dispatch:
 
     order: ExpertOrder
 
-    def __init__(self, exchange: Exchange, layout: MessageLayout, k: int) -> None:
+    def __init__(self, exchange: ExchangePlan, layout: MessageLayout, k: int) -> None:
         self._exchange, self._layout, self._k = exchange, layout, k
         self._message: Tensor | None = None
 
@@ -367,7 +367,7 @@ class MixtureOfExperts(MoELayer):
         probs, routes [T, E]: prob of each expert, and whether the token uses it.
         """
         k, group, local_experts = self.config.moe_router_topk, self.ep_group, routes.shape[1] // self.ep_group.size()
-        exchange = Exchange.plan(routes, k, group)
+        exchange = ExchangePlan.gather(routes, k, group)
         sent, received, is_async = exchange.sent, exchange.received, overlapped_states is not None
         layout = MessageLayout(states.shape[-1], states.dtype, local_experts, probs.dtype)
         dispatch = Dispatch(exchange, layout, min(k, local_experts))

@@ -29,7 +29,7 @@ def of_size(groups: int) -> Recipe:
 
 
 def executed(groups: int, folder: Path) -> int:
-    """How many calls and loop passes of Python code a step takes in this thread, including those of the fakes.
+    """The number of Python calls and loop iterations of a step in this thread, including those of the fakes.
 
     Threads and garbage that other tests have left are not counted.
     """
