@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ class LocalRanks:
     def __init__(self, rank: ScoreRank) -> None:
         self.rank = rank
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.rank, method)(*args)
+    async def call(self, method: Callable[..., Any], *args: Any, **_: Any) -> Any:
+        return method(self.rank, *args)
 
     async def locations(self) -> list[Any]:
         return []

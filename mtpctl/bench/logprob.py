@@ -265,7 +265,9 @@ class Bench:
         )
         share = statistics.median(bare_times) / statistics.median(server_times)
         self._add_measurement("share of the bare pass", share, "", MIN_SHARE, at_least=True, detail=f"by round {shares}")
-        self._add_measurement("memory for logits", await self.replica.ranks.call("logits_gib", *_to_lists(requests)), "GiB", MAX_LOGITS_GIB)
+        self._add_measurement(
+            "memory for logits", await self.replica.ranks.call(BenchRank.logits_gib, *_to_lists(requests)), "GiB", MAX_LOGITS_GIB
+        )
 
     async def latency(self) -> None:
         """Measure the latency that the server and HTTP add to the bare pass, for single requests to an idle server."""
@@ -295,18 +297,18 @@ class Bench:
     async def update(self, scratch: Path) -> None:
         """Measure a weight update while requests are queued."""
         requests = self.workload.draw(self.vocab, self.workload.in_flight, seed=2)
-        weights = await self.replica.ranks.call("weights_gib")
+        weights = await self.replica.ranks.call(BenchRank.weights_gib)
         root = default_root(f"bench-{os.getpid()}", int(weights * GIB), scratch / "versions")
         try:
-            manifest, publish_s = await self.replica.ranks.call("publish", str(root), 1)
-            await self.replica.ranks.call("start_memory")
+            manifest, publish_s = await self.replica.ranks.call(BenchRank.publish, str(root), 1)
+            await self.replica.ranks.call(BenchRank.start_memory)
             async with asyncio.TaskGroup() as group:
                 answers = [group.create_task(self.server.score(request)) for request in requests]
                 await asyncio.sleep(0)
                 (report,) = await self.server.update(manifest)
         finally:
             VersionStore(root).close()
-        extra_gib = await self.replica.ranks.call("more_memory_gib")
+        extra_gib = await self.replica.ranks.call(BenchRank.more_memory_gib)
         old, new = (sum(answer.result().version == version for answer in answers) for version in (0, 1))
         self._add_measurement("answers lost", len(requests) - old - new, "", 0, detail=f"{old} under the old weights, {new} under the new")
         self._add_measurement("update", report.seconds, "s", detail=f"{report.nbytes / 1e9:.2f} GB by {manifest.transport}")
@@ -318,8 +320,7 @@ class Bench:
 
     async def _time_bare_pass(self, requests: list[ScoreRequest]) -> float:
         """Seconds of a bare pass over the requests."""
-        seconds: float = await self.replica.ranks.call("bare", *_to_lists(requests))
-        return seconds
+        return await self.replica.ranks.call(BenchRank.bare, *_to_lists(requests))
 
     async def _time_server(self, requests: list[ScoreRequest]) -> float:
         """Seconds until the server has answered all requests, `workload.in_flight` at a time."""

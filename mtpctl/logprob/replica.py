@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Protocol, cast
 
 from mtpctl.cluster.bundles import ActorLocation, Options
 from mtpctl.cluster.process import log_name_variables
@@ -22,7 +22,7 @@ RANK_DEADLINE_S = 10.0
 
 
 class Ranks(Protocol):
-    def call(self, method: str, *args: object) -> Awaitable[Any]:
+    def call[**P, T](self, method: Callable[Concatenate[Any, P], T], *args: P.args, **_: P.kwargs) -> Awaitable[T]:
         """Call a method of `ScoreRank` on every rank, in the same order on all. Awaiting it returns rank 0's answer.
 
         Raises ReplicaDead if a rank has died, otherwise the error of a rank.
@@ -58,28 +58,29 @@ class Replica:
 
         Awaiting it raises TargetDirty if the weights differ from those that were sent.
         """
-        return self._refuse() if self._dirty else self.ranks.call("score", requests, version)
+        # Ranks other than 0 return None; `call` returns the scores of rank 0.
+        return self._refuse() if self._dirty else cast("Awaitable[list[Scored]]", self.ranks.call(ScoreRank.score, requests, version))
 
     async def _refuse(self) -> list[Scored]:
         raise TargetDirty(f"{self.name}: its weights differ from those that were sent")
 
     async def ping(self) -> None:
         """Wait until all earlier calls are done. Raises ReplicaDead if the replica has died."""
-        await self.ranks.call("ping")
+        await self.ranks.call(ScoreRank.ping)
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
-        await self.ranks.call("begin_update", plan.to_dict(), version, section)
+        await self.ranks.call(ScoreRank.begin_update, plan.to_dict(), version, section)
         if self._incoming is None:
             self._incoming, self._missing_sections = plan, set(plan.sections)
             self.versions = self.versions[:1]
         self._section = section
 
     async def receive(self, *buckets: Bucket) -> None:
-        await self.ranks.call("receive", *(bucket.index for bucket in buckets))
+        await self.ranks.call(ScoreRank.receive, *(bucket.index for bucket in buckets))
 
     async def finish_update(self) -> None:
         """See `WeightTarget`. The last section of the manifest makes the version current."""
-        await self.ranks.call("finish_update")
+        await self.ranks.call(ScoreRank.finish_update)
         self._missing_sections.discard(self._section)
         if self._incoming is not None and not self._missing_sections:
             self.versions = [self._incoming.version, *(self.versions if self.keep_previous else [])]
@@ -87,12 +88,11 @@ class Replica:
 
     async def abort_update(self) -> None:
         self._incoming = None
-        await self.ranks.call("abort_update")
+        await self.ranks.call(ScoreRank.abort_update)
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of all tensors by their wire names, including tensors that no update has sent."""
-        sums: dict[str, str] = await self.ranks.call("checksums")
-        return sums
+        return await self.ranks.call(ScoreRank.checksums)
 
     def mark_dirty(self) -> None:
         self._dirty = True
@@ -111,9 +111,9 @@ class RayRanks:
     def __init__(self, handles: list[ActorHandle[ScoreRank]], name: str) -> None:
         self.handles, self.name = handles, name
 
-    def call(self, method: str, *args: object) -> Awaitable[Any]:
+    def call[**P, T](self, method: Callable[Concatenate[Any, P], T], *args: P.args, **_: P.kwargs) -> Awaitable[T]:
         # Calls are submitted immediately, not when the result is awaited, so that all ranks get them in the same order.
-        refs = [getattr(handle, method).remote(*args) for handle in self.handles]
+        refs = [getattr(handle, method.__name__).remote(*args) for handle in self.handles]
         return self._answers(refs)
 
     async def locations(self) -> list[ActorLocation]:
@@ -157,8 +157,8 @@ async def start_replica(config: ReplicaConfig, *, name: str, options: Sequence[O
     handles = [start_actor(rank) for rank in range(config.parallel.world_size)]
     ranks = RayRanks(handles, name)
     try:
-        master = await ranks.call("address")
-        bounds = await ranks.call("build", master)
+        master = await ranks.call(ScoreRank.address)
+        bounds = await ranks.call(ScoreRank.build, master)
     except BaseException:
         await ranks.end()
         raise

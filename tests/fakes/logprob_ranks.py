@@ -50,11 +50,9 @@ class LocalRanks:
         self.rank = rank
         self.thread = ThreadPoolExecutor(1)
         self.dead = asyncio.Event()
-        self.calls: list[str] = []
 
-    def call(self, method: str, *args: Any) -> Awaitable[Any]:
-        self.calls.append(method)
-        done = asyncio.get_running_loop().run_in_executor(self.thread, getattr(self.rank, method), *args)
+    def call(self, method: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        done = asyncio.get_running_loop().run_in_executor(self.thread, getattr(self.rank, method.__name__), *args)
         return self._answer(done)
 
     async def _answer(self, done: asyncio.Future[Any]) -> Any:

@@ -12,6 +12,7 @@ import pytest
 
 from mtpctl.errors import RuntimeFailure
 from mtpctl.logprob.protocol import DeadlineExceeded, QueueFull, RequestRefused, ScoreRequest, VersionGone
+from mtpctl.logprob.rank import ScoreRank
 from mtpctl.logprob.server import LogprobServer
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, TargetDirty, WeightsDiffer
 from tests.fakes.logprob import Started, Store, manifest
@@ -254,8 +255,8 @@ async def test_request_is_scored_again_if_its_pass_failed_because_a_rank_died() 
     first, call = start.ranks[0], start.ranks[0].call
     start.rank = {}
 
-    def call_with_a_dead_peer(method: str, *args: Any) -> Awaitable[Any]:
-        if method == "ping":
+    def call_with_a_dead_peer(method: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+        if method is ScoreRank.ping:
             first.kill()
         return call(method, *args)
 
