@@ -20,12 +20,6 @@ TRANSFER_BACKEND = "mtpctl"
 ENGINE_MARKER = "MTPCTL_VLLM"
 """Environment variable that marks processes of mtpctl's engines. vLLM's child processes inherit it."""
 
-ADMIT_AT_ONCE = "MTPCTL_ADMIT_AT_ONCE"
-"""Environment variable that makes an engine admit each request as soon as a slot is free, so that its steps do not depend on timing."""
-
-NUMERICS = "MTPCTL_NUMERICS"
-"""Environment variable with the recipe's `numerics`."""
-
 _IS_PATCHED = "_mtpctl_watches"
 _COPIED_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 

@@ -27,8 +27,9 @@ from mtpctl.model.core_attention import PackedAttention
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.patches.exact import exact_attention_class
+from mtpctl.rollout.vllm.patches.guard import NUMERICS
 from mtpctl.rollout.vllm.patches.invariant import replace_operations
-from mtpctl.rollout.vllm.plugin import NUMERICS, install
+from mtpctl.rollout.vllm.plugin import install
 from mtpctl.rollout.vllm.settings import engine_settings
 from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.trainer.batch import Sequence

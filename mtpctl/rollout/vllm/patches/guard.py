@@ -1,4 +1,4 @@
-"""How patches of vLLM are applied: only to the pinned release, and once per process."""
+"""How patches of vLLM are applied: only to the pinned release, and once per process. Environment variables that patches read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from mtpctl.errors import UpstreamMoved
 
 PINNED = "0.32.0"
 """The vLLM release whose sources every patch in this package was checked against."""
+
+ADMIT_AT_ONCE = "MTPCTL_ADMIT_AT_ONCE"
+"""Environment variable that makes an engine admit each request as soon as a slot is free, so that its steps do not depend on timing."""
+
+NUMERICS = "MTPCTL_NUMERICS"
+"""Environment variable with the recipe's `numerics`."""
 
 
 @cache
