@@ -158,7 +158,7 @@ def _check_widths(shape: ModelShape, tp: int) -> Complaints:
 
 def _check_bitwise_rollout(recipe: Recipe) -> Complaints:
     rollout = recipe.rollout
-    if rollout.engine != "vllm":
+    if not rollout.traits.bitwise:
         yield f"rollout.engine: {_NEEDS} vllm; set it, or numerics: default"
         return
     if rollout.dtype not in ("auto", precision := PRECISIONS[recipe.device]):
@@ -201,7 +201,7 @@ def check_fp8_rollout(recipe: Recipe, shape: ModelShape | None, config: Mapping[
         if rollout.speculation.quantization == "fp8":
             yield "rollout.speculation.quantization: fp8 needs rollout.quantization: fp8; set both, or leave it out"
         return
-    if rollout.engine != "vllm":
+    if not rollout.traits.fp8_syncs:
         yield f"{_FIELD} works only with vLLM; set rollout.engine: vllm, or rollout.quantization: none"
         return
     if recipe.numerics == "bitwise":

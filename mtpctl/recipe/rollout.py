@@ -59,6 +59,10 @@ class EngineTraits:
     """Drafts by n-grams or suffixes."""
     block_verification: bool
     """Can verify the drafts of a step jointly (`rollout.speculation.verification: block`), on GPUs."""
+    bitwise: bool
+    """Can compute the trainer's log-probs to the last bit (`numerics: bitwise`)."""
+    fp8_syncs: bool
+    """Receives quantized weights (`rollout.quantization: fp8`)."""
     deterministic_arg: str | None = None
     """Name in `rollout.engine_args` that makes seeded sampling repeatable; None: it always is."""
 
@@ -232,6 +236,8 @@ class VllmConfig(RolloutBase):
         unquantized_only=True,
         weightless_drafters=True,
         block_verification=True,
+        bitwise=True,
+        fp8_syncs=True,
     )
     eager: bool = Field(False, description="Disable compilation and CUDA graphs: faster to start, slower to run.")
 
@@ -255,6 +261,8 @@ class SglangConfig(RolloutBase):
         unquantized_only=False,
         weightless_drafters=False,
         block_verification=False,
+        bitwise=False,
+        fp8_syncs=False,
         deterministic_arg="enable_deterministic_inference",
     )
     python: HomePath | None = Field(None, description="Python interpreter of SGLang's virtual environment.")
