@@ -109,7 +109,9 @@ class HfTokenizer:
         self.chat_template: str = inner.chat_template if isinstance(inner.chat_template, str) else ""
         self.eos_id: int = eos_id
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
-        self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *_added_special_ids(inner)])
+        # In many tokenizers the end of a turn is only an added token that is marked as special.
+        added_special_ids = [token_id for token_id, token in inner.added_tokens_decoder.items() if token.special]
+        self.special_ids: frozenset[int] = frozenset([self.eos_id, *inner.all_special_ids, *added_special_ids])
         self._hidden: list[int] = []
         self._render_check = RenderCheck(name, ignore_tools=ignore_tools)
 
@@ -312,11 +314,6 @@ def _read_configured_eos(path: str) -> int | None:
         if isinstance(first, int) and not isinstance(first, bool) and first >= 0:
             return first
     return None
-
-
-def _added_special_ids(inner: PreTrainedTokenizerBase) -> list[int]:
-    """Added tokens that are marked as special, such as the end of a turn in many tokenizers."""
-    return [token_id for token_id, token in inner.added_tokens_decoder.items() if token.special]
 
 
 def _first_line(error: Exception) -> str:

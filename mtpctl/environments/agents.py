@@ -23,7 +23,7 @@ from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rl.rewards.function import AGENT, EPISODE, Outcome
 from mtpctl.rl.rewards.pool import Pool
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, Health, SpeculationState, as_completed
+from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, SpeculationState, as_completed
 from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
 from mtpctl.web.server import listen
 
@@ -134,9 +134,6 @@ class AgentGenerator(Generator):
 
     async def control_speculation(self, drafts: int | None = None) -> list[SpeculationState]:
         return await self._engines.control_speculation(drafts)
-
-    async def health(self) -> list[Health]:
-        return await self._engines.health()
 
 
 def _finalize_sample(request: GenerationRequest, trajectory: Trajectory, samples: list[Sample], outcome: Outcome) -> Sample:

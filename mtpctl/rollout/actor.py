@@ -79,7 +79,7 @@ class RolloutActor:
         self._collected_at = float("-inf")
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def start(self) -> Health:
+    async def start(self) -> None:
         """Load the engine. Only this process imports the engine's package."""
         if isinstance(self._settings, SglangSettings):
             from mtpctl.rollout.sglang.engine import SglangEngine
@@ -90,7 +90,6 @@ class RolloutActor:
 
             self._engine = await VllmEngine.start(self._settings)
         freeze_heap()
-        return await self._engine.health()
 
     async def submit(self, requests: list[tuple[int, GenerationRequest]]) -> None:
         """Start generating for these numbered requests. `collect` returns the answers."""

@@ -130,10 +130,6 @@ class Generator(Protocol):
         """
         ...
 
-    async def health(self) -> list[Health]:
-        """One entry per engine."""
-        ...
-
 
 async def as_completed(
     requests: AsyncIterable[GenerationRequest],

@@ -106,7 +106,6 @@ class Process:
             stderr,
             code,
             timed_out=self.timed_out or code == -signal.SIGXCPU or (code == -signal.SIGKILL and report["cpu_s"] >= self.limits.cpu_s),
-            out_of_memory=stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"),
             too_much_output=self.too_much_output,
             cpu_s=report["cpu_s"],
         )
@@ -267,14 +266,12 @@ class Result:
     Attributes:
         exit: exit code, or minus the signal that ended it.
         timed_out, too_much_output: whether the run was killed for this reason.
-        out_of_memory: whether it ended with a MemoryError.
     """
 
     stdout: str
     stderr: str
     exit: int
     timed_out: bool = False
-    out_of_memory: bool = False
     too_much_output: bool = False
     cpu_s: float = 0.0
 

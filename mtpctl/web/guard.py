@@ -190,10 +190,8 @@ class Guard:
         """The bearer token that a request must have; None if it needs none."""
         if self.key is None:
             return None if scope["method"] in ("GET", "HEAD") else self.tokens.get(scope["path"])
-        return None if self._is_public(scope["path"]) else self.key
-
-    def _is_public(self, path: str) -> bool:
-        return path in PUBLIC_PATHS or (self.public_prefix is not None and path.startswith(self.public_prefix))
+        is_public = scope["path"] in PUBLIC_PATHS or (self.public_prefix is not None and scope["path"].startswith(self.public_prefix))
+        return None if is_public else self.key
 
     def _too_large(self) -> _Rejected:
         return _Rejected(413, f"a body may have at most {self.bounds.body_bytes} bytes; send less in one request")

@@ -11,7 +11,7 @@ import pytest
 from mtpctl.errors import RuntimeFailure
 from mtpctl.jobs.rollout import Prompt, generate_responses, missing_responses, summary
 from mtpctl.recipe.rollout import VllmConfig
-from mtpctl.rollout.protocol import Health, SpeculationState
+from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.sample_file import Origin, SampleFile, Tally
 from mtpctl.samples import GenerationRequest, Sample, Speculation
 
@@ -38,9 +38,6 @@ class Echo:
 
     async def control_speculation(self, drafts: int | None = None) -> list[SpeculationState]:
         return []
-
-    async def health(self) -> list[Health]:
-        return [Health(alive=True)]
 
 
 async def reward(text: str, sample: Sample) -> float:

@@ -16,7 +16,6 @@ import pytest
 
 from mtpctl.rollout.actor import RayReplica, RolloutActor
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.rollout.protocol import Health
 from mtpctl.rollout.sglang.settings import SglangSettings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.fakes.replica import VOCABULARY, FakeReplica
@@ -32,8 +31,7 @@ class FakeActor(RolloutActor):
         super().__init__(SglangSettings({}))
         self._engine = FakeReplica(tick_s=0.001)
 
-    async def start(self) -> Health:
-        return await self._engine.health()
+    async def start(self) -> None: ...
 
     async def node(self) -> str:
         import ray

@@ -247,11 +247,8 @@ class Trajectory:
             self.request.max_tokens - start_length, self._backend.context - sample.length, chat.token_limit or self._backend.context
         )
         if max_new_tokens <= 0:
-            is_over_budget = self.request.max_tokens <= start_length
-            raise RequestInvalid(
-                f"the conversation has {sample.length} tokens, which leaves no room for an answer ({_limit_key(is_over_budget)})",
-                OVER_BUDGET if is_over_budget else OVER_CONTEXT,
-            )
+            key, code = ("max_tokens", OVER_BUDGET) if self.request.max_tokens <= start_length else ("context", OVER_CONTEXT)
+            raise RequestInvalid(f"the conversation has {sample.length} tokens, which leaves no room for an answer (rollout.{key})", code)
         stops = [*request.stop, *chat.stops]
         sample = await self._backend.generate(
             replace(
@@ -311,10 +308,6 @@ def _available_tools(chat: ChatRequest) -> list[dict[str, Any]]:
 def _tools_key(chat: ChatRequest) -> str:
     """A key for the tools and template variables, which do not change within a conversation."""
     return json.dumps([_available_tools(chat), chat.variables], sort_keys=True)
-
-
-def _limit_key(is_over_budget: bool) -> str:
-    return "rollout.max_tokens" if is_over_budget else "rollout.context"
 
 
 def _ended_error() -> RequestInvalid:
