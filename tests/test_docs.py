@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_mentioned_files_exist(page: Path) -> None:
     for text in code(page):
         if re.fullmatch(r"(mtpctl|tests|scripts|recipes|docs|benchmarks)/[\w./-]+", text):
             assert (ROOT / text).exists(), text
+
+
+def test_names_in_the_architecture_are_defined() -> None:
+    sources = [file.read_text() for folder in ("mtpctl", "tests/fakes") for file in (ROOT / folder).rglob("*.py")]
+    defined = {
+        name for text in sources for name in re.findall(r"^ *(?:async )?(?:(?:def|class) )?(\w+)(?=[\[(]| ?[:=])", text, re.MULTILINE)
+    }
+    for text in code(ROOT / "docs/architecture.md"):
+        # Python's names, not recipe keys or files: with capitals or an underscore.
+        if re.fullmatch(r"(?!NAME\b)\w*[A-Z]\w*(\.\w+)?|[a-z]+(_[a-z]+)+", text):
+            assert defined.issuperset(text.split(".")) or hasattr(builtins, text), text
 
 
 @pages
