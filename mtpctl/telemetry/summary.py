@@ -56,14 +56,14 @@ def measure_curve(curve: Curve) -> CurveMeasures | None:
     return CurveMeasures(curve[0][1], late_mean(curve), len(late), max(curve, key=lambda point: point[1]), worst_fall(curve))
 
 
-def late_points(curve: Curve, last: int = LATE_EVALUATIONS) -> Curve:
+def late_points(curve: Curve) -> Curve:
     """The last few points, without the start unless it is the only point."""
-    return (curve[1:] or curve)[-last:]
+    return (curve[1:] or curve)[-LATE_EVALUATIONS:]
 
 
-def late_mean(curve: Curve, last: int = LATE_EVALUATIONS) -> float:
+def late_mean(curve: Curve) -> float:
     """Mean of the late points. Raises ValueError for an empty curve."""
-    late = late_points(curve, last)
+    late = late_points(curve)
     if not late:
         raise ValueError("an empty curve has no late mean")
     return sum(y for _, y in late) / len(late)

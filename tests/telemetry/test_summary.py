@@ -94,7 +94,6 @@ def curve(text: str) -> list[tuple[float, float]]:
 def test_the_late_mean_is_over_the_last_four() -> None:
     assert late_mean(curve(SWINGING)) == (67 + 43 + 76 + 43) / 4
     assert late_mean(curve(RISING)) == (84 + 82 + 82 + 79) / 4
-    assert late_mean(curve(RISING), last=1) == 79
 
 
 def test_first_evaluation_counts_as_late_only_if_it_is_the_only_one() -> None:
