@@ -94,9 +94,14 @@ class Trainer:
         return self._pipe.recv()
 
     def end(self) -> None:
+        """End the process. Fails if it waits for a receiver."""
+        if self._process.exitcode == 0:
+            return
         self._pipe.send(None)
-        self._process.join(20)
-        if self._process.is_alive():
+        self._process.join(60)
+        try:
+            assert self._process.exitcode == 0, f"the sender's exit code is {self._process.exitcode}; None: it did not end"
+        finally:
             self._process.kill()
 
 
@@ -254,6 +259,7 @@ def test_weights_are_pushed_to_a_log_prob_replica(folder: Path, run: Loop, train
             wanted = reference_logprobs(CONFIG, policy(version), ids)
             off = (torch.tensor(run(scored(version)), dtype=torch.float64) - wanted[-len(ids) + 1 :]).abs()
             assert float(off.mean()) < BOUND
+        trainer.end()  # while the replica is still in the communicator
     finally:
         run(replica.end())
         rank.engine.close()

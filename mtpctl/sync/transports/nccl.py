@@ -37,8 +37,6 @@ class _Backend(Protocol):
 
     def abort(self) -> None: ...
 
-    def shutdown(self) -> None: ...
-
 
 class Wire:
     """One member's end of the communicator. Rank 0 sends, all others receive."""
@@ -65,10 +63,14 @@ class Wire:
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         return self.group.broadcast([data], options)
 
-    def close(self, *, broken: bool = False) -> None:
-        """Leave the communicator; `broken`: abort transfers in flight."""
+    def close(self) -> None:
+        """Leave the communicator and abort transfers in flight.
+
+        A shutdown would wait for completed transfers, but also for all other members to leave: ncclCommDestroy has a barrier. Members leave
+        one after the other, receivers only when the sender of the next version invites them. Both ends have waited for their transfers.
+        """
         if self.cuda and self.group is not None:
-            self.group.abort() if broken else self.group.shutdown()
+            self.group.abort()
         self.group = None
 
 
@@ -172,12 +174,12 @@ class Writer(PushWriter):
 
     def fail(self, reason: str) -> None:
         self.control.fail(reason)
-        self.close(broken=True)
+        self.close()
 
-    def close(self, *, broken: bool = False) -> None:
-        """Leave the group and release the buffers; `broken`: abort transfers in flight."""
+    def close(self) -> None:
+        """Leave the communicator and release the buffers."""
         if self._wire is not None:
-            self._wire.close(broken=broken)
+            self._wire.close()
             self._wire = None
         self._reset()
 
@@ -197,7 +199,6 @@ class Reader(BucketReader):
         self.device = torch.device(device)
         self.control, rank = join(Address.parse(address))
         self._wire = Wire(self.control, rank, self.device)
-        self._closed = False
 
     def begin(self, version: int, section: str) -> None:
         self.control.increment(version, section)
@@ -227,10 +228,7 @@ class Reader(BucketReader):
 
     def fail(self, reason: str) -> None:
         self.control.fail(reason)
-        self._wire.close(broken=True)
-        self._closed = True
+        self.close()
 
     def close(self) -> None:
-        if not self._closed:
-            self._wire.close()
-            self._closed = True
+        self._wire.close()
