@@ -42,7 +42,7 @@ from mtpctl.rollout.start import start_pool
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
-START_TIMEOUT_S = 420.0
+START_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)

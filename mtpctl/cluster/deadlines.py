@@ -11,8 +11,8 @@ from typing import Literal, cast
 from mtpctl.errors import MtpctlError, RuntimeFailure
 
 
-async def within[T](call: Awaitable[T], timeout_s: float, name: str) -> T:
-    """Await the result of an actor call. `name`: of the actor and the call, for errors.
+async def within[T](call: Awaitable[T], timeout_s: float, name: str, advice: str = "") -> T:
+    """Await the result of an actor call. `name`: of the actor and the call, for errors. `advice`: end of the message after a timeout.
 
     Raises RuntimeFailure after `timeout_s`, or if the actor dies or raises an error; an MtpctlError is re-raised unchanged.
     """
@@ -21,7 +21,7 @@ async def within[T](call: Awaitable[T], timeout_s: float, name: str) -> T:
     try:
         return await asyncio.wait_for(call, timeout_s)
     except TimeoutError as error:
-        raise RuntimeFailure(f"{name}: no answer within {timeout_s:g} s") from error
+        raise RuntimeFailure(f"{name}: no answer within {timeout_s:g} s{advice}") from error
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, MtpctlError):
@@ -29,6 +29,11 @@ async def within[T](call: Awaitable[T], timeout_s: float, name: str) -> T:
         raise RuntimeFailure(f"{name}: {one_line(error)}") from error
     except ray.exceptions.RayError as error:
         raise RuntimeFailure(f"{name}: {one_line(error)}") from error
+
+
+async def await_start[T](call: Awaitable[T], deadline_s: float, name: str) -> T:
+    """The result of the start of the actors `name` within `deadline_s`, which is `cluster.actor_deadline_s`. Errors as in `within`."""
+    return await within(call, deadline_s, f"{name}, start", "; raise cluster.actor_deadline_s")
 
 
 async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtpctl.cluster.bundles import POLL_S, Bundles, BundleSpec, BundlesUnavailable, Claim, ray_hosts
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_start
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.scoring import HintRenderer, LocalSource, RemoteSource, Teacher, TeacherSource
 from mtpctl.controller.status import Waits
@@ -195,7 +195,7 @@ class Services:
         name = ROLE_NAMES[role]
         title = name if role == "teacher" else f"{name} server"
         with self._starting(title, [f"{name} replica {i} rank 0" for i in range(recipe.logprob.replicas)]):
-            ready_server = await within(server, recipe.cluster.actor_deadline_s, f"{title}, start")
+            ready_server = await await_start(server, recipe.cluster.actor_deadline_s, title)
         stack.push_async_callback(ready_server.close)
         return ready_server
 

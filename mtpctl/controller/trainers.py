@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Concatenate, Protocol
 from mtpctl.checkpoint.finding import select_checkpoint
 from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import POLL_S, ActorLocation, Bundles, Options
-from mtpctl.cluster.deadlines import one_line, within
+from mtpctl.cluster.deadlines import await_start, one_line, within
 from mtpctl.cluster.process import log_name_variables
 from mtpctl.cluster.replicas import FAILURE_WINDOW_S
 from mtpctl.controller.state import RunState
@@ -201,7 +201,7 @@ class TrainerGroup:
         """Load the model in `folder` on every rank. Returns the number of its parameters, and of those that are trained."""
         deadline = self.recipe.cluster.actor_deadline_s
         await self._wait_for_ranks(deadline)
-        master: str = await within(self.ranks[0].address.remote(), deadline, "trainer rank 0, start")
+        master: str = await await_start(self.ranks[0].address.remote(), deadline, "trainer rank 0")
         return await self._call_each(TrainerRank.build, lambda rank: (str(folder), master), deadline)
 
     async def _wait_for_ranks(self, deadline_s: float) -> None:
@@ -209,7 +209,7 @@ class TrainerGroup:
         if self.bundles is None:
             return
         answers: list[asyncio.Future[ActorLocation]] = [
-            asyncio.ensure_future(within(rank.location.remote(), deadline_s, f"trainer rank {i}, start"))
+            asyncio.ensure_future(await_start(rank.location.remote(), deadline_s, f"trainer rank {i}"))
             for i, rank in enumerate(self.ranks)
         ]
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_start
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.prepare import open_model, open_tokenizer
@@ -81,7 +81,7 @@ async def _serve(recipe: Recipe, served: ServedModel, listener: socket.socket, k
         checkpoint=served.checkpoint,
         version=served.version,
     )
-    server = await within(server_start, recipe.cluster.actor_deadline_s, "log-prob server, start")
+    server = await await_start(server_start, recipe.cluster.actor_deadline_s, "log-prob server")
     server_http = web(server, served.tokenizer, served.model_id, key=key, bounds=HttpBounds())
     freeze_heap()
     watch_task = asyncio.create_task(server.watch())

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_start
 from mtpctl.cluster.local import cluster
 from mtpctl.controller.prepare import open_model, open_version_store
 from mtpctl.controller.trainers import TrainerGroup
@@ -118,7 +118,7 @@ async def _start_log_prob_server(recipe: Recipe, model: HfFolder, placement: Pla
         return None
     first, published = placement.of("logprob")[0], store.for_logprob(recipe)
     server_start = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, published=published)
-    return await within(server_start, recipe.cluster.actor_deadline_s, "log-prob server, start")
+    return await await_start(server_start, recipe.cluster.actor_deadline_s, "log-prob server")
 
 
 async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:

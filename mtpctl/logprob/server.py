@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtpctl.cluster.bundles import Bundles, Options
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_start
 from mtpctl.cluster.replicas import Lifecycle, Log, Replicas, no_log, start_all
 from mtpctl.logprob.dispatch import Dispatcher, QueuedRequest, ServerLimits
 from mtpctl.logprob.protocol import Bounds, DeadlineExceeded, QueueFull, ReplicaDead, Scored, ScoreRequest
@@ -264,7 +264,7 @@ async def start_server(
     async def start(index: int) -> Replica:
         # Restarts have the deadline too: after the loss of a host, the cluster may lack the resources for them.
         name = f"{ROLE_NAMES[role]} replica {index}"
-        return await within(start_ranks(index, name), recipe.cluster.actor_deadline_s, f"{name}, start")
+        return await await_start(start_ranks(index, name), recipe.cluster.actor_deadline_s, name)
 
     async def start_ranks(index: int, name: str) -> Replica:
         default_options: Options = {"num_cpus": cpus, "num_gpus": gpus}

@@ -82,7 +82,9 @@ class ClusterConfig(Section):
         description="Network interface of NCCL and gloo, such as bond0; default: the loopback on one host; with cluster.address NCCL's "
         "choice, and for gloo the interface of the host's address.",
     )
-    actor_deadline_s: PositiveFloat = Field(300.0, description="Timeout for the start of an actor, in seconds.")
+    actor_deadline_s: PositiveFloat = Field(
+        900.0, description="Timeout for the start of an actor, in seconds. The first start of an engine compiles kernels."
+    )
     step_deadline_s: PositiveFloat = Field(1800.0, description="Timeout in seconds of a trainer call, and of a batch without responses.")
 
 

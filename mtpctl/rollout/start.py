@@ -6,7 +6,7 @@ from itertools import count
 from math import ceil
 
 from mtpctl.cluster.bundles import Bundles, Options
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_start
 from mtpctl.cluster.replicas import Log, no_log
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.fitting import apply_change
@@ -111,7 +111,7 @@ async def start_pool(
     async def start(index: int) -> Replica:
         # Restarts have the deadline too: after the loss of a host, the cluster may lack the resources for them.
         name = f"rollout replica {index}"
-        return await within(start_actor(index, f"rollout-{index}", name), recipe.cluster.actor_deadline_s, f"{name}, start")
+        return await await_start(start_actor(index, f"rollout-{index}", name), recipe.cluster.actor_deadline_s, name)
 
     async def start_actor(index: int, actor: str, name: str) -> Replica:
         options = options_of(index) if bundles is None else (await bundles.take(actor))[0].options()
@@ -137,4 +137,4 @@ async def start_pool(
         relays=isinstance(recipe.sync, StorageConfig) and recipe.sync.relay,
         log=lambda line: log(f"rollout {line}"),
     )
-    return await within(pool, recipe.cluster.actor_deadline_s, "rollout, start")
+    return await await_start(pool, recipe.cluster.actor_deadline_s, "rollout")

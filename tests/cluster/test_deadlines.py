@@ -1,4 +1,4 @@
-"""Waiting for the first of a task and an event, and calls in threads."""
+"""Deadlines of starts, waiting for the first of a task and an event, and calls in threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cluster.deadlines import Changes, finished_before, in_thread
+from mtpctl.cluster.deadlines import Changes, await_start, finished_before, in_thread
+from mtpctl.errors import RuntimeFailure
 from mtpctl.samples import Unwanted
 from tests.fakes.event_loop import in_loop
 
@@ -21,6 +22,12 @@ either_way = pytest.mark.parametrize("first", [finished_before, lambda work, eve
 async def work(seconds: float) -> str:
     await asyncio.sleep(seconds)
     return "done"
+
+
+@in_loop
+async def test_late_start_names_the_setting_of_its_deadline() -> None:
+    with pytest.raises(RuntimeFailure, match=r"^rollout, start: no answer within 0\.01 s; raise cluster\.actor_deadline_s$"):
+        await await_start(work(60.0), 0.01, "rollout")
 
 
 @either_way
