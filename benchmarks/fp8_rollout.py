@@ -31,7 +31,7 @@ from harness import finish, parser, print_environment
 BOUNDS = {"dense": 1.2, "experts": 1.3, "drafts": 1.15}
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 """Batch sizes of CUDA graphs. DeepGEMM compiles kernels for each, so that vLLM's default of 51 sizes takes minutes."""
-WARMUP_ROUNDS = 2
+WARMUP_ROUNDS = 5
 """In the first rounds kernels are compiled when a batch size first occurs."""
 WITHOUT_DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}
 WITH_DEEP_GEMM = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
@@ -236,7 +236,7 @@ def main() -> None:
     options.add_argument("--prompt-vocab", type=int, help="prompts consist of tokens below this; default: the model's vocabulary")
     options.add_argument("--tokens", type=int, default=256)
     options.add_argument("--drafts", type=int, nargs="+", default=[0, 1], help="draft tokens, for a model with MTP layers")
-    options.add_argument("--rounds", type=int, default=3, help="measured rounds, after two for warm-up")
+    options.add_argument("--rounds", type=int, default=3, help="measured rounds, after five for warm-up")
     options.add_argument("--kv-gib", type=float, default=20.0, help="KV cache of each engine")
     options.add_argument("--without-deep-gemm", action="store_true", help="also measure FP8 without DeepGEMM (CUTLASS)")
     options.add_argument("--no-syncs", dest="syncs", action="store_const", const=0, default=3, help="measure only the rates")
