@@ -4,8 +4,9 @@
 
 The command runs in OUT. Files there: output.log; updates.jsonl, one line for each output line that reports an update (`step:7` of verl and
 run_trl.py, `rl 7/200` of mtpctl); parts.jsonl, the times of an update's parts as the system reports them (`timing_s/NAME:SECONDS` on a line
-with `step:7`, or in metrics.jsonl of mtpctl's run directory); gpu.jsonl, one sample per second over all GPUs; run.json, times and exit
-code. After --minutes, the command and its children are stopped. Run it with `setsid nohup … &` to keep it running after the shell exits.
+with `step:7`, or in metrics.jsonl of mtpctl's run directory); gpu.jsonl, one sample per second over the GPUs of CUDA_VISIBLE_DEVICES, or
+over all if it is not set; run.json, times and exit code. After --minutes, the command and its children are stopped. Run it with
+`setsid nohup … &` to keep it running after the shell exits.
 Needs only the standard library.
 """
 
@@ -28,8 +29,10 @@ SECONDS_TO_STOP = 20.0
 
 
 def sample_gpus(file: Path, stop: threading.Event) -> None:
-    """Write memory (MiB, summed) and utilization (percent, mean) of the GPUs once per second."""
+    """Write memory (MiB, summed) and utilization (percent, mean) of the visible GPUs once per second."""
     query = ["nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        query += ["-i", visible]
     with file.open("w", encoding="utf-8") as lines:
         while not stop.wait(1.0):
             rows = [line.split(",") for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()]
