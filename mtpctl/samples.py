@@ -48,7 +48,7 @@ class VersionSpan:
     """Response tokens `[start, end)` were sampled under weight version `version`.
 
     `stale_kv`: the request kept the KV cache of an earlier version across a weight sync (`sync.kv: keep`), so the tokens were not sampled
-    from the distribution that `version` has after their prefix. Also true if the engine preempted the request and recomputed its cache.
+    from the distribution that `version` has after their prefix. The flag remains set if the engine later recomputes the request's cache.
     """
 
     start: int
@@ -113,12 +113,13 @@ class Sample:
         spent_s: seconds of work by engines and environments, which count against the deadline.
         environment: None without an environment.
         environment_reward: result of the environment's `reward()`; None without an environment.
-        routes: see `mtpctl.routes`; None if not recorded. A row is from the forward pass, and so the weight version, that sampled the next
-            token.
+        routes: see `mtpctl.routes`; None if not recorded. A token's row is from the forward pass that sampled the next token, so it belongs
+            to that token's weight version.
         earlier: the previous samples of an agent's trajectory, if this is its last one. They get the same reward.
         teacher_logprobs: log-probs of `train.rl.teacher`; None without a teacher.
-        candidates: the teacher's most likely tokens, if requested: the same number for each response token, concatenated.
-        candidate_logprobs: their log-probs.
+        candidates: the teacher's k most likely tokens at each response token, as one array of k times the response's length; None if not
+            requested.
+        candidate_logprobs: the teacher's log-probs of `candidates`.
         cached_tokens: prompt tokens found in the engine's prefix cache; None for an engine without one.
     """
 
@@ -365,7 +366,10 @@ class Unwanted(asyncio.Event):
             callback()
 
     async def finished_first(self, work: asyncio.Future[Any]) -> bool:
-        """Like `mtpctl.cluster.deadlines.finished_before`, but without a task for each of the many responses that wait for one event."""
+        """Wait until `work` is done or this event is set, which cancels `work`. Returns whether it is done.
+
+        Unlike `mtpctl.cluster.deadlines.finished_before`, this creates no task per response, because many responses wait for one event.
+        """
         either: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def wake(_: object = None) -> None:

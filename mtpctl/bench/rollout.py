@@ -179,7 +179,7 @@ class Bench:
         return cluster(config, cpus=self.num_engines, gpus=gpus)
 
     def pool(self, drafts: int) -> AbstractAsyncContextManager[ReplicaPool]:
-        """A pool with one engine. drafts: maximum number of draft tokens; the engine selects it unless `control_speculation` does."""
+        """A pool with one engine. It selects a number of draft tokens up to `drafts`, unless `control_speculation` sets one."""
         return engine_pool(self.recipe(drafts), self.options.folder, self.context, self.options.device, self._gpus)
 
     @asynccontextmanager
@@ -193,7 +193,7 @@ class Bench:
 
             yield send_offline
 
-    def through(self, pool: ReplicaPool) -> Send:
+    def sender_for(self, pool: ReplicaPool) -> Send:
         return lambda workload: send_workload(pool, workload, self.shape.vocab)
 
 
@@ -202,7 +202,7 @@ class Result:
     """One row: throughput and its ratio to the baseline as medians over rounds, and the bounds that it misses.
 
     rates, ratios: of each round. draft_s: device seconds per step for all drafts. steps, step_s: steps per round, and seconds of a step
-    without prefill, if the engine reports them. allowed: see `gain_with_free_verification`. idle: share of empty slots. wrong: number of
+    without prefill, if the engine reports them. allowed: `gain_with_free_verification`. idle: share of empty slots. wrong: number of
     answers that differ from the model's known ones.
     """
 
@@ -225,8 +225,10 @@ class Result:
 
 
 def gain_with_free_verification(tokens: float, draft_s: float, step_s: float) -> float:
-    """The speed-up with free verification. tokens: tokens per step; draft_s: seconds of drafting per step; step_s: seconds of a step
-    without speculation."""
+    """The speed-up if a step that verifies drafts took as long as one without drafts.
+
+    tokens: tokens per step. draft_s: seconds of drafting per step. step_s: seconds of a step without speculation.
+    """
     return tokens / (1 + draft_s / step_s)
 
 
@@ -288,7 +290,7 @@ class Table:
 
 async def measure_path(bench: Bench, table: Table, workloads: list[Workload], offline: Offline, plain: ReplicaPool) -> None:
     """Measure the same loads through vLLM's offline generation and through the pool."""
-    senders: dict[str, Send] = {VLLM: lambda workload: offline(workload, True), POOL: bench.through(plain)}
+    senders: dict[str, Send] = {VLLM: lambda workload: offline(workload, True), POOL: bench.sender_for(plain)}
     largest = bench.workloads()[-1]
     for workload in workloads:
         workload_senders = senders | ({VLLM_BARE: lambda workload: offline(workload, False)} if workload == largest else {})
@@ -309,7 +311,7 @@ async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, dr
 async def _measure_fixed(bench: Bench, table: Table, workload: Workload, plain: ReplicaPool, drafting: ReplicaPool) -> None:
     counts = range(bench.options.drafts + 1)
     states: dict[int, list[SpeculationState]] = {drafts: [] for drafts in counts}
-    send_workload = bench.through(drafting)
+    send_workload = bench.sender_for(drafting)
 
     def with_drafts(drafts: int) -> Send:
         async def send_drafting(workload: Workload) -> Run:
@@ -322,7 +324,7 @@ async def _measure_fixed(bench: Bench, table: Table, workload: Workload, plain: 
 
     names = {drafts: f"{drafts} drafts" for drafts in counts}
     all_runs = await send_alternately(
-        workload, {OFF: bench.through(plain)} | {names[n]: with_drafts(n) for n in counts}, bench.options.rounds
+        workload, {OFF: bench.sender_for(plain)} | {names[n]: with_drafts(n) for n in counts}, bench.options.rounds
     )
     table.add(baseline_row := make_row(OFF, workload, all_runs[OFF]))
     for drafts in counts:
@@ -345,7 +347,7 @@ async def _measure_fixed(bench: Bench, table: Table, workload: Workload, plain: 
 
 async def _measure_auto(bench: Bench, table: Table, workload: Workload, plain: ReplicaPool, drafting: ReplicaPool, what: str) -> None:
     """Measure `speculation.auto`: one round in which the engine compares numbers of drafts, then rounds with the selected number."""
-    senders = {OFF: bench.through(plain), what: bench.through(drafting)}
+    senders = {OFF: bench.sender_for(plain), what: bench.sender_for(drafting)}
     await drafting.control_speculation(-1)
     first_round = await send_alternately(workload, senders, 1, warm_up=False)
     table.add(make_row(f"{what}, looking", workload, first_round[what], first_round[OFF]))
@@ -358,7 +360,7 @@ async def _measure_auto(bench: Bench, table: Table, workload: Workload, plain: R
     measured = make_row(what, workload, runs[what], runs[OFF], MIN_AUTO_RATIO)
     table.add(replace(measured, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(most_frequent)))
     counts = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(steps.items()))
-    table.report(f"  steps by their drafts: {counts}; {state['message'] or 'no measurement was completed'}")
+    table.report(f"  number of steps by draft tokens: {counts}; {state['message'] or 'no measurement was completed'}")
 
 
 def run_benchmark(options: Options, parts: list[str], report: Report) -> list[Result]:

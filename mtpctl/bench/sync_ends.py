@@ -183,7 +183,7 @@ class RequestLoad:
         """Tokens per second in `[start, stop)`."""
         return sum(count for arrived_at, count in self.arrivals if start <= arrived_at < stop) / (stop - start)
 
-    def last(self, seconds: float) -> float:
+    def recent_rate(self, seconds: float) -> float:
         """Tokens per second in the last `seconds`. Raises RuntimeFailure if there were none: a sync would stall nothing."""
         now = time.perf_counter()
         if rate := self.rate(now - seconds, now):

@@ -3,7 +3,8 @@
 The trainer runs in a separate process; the vLLM engine speculates. Both have random weights. While requests are in flight, the trainer's
 weights (target and draft under one version) are synced several times over each transport.
 
-- A sync lasts from the announcement of a version until the engine has resumed: export, packing, transfer and both update sessions.
+- A sync lasts from the announcement of a version until the engine has resumed: export, packing, transfer, and loading into target
+  and drafter.
 - A stall lasts from the call that pauses the engine to the return of the call that resumes it.
 - Wire time is the time to send the buckets. Link time is the time to send as many bytes without packing.
 - Throughput has recovered when its average over a window is 90% of the rate before the sync. The recovery time starts at the pause.
@@ -34,7 +35,7 @@ from mtpctl.sync.transports.base import TransferStats
 if TYPE_CHECKING:
     from mtpctl.rollout.vllm.engine import VllmEngine
 
-TIMER = "announcement to last resume: export, packing, transfer, both update sessions; a stall from pause to resume"
+TIMER = "announcement to last resume: export, packing, transfer, loading into target and drafter; a stall from pause to resume"
 BOUNDS = {"wire": 2.0, "seconds": 0.15, "fp8_seconds": 0.09, "stall": 0.6, "memory_gib": 1.0, "tiny_seconds": 0.05}
 """wire: relative to link time. seconds, fp8_seconds, stall: for MiMo-7B. memory_gib: in addition to two buckets. tiny_seconds: of a sync
 on a CPU."""
@@ -73,7 +74,9 @@ class Options:
 
 
 def compute_extra_gib(before: dict[str, int], after: dict[str, int], *, exclusive: bool) -> float:
-    """GPU memory in GiB that syncs need beyond the memory allocated before. `before`, `after`: from `gpu_memory`, first with `reset=True`.
+    """GPU memory in GiB that syncs need in addition to the memory allocated before.
+
+    `before`, `after`: results of `gpu_memory` before and after the syncs; the first call resets the peaks.
 
     Counts the peak of tensors, memory that torch's allocator reserved beyond that peak due to fragmentation, and, if `exclusive` (no other
     process uses the GPU), the memory of NCCL's buffers and CUDA's kernels.
@@ -86,7 +89,11 @@ def compute_extra_gib(before: dict[str, int], after: dict[str, int], *, exclusiv
 
 @dataclass
 class Result:
-    """The syncs over one transport. Each list has one entry per sync."""
+    """The syncs over one transport. Each list has one entry per sync.
+
+    verified: number of tensors whose checksums were compared. back_seconds: seconds until throughput has recovered. tokens_per_s: before
+    the sync.
+    """
 
     transport: str
     nbytes: int
@@ -252,7 +259,7 @@ async def _measure_transport(
         await _wait_until_steady(load, options)
         for _ in range(options.repeats):
             await asyncio.sleep(3 * options.window_s)
-            rate_before = load.last(3 * options.window_s)
+            rate_before = load.recent_rate(3 * options.window_s)
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
             await sync.wait_persisted()
@@ -327,7 +334,7 @@ async def _wait_until_steady(load: RequestLoad, options: Options) -> None:
         earlier_rate, later_rate = load.rate(now - 2 * window, now - window), load.rate(now - window, now)
         if earlier_rate and abs(earlier_rate - later_rate) < 0.15 * earlier_rate:
             return
-    load.last(2 * window)
+    load.recent_rate(2 * window)  # raises RuntimeFailure if no tokens arrived
 
 
 async def _wait_for_recovery(load: RequestLoad, since: float, rate: float, options: Options) -> float:
@@ -340,7 +347,7 @@ async def _wait_for_recovery(load: RequestLoad, since: float, rate: float, optio
 
 def format_table(results: list[Result]) -> str:
     """Medians, with minimum and maximum."""
-    headings = "transport | GB | buckets | link GB/s | wire s | × link | sync s | stall s | throughput back s | of tokens/s"
+    headings = "transport | GB | buckets | link GB/s | wire s | × link | sync s | stall s | recovery s | tokens/s before"
     rows = [
         (
             r.transport,

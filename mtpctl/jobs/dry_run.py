@@ -167,9 +167,9 @@ def dry_run(recipe: Recipe) -> Plan:
         run_check(check)
     warnings = run_check(partial(check_code, recipe)) if reports is not None else None
     resumes = run_check(partial(_resumes, recipe))
-    ends, missing = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
+    ends, tokenizer_note = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
     sharing = [] if placement is None else sharing_cautions(recipe, placement, hosts)
-    end_cautions = [f"{missing}, so some end tokens may be unknown" if missing else "", ends.disagreement]
+    end_cautions = [f"{tokenizer_note}, so some end tokens may be unknown" if tokenizer_note else "", ends.disagreement]
     misfit_list = list(find_misfits(recipe, shape))
     return Plan(
         recipe,

@@ -102,16 +102,18 @@ def rollout(
         file = stack.enter_context(
             SampleFile.open(out, origin_of(recipe, source), {prompt.prompt_id: prompt.text for prompt in prompt_rows})
         )
-        missing, samples, tokens = missing_responses(prompt_rows, n, file.keys), file.tally.samples, file.tally.tokens
+        missing = missing_responses(prompt_rows, n, file.keys)
+        old_samples, old_tokens = file.tally.samples, file.tally.tokens
         seconds = 0.0
         if missing:
-            if samples:
-                report(f"{out} has {samples} samples; {len(missing)} are missing")
+            if old_samples:
+                report(f"{out} has {old_samples} samples; {len(missing)} are missing")
             by_id = {problem.prompt_id: problem for problem in problems}
             seconds = _generate(recipe, source, missing, file, folder, progress, by_id, report)
         else:
-            report(f"{out} has all {samples} samples")
-        counts = summary(file.tally, new_samples=file.tally.samples - samples, new_tokens=file.tally.tokens - tokens, seconds=seconds)
+            report(f"{out} has all {old_samples} samples")
+        new_samples, new_tokens = file.tally.samples - old_samples, file.tally.tokens - old_tokens
+        counts = summary(file.tally, new_samples=new_samples, new_tokens=new_tokens, seconds=seconds)
         return counts | {"model": source.name, "out": str(out)}
 
 
@@ -262,8 +264,8 @@ def summary(tally: Tally, *, new_samples: int, new_tokens: int, seconds: float) 
         "tokens_per_s": new_tokens / seconds if seconds else None,
         "tokens": tally.tokens,
         "length_mean": tally.tokens / tally.samples if tally.samples else None,
-        "reward_mean": tally.reward / tally.rewards if tally.rewards else None,
-        "rewarded": tally.rewards,
+        "reward_mean": tally.reward_sum / tally.num_rewarded if tally.num_rewarded else None,
+        "rewarded": tally.num_rewarded,
         "drafted": speculation.drafted,
         "accepted": speculation.accepted,
         "accept_rate": speculation.accept_rate if speculation.drafted else None,

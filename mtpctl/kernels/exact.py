@@ -1,12 +1,13 @@
 """Operations whose results depend neither on the order of summation nor on other rows: fp32 on a CPU, for `numerics: bitwise`.
 
 An engine computes a token's row alone, among drafts, in a chunk of a prompt or in a batch; a trainer computes it in a packed row. Matrix
-libraries select kernels by shape, and kernels sum in different orders, so the last bits of a row depend on the other rows of the call. Here
-no
-sum is rounded: before a sum over n terms, both factors are rounded to integer multiples of a power of two, small enough that every partial
-sum is an integer below 2⁵³. Sums of such integers in float64 are exact in any order, for any matrix library, number of threads and CPU
-(error-free matrix products by slicing: Ozaki et al., Numerical Algorithms 59, 2012). The result is rounded once. A row's power of two is
-set by its own largest element, and the number of bits by n, so a factor keeps 19 to 24 bits relative to that element.
+libraries select kernels by shape, and kernels sum in different orders, so the last bits of a row depend on the other rows of the call.
+
+Here only the factors of a sum are rounded, not the sum itself. Each row of factors becomes a row of integers times a power of two. The
+integers have so few bits that all partial sums of their products are below 2⁵³. Float64 adds such integers without rounding, so the order
+does not matter, nor the matrix library, the number of threads and the CPU (error-free matrix products by slicing: Ozaki et al., Numerical
+Algorithms 59, 2012). The result is rounded once, to its dtype. The row's largest element sets the power of two, and the number of terms
+sets the number of bits: 19 to 24.
 
 All other operations are elementwise: additions, products, quotients and square roots, which IEEE 754 defines to the last bit.
 Exponentials, logarithms, sines and cosines are float64 polynomials, because libraries evaluate these functions differently at the end of
@@ -15,7 +16,9 @@ an array than in its middle.
 Rows are independent, so results do not depend on the blocks in which they are computed. Blocks limit the memory of float64 temporaries.
 Results do not depend on the number of ranks that share a row either, because ranks add their integers before the result is rounded.
 
-These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the inexact operations.
+These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of PyTorch's operations.
+
+A row's mass is Σ exp(z − max z) over its logits or scores z, the denominator of its softmax.
 
 Shape legend: n samples, h query heads, g key-value heads, q queries, k keys, d head width.
 """
@@ -33,7 +36,7 @@ from mtpctl.kernels.qkv import rotate_pairs
 from mtpctl.recipe.numerics import BLOCK_BYTES, MAX_CONTEXT
 
 MANTISSA_BITS = 53
-"""Bits of a float64 integer."""
+"""Float64 represents all integers up to 2^53 exactly."""
 _MIN_EXPONENT = -400
 """Lower limit of exponents, so that powers stay normal."""
 
@@ -159,8 +162,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
         scores = (rows @ columns.transpose(2, 3)).mul_(row_step).mul_(column_step.transpose(2, 3)).mul_(scale)
         scores = scores.view(*query_block.shape[:3], keys).masked_fill_(is_masked, float("-inf"))
         weights = exp(scores.sub_(scores.amax(-1, keepdim=True))).masked_fill_(is_masked, 0.0)
-        mass = total_mass(weights, MAX_CONTEXT)
-        # Each key's power of two is moved from its value to its weight. The largest such weight of the visible keys then bounds the sum.
+        mass = fixed_point_sum(weights, MAX_CONTEXT)
+        # Each value has its own step, which cannot be factored out of the sum over keys, so it is multiplied into the key's weight. Masked
+        # keys have weight 0, so they do not affect the rounding.
         weights = weights.view(samples, groups, -1, keys).mul_(value_step.transpose(2, 3))
         weights, weight_step = _fixed_point(weights, weight_bits)
         out[:, :, block] = (weights @ values).mul_(weight_step).view(*query_block.shape[:3], -1).div_(mass)
@@ -177,7 +181,7 @@ def log_mass(logits: Tensor, vocab: int | None = None, group: dist.ProcessGroup 
         dist.all_reduce(top, dist.ReduceOp.MAX, group)
     mass = torch.empty_like(top, dtype=torch.float64)
     for block in _blocks(*logits.shape):
-        mass[block] = total_mass(exp((logits[block] - top[block]).double()), vocab or logits.shape[1])
+        mass[block] = fixed_point_sum(exp((logits[block] - top[block]).double()), vocab or logits.shape[1])
     if group is not None:
         dist.all_reduce(mass, group=group)
     return top, log(mass).to(top.dtype)
@@ -207,8 +211,11 @@ def log(x: Tensor) -> Tensor:
     return _polynomial(ratio * ratio, _LOGARITHM) * ratio + exponent.double() * math.log(2)
 
 
-def total_mass(weights: Tensor, terms: int) -> Tensor:
-    """Sum of weights [..., c] from 0 to 1, of at most `terms`, rounded to a fixed step → [..., 1]."""
+def fixed_point_sum(weights: Tensor, terms: int) -> Tensor:
+    """Sum of weights [..., c], each from 0 to 1, after rounding each to a multiple of a power of two → [..., 1].
+
+    terms: maximum number of weights. It determines the power of two.
+    """
     bits = MANTISSA_BITS - 1 - (terms - 1).bit_length()
     return (weights * 2.0**bits).round_().sum(-1, keepdim=True).mul_(2.0**-bits)
 

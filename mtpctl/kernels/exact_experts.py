@@ -76,7 +76,7 @@ def chosen_probs_torch(logits: Tensor, routes: Tensor, *, over_all: bool) -> Ten
     scores = logits.double()
     top = scores.masked_fill(~included, float("-inf")).amax(-1, keepdim=True)
     weights = exact.exp(scores - top).masked_fill_(~included, 0.0)
-    return (weights / exact.total_mass(weights, logits.shape[1])).masked_fill_(~routes, 0.0).float()
+    return (weights / exact.fixed_point_sum(weights, logits.shape[1])).masked_fill_(~routes, 0.0).float()
 
 
 def grouped_linear_torch(x: Tensor, ends: Tensor, weights: Tensor, *, reverse: bool = False) -> Tensor:

@@ -190,7 +190,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     weighted_keys = k * beta[..., None]
     intra_chunk = (weighted_keys @ k.mT * decay).tril(-1)
     right_side = torch.cat([v * beta[..., None], weighted_keys * g.exp()[..., None]], dim=-1)
-    # (1 + within) is unit lower triangular.
+    # The identity plus intra_chunk is unit lower triangular.
     solution = torch.linalg.solve_triangular(intra_chunk, right_side, upper=False, unitriangular=True)
     new_values, carried_keys = solution.split([v.shape[-1], k.shape[-1]], dim=-1)
     intra_scores = q @ k.mT * decay

@@ -188,7 +188,7 @@ def _leaf(name: str) -> str:
 
 
 def _linear_layers(model: GPTModel) -> Iterator[tuple[str, _Linear, dict[str, int]]]:
-    """Yield this rank's linear decoder layers: path in the whole model (decoder layer, expert, name), module, segments."""
+    """Yield the linear layers of this rank's decoder layers: path in the whole model (decoder layer, expert, name), module, segments."""
     for layer in model.decoder.layers:
         for name, module in list(layer.named_modules()):
             if type(module) not in _LORA_CLASS_OF:

@@ -4,9 +4,9 @@ Upstream divides router losses by the tokens of a microbatch. Here every loss is
 therefore get that number, and attach the losses themselves.
 
 With replay, tokens go to the experts that an earlier pass selected. Their probs are still computed from this router's own logits, so the
-router gets a gradient (arXiv 2510.11370, section 3). Upstream's replay stores routes in process-wide lists and looks up those of a backward
-pass by counting over all routers ever created. Here a layer passes its routes to its router in each pass, so recomputation and
-pipelines need no special handling. MTP layers do not replay routes.
+router gets a gradient (arXiv 2510.11370, section 3). Upstream's replay keeps all routers of the process in one list, assigns routes by
+the position in this list, and queues them for recomputation in the backward pass. Here a layer passes its routes to its router in each
+pass, so recomputation and pipelines need no special handling. MTP layers do not replay routes.
 
 Shape legend: T tokens, E experts, k experts per token.
 """
@@ -36,8 +36,9 @@ class ExpertChoice:
     """The experts of one pass: selected by the router or replayed. The pass sets `router_experts` (the router's selection) and
     `used_experts`, [T, k].
 
-    Implements the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether `used_experts` is
-    read. softmax_bias [E]: added to the softmax of the scores to select experts. Upstream supports a bias only with other score functions.
+    Implements the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether the caller reads
+    `used_experts` after the pass. softmax_bias [E]: added to the softmax of the scores to select experts. Upstream supports a bias only
+    with other score functions.
     """
 
     def __init__(self, replay: ReplayedRoutes | None, *, recorded: bool = True) -> None:
@@ -179,9 +180,9 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(x, loss / (self.tokens * self.passes))
 
     def _balance_loss_sum(self, logits: Tensor, load: Tensor, is_real: Tensor | None) -> Tensor:
-        """This rank's part of the microbatch's E Σ f P (Switch, arXiv 2101.03961, equation 4) times its tokens.
+        """The balance loss E Σ f P of the microbatch (Switch, arXiv 2101.03961, equation 4), summed over this rank's tokens.
 
-        f is the fraction of all rows routed to an expert, P its mean score over all tokens. Only P has a gradient.
+        f is the fraction of all rows routed to an expert, P its mean score over the tokens. Only P has a gradient.
         """
         if self.score_function == "softmax":
             scores = logits.softmax(-1, dtype=torch.float32)

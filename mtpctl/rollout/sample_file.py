@@ -45,12 +45,12 @@ class Origin:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over samples. `rewards` counts samples with a reward."""
+    """Sums over samples. `num_rewarded` counts samples with a reward."""
 
     samples: int = 0
     tokens: int = 0
-    rewards: int = 0
-    reward: float = 0.0
+    num_rewarded: int = 0
+    reward_sum: float = 0.0
     speculation: SpecStats = field(default_factory=SpecStats)
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
@@ -60,8 +60,8 @@ class Tally:
         self.speculation.add(Speculation(**row["speculation"]), len(row["tokens"]))
         self.finish_reasons[row["finish_reason"]] = self.finish_reasons.get(row["finish_reason"], 0) + 1
         if row["reward"] is not None:
-            self.rewards += 1
-            self.reward += row["reward"]
+            self.num_rewarded += 1
+            self.reward_sum += row["reward"]
 
 
 class SampleFile:

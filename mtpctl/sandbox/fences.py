@@ -29,9 +29,11 @@ def extract_code(response: str, names: Collection[str] = ()) -> str:
     """Extract the Python code from a response.
 
     Candidates are the fenced blocks that are marked as Python (the last one may be truncated), or else the blocks without a language. If
-    there are none, the whole response is returned. If candidates define some of `names`, take those that any candidate defines: the last
-    candidate that defines all of them is returned; if no single one does, all candidates are joined. So a usage example is not mistaken
-    for the answer, and no helper is lost. Otherwise, the last candidate is returned.
+    there are none, the whole response is returned.
+
+    Considers the functions, classes and variables in `names` that at least one candidate defines. Returns the last candidate that defines
+    all of them, so that a usage example is not mistaken for the answer. If their definitions are spread over several candidates, all
+    candidates are joined. If no candidate defines any of them, returns the last candidate.
     """
     non_empty = [block for block in parse_blocks(response) if block.code.strip()]
     candidates = [block.code for block in non_empty if block.language == "python"] or [
@@ -52,22 +54,22 @@ def parse_blocks(text: str) -> list[Block]:
     result: list[Block] = []
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     opening: re.Match[str] | None = None
-    start, indented_fence = 0, -1
+    start, indented_closing = 0, -1  # a deeply indented fence ends a block only if no other fence does
     for number, line in enumerate(lines):
         if "```" not in line and "~~~" not in line:
             continue
         if opening is None:
             opening = _match_opening(line)
-            start, indented_fence = number + 1, -1
+            start, indented_closing = number + 1, -1
         elif (depth := _closing_depth(line, opening)) is not None:
             if depth <= _MAX_CLOSING_INDENT:
                 result.append(_make_block(opening, lines[start:number]))
                 opening = None
-            elif indented_fence < 0:
-                indented_fence = number
+            elif indented_closing < 0:
+                indented_closing = number
     if opening is not None:
-        last = _make_block(opening, lines[start : indented_fence if indented_fence >= 0 else len(lines)])
-        result.append(last if indented_fence >= 0 else Block(last.language, last.code.removesuffix("\n")))
+        last = _make_block(opening, lines[start : indented_closing if indented_closing >= 0 else len(lines)])
+        result.append(last if indented_closing >= 0 else Block(last.language, last.code.removesuffix("\n")))
     return result
 
 

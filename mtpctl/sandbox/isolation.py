@@ -136,10 +136,10 @@ def _build_root() -> None:
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
         mount(f"/proc/self/fd/{source}", target, "", MS_BIND | MS_REC)
-        # A mount from another user namespace must keep its flags. Most ST_* flags have the values of MS_*.
+        # A remount must repeat the flags of a mount from another user namespace. `statvfs` returns them as MS_* flags, except for relatime.
         flags = os.statvfs(target).f_flag
-        locked = flags & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048)
-        relatime = 0 if locked & 3072 else 1 << 21 if flags & 4096 else 0
+        locked = flags & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
+        relatime = MS_RELATIME if flags & ST_RELATIME and not locked & (MS_NOATIME | MS_NODIRATIME) else 0
         device = 0 if path in _DEVICES else MS_NODEV
         readonly = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID
         mount("none", target, "", readonly | device | locked | relatime)
@@ -163,6 +163,7 @@ PR_SET_NO_NEW_PRIVS = 38
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MS_NOATIME, MS_NODIRATIME, MS_RELATIME, ST_RELATIME = 1024, 2048, 1 << 21, 4096
 MNT_DETACH = 2
 
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -239,6 +240,8 @@ FileAccess = Literal["mounts", "landlock", "closed"]
 
 _AUDIT_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+"""Opcodes of classic BPF. Comparisons are jumps."""
 _FIRST_UNIFIED_NUMBER = 424
 """First system call number that is equal on all architectures. From here, calls that are not listed fail with ENOSYS."""
 
@@ -326,16 +329,16 @@ def build_filter(pid: int, files: FileAccess) -> bytes:
     elif files == "closed":
         rules |= {name: _Rule(0, "one of", (), EACCES) for name in ("open", "openat")}
     refused_calls = frozenset() if files == "mounts" else frozenset(_WRITING_CALLS)
-    instructions = [_load(4), _jump(0x15, _AUDIT_ARCHITECTURE[ARCHITECTURE], 1, 0), _return(_KILL), _load(0)]
+    instructions = [_load(4), _jump(_EQUAL, _AUDIT_ARCHITECTURE[ARCHITECTURE], 1, 0), _return(_KILL), _load(0)]
     if ARCHITECTURE == "x86_64":
-        instructions += [_jump(0x35, 0x40000000, 0, 1), _return(_KILL)]  # calls of the x32 ABI
+        instructions += [_jump(_AT_LEAST, 0x40000000, 0, 1), _return(_KILL)]  # calls of the x32 ABI
     for name, number in numbers.items():
         if name in refused_calls:
             continue
         rule = rules.get(name)
         check = [_return(_ALLOW)] if rule is None else _check_argument(rule)
-        instructions += [_jump(0x15, number, 0, len(check)), *check]
-    instructions += [_jump(0x35, _FIRST_UNIFIED_NUMBER, 0, 1), _return(_ERRNO | ENOSYS), _return(_ERRNO | EPERM)]
+        instructions += [_jump(_EQUAL, number, 0, len(check)), *check]
+    instructions += [_jump(_AT_LEAST, _FIRST_UNIFIED_NUMBER, 0, 1), _return(_ERRNO | ENOSYS), _return(_ERRNO | EPERM)]
     return b"".join(instructions)
 
 
@@ -343,17 +346,17 @@ def _check_argument(rule: _Rule) -> list[bytes]:
     offset = 16 + 8 * rule.argument
     refuse, allow = _return(_ERRNO | rule.error), _return(_ALLOW)
     if rule.kind == "null":
-        return [_load(offset), _jump(0x15, 0, 0, 2), _load(offset + 4), _jump(0x15, 0, 1, 0), refuse, allow]
+        return [_load(offset), _jump(_EQUAL, 0, 0, 2), _load(offset + 4), _jump(_EQUAL, 0, 1, 0), refuse, allow]
     if rule.kind == "one of":
         last = len(rule.values) - 1
-        comparisons = [_jump(0x15, value, last - index + 1, 0) for index, value in enumerate(rule.values)]
+        comparisons = [_jump(_EQUAL, value, last - index + 1, 0) for index, value in enumerate(rule.values)]
         return [_load(offset), *comparisons, refuse, allow]
     expected = rule.values[0] if rule.kind == "all of" else 0
-    return [_load(offset), struct.pack("<HBBI", 0x54, 0, 0, rule.values[0]), _jump(0x15, expected, 1, 0), refuse, allow]
+    return [_load(offset), struct.pack("<HBBI", _AND, 0, 0, rule.values[0]), _jump(_EQUAL, expected, 1, 0), refuse, allow]
 
 
 def _load(offset: int) -> bytes:
-    return struct.pack("<HBBI", 0x20, 0, 0, offset)
+    return struct.pack("<HBBI", _LOAD, 0, 0, offset)
 
 
 def _jump(opcode: int, value: int, if_true: int, if_false: int) -> bytes:
@@ -361,4 +364,4 @@ def _jump(opcode: int, value: int, if_true: int, if_false: int) -> bytes:
 
 
 def _return(value: int) -> bytes:
-    return struct.pack("<HBBI", 0x06, 0, 0, value)
+    return struct.pack("<HBBI", _RETURN, 0, 0, value)

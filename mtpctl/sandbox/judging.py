@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from mtpctl.sandbox.messages import VerdictWriter
 from mtpctl.sandbox.questions import PeerGone, TestsPeer
-from mtpctl.sandbox.values import Remote, decode, no_references
+from mtpctl.sandbox.values import Remote, decode, reject_references
 
 TEST_FILE = "test "
 """Prefix of the file names of tests."""
@@ -139,7 +139,7 @@ def run_calls(function: str, cases: list[object], peer: TestsPeer, verdicts: Ver
     error = _start_tests(peer, lambda: namespace.update(peer.fetch(["Solution", function])))
     error = error or _run_test(lambda: namespace.update(function=_find_callable(namespace, function)), peer)
     for case in cases:
-        arguments, results = decode(case, no_references)
+        arguments, results = decode(case, reject_references)
 
         def run(arguments: list[Any] = arguments, results: list[Any] = results) -> None:
             result = _as_json(cast("Callable[..., object]", namespace["function"])(*arguments))

@@ -24,7 +24,7 @@ from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.sandbox.isolation import MECHANISMS_BY_STRENGTH, Mechanism, library_links, readable_paths
 from mtpctl.sandbox.messages import VerdictReader, new_key
 from mtpctl.sandbox.session import Judgement, Limits, Process, Result, Session, wait_for_runs
-from mtpctl.sandbox.values import encode, no_references
+from mtpctl.sandbox.values import encode, reject_references
 from mtpctl.sandbox.zygote import Request
 
 Isolation = Literal["required", "none"]
@@ -94,7 +94,7 @@ class Sandbox:
         A case has the arguments and the accepted results, as parsed from JSON. The answer may use common modules of the standard library
         without importing them. Raises the errors of `run`.
         """
-        encoded = [encode(list(case), no_references) for case in cases]  # mappings may have numeric keys, unlike in JSON
+        encoded = [encode(list(case), reject_references) for case in cases]  # mappings may have numeric keys, unlike in JSON
         job = {"kind": "calls", "function": function, "cases": encoded}
         return self._run_judgement({"kind": "answer", "code": code, "function": function}, job, len(cases), limits or Limits())
 

@@ -38,7 +38,10 @@ class Report(TypedDict, total=False):
 
 
 class Process:
-    """A run: its output, limits and result. Closing its `status` socket kills it, even if the caller dies."""
+    """A run: its output, limits and result. Closing its `status` socket kills it, even if the caller dies.
+
+    `channel`: socket to the code in the run, for cells of a session and verdicts of tests; None for other runs.
+    """
 
     def __init__(self, status: socket.socket, stdout: int, stderr: int | None, channel: socket.socket | None, limits: Limits) -> None:
         self.limits, self.channel = limits, channel
@@ -175,7 +178,7 @@ class Session:
         self._closed = False
 
     def run(self, code: str) -> Output:
-        """Run a cell. If it exceeds the time or output limit, it is interrupted; the state is lost only if the cell then continues."""
+        """Run a cell. A cell that exceeds the time or output limit is interrupted; if it does not stop, the session ends."""
         with self._lock:
             if self._closed:
                 return Output("", ended=True)

@@ -66,7 +66,7 @@ def decode(encoded: Any, resolve: Resolve) -> Any:
     return resolve(tag, fields) if decoder is None else decoder(fields, resolve)
 
 
-def no_references(*value: object) -> NoReturn:
+def reject_references(*value: object) -> NoReturn:
     """The arguments `refer` and `resolve` for data without references. Raises ValueError."""
     raise ValueError(f"not plain data: {value}")
 

@@ -27,7 +27,10 @@ from typing import TypedDict
 from mtpctl.sandbox import inside, isolation
 
 DESCRIPTOR_NAMES = ("stdin", "stdout", "stderr", "job", "channel", "link")
-"""File descriptors of a run; the position is the number."""
+"""File descriptors of a run; the position is the number.
+
+`job`: what to run. `channel`: cells of a session, or verdicts of tests. `link`: connects the processes of an answer and its tests.
+"""
 MAX_REQUEST_BYTES = 1 << 12
 _FIRST_UID = 1_900_000_000
 _NUM_UIDS = 1_000_000

@@ -37,13 +37,13 @@ class Axis:
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
-def linear_axis(low: float, high: float, *, zero: bool = False, count: int = 4) -> Axis:
-    """An axis with about `count` round ticks that include the range; with `zero`, also zero."""
-    if zero:
+def linear_axis(low: float, high: float, *, include_zero: bool = False, count: int = 4) -> Axis:
+    """An axis with about `count` round ticks that include the range; with `include_zero`, also zero."""
+    if include_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-12 * max(abs(low), abs(high)) or high - low < 1e-30:
         pad = abs(high) * 0.1 if abs(high) > 1e-30 else 1.0
-        low, high = (0.0, high + pad) if zero and high >= 0 else (low - pad, high + pad)
+        low, high = (0.0, high + pad) if include_zero and high >= 0 else (low - pad, high + pad)
     step = round_step((high - low) / count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [float(f"{i * step:.12g}") for i in range(first, last + 1)]
@@ -137,7 +137,7 @@ class Chart:
     series: Sequence[Series]
     phases: Sequence[Phase]
     scale: Literal["linear", "log"] = "linear"
-    zero: bool = False
+    from_zero: bool = False
     stack: bool = False
 
 
@@ -158,7 +158,7 @@ def render_chart(chart: Chart) -> str:
         # From the minimum of the smoothed curves: one outlier near zero would stretch the axis over many decades.
         log_axis(min(y for _, series, pts in curves for _, y in (pts if series.dots else _smooth(pts))), max(values))
         if chart.scale == "log"
-        else linear_axis(min(values), max(values), zero=chart.zero or chart.stack)
+        else linear_axis(min(values), max(values), include_zero=chart.from_zero or chart.stack)
     )
     unit = curves[0][1].unit
     phases = [phase for phase in chart.phases if phase.end >= x_axis.low and phase.begin < x_axis.high]

@@ -180,7 +180,7 @@ _RESERVED = {"session", "time", "phase", "step"}
 
 @dataclass(slots=True)
 class Row:
-    """All metrics of one step of a phase; `time` is that of the last one, in seconds since 1970."""
+    """All metrics of one step of a phase. `time`: when its last metrics were logged, in seconds since 1970."""
 
     phase: str
     step: int

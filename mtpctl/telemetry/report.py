@@ -36,7 +36,7 @@ class ChartSpec:
     note: str
     names: tuple[str, ...]
     scale: Literal["linear", "log"] = "linear"
-    zero: bool = False
+    from_zero: bool = False
     stack: bool = False
     phases: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -61,33 +61,40 @@ CHARTS = (
     ),
     ChartSpec("Supervised loss", "nats per token, logarithmic", ("sft/loss",), scale="log"),
     ChartSpec("MTP loss", "nats per token, by depth, logarithmic", ("mtp/loss_*",), scale="log"),
-    ChartSpec("Entropy", "of the policy at response tokens, nats", ("actor/entropy",), zero=True),
+    ChartSpec("Entropy", "of the policy at response tokens, nats", ("actor/entropy",), from_zero=True),
     ChartSpec(
         "Mismatch",
         "trainer against rollout on the same tokens, nats, logarithmic",
         ("rollout_corr/abs_diff", "rollout_corr/k3", "rollout_corr/abs_diff_same_version", "rollout_corr/abs_diff_stale_kv"),
         scale="log",
     ),
-    ChartSpec("Staleness", "weight versions between sampling and training", ("async/staleness_max", "async/staleness_mean"), zero=True),
-    ChartSpec("Throughput", "tokens per second of both sides", ("perf/tokens_per_s", "rollout/tokens_per_s"), zero=True, phases=("rl",)),
+    ChartSpec(
+        "Staleness", "weight versions between sampling and training", ("async/staleness_max", "async/staleness_mean"), from_zero=True
+    ),
+    ChartSpec(
+        "Throughput", "tokens per second of both sides", ("perf/tokens_per_s", "rollout/tokens_per_s"), from_zero=True, phases=("rl",)
+    ),
     ChartSpec("Time of an update", "seconds, stacked", ("timing_s/*",), stack=True, phases=("rl",)),
     ChartSpec(
         "Busy and idle",
         "share of the time; higher overlap is the benefit of asynchrony",
         ("async/overlap", "async/trainer_idle", "async/rollout_idle"),
-        zero=True,
+        from_zero=True,
     ),
     ChartSpec("Response length", "tokens, mean over the batch", ("response/length_mean",), labels={"response/length_mean": "length"}),
-    ChartSpec("Gradient norms", "before clipping", ("actor/grad_norm", "mtp/grad_norm"), zero=True),
-    ChartSpec("Weight sync", "total seconds, and seconds in which generation stalls", ("sync/seconds", "sync/stall_seconds"), zero=True),
-    ChartSpec("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), zero=True),
+    ChartSpec("Gradient norms", "before clipping", ("actor/grad_norm", "mtp/grad_norm"), from_zero=True),
+    ChartSpec(
+        "Weight sync", "total seconds, and seconds in which generation stalls", ("sync/seconds", "sync/stall_seconds"), from_zero=True
+    ),
+    ChartSpec("Groups with signal", "share of groups whose rewards differ", ("reward/signal_fraction",), from_zero=True),
 )
 
 _UNSTACKED_TIMINGS = {"timing_s/step", "timing_s/evaluation", "timing_s/reward", "timing_s/logprob_server"}
-"""Timings that are not part of an update: its total, the evaluation between updates, and concurrent work."""
+"""Timings that the stacked chart leaves out: the total of an update, the evaluation between updates, and concurrent work."""
 _TIME_WEIGHTED = {"async/overlap", "rollout/tokens_per_s"}
 """Shares and rates over a step's time. Their means are weighted by that time."""
-_MAX_LAYERS = 6
+_MAX_STACKED = 6
+"""Maximum number of series in a stacked chart."""
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
@@ -202,10 +209,10 @@ def _tiles(history: History) -> str:
             if name == "eval/accuracy" and (unseen := changes.get("eval/unseen_accuracy")) is not None:
                 detail += f"<br>unseen prompts, last <b>{format_value(unseen.after, unseen.metric.unit)}</b>"
             tiles.append(_tile(label, format_value(row.after, row.metric.unit), detail, sparkline_svg(points, color)))
-    same = "rollout_corr/abs_diff_same_version"
+    same_version_mismatch = "rollout_corr/abs_diff_same_version"
     for name, label, detail in (
-        (same, "Mismatch", "mean |Δ log-prob|, same weights")
-        if history.series(same)
+        (same_version_mismatch, "Mismatch", "mean |Δ log-prob|, same weights")
+        if history.series(same_version_mismatch)
         else ("rollout_corr/abs_diff", "Mismatch", "mean |Δ log-prob|"),
         ("async/overlap", "Both busy", "mean share of the time"),
         ("async/staleness_mean", "Staleness", "weight versions, mean"),
@@ -255,20 +262,20 @@ def _chart(spec: ChartSpec, history: History) -> Chart | None:
         series.append(Series(spec.labels.get(name, metric.label), points, metric.unit))
     if spec.stack:
         series = _largest(series)
-    return Chart(spec.title, spec.note, series, spans, spec.scale, spec.zero, spec.stack)
+    return Chart(spec.title, spec.note, series, spans, spec.scale, spec.from_zero, spec.stack)
 
 
 def _largest(series: list[Series]) -> list[Series]:
     """The series by size, largest first; the smaller ones are summed as `other`."""
     ordered = sorted(series, key=lambda s: -sum(y for _, y in s.points))
-    rest = ordered[_MAX_LAYERS - 1 :]
+    rest = ordered[_MAX_STACKED - 1 :]
     if len(rest) < 2:
         return ordered
     total: dict[float, float] = {}
     for series_in_rest in rest:
         for x, y in series_in_rest.points:
             total[x] = total.get(x, 0.0) + y
-    return [*ordered[: _MAX_LAYERS - 1], Series("other", sorted(total.items()), "seconds")]
+    return [*ordered[: _MAX_STACKED - 1], Series("other", sorted(total.items()), "seconds")]
 
 
 def _before_after(history: History) -> str:

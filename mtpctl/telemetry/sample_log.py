@@ -285,7 +285,8 @@ def is_sample_row(row: object) -> TypeGuard[SampleRow]:
 def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
     """The rows without steps that a later session repeated, and without updates and evaluations that a trainer restart repeated.
 
-    A group that was dropped before the first update of a later session may have been dropped before the checkpoint, so it is kept.
+    A dropped group has the step of the next update. If that is the first step of a later session, the group may have been dropped before
+    the checkpoint, so it is kept.
     """
     first_steps: dict[int, int] = {}
     last_session: dict[tuple[int, str, str], int] = {}
@@ -307,17 +308,18 @@ def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
 
 
 def _repeated_from(rows: list[SampleRow]) -> dict[tuple[int, int], int]:
-    """For each session and batch, the smallest step that a later batch of the same session trained on.
+    """The first repeated step of each (session, batch); `sys.maxsize` if no step was repeated.
 
-    Rows of the batch from that step on were repeated after a restart of the trainer.
+    After a restart of the trainer, later batches of the same session repeat steps. The first repeated step of a batch is the smallest step
+    of all later updates.
     """
     trained = {_batch_of(row): row["step"] for row in rows if row["kind"] == "update"}
-    smallest: dict[tuple[int, int], int] = {}
-    later: dict[int, int] = {}  # by session, from its last batch backwards
+    repeated_from: dict[tuple[int, int], int] = {}
+    smallest_so_far: dict[int, int] = {}  # by session, from its last batch backwards
     for session, batch in sorted(set(map(_batch_of, rows)), reverse=True):
-        smallest[session, batch] = later.setdefault(session, sys.maxsize)
-        later[session] = min(later[session], trained.get((session, batch), sys.maxsize))
-    return smallest
+        repeated_from[session, batch] = smallest_so_far.setdefault(session, sys.maxsize)
+        smallest_so_far[session] = min(smallest_so_far[session], trained.get((session, batch), sys.maxsize))
+    return repeated_from
 
 
 def _batch_of(row: SampleRow) -> tuple[int, int]:

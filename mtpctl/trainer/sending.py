@@ -49,7 +49,7 @@ class WeightExporter:
         # The sender of the version being sent, and one for each store. A run may have a second store, of unquantized versions.
         self._sender: Publisher | Sender | None = None
         self._senders: dict[str, Publisher | Sender] = {}
-        self._planned: set[str] = set()
+        self._planned_stores: set[str] = set()
         self._sections: tuple[Section, ...] = ()
 
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
@@ -67,14 +67,14 @@ class WeightExporter:
             self._sender = self._senders[store]
             self._sender.next_sections = sections
         if self.recipe.sync.transport not in PUSH_TRANSPORTS:
-            if store not in self._planned:
+            if store not in self._planned_stores:
                 self._on_rank_0(lambda export: self._plan_from(export))
-            self._planned.add(store)
+            self._planned_stores.add(store)
             return self._on_rank_0(lambda export: self._publisher.publish(export, version, checksums=checksums))
         sums: Checksums | None = None
-        if checksums or store not in self._planned or self.recipe.sync.delta:
+        if checksums or store not in self._planned_stores or self.recipe.sync.delta:
             sums = self._on_rank_0(lambda export: self._plan_from(export, checksums=checksums))
-        self._planned.add(store)
+        self._planned_stores.add(store)
         return self._pusher.announce(version, members, sums) if self.rank == 0 else None
 
     def transfer_weights(self) -> TransferStats | None:

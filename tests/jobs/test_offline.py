@@ -78,7 +78,7 @@ def test_requests_have_the_sampling_parameters_and_fit_the_context(tmp_path: Pat
 
 def test_only_prompts_with_an_answer_are_rewarded(tmp_path: Path) -> None:
     tally = answer(Echo(), tmp_path / "o", 2)
-    assert (tally.samples, tally.rewards, tally.reward) == (4, 2, 2.0)
+    assert (tally.samples, tally.num_rewarded, tally.reward_sum) == (4, 2, 2.0)
 
 
 def test_finished_samples_survive_a_failure_and_only_the_rest_is_generated(tmp_path: Path) -> None:

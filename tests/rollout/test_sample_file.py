@@ -43,10 +43,10 @@ def test_existing_file_is_continued_with_its_keys_and_sums(tmp_path: Path) -> No
     write(tmp_path / "o", sample("p:1"), sample("p:2", 1, reward=0.0))
     with SampleFile.open(tmp_path / "o", ORIGIN, PROMPTS) as file:
         assert file.keys == {("p:1", 0), ("p:2", 1)}
-        assert (file.tally.samples, file.tally.tokens, file.tally.rewards, file.tally.reward) == (2, 6, 2, 1.0)
+        assert (file.tally.samples, file.tally.tokens, file.tally.num_rewarded, file.tally.reward_sum) == (2, 6, 2, 1.0)
         assert (file.tally.speculation.drafted, file.tally.speculation.accepted, file.tally.finish_reasons) == (4, 2, {"stop": 2})
         file.append(sample("p:2", 0, reward=None), "2+2=", "four")
-        assert (file.tally.samples, file.tally.rewards) == (3, 2)
+        assert (file.tally.samples, file.tally.num_rewarded) == (3, 2)
     assert len((tmp_path / "o").read_text().splitlines()) == 3
 
 

@@ -38,13 +38,13 @@ from mtpctl.telemetry.charts import (
     ],
 )
 def test_linear_axis_has_round_ticks(low: float, high: float, zero: bool, ticks: list[float]) -> None:
-    assert linear_axis(low, high, zero=zero).ticks == ticks
+    assert linear_axis(low, high, include_zero=zero).ticks == ticks
 
 
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.booleans())
 def test_linear_axes_enclose_their_data(a: float, b: float, zero: bool) -> None:
     low, high = min(a, b), max(a, b)
-    axis = linear_axis(low, high, zero=zero)
+    axis = linear_axis(low, high, include_zero=zero)
     slack = 1e-6 * (axis.high - axis.low)
     assert axis.low <= low + slack and axis.high >= high - slack
     assert 2 <= len(axis.ticks) <= 8
