@@ -209,8 +209,7 @@ class TrainerGroup:
         if self.bundles is None:
             return
         answers: list[asyncio.Future[ActorLocation]] = [
-            asyncio.ensure_future(await_start(rank.location.remote(), deadline_s, f"trainer rank {i}"))
-            for i, rank in enumerate(self.ranks)
+            asyncio.ensure_future(await_start(rank.location.remote(), deadline_s, f"trainer rank {i}")) for i, rank in enumerate(self.ranks)
         ]
         try:
             while (await asyncio.wait(answers, timeout=POLL_S))[1]:
