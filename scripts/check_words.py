@@ -16,10 +16,10 @@ NAMES = "found|made|given|asked|seen|told|held|kept"
 BANNED = {
     "beside": r"\bbesides?\b",
     "anew, once more": r"\b(anew|once more)\b",
-    "told, tell": r"\b(told|tells?|telling)\b",
+    "told, tell": r"\b(?<!\.)(told|tells?|telling)\b",  # not a file's tell()
     "mend": r"\bmend(s|ed|ing)?\b",
     "nobody, somebody": r"\b(no|some|any)body\b",
-    "found, made, … as a name": rf"\b({NAMES})\b(: [\w\[\], |.]+)? (:)?= |\bfor ({NAMES}) in\b|\bas ({NAMES}):",
+    "found, made, … as a name": rf"\b({NAMES})\b(: [\w\[\], |.]+)? (:)?= |\bfor ({NAMES}) in\b|\bas ({NAMES}):$",
     "of its own": r"\bof (its|their|his|one's) own\b",
     "no more than, at most that": r"\b(no more than|at most that)\b",
     "in the same breath, on its way": r"\b(in the same breath|on (its|their|the) way)\b",

@@ -45,7 +45,7 @@ def test_requests_have_the_configured_lengths_and_depend_only_on_the_seed() -> N
         (["--lengths", "40:20"], "--lengths: 40:20 must be MIN:MAX between 2 and"),
         (["--lengths", "2:99999999"], "positions"),
         (["--precision", "fp8"], "--precision: fp8 is neither fp32 nor bf16"),
-        (["--model", "nobody/nothing"], "--model: nobody/nothing is neither a folder"),
+        (["--model", "missing/nothing"], "--model: missing/nothing is neither a folder"),
     ],
 )
 def test_invalid_options_are_rejected_before_anything_starts(arguments: list[str], reason: str) -> None:

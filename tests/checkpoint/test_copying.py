@@ -54,11 +54,11 @@ def sent_of(checkpoint: Path) -> dict[str, bytes]:
     return {name: text for name, text in contents(checkpoint).items() if name != LISTING}
 
 
-def fetched(store: ObjectStore, place: Path, tell: Callable[[str], None] = lambda line: None) -> str | None:
+def fetched(store: ObjectStore, place: Path, report: Callable[[str], None] = lambda line: None) -> str | None:
     """Fetch into a new run directory."""
     shutil.rmtree(place, ignore_errors=True)
     (place / "checkpoints").mkdir(parents=True)
-    return fetch_run(store, place, tell)
+    return fetch_run(store, place, report)
 
 
 def test_copied_run_is_fetched(run: Path, tmp_path: Path) -> None:

@@ -273,8 +273,8 @@ def test_unreachable_hub_is_exit_code_3(mtpctl: Any, monkeypatch: pytest.MonkeyP
         raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be had")
 
     monkeypatch.setattr("mtpctl.recipe.model._fetch", unreachable)
-    message = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=nobody/nothing")
-    assert (message.code, message.err) == (3, "error: model.path: the config of nobody/nothing could not be had\n")
+    message = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=missing/nothing")
+    assert (message.code, message.err) == (3, "error: model.path: the config of missing/nothing could not be had\n")
 
 
 def test_unservable_family_is_exit_code_3_with_a_fix(mtpctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_shell_completes_commands_and_recipes(mtpctl: Any, shell: str, monkeyp
     monkeypatch.setenv("_MTPCTL_COMPLETE", f"complete_{shell}")
 
     def completed(line: str, word: str) -> str:
-        # Typer's scripts hand zsh's and fish's line over in a variable of their own.
+        # Typer's scripts pass the line of zsh and fish in another variable.
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - bool(word)))
         monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)

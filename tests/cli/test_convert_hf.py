@@ -21,7 +21,7 @@ from tests.fakes.convert_models import assert_same_tensors, change_config, tenso
 from tests.fakes.tiny import MIMO, mimo
 
 
-class Told:
+class CommandOutput:
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
 
@@ -34,15 +34,15 @@ class Told:
 
 
 @pytest.fixture
-def convert(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Told]]:
+def convert(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., CommandOutput]]:
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
 
-    def call(*arguments: Any) -> Told:
+    def call(*arguments: Any) -> CommandOutput:
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(["convert-hf", *map(str, arguments)])
         printed = capfd.readouterr()
-        return Told(int(ended.value.code or 0), printed.out, printed.err)
+        return CommandOutput(int(ended.value.code or 0), printed.out, printed.err)
 
     yield call
     if devices is None:
@@ -74,7 +74,7 @@ def index(folder: Path, files: dict[str, str]) -> None:
 # ------------------------------------------------------------------------------------------------------ what it prints
 
 
-def test_output_has_size_and_verification(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_output_has_size_and_verification(convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path) -> None:
     shards(folder)
     message = convert(folder, tmp_path / "checkpoint", "--to", "megatron", "--verify")
     assert message.code == 0
@@ -86,7 +86,7 @@ def test_output_has_size_and_verification(convert: Callable[..., Told], folder: 
     assert_same_tensors(tmp_path / "back", folder)
 
 
-def test_inspect_prints_the_contents(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_inspect_prints_the_contents(convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path) -> None:
     result = json.loads(convert("--inspect", folder, "--json").out)
     assert result["family"] == "mimo (MiMoForCausalLM)" and result["MTP layers"].startswith("1, 9,952")
     assert result["dtype"] == ["float32"] and result["missing"] == "nothing"
@@ -97,8 +97,8 @@ def test_inspect_prints_the_contents(convert: Callable[..., Told], folder: Path,
     assert "mtp_layers.0" in json.loads(convert("--inspect", folder, "--json").out)["missing"]
 
 
-def test_force_replaces_the_folder_behind_a_link_each_time(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
-    """The link stays, and nothing else is left beside it or beside the folder."""
+def test_force_replaces_the_folder_behind_a_link_each_time(convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path) -> None:
+    """The link stays, and nothing else is left next to it or next to the folder."""
     disk = tmp_path / "disk"
     disk.mkdir()
     link = tmp_path / "link"
@@ -230,14 +230,16 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("spoil", MISTAKES, ids=lambda spoil: spoil.__name__)
-def test_bad_folders_are_rejected(convert: Callable[..., Told], folder: Path, tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+def test_bad_folders_are_rejected(
+    convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path, spoil: Callable[[Path], str]
+) -> None:
     expected = spoil(folder)
     message = convert(folder, tmp_path / "checkpoint")
     assert message.code == 2 and expected in message.error, message.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_bad_targets_are_rejected(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_bad_targets_are_rejected(convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
     (there / "mine").write_text("mine")
@@ -255,7 +257,7 @@ def test_bad_targets_are_rejected(convert: Callable[..., Told], folder: Path, tm
     assert not (there / "mine").exists() and (there / "engine.json").exists()
 
 
-def test_bad_command_lines_are_rejected(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_bad_command_lines_are_rejected(convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path) -> None:
     for arguments, expected in (
         ((folder, tmp_path / "dst", "--to", "hf"), f"--to hf: {folder} is a Hugging Face folder already"),
         ((folder, tmp_path / "dst", "--to", "gguf"), "--to: 'gguf' is not one of megatron, hf"),
@@ -268,7 +270,9 @@ def test_bad_command_lines_are_rejected(convert: Callable[..., Told], folder: Pa
         assert message.code == 2 and expected in message.error, message.err
 
 
-def test_full_disk_is_a_one_line_error(convert: Callable[..., Told], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_one_line_error(
+    convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
     message = convert(folder, tmp_path / "checkpoint")
     assert message.code == 2
@@ -277,7 +281,7 @@ def test_full_disk_is_a_one_line_error(convert: Callable[..., Told], folder: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_checkpoint_without_a_model_path_requires_the_option(convert: Callable[..., Told], folder: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_a_model_path_requires_the_option(convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path) -> None:
     assert convert(folder, tmp_path / "checkpoint").code == 0
     shutil.rmtree(tmp_path / "checkpoint" / "hf")
     message = convert(tmp_path / "checkpoint", tmp_path / "back")
@@ -299,7 +303,7 @@ def test_checkpoint_without_a_model_path_requires_the_option(convert: Callable[.
 
 @pytest.mark.parametrize("to", ["megatron", "hf"])
 def test_interrupted_conversion_leaves_nothing_and_starts_over(
-    convert: Callable[..., Told], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+    convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     from mtpctl.convert import conversion, parts
 
@@ -328,7 +332,7 @@ def test_interrupted_conversion_leaves_nothing_and_starts_over(
 
 
 def test_leftovers_of_a_killed_conversion_are_deleted_and_other_folders_are_not(
-    convert: Callable[..., Told], folder: Path, tmp_path: Path
+    convert: Callable[..., CommandOutput], folder: Path, tmp_path: Path
 ) -> None:
     work = tmp_path / "checkpoint.partial"
     work.mkdir()

@@ -95,17 +95,17 @@ from mtpctl.cluster.process import freeze_heap
 class Node: pass
 
 def circle():
-    made = Node()
-    made.self = made
-    return weakref.ref(made)
+    node = Node()
+    node.self = node
+    return weakref.ref(node)
 
 gc.disable()
 loaded = [Node() for _ in range(1000)]
 before, alive = circle(), len(gc.get_objects())
 freeze_heap()
 assert before() is None, "garbage is collected first"
-seen = gc.get_objects()
-assert alive > 10_000 > len(seen) and not any(isinstance(each, Node) for each in seen), "loaded objects are not visited"
+tracked = gc.get_objects()
+assert alive > 10_000 > len(tracked) and not any(isinstance(each, Node) for each in tracked), "loaded objects are not visited"
 after = circle()
 assert after() is not None
 gc.collect()

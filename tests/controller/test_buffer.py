@@ -188,7 +188,7 @@ def test_batch_waits_for_retried_groups_that_would_be_too_old_for_the_next() -> 
         assert not taking.done()
         buffer.add(answer(groups[0], 3))
         await buffer.put(groups[0])
-        assert [g.number for g in await asyncio.wait_for(taking, 1)] == [0, 2], "nobody waits for the other, which may be older still"
+        assert [g.number for g in await asyncio.wait_for(taking, 1)] == [0, 2], "it does not wait for the other"
 
     asyncio.run(scenario())
 

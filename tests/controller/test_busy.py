@@ -92,10 +92,10 @@ def test_slow_rewards_and_environments_do_not_make_engines_idle(tmp_path: Path, 
         # At the same time, so that a busy machine is as busy for both.
         return await asyncio.gather(busy(tmp_path, reward_s=0.0, turn_s=0.0), busy(tmp_path, reward_s=2.0, turn_s=1.0))
 
-    without, beside = asyncio.run(both())
-    print(f"busy: {without:.3f} without, {beside:.3f} with")
+    without, loaded = asyncio.run(both())
+    print(f"busy: {without:.3f} without, {loaded:.3f} with")
     assert without > 0.7
-    assert beside > 0.95 * without
+    assert loaded > 0.95 * without
 
 
 @pytest.mark.parametrize("text", [PLAIN, COROUTINES], ids=["plain", "coroutines"])

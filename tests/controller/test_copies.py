@@ -47,7 +47,7 @@ class Store(ObjectStore):
         while self.slow and time.monotonic() < end:
             time.sleep(0.001)
         if self.down:
-            raise StoreFailed(f"cannot write {self.url}/{name}: nobody answers")
+            raise StoreFailed(f"cannot write {self.url}/{name}: no answer")
         super().put(file, name)
 
 
@@ -109,7 +109,7 @@ def test_temporary_store_failure_is_reported_counted_and_recovered_from(run: Pat
     asyncio.run(copier.finish())
     assert newest_copy(store) == "rl-000006" and copier.metrics()["checkpoint/copy_behind"] == 0
     lost, back = message
-    assert lost.startswith(f"cannot write {store.url}/") and lost.endswith("nobody answers; training continues, and the copy is retried")
+    assert lost.startswith(f"cannot write {store.url}/") and lost.endswith("no answer; training continues, and the copy is retried")
     assert back.startswith(f"rl-000006 is in {store.url}, after ") and back.endswith(" failed attempts")
 
 
@@ -236,12 +236,12 @@ def test_copy_of_another_run_is_rejected(run: Path, tmp_path: Path) -> None:
 
 
 def test_unreachable_store_is_an_error_without_a_local_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody(self: ObjectStore, name: str, data: bytes) -> None:
-        raise StoreFailed(f"cannot write {self.url}/{name}: nobody answers", "nobody answers")
+    def fail_to_write(self: ObjectStore, name: str, data: bytes) -> None:
+        raise StoreFailed(f"cannot write {self.url}/{name}: no answer", "no answer")
 
-    monkeypatch.setattr(ObjectStore, "write", nobody)
+    monkeypatch.setattr(ObjectStore, "write", fail_to_write)
     recipe = recipe_in(run, "memory://away/run")
-    message = r"train.checkpoint_copy: memory://away/run does not answer \(nobody answers\), and may have the checkpoint from which this"
+    message = r"train.checkpoint_copy: memory://away/run does not answer \(no answer\), and may have the checkpoint from which this"
     with pytest.raises(EnvironmentMissing, match=message):
         check_copies(recipe)
     make_checkpoint(run, "rl-000002")
@@ -285,7 +285,7 @@ def test_run_resumes_from_the_copy_on_another_machine(server: S3Server, tmp_path
     # The same without the move.
     assert trained(here, server, 8).returncode == 0
     assert losses(here) == losses(there)
-    # What would stop it is told before anything starts.
+    # A copy that cannot work is reported before anything starts.
     server.refuse()
     refused = trained(lone, server, 8, "--dry-run")
     assert refused.returncode == 3 and "the credentials do not allow writing to" in refused.stderr

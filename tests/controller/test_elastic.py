@@ -160,7 +160,7 @@ async def test_replica_lost_with_its_host_is_replaced_on_another_any_number_of_t
         for before, after in ("bc", "cd", "de"):
             (actor,) = [actor for actor, bundle in it.hosts.by_actor.items() if bundle.node == before]
             it.hosts.room[after] = it.hosts.room.pop(before)
-            it.fleet.made[int(actor.removeprefix("rollout-"))][-1].die()
+            it.fleet.replicas_by_slot[int(actor.removeprefix("rollout-"))][-1].die()
             await it.pool.control_speculation()  # notices it
             await it.settled_on(f"a{after}")
 

@@ -1,7 +1,7 @@
 """The main job with everything real: Ray, a Megatron-core trainer, vLLM speculating with the MTP head, on a few steps.
 
-Two starts of one run directory tell the whole story, with a reward of one's own: one is stopped by Ctrl-C, the next resumes it, loses
-its rollout engine on the way, then its trainer, and is killed itself at last.
+Two starts of one run directory cover a whole run with a user-defined reward: one is stopped by Ctrl-C, the next resumes it, loses
+its rollout engine, then its trainer, and is killed itself at last.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_resumed_run_survives_the_death_of_its_engine_and_trainer(run_dir: Path)
 
 
 def test_metrics_have_every_update_and_event(run_dir: Path) -> None:
-    """Updates that were lost with the trainer are made, and told, again."""
+    """Updates that were lost with the trainer are made and reported again."""
     message = [row for row in load_history(run_dir).rows if row.phase == "rl" and "reward/mean" in row.metrics]
     assert [row.step for row in message] == list(range(1, len(message) + 1)), "over stop, resume and deaths"
     assert message
@@ -95,7 +95,7 @@ def test_metrics_have_every_update_and_event(run_dir: Path) -> None:
 
 
 def test_user_defined_reward_logs_its_parts_and_failures(run_dir: Path) -> None:
-    """Its file lies beside the overlay that names it, and the command was started from another folder."""
+    """Its file is in the folder of the overlay that names it, and the command was started from another folder."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if row.get("phase") == "rl" and "reward/mean" in row]
     for row in updates:

@@ -54,8 +54,8 @@ def measured(recipe: Recipe, named: dict[str, list[Problem]], **options: Any) ->
             async for sample in super().generate(noted()):
                 yield sample
 
-    seen = frozenset(Problem("p", prompt, "").prompt_hash for prompt in options.pop("seen", ()))
-    prepared = Prepared(cast(Any, None), Letters(), ProblemSets([], named.pop("", []), [], named, seen), context=64)
+    seen_hashes = frozenset(Problem("p", prompt, "").prompt_hash for prompt in options.pop("seen", ()))
+    prepared = Prepared(cast(Any, None), Letters(), ProblemSets([], named.pop("", []), [], named, seen_hashes), context=64)
     generator = cast(Any, Noting(World(), lambda s: str(s.index)))
     return asyncio.run(evaluate(recipe, prepared, generator, rewards, **options)), requested
 

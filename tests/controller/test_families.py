@@ -49,7 +49,7 @@ print(json.dumps(list(found.outputs[0].token_ids)))
 def test_family_trains_end_to_end_and_is_served_by_stock_vllm(family: str, precision: str, device: str, tmp_path: Path) -> None:
     created, run_dir, folder = recipe(family, precision, device, tmp_path), tmp_path / "run", tmp_path / "folder"
     command("-m", "mtpctl", "train", created, "--plain")
-    # It imports vLLM on the core that the second start leaves idle at first, and is told once the folder is there.
+    # It imports vLLM on the core that the second start leaves idle at first, and gets the folder's name once it exists.
     # vLLM by itself serves latent attention in bfloat16 alone where a CPU has AMX.
     fp32 = "bfloat16" if "kv_lora_rank" in TOYS[family] and torch.cpu._is_amx_tile_supported() else "float32"
     dtype = {"fp32": fp32, "bf16": "bfloat16"}[precision]

@@ -1,4 +1,4 @@
-"""Models of three MTP layers through the main job: as often accepted, position by position, as the trainer expects of its own depths.
+"""Models of three MTP layers through the main job: as often accepted, position by position, as the trainer expects of its depths.
 
 On a GPU each layer drafts the token of its depth. On a CPU vLLM has the first layer alone draft, one token a step; the others are trained
 and synced there, and not served.

@@ -1,4 +1,4 @@
-"""Tasks of one's own through `mtpctl train`, whole: with the drafter, every sync compared, old log-probs from servers, resumed once.
+"""User-defined tasks in whole runs of `mtpctl train`: with the drafter, every sync compared, old log-probs from servers, resumed once.
 
 Each case is a folder as a user would have it: rows, code and a recipe that names them. Nothing of mtpctl is edited or imported otherwise.
 """
@@ -165,7 +165,7 @@ def judging(*script: tuple[int, str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def judged(folder: Path) -> Iterator[Task]:
-    """Chat messages in prompts and replies, an HTTP judge, a loss of one's own, and two held-out sets of which one has GSM8K's columns."""
+    """Chat messages in prompts and replies, an HTTP judge, a user-defined loss, and two held-out sets of which one has GSM8K's columns."""
     make_byte_tokenizer(folder / "tokenizer")
     (folder / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
     for name, text in (("loss.py", LOSS), ("again.py", AGAIN), ("mine.py", MINE)):
@@ -241,7 +241,7 @@ def coded(folder: Path) -> Iterator[Task]:
 
 @contextlib.contextmanager
 def gsm8k(folder: Path) -> Iterator[Task]:
-    """What `mtpctl init` writes, with rows of GSM8K's format in the place of its own, as docs/your-own-task.md says."""
+    """What `mtpctl init` writes, with rows of GSM8K's format instead of its rows, as docs/your-own-task.md says."""
     task = folder / "mytask"
     mtpctl(folder, "init", "mytask")
     rows = [
@@ -325,7 +325,7 @@ def coding(folder: Path) -> Iterator[Task]:
 
 @contextlib.contextmanager
 def verifiers(folder: Path) -> Iterator[Task]:
-    """An environment of the package verifiers, of several turns, with problems, held-out problems and rewards of its own."""
+    """An environment of the package verifiers, of several turns, with its own problems, held-out problems and rewards."""
     pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
     for name in ("guess_number.py", "last_letter.py"):
         shutil.copy(Path(__file__).parents[1] / "environments" / "tasksets" / name, folder)

@@ -19,7 +19,7 @@ from mtpctl.recipe.schema import Recipe
 from tests.fakes.runs import SMALL, write_prompts
 
 MODULE = "tests.fakes.user_environments"
-TOLD = r"^rollout\.environment: user_environments\.py:\d+: KeyError: "
+KEY_ERROR = r"^rollout\.environment: user_environments\.py:\d+: KeyError: "
 
 
 def recipe(*sets: str) -> Recipe:
@@ -33,9 +33,9 @@ def test_working_environment_is_tried_on_three_problems() -> None:
 
 def test_failing_environment_is_rejected_with_its_line(tmp_path: Path) -> None:
     failing = recipe(f"rollout.environment={MODULE}:Raises")
-    with pytest.raises(UserError, match=TOLD):
+    with pytest.raises(UserError, match=KEY_ERROR):
         check_code(failing)
-    with pytest.raises(UserError, match=TOLD):
+    with pytest.raises(UserError, match=KEY_ERROR):
         prepare(failing, tmp_path / "run")
 
 
@@ -79,7 +79,7 @@ def test_run_and_preflight_try_user_code_in_the_same_order(tmp_path: Path) -> No
     mistakes = {
         f"train.rl.loss={own}:loss": r"^train\.rl\.loss: ",
         f"train.rl.advantage={own}:advantage": r"^train\.rl\.advantage: own\.py:3: it returned a tensor of shape \[2\] for 6 responses",
-        f"rollout.environment={MODULE}:Raises": TOLD,
+        f"rollout.environment={MODULE}:Raises": KEY_ERROR,
         f"reward.function={own}:score": r"^reward\.function: own\.py:2: ",
         f"evaluation.sets={{held: {{path: {tmp_path}/held.jsonl, reward: {{function: '{own}:score'}}}}}}": r"^evaluation\.sets\.held\.",
     }
@@ -107,7 +107,7 @@ def test_rollout_command_tries_the_environment(tmp_path: Path) -> None:
     prepare(created, tmp_path / "run")
     failing = created.model_copy(update={"rollout": created.rollout.model_copy(update={"environment": f"{MODULE}:Raises"})})
     prompts = write_prompts(tmp_path / "p.jsonl", {"prompt": "1"})
-    with pytest.raises(UserError, match=TOLD):
+    with pytest.raises(UserError, match=KEY_ERROR):
         rollout.rollout(failing, prompts, tmp_path / "o", n=1, report=print, progress=lambda *_: None)
     assert not (tmp_path / "o").exists()
 

@@ -82,7 +82,7 @@ def test_start_over_keeps_all_files_of_the_earlier_run(recipe: Recipe) -> None:
     assert aside == run.with_name("run.1")
     assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == before
     assert [path.relative_to(run).as_posix() for path in sorted(run.rglob("*")) if path.is_file()] == [".begun", "start/model.safetensors"]
-    assert tracker_id(run) != tracker_id(aside), "trackers have a run of its own for it"
+    assert tracker_id(run) != tracker_id(aside), "trackers have a separate run for it"
     assert start_over(recipe) is None, "there is no run now"
 
 

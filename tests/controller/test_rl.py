@@ -496,12 +496,12 @@ def test_run_resumed_between_syncs_generates_only_for_the_rest_of_its_interval(t
     async def scenario() -> None:
         stage = stage_of(recipe_of(steps=8, staleness=0.0, sync_every=4), world, tmp_path, lambda s: str(s.index))
         stage.state.step, stage.state.version = 2, 1
-        kept = [Group(number, Problem(f"p{number}", str(number), "1"), 2) for number in range(8)]
-        for group in kept:
+        groups = [Group(number, Problem(f"p{number}", str(number), "1"), 2) for number in range(8)]
+        for group in groups:
             group.samples = [Sample(group.problem.prompt_id, group.group_id, [1], index=i, reward=float(i)) for i in range(2)]
             for sample in group.samples:
                 sample.append([1], [-1.0], 1)
-        await stage.resume_buffer(kept, [])
+        await stage.resume_buffer(groups, [])
         stage.rollout.cursor.take(8)
         await stage.publish()
         await asyncio.wait_for(stage.run(), 20)
@@ -533,11 +533,11 @@ def test_resumed_groups_are_within_the_staleness_threshold(tmp_path: Path, sync_
         await asyncio.wait_for(first.run(), 20)
         saved = await first.state.checkpoint(cast(TrainerGroup, FakeTrainerGroup()))
         assert saved is not None
-        kept = json.loads((saved / "run.json").read_text())
+        saved_state = json.loads((saved / "run.json").read_text())
         second = stage_of(recipe, resumed, tmp_path, lambda s: str(s.index))
-        for name, value in kept.items():
+        for name, value in saved_state.items():
             setattr(second.state, name, value)
-        second.rollout.cursor.load_state_dict(kept["cursor"])
+        second.rollout.cursor.load_state_dict(saved_state["cursor"])
         await second.resume_buffer(*SampleBuffer.load(saved / "buffer.jsonl"))
         assert second.buffer.ready, "there is what may get stale"
         await second.publish()
@@ -625,17 +625,17 @@ def test_samples_of_updates_and_dropped_groups_are_recorded(tmp_path: Path) -> N
 
     world = run(recipe, tmp_path, text)
     for step in (1, 2, 3):
-        updated = [row for row in world.kept if (row["step"], row["kind"]) == (step, "update")]
+        updated = [row for row in world.sample_rows if (row["step"], row["kind"]) == (step, "update")]
         assert len(updated) == 8 and {row["reward"] for row in updated} == {0.0, 1.0}
         assert all(row["answer"] == "1" and row["prompt"] == row["prompt_id"][1:] for row in updated)
-    dropped = [row for row in world.kept if row["kind"] == "dropped"]
+    dropped = [row for row in world.sample_rows if row["kind"] == "dropped"]
     assert dropped and all(row["note"] == "no signal: every reward of its group is 1" for row in dropped)
 
 
 def test_no_samples_are_recorded_with_samples_0(tmp_path: Path) -> None:
     recipe = recipe_of(steps=2)
     recipe = recipe.model_copy(update={"telemetry": recipe.telemetry.model_copy(update={"samples": 0})})
-    assert run(recipe, tmp_path).kept == []
+    assert run(recipe, tmp_path).sample_rows == []
 
 
 @pytest.mark.parametrize("hangs_at", [0, 2, 4], ids=["before training", "between updates", "after the last update"])

@@ -30,7 +30,7 @@ SETS = (
 class Scaled(Start):
     """A run whose number of replicas changes, and the status requests during it."""
 
-    def told(self, line: str) -> int:
+    def count_lines(self, line: str) -> int:
         """How often the run has logged this line since its start."""
         return sum(row.get("message", "").startswith(line) for row in self.rows())
 
@@ -86,16 +86,16 @@ def scaled(run: Path, *sets: str) -> Iterator[Scaled]:
 
 def test_scaled_run_trains_every_prompt_once(tmp_path: Path) -> None:
     with scaled(tmp_path / "run", "rollout.replicas={min: 1, max: 2}", "cluster.num_cpus=3") as run:
-        run.wait_for(lambda: run.told("replica 1 serves") == 1)
+        run.wait_for(lambda: run.count_lines("replica 1 serves") == 1)
         run.trains_on(2)
         assert run.scale(1) == "1 replica(s) are requested, and 2 serve\n"
-        run.wait_for(lambda: run.told("replica 1 has left") == 1, 60)
+        run.wait_for(lambda: run.count_lines("replica 1 has left") == 1, 60)
         run.trains_on(1)
         assert run.scale(2) == "2 replica(s) are requested, and 1 serve\n"
-        run.wait_for(lambda: run.told("replica 1 serves") == 2)
+        run.wait_for(lambda: run.count_lines("replica 1 serves") == 2)
         run.trains_on(2)
         run.stopped()
-        assert not [row for row in run.rows() if row.get("event") in ("restart", "error", "alarm")], "nobody has failed"
+        assert not [row for row in run.rows() if row.get("event") in ("restart", "error", "alarm")], "no actor has failed"
         run.assert_trained_once()
 
 
@@ -113,19 +113,19 @@ def test_replicas_follow_joining_draining_and_lost_hosts(tmp_path: Path) -> None
         with scaled(tmp_path / "run", *sets) as run:
             run.trains_on(1)
             large = cluster.add_node(num_cpus=2)
-            run.wait_for(lambda: run.told("replica 1 serves") == run.told("replica 2 serves") == 1)
+            run.wait_for(lambda: run.count_lines("replica 1 serves") == run.count_lines("replica 2 serves") == 1)
             run.trains_on(3)
             reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
             accepted, why = GcsClient(address=cluster.address).drain_node(large.node_id, reason, "test", 0)
             assert accepted, why
-            run.wait_for(lambda: run.told("replica 1 has left") == run.told("replica 2 has left") == 1, 60)
+            run.wait_for(lambda: run.count_lines("replica 1 has left") == run.count_lines("replica 2 has left") == 1, 60)
             cluster.remove_node(large)
             run.trains_on(1)
             assert not [row for row in run.rows() if row.get("event") == "restart"], "who was drained has not failed"
             cluster.add_node(num_cpus=1)
-            run.wait_for(lambda: run.told("replica 1 serves") == 2)
+            run.wait_for(lambda: run.count_lines("replica 1 serves") == 2)
             first.kill_raylet()
-            run.wait_for(lambda: run.told("replica 0 has left") == 1, 120)
+            run.wait_for(lambda: run.count_lines("replica 0 has left") == 1, 120)
             run.trains_on(1)
             run.stopped()
             run.assert_trained_once()
@@ -148,8 +148,8 @@ def test_trainer_without_a_host_gets_the_bundle_of_a_replica_above_the_minimum(t
             (host,) = [place.partition(":")[0] for place in line.removeprefix("placement: ").split("; ") if "trainer-1" in place]
             (gone,) = [node for node in others if node.node_id.startswith(host.partition("/")[2])]
             gone.kill_raylet()
-            run.wait_for(lambda: run.told("replica 1 leaves: no other host has capacity for trainer-1") == 1, 120)
-            run.wait_for(lambda: run.told("trainer back after") == 1, 120)
+            run.wait_for(lambda: run.count_lines("replica 1 leaves: no other host has capacity for trainer-1") == 1, 120)
+            run.wait_for(lambda: run.count_lines("trainer back after") == 1, 120)
             run.trains_on(1)
             run.stopped()
         trained = [row["prompt_id"] for row in read_samples(run.run_dir) if row["kind"] == "update"]

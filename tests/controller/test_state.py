@@ -160,28 +160,28 @@ def test_next_checkpoint_and_stop_wait_for_the_current_one(tmp_path: Path) -> No
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_failed_checkpoint_is_retried_after_a_later_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_failed_checkpoint_is_retried_after_a_later_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool) -> None:
     now = clock(monkeypatch)
 
     async def main() -> None:
-        state, trainer, group = run(tmp_path, async_save=beside)
+        state, trainer, group = run(tmp_path, async_save=in_background)
         message: list[str] = []
         state.report = message.append
         trainer.failing_saves, trainer.written = 1, True
-        for _ in range(2 + beside):
+        for _ in range(2 + in_background):
             await step(state, group)
         failed = f"checkpoint {tmp_path}/sft-000002 was not written: disk full"
         assert message == [f"{failed}; training continues, and a later update writes the next checkpoint"]
         await step(state, group)
         assert trainer.published == [] and not list(tmp_path.iterdir()), "not at once"
         now[0] += RETRY_S
-        for _ in range(1 + beside):
+        for _ in range(1 + in_background):
             await step(state, group)
-        assert trainer.published == ["sft-000005" if beside else "sft-000004"] and len(message) == 1
-        for _ in range(2 + beside):
+        assert trainer.published == ["sft-000005" if in_background else "sft-000004"] and len(message) == 1
+        for _ in range(2 + in_background):
             await step(state, group)
-        assert trainer.published[1:] == (["sft-000006", "sft-000008"] if beside else ["sft-000006"]), "as often as before"
+        assert trainer.published[1:] == (["sft-000006", "sft-000008"] if in_background else ["sft-000006"]), "as often as before"
 
     asyncio.run(main())
 

@@ -139,7 +139,7 @@ def test_wait_shows_the_newest_line_of_its_actor(tmp_path: Path, monkeypatch: py
 
     async def main() -> None:
         under_way = Waits(message.append, tmp_path)
-        telling = asyncio.create_task(under_way.run())
+        run_task = asyncio.create_task(under_way.run())
         with under_way.on("rollout: starting", "rollout replica 0"), under_way.on("trainer"):
             warnings = "a.py:1: UserWarning: b\n  warnings.warn(\na.py:9: SyntaxWarning: c\n  if x is 1:\n"
             warnings += "W1127 15:37:31.734000 21193 torch/utils/cpp_extension.py:178] No CUDA runtime is found\n"
@@ -147,7 +147,7 @@ def test_wait_shows_the_newest_line_of_its_actor(tmp_path: Path, monkeypatch: py
             (tmp_path / "rollout-replica-0.log").write_text(printed)
             while not message or "50%" not in message[-1][0]:
                 await asyncio.sleep(0.001)
-        telling.cancel()
+        run_task.cancel()
 
     asyncio.run(asyncio.wait_for(main(), 30))
     assert message[-2] == ["rollout: starting, 0 s · 50%|█", "trainer, 0 s"]

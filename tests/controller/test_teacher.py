@@ -38,7 +38,7 @@ def sample_of(logprobs: list[float], mask: list[int]) -> Sample:
 @contextmanager
 def server(answers: Answers) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A log-prob server that answers with `answers`, of the body and the number of the request."""
-    asked: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -55,8 +55,8 @@ def server(answers: Answers) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append(body)
-            self._send(*answers(body, len(asked) - 1))
+            received.append(body)
+            self._send(*answers(body, len(received) - 1))
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
@@ -64,7 +64,7 @@ def server(answers: Answers) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     created = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=created.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{created.server_address[1]}", asked
+        yield f"http://127.0.0.1:{created.server_address[1]}", received
     finally:
         created.shutdown()
         created.server_close()
@@ -92,11 +92,11 @@ def taught(url: str, *samples: Sample, **options: Any) -> None:
 def test_log_probs_reach_the_sample_and_the_advantages() -> None:
     sample = sample_of([-1.0, 0.0, -2.0], [1, 0, 1])
     sample.old_logprobs = sample.behaviour_logprobs
-    with server(score) as (url, asked):
+    with server(score) as (url, received):
         taught(f"{url}/v1/", sample)
     assert sample.teacher_logprobs is not None and sample.teacher_logprobs.tolist() == [-0.5, 0.0, -0.5]
-    assert asked[0] == asked[1], "a full queue is asked again"
-    assert asked[1] == {
+    assert received[0] == received[1], "a full queue is asked again"
+    assert received[1] == {
         "token_ids": [5, 6, 0, 1, 2],
         "prompt_length": 2,
         "mask": [1, 0, 1],
@@ -117,13 +117,13 @@ def test_candidates_of_each_token_reach_the_sample_and_become_columns() -> None:
 
     sample = sample_of([-1.0, 0.0, -2.0], [1, 0, 1])
     sample.old_logprobs = sample.behaviour_logprobs
-    with server(named) as (url, asked):
+    with server(named) as (url, received):
         taught(url, sample, topk=2)
-    assert asked[0]["top_logprobs"] == 2
+    assert received[0]["top_logprobs"] == 2
     assert sample.candidates is not None and sample.candidates.tolist() == [7, 9, 0, 0, 7, 9]
     columns = training_sequence(*sequences_of([sample]), 0.25, teacher=TeacherConfig(url=url, topk=2)).columns
     assert columns["candidates"].tolist() == [[7, 9], [0, 0], [7, 9]] and columns["candidate_logprobs"][:, 0].tolist() == [-0.5, 0, -0.5]
-    assert columns["advantage"].tolist() == [0.25] * 3, "the KL is a term of its own"
+    assert columns["advantage"].tolist() == [0.25] * 3, "the KL is a separate term"
     assert Sample.from_dict(sample.to_dict(packed=True)) == sample and sample.copy() == sample
 
 
@@ -132,15 +132,15 @@ def test_samples_without_a_teacher_have_no_kl() -> None:
 
 
 @pytest.mark.parametrize(
-    "answers, told",
+    "answers, message",
     [
         (lambda body, number: (400, {"error": {"message": "token 300 is beyond the vocabulary"}}), "refused p/0: .*beyond the vocabulary"),
         (lambda body, number: (200, {"data": [{"logprobs": [-1.0], "top_logprobs": [[]] * 2}]}), "did not return 3 candidates per token"),
         (lambda body, number: (503, {}), r"returned no log-probs of p/0 within 0\.5 s"),
     ],
 )
-def test_teacher_without_an_answer_ends_the_run(answers: Answers, told: str) -> None:
-    with server(answers) as (url, _), pytest.raises(RuntimeFailure, match=told):
+def test_teacher_without_an_answer_ends_the_run(answers: Answers, message: str) -> None:
+    with server(answers) as (url, _), pytest.raises(RuntimeFailure, match=message):
         taught(url, sample_of([-1.0], [1]), timeout_s=0.5, topk=3)
 
 
@@ -160,10 +160,10 @@ def test_other_tokenizer_is_rejected(same: bool) -> None:
             teacher = Teacher(TeacherConfig(url=url), source, 1.0)
             await teacher.check(byte_tokenizer(), [PROBLEM, Problem("q", "x", "y")])
 
-    with server(tokens) as (url, asked):
+    with server(tokens) as (url, received):
         if same:
             asyncio.run(run(url))
-            assert [each["text"] for each in asked] == ["12+34="]
+            assert [each["text"] for each in received] == ["12+34="]
         else:
             with pytest.raises(UserError, match=r"train\.rl\.teacher: http://.* has another tokenizer: '12\+34='"):
                 asyncio.run(run(url))
@@ -173,11 +173,11 @@ class Server:
     """A log-prob server of the run that records its requests."""
 
     def __init__(self, late: bool = False) -> None:
-        self.asked: list[ScoreRequest] = []
+        self.received: list[ScoreRequest] = []
         self.late = late
 
     async def score(self, request: ScoreRequest) -> Scored:
-        self.asked.append(request)
+        self.received.append(request)
         if self.late:
             raise DeadlineExceeded("too late")
         return Scored(1, logprobs_of([-0.25] * (len(request.token_ids) - request.prompt_length)), logprobs_of([]))
@@ -230,9 +230,9 @@ def test_a_server_that_is_not_a_log_prob_server_is_rejected_at_the_start(status:
 def test_hint_is_only_in_the_teachers_prompt() -> None:
     server, sample = Server(), sample_of([-1.0, -1.0], [1, 1])
     in_run(server, sample, "{prompt} (level {level}: {answer})")
-    (asked,) = server.asked
-    assert bytes(list(asked.token_ids[: asked.prompt_length])) == b"12+34= (level 3: 46)"
-    assert list(asked.token_ids[asked.prompt_length :]) == [0, 1] and asked.temperature == 0.7
+    (received,) = server.received
+    assert bytes(list(received.token_ids[: received.prompt_length])) == b"12+34= (level 3: 46)"
+    assert list(received.token_ids[received.prompt_length :]) == [0, 1] and received.temperature == 0.7
     assert sample.prompt_ids.tolist() == [5, 6] and sample.teacher_logprobs is not None
 
 
@@ -241,13 +241,13 @@ def test_hint_replaces_the_last_user_message() -> None:
     messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}, {"role": "user", "content": "12+34="})
     in_run(server, sample, "{prompt} Hint: {solution}", Problem("p", "all of it", "46", messages=messages))
     right = byte_tokenizer().chat([*messages[:2], {"role": "user", "content": "12+34= Hint: 46"}])
-    assert list(server.asked[0].token_ids[: server.asked[0].prompt_length]) == right
+    assert list(server.received[0].token_ids[: server.received[0].prompt_length]) == right
     assert messages[2]["content"] == "12+34="
 
 
 def test_hint_with_an_unknown_column_is_rejected() -> None:
-    told = r"train\.rl\.teacher\.hint: '\{nothing\}' cannot be formatted for p .*answer, level, prompt, solution"
-    with pytest.raises(UserError, match=told):
+    message = r"train\.rl\.teacher\.hint: '\{nothing\}' cannot be formatted for p .*answer, level, prompt, solution"
+    with pytest.raises(UserError, match=message):
         in_run(Server(), sample_of([-1.0], [1]), "{nothing}")
 
 

@@ -21,7 +21,7 @@ from tests.fakes.convert_models import assert_same_tensors, change_config, conve
 from tests.fakes.tiny import mimo
 from tests.fakes.toys import NEMOTRON_H, toy_folder
 
-Held = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 def there_and_back(root: Path) -> Path:
@@ -42,7 +42,7 @@ def test_packed_experts_are_read_and_converted_back(tmp_path: Path, case: str, s
     assert_same_tensors(there_and_back(tmp_path), tmp_path / "hf")
 
 
-def wrapped(rename: Callable[[str], str], stored: Held) -> Held:
+def wrapped(rename: Callable[[str], str], stored: Tensors) -> Tensors:
     tower = {"visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 2).bfloat16(), "visual.steps": torch.arange(5)}
     return {rename(name): value for name, value in stored.items()} | tower
 

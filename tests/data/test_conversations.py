@@ -131,14 +131,14 @@ def test_end_token_is_appended_if_template_does_not_close_turns(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("template", "contents", "told"),
+    ("template", "contents", "message"),
     [
         (FORGETS, ["1+1?", "<think>hm</think>2", "2+2?", "4"], r"changes turns when others follow \(message 2, near "),
         (OPENS_OTHERWISE, ["1+1?", "2"], r"renders the generation prompt differently \(message 2, near "),
     ],
 )
-def test_template_that_changes_turns_is_rejected(tmp_path: Path, template: str, contents: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=rf"^c\.jsonl:1: the chat template of .* {told}") as caught:
+def test_template_that_changes_turns_is_rejected(tmp_path: Path, template: str, contents: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^c\.jsonl:1: the chat template of .* {message}") as caught:
         encode_conversation(tokenizer_of(tmp_path, template), talk(*contents))
     assert "\n" not in str(caught.value)
 

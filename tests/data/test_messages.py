@@ -78,7 +78,7 @@ def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments:
 
 
 @pytest.mark.parametrize(
-    ("messages", "told"),
+    ("messages", "message"),
     [
         (calling("{city"), r"the arguments of the call of 'look' in message 2 of `messages` must be an object, or the JSON text of one"),
         (calling("[1]"), r"the arguments of the call of 'look' in message 2"),
@@ -100,8 +100,8 @@ def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments:
         ([ASK, None, SAY], r"message 2 of `messages` must be an object"),
     ],
 )
-def test_an_invalid_message_is_rejected_with_its_line(tmp_path: Path, messages: list[Any], told: str) -> None:
-    with pytest.raises(UserError, match=rf"^{tmp_path}/r\.jsonl:2: {told}") as caught:
+def test_an_invalid_message_is_rejected_with_its_line(tmp_path: Path, messages: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^{tmp_path}/r\.jsonl:2: {message}") as caught:
         read(tmp_path / "r.jsonl", {"messages": [ASK, SAY]}, {"messages": messages})
     assert "\n" not in str(caught.value)
 
@@ -194,7 +194,7 @@ TALKS = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}
 
 
 @pytest.mark.parametrize(
-    ("problem", "told"),
+    ("problem", "message"),
     [
         (Problem("r:7", "", "", messages=[ASK], fields={"tools": [TOOL]}), "drops the tools; .*set data.ignore_tools: true"),
         (Problem("r:7", "", "", messages=calling({})), "drops tool calls; .*set data.ignore_tools: true"),
@@ -202,8 +202,8 @@ TALKS = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}
         (Problem("r:7", "", "", messages=[ASK, SAY, {"role": "tool", "content": "x"}]), "drops messages of the role 'tool'"),
     ],
 )
-def test_parts_that_the_template_drops_are_rejected_with_their_row(problem: Problem, told: str) -> None:
-    with pytest.raises(UserError, match=rf"^r:7: data\.chat_template: the template of chatml {told}") as caught:
+def test_parts_that_the_template_drops_are_rejected_with_their_row(problem: Problem, message: str) -> None:
+    with pytest.raises(UserError, match=rf"^r:7: data\.chat_template: the template of chatml {message}") as caught:
         encode_sft(chatml(TALKS), problem, DataConfig())
     assert "\n" not in str(caught.value)
 

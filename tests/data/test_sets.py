@@ -270,7 +270,7 @@ def test_a_conversation_reads_as_text_with_its_roles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         (GSM8K, "has no column 'prompt'; its columns are question, answer: set data.columns: {prompt: question}"),
         (
@@ -284,10 +284,10 @@ def test_a_conversation_reads_as_text_with_its_roles(tmp_path: Path) -> None:
         ({"prompt": "a", "b": 1}, "set data.columns: {answer: NAME}, or answer: null if the reward needs none"),
     ],
 )
-def test_missing_column_is_reported_with_existing_ones_and_setting(row: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_missing_column_is_reported_with_existing_ones_and_setting(row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read(rows(tmp_path / "r.jsonl", row))
-    assert str(caught.value).startswith("data.columns.") and told in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("data.columns.") and message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_columns_suggested_by_the_error_are_accepted(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_rows_without_answers_are_allowed_with_null_column(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"prompt": [ASK, SAY], "answer": "4"}, "`prompt` ends with an assistant message, but a prompt must end before it"),
         ({"prompt": [], "answer": "4"}, "`prompt` has no messages"),
@@ -315,10 +315,10 @@ def test_rows_without_answers_are_allowed_with_null_column(tmp_path: Path) -> No
         ({"prompt": "a", "answer": "4", "tools": {"name": "f"}}, "`tools` must be a list of objects"),
     ],
 )
-def test_invalid_value_is_reported_with_line(row: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_invalid_value_is_reported_with_line(row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read(rows(tmp_path / "r.jsonl", row))
-    assert str(caught.value).startswith(f"{tmp_path}/r.jsonl:1: ") and told in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/r.jsonl:1: ") and message in str(caught.value)
 
 
 def test_tools_may_be_written_as_json_text(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_decay_gives_few_long_problems_among_many_short_ones_in_both_splits() 
     for split, whole in ((train, 5110), (held_out, 511)):
         counts = Counter(len(problem.prompt) - 1 for problem in split)
         expected = {n: whole * 0.5 ** (n - 4) / (2 - 0.5**8) for n in range(4, 13)}
-        assert counts == pytest.approx(expected, abs=9), "off by no more than what rounding leaves over"
+        assert counts == pytest.approx(expected, abs=9), "rounding alone moves the counts"
     assert len(train) == 5110 and len(held_out) == 511
 
 

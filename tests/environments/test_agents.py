@@ -76,7 +76,7 @@ def problems(*prompts: str) -> list[GenerationRequest]:
     return created
 
 
-def played(tmp_path: Path, requests: list[GenerationRequest], *, told: list[str] | None = None, **rollout: Any) -> dict[str, Sample]:
+def played(tmp_path: Path, requests: list[GenerationRequest], *, reports: list[str] | None = None, **rollout: Any) -> dict[str, Sample]:
     """The results of the requests, by the ids of their problems."""
     (tmp_path / "agent.py").write_text(AGENT)
     if "agent" in rollout:
@@ -90,9 +90,9 @@ def played(tmp_path: Path, requests: list[GenerationRequest], *, told: list[str]
     async def run() -> dict[str, Sample]:
         engines = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer")))
         result = {}
-        tell = (told if told is not None else []).append
+        append_report = (reports if reports is not None else []).append
         log = tmp_path / "agent.log"
-        async with open_generator(config, engines, byte_tokenizer(), context=500, name="toy", report=tell, log=log) as generator:
+        async with open_generator(config, engines, byte_tokenizer(), context=500, name="toy", report=append_report, log=log) as generator:
             async for sample in generator.generate(asked()):
                 result[sample.prompt_id] = sample
         return result
@@ -127,11 +127,11 @@ def test_failing_environments_do_not_affect_others(tmp_path: Path) -> None:
 
 
 def test_several_conversations_are_parts_of_one_trajectory(tmp_path: Path) -> None:
-    told: list[str] = []
-    (sample,) = played(tmp_path, problems("1+1?"), told=told, agent="branching", gateway_fields="ignore").values()
+    reports: list[str] = []
+    (sample,) = played(tmp_path, problems("1+1?"), reports=reports, agent="branching", gateway_fields="ignore").values()
     assert [byte_tokenizer().decode(part.prompt_ids) for part in sample.parts] == ["user: one\nassistant: ", "user: two\nassistant: "]
     assert sample.environment is not None and (sample.environment.samples, sample.environment.rewritten) == (2, 0)
-    assert told == ["an agent sent temperature, which is ignored (rollout.gateway_fields)"]
+    assert reports == ["an agent sent temperature, which is ignored (rollout.gateway_fields)"]
     back = Sample.from_dict(sample.to_dict(packed=True))
     assert back == sample and back.copy() == sample
 
@@ -146,12 +146,12 @@ def test_an_unwanted_trajectory_ends_at_once(tmp_path: Path) -> None:
 
 def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(agents.KEY_VARIABLE, "s3cret")
-    told: list[str] = []
+    reports: list[str] = []
 
     async def agent() -> None:
-        while not told:
+        while not reports:
             await asyncio.sleep(0.01)
-        address = told[0].split()[-1]
+        address = reports[0].split()[-1]
         async with httpx.AsyncClient(headers={"authorization": "Bearer s3cret"}, timeout=20) as web:
             for _ in range(2):
                 inputs = (await web.post(address)).json()
@@ -167,7 +167,7 @@ def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatc
     async def run() -> list[Sample]:
         config = VllmConfig.model_validate({"engine": "vllm", "gateway": True})
         engines, working = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer"))), asyncio.create_task(agent())
-        async with open_generator(config, engines, byte_tokenizer(), context=500, name="toy", report=told.append) as generator:
+        async with open_generator(config, engines, byte_tokenizer(), context=500, name="toy", report=reports.append) as generator:
             result = [sample async for sample in generator.generate(asked())]
         await working
         return result
@@ -180,14 +180,14 @@ def test_external_agents_get_problems_and_finish_them(tmp_path: Path, monkeypatc
 def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first problem is fetched and abandoned; the client that works on the second one frees the only slot."""
     monkeypatch.delenv(agents.KEY_VARIABLE, raising=False)
-    told: list[str] = []
+    reports: list[str] = []
     key_file = tmp_path / "gateway.key"
 
     async def agent() -> None:
-        while not told:
+        while not reports:
             await asyncio.sleep(0.01)
-        address = told[0].split()[-1]
-        assert str(key_file) in told[0] and key_file.stat().st_mode & 0o777 == 0o600
+        address = reports[0].split()[-1]
+        assert str(key_file) in reports[0] and key_file.stat().st_mode & 0o777 == 0o600
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {key_file.read_text().strip()}"}, timeout=20) as web:
             idle = (await web.post(address)).json()["base_url"]
             while (second := await web.post(address)).status_code == 429:
@@ -202,7 +202,7 @@ def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: p
     async def run() -> list[Sample]:
         config = VllmConfig.model_validate({"engine": "vllm", "gateway": True, "agents_per_client": 1, "agent_idle_s": 0.3})
         engines, working = cast(ReplicaPool, Engines(Scripted(lambda text, call: "answer"))), asyncio.create_task(agent())
-        options: dict[str, Any] = {"context": 500, "name": "toy", "report": told.append, "key_file": key_file}
+        options: dict[str, Any] = {"context": 500, "name": "toy", "report": reports.append, "key_file": key_file}
         async with open_generator(config, engines, byte_tokenizer(), **options) as generator:
             result = [sample async for sample in generator.generate(asked())]
         await working
@@ -215,7 +215,7 @@ def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "rollout, told",
+    "rollout, message",
     [
         ({"agent": "nothing"}, "rollout.agent: .*defines no nothing"),
         ({"agent": "plain", "agent_args": {"bonsu": 1}}, "rollout.agent_args: .*did you mean bonus"),
@@ -224,6 +224,6 @@ def test_a_trajectory_of_an_idle_agent_ends_early(tmp_path: Path, monkeypatch: p
         ({"agent": "plain", "tool_parser": "klingon"}, "rollout.tool_parser: vLLM has no parser 'klingon'"),
     ],
 )
-def test_impossible_requests_are_rejected_before_scoring(tmp_path: Path, rollout: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_impossible_requests_are_rejected_before_scoring(tmp_path: Path, rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         played(tmp_path, problems("1+1?"), **rollout)

@@ -91,7 +91,7 @@ def test_an_environment_may_give_the_reward(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("Raises", r"user_environments\.py:\d+: KeyError: 'no such\\ntool'"),
         ("Exits", r"user_environments\.py:\d+: SystemExit: 3"),
@@ -105,29 +105,29 @@ def test_an_environment_may_give_the_reward(tokenizer: Tokenizer) -> None:
         ("Messages", r"data\.chat_template: the tokenizer .* has no chat template; set it to false .*"),
     ],
 )
-def test_failed_reply_ends_its_response_and_is_counted_and_reported(tokenizer: Tokenizer, name: str, told: str) -> None:
+def test_failed_reply_ends_its_response_and_is_counted_and_reported(tokenizer: Tokenizer, name: str, message: str) -> None:
     CLOSED.clear()
     samples = asyncio.run(answers(tokenizer, name, [1, 2]))
     for sample in samples:
         assert sample.finish_reason == ENVIRONMENT_ERROR
         assert tokenizer.decode(sample.response_ids) == CALL
         assert sample.environment is not None and (sample.environment.errors, sample.environment.turns) == (1, 0)
-        assert re.fullmatch(told, sample.environment.failure), sample.environment.failure
+        assert re.fullmatch(message, sample.environment.failure), sample.environment.failure
     assert sorted(map(str, CLOSED)) == ["1", "2"]
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("FailsAtBirth", r"user_environments\.py:\d+: ValueError: no board"),
         ("NoStop", r"user_environments\.py:\d+: NoStop\.stop is missing; .*"),
         ("StopOfText", r"user_environments\.py:\d+: StopOfText\.stop must be a list of texts, got '</call>'"),
     ],
 )
-def test_environment_that_fails_to_start_ends_its_response(tokenizer: Tokenizer, name: str, told: str) -> None:
+def test_environment_that_fails_to_start_ends_its_response(tokenizer: Tokenizer, name: str, message: str) -> None:
     (sample,) = asyncio.run(answers(tokenizer, name, [None]))
     assert (sample.finish_reason, len(sample.response_ids)) == (ENVIRONMENT_ERROR, 0)
-    assert sample.environment is not None and re.fullmatch(told, sample.environment.failure)
+    assert sample.environment is not None and re.fullmatch(message, sample.environment.failure)
 
 
 def test_non_numeric_reward_is_counted_and_the_response_is_kept(tokenizer: Tokenizer) -> None:
@@ -208,15 +208,15 @@ def test_cancelled_response_closes_its_environment(tokenizer: Tokenizer) -> None
 def test_first_failure_of_each_line_is_reported() -> None:
     failures = Failures()
 
-    def told(failure: str) -> str | None:
+    def report(failure: str) -> str | None:
         return failures.unreported(Sample("p", "g", [1], environment=EnvironmentUse(errors=1, failure=failure)))
 
-    assert told("tool.py:12: KeyError: 'a'") == (
+    assert report("tool.py:12: KeyError: 'a'") == (
         "rollout.environment: tool.py:12: KeyError: 'a'; the response ended there (environment/errors counts them)"
     )
-    assert told("tool.py:12: KeyError: 'b'") is None
-    assert told("tool.py:13: KeyError: 'a'") is not None
-    assert told("") is None and failures.unreported(Sample("p", "g", [1])) is None
+    assert report("tool.py:12: KeyError: 'b'") is None
+    assert report("tool.py:13: KeyError: 'a'") is not None
+    assert report("") is None and failures.unreported(Sample("p", "g", [1])) is None
 
 
 # ------------------------------------------------------------------------------------- what is refused before anything starts
@@ -240,7 +240,7 @@ def test_arguments_without_an_environment_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reference", "args", "told"),
+    ("reference", "args", "message"),
     [
         ("nowhere.py:Echo", {}, r"there is no file nowhere\.py"),
         (f"{FILE}:Ecco", {}, r".* defines no Ecco; did you mean Echo\?"),
@@ -251,14 +251,14 @@ def test_arguments_without_an_environment_are_refused() -> None:
         (f"{FILE}:Echo", {"tims": 3}, r"Echo\(.*\).* cannot be called as Echo\(problem, tims=3\): .*tims.*"),
     ],
 )
-def test_invalid_environment_class_gives_a_one_line_error(reference: str, args: dict[str, object], told: str) -> None:
-    with pytest.raises(UserError, match=rf"^rollout\.environment: {told}") as caught:
+def test_invalid_environment_class_gives_a_one_line_error(reference: str, args: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^rollout\.environment: {message}") as caught:
         load_environment_class(VllmConfig(environment=reference, environment_args=args))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("Raises", r"user_environments\.py:\d+: KeyError: .*"),
         ("Number", r"user_environments\.py:\d+: Number\.reply returned int.*"),
@@ -270,8 +270,8 @@ def test_invalid_environment_class_gives_a_one_line_error(reference: str, args: 
         ("SpecialStop", r"stop: '<eos>' is a special token, .* set stop = \[\] to end turns at the end token"),
     ],
 )
-def test_failing_environment_is_rejected_in_the_trial_with_its_line(tokenizer: Tokenizer, name: str, told: str) -> None:
-    with pytest.raises(UserError, match=rf"^rollout\.environment: {told}$"):
+def test_failing_environment_is_rejected_in_the_trial_with_its_line(tokenizer: Tokenizer, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"^rollout\.environment: {message}$"):
         try_environment(found(name), ["a", "b", "c", "d"], chat=False).check_text(tokenizer)
 
 

@@ -47,7 +47,7 @@ def sample_of(text: str, reason: str = "stop") -> Sample:
 
 
 def go_on(sample: Sample, limit: int = 4, kind: type = Calculator, max_tokens: int = 500) -> bool:
-    """One turn of an environment of its own that the sample's response has."""
+    """One turn of the sample's environment."""
 
     async def drive() -> bool:
         sessions = TurnSessions(EnvironmentClass("tests:it", kind, {}), Bytes(), limit, NO_CHAT)

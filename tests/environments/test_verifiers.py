@@ -58,7 +58,7 @@ def problem_sets(rollout: VllmConfig, **data: Any) -> ProblemSets:
 def played(rollout: VllmConfig, problems: list[Problem], says: Says, *, context: int = 4096, max_tokens: int = 400) -> dict[str, Sample]:
     """The results of the problems, by their ids."""
 
-    async def asked() -> AsyncIterator[GenerationRequest]:
+    async def all_requests() -> AsyncIterator[GenerationRequest]:
         for number, problem in enumerate(problems):
             request = GenerationRequest(Sample(problem.prompt_id, f"g{number}", [1]), max_tokens, stop_token_ids=[EOS], deadline_s=120.0)
             request.problem = problem
@@ -67,7 +67,7 @@ def played(rollout: VllmConfig, problems: list[Problem], says: Says, *, context:
     async def run() -> dict[str, Sample]:
         engines = cast(ReplicaPool, Engines(Scripted(says)))
         async with open_generator(rollout, engines, byte_tokenizer(), context=context, name="toy", report=lambda line: None) as generator:
-            return {sample.prompt_id: sample async for sample in generator.generate(asked())}
+            return {sample.prompt_id: sample async for sample in generator.generate(all_requests())}
 
     return asyncio.run(run())
 
@@ -142,8 +142,8 @@ def test_turns_of_the_environment_are_masked_in_one_sample() -> None:
 @pytest.mark.slow
 def test_tools_are_called_in_the_environments_own_servers_by_the_harness_null() -> None:
     def says(before: str, call: int) -> str:
-        asked = before.partition("user: ")[2].partition("=")[0].partition("+")
-        sum_of = json.dumps({"name": "sums_add", "arguments": {"first": int(asked[0]), "second": int(asked[2])}})
+        summands = before.partition("user: ")[2].partition("=")[0].partition("+")
+        sum_of = json.dumps({"name": "sums_add", "arguments": {"first": int(summands[0]), "second": int(summands[2])}})
         return before.rpartition("tool: ")[2].partition("\n")[0] if "tool: " in before else f"<tool_call>{sum_of}</tool_call>"
 
     seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}

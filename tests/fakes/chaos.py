@@ -4,7 +4,7 @@ The run is the whole main job at toy size, with a log-prob server. Each event ha
 and a moment to wait for then: any, a sync, or a save. Seed and recipe give the events, which are recorded with what became of them. Another
 kind of event is a case of `Disturbed.happen` and a name among the kinds.
 
-A mount namespace of its own gives the run a small disk and a small shared memory, so that both can be filled. Where the machine does not
+A separate mount namespace gives the run a small disk and a small shared memory, so that both can be filled. Where the machine does not
 allow that, those events are left out.
 """
 
@@ -106,7 +106,7 @@ DISK, MEMORY = "512m", "256m"
 END_S = 300.0
 """In which a run that nothing disturbs any more has to go on."""
 MARK = "MTPCTL_CHAOS_RUN"
-"""A variable in the environment of all processes of a run, with a value of its own."""
+"""A variable in the environment of all processes of a run, with a unique value."""
 LEFT_S = 60.0
 """In which all processes of a command have to end after it, and its shared memory has to be freed."""
 
@@ -131,7 +131,7 @@ def drawn(seed: int, count: int, steps: int, kinds: Sequence[str]) -> list[Event
 
 
 class Space:
-    """A mount namespace with a disk and a shared memory of its own, held open by a process that sleeps.
+    """A mount namespace with a separate disk and shared memory, held open by a process that sleeps.
 
     `disk` is the path of the disk in the namespace. `seen` gives a path of the namespace as others see it. `works`: whether the machine
     allows it; the disk is a plain folder otherwise, and where it is not `wanted`.
@@ -262,7 +262,7 @@ class Disturbed:
         match action:
             case "kill" | "stop" | "pause":
                 if not (actors := self._wait_for_actors(whom)):
-                    return "nobody was there"
+                    return "no target was there"
                 actor = draw.choice(actors)
                 if action == "kill":
                     actor.kill()
@@ -293,12 +293,12 @@ class Disturbed:
                 return f"sent {number.name}"
             case "group":
                 if self.process.poll() is not None:
-                    return "nobody was there"
+                    return "no target was there"
                 os.killpg(self.process.pid, signal.Signals[whom])  # Until it is waited for, its id is its own.
                 return f"sent {whom} to the group"
             case "gcs":
                 if not (servers := [child for child in psutil.Process(self.process.pid).children() if child.name() == "gcs_server"]):
-                    return "nobody was there"
+                    return "no target was there"
                 servers[0].kill()
                 return f"killed {servers[0].pid}"
         raise AssertionError(f"no event is called {event.kind}")
@@ -350,7 +350,7 @@ class Disturbed:
         if ELASTIC in self.sets and self.replicas < REPLICAS[1]:
             return f"{message}, {self._scale(self.replicas + 1)}"
         if not (engines := self.actors(ROLLOUT)):
-            return f"{message}, nobody else was there"
+            return f"{message}, no other target was there"
         engine = draw.choice(engines)
         engine.kill()
         return f"{message}, killed engine {engine.pid}"
@@ -522,7 +522,7 @@ def space(folder: Path, *, wanted: bool) -> Iterator[Space]:
 
 @contextmanager
 def hosts(more: int) -> Iterator[Hosts]:
-    """Hosts for a run, beside the command's own."""
+    """Hosts for a run, in addition to the command's host."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)

@@ -23,7 +23,7 @@ RECORDS = ("recipe.resolved.yaml", "recipe.resolved.yaml", "metrics.jsonl", "met
 class Damage:
     """Damage to a file of the run directory, with the length of the log at that time.
 
-    remedy: the path that the user is told to remove or to repair if the run does not start with the damage.
+    remedy: the path that the message names for removal or repair if the run does not start with the damage.
     """
 
     file: Path
@@ -50,7 +50,7 @@ class Damage:
 
 
 def apply(file: Path, way: str, draw: random.Random) -> str:
-    """Damage a file. Returns what was done. The times of the file stay, so that only its contents and its size tell."""
+    """Damage a file. Returns what was done. The times of the file stay, so that only its contents and its size differ."""
     stat, contents = file.stat(), bytearray(file.read_bytes())
     if way == "remove" or not contents:
         file.unlink()
@@ -83,13 +83,13 @@ def damage_checkpoint(root: Path, draw: random.Random, logged: int) -> tuple[str
     """Damage a file of the newest whole checkpoint, if the one before is whole. Returns what was done."""
     whole = whole_in(root)
     if len(whole) < 2:
-        return "nobody was there: no second whole checkpoint", None
+        return "no target was there: no second whole checkpoint", None
     file = draw.choice(sorted(path for path in whole[0].iterdir() if path.is_file()))
     way = draw.choice(WAYS)
     try:
         message = apply(file, way, draw)
     except FileNotFoundError:
-        return "nobody was there: a newer one has taken its place", None
+        return "no target was there: a newer one has taken its place", None
     return f"{whole[0].name}/{file.name}: {message}", Damage(file, way, logged)
 
 
@@ -97,16 +97,16 @@ def damage_model(run: Path, draw: random.Random, logged: int) -> tuple[str, Dama
     """Damage a file of the model that the run has created. Removing the folder makes the run create it again."""
     files = sorted(path for path in (run / "model").glob("*") if path.name != LISTING)
     if not files:
-        return "nobody was there", None
+        return "no target was there", None
     file, way = draw.choice(files), draw.choice(WAYS)
     return f"model/{file.name}: {apply(file, way, draw)}", Damage(file, way, logged, run / "model")
 
 
 def damage_record(run: Path, draw: random.Random, logged: int) -> tuple[str, Damage | None]:
-    """Damage a file that tells of the run. Metrics keep most of their lines, which the tests read."""
+    """Damage a file that describes the run. Metrics keep most of their lines, which the tests read."""
     files = [file for name in RECORDS if (file := run / name).exists() and file.stat().st_size]
     if not files:
-        return "nobody was there", None
+        return "no target was there", None
     file, way = draw.choice(files), draw.choice(("flip", "truncate"))
     if file.suffix == ".jsonl" and way == "truncate":
         lost = draw.randrange(1, 20)
@@ -133,7 +133,7 @@ def damage_pointer(root: Path, draw: random.Random) -> str:
 
 
 def unnoticed(damages: Sequence[Damage], root: Path, log: str) -> list[str]:
-    """What the run should have told and did not: a line with the file and with what is used instead, and the damaged folder kept.
+    """What the run should have reported and did not: a line with the file and with what is used instead, and the damaged folder kept.
 
     A checkpoint that a newer one has replaced before the run went back to any is not looked at. Nor is a recipe that could still be read:
     the run compares it with its own, and writes it again.
@@ -144,11 +144,11 @@ def unnoticed(damages: Sequence[Damage], root: Path, log: str) -> list[str]:
         folder, lines = damage.file.parent, damage.lines(log)
         if folder.parent.name != "checkpoints":
             if not lines and damage.file.suffix != ".yaml":
-                mistakes.append(f"{damage.name}: {damage.way} was not told")
+                mistakes.append(f"{damage.name}: {damage.way} was not reported")
             continue
         message = any(f"{folder.name}/" in line and "is used instead" in line for line in log[damage.logged :].splitlines())
         if re.search(rf"from {folder.name}\b", log[damage.logged :]) and not message:
-            mistakes.append(f"{damage.name}: {damage.way} was not told, and the run went on from it")
+            mistakes.append(f"{damage.name}: {damage.way} was not reported, and the run went on from it")
         elif message and folder.name not in retained:
             mistakes.append(f"{folder.name} was damaged, and is not kept")
     return mistakes

@@ -92,11 +92,11 @@ QWEN_TOOLS = """\
 # Thinking of turns before the last question is left out, and the last turn of the model gets an empty one.
 QWEN_THINKING = """\
 {%- set ns = namespace(asked=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last_user = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}
 {%- set said = m.content.split('</think>')[-1].lstrip('\n') %}
-{%- if loop.index0 > ns.asked and loop.last %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' + said }}
+{%- if loop.index0 > ns.last_user and loop.last %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' + said }}
 {%- else %}{{ '<|im_start|>assistant\n' + said }}{% endif %}{{ '<|im_end|>\n' }}
 {%- elif m.role == 'tool' %}
 {%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
@@ -219,7 +219,7 @@ FAMILIES = [
 ]
 
 _PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-"""Tokens of their own that are text."""
+"""Added tokens that are text."""
 _CORPUS = [
     "the model calls a tool and thinks about the answer of the tool",
     "</call> calls called user assistant system",

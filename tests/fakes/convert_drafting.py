@@ -40,34 +40,34 @@ def train(root: Path) -> None:
     config = tiny_config(vocab_size=VOCAB, num_hidden_layers=1, intermediate_size=64) | {"model_type": "mimo"}
     folder = create_hf_folder(config, root / "hf", seed=0)
     draw = random.Random(0)
-    with engine(folder, mtp=JOINT) as made:
-        made.set_optimizer(OptimizerConfig(lr=3e-3, clip_grad=1.0))
+    with engine(folder, mtp=JOINT) as trainer:
+        trainer.set_optimizer(OptimizerConfig(lr=3e-3, clip_grad=1.0))
         for _ in range(UPDATES):
-            made.update([Sequence(text(draw), 1, [1] * (LENGTH - 1)) for _ in range(BATCH)], NextToken())
-        spoil(made, [Sequence(text(draw), 1, [1] * (LENGTH - 1)) for _ in range(BATCH)])
-        made.save(root / "step")
+            trainer.update([Sequence(text(draw), 1, [1] * (LENGTH - 1)) for _ in range(BATCH)], NextToken())
+        spoil(trainer, [Sequence(text(draw), 1, [1] * (LENGTH - 1)) for _ in range(BATCH)])
+        trainer.save(root / "step")
     converted(root / "step", root / "converted", model=folder.path, verify=True)
 
 
 @torch.no_grad()
-def spoil(made: MegatronEngine, batch: list[Sequence]) -> None:
+def spoil(trainer: MegatronEngine, batch: list[Sequence]) -> None:
     """Add noise to the MTP head's projection until about half of its drafts are correct."""
-    weight = next(value for name, value in made.module.named_parameters() if name.endswith("eh_proj.weight"))
+    weight = next(value for name, value in trainer.module.named_parameters() if name.endswith("eh_proj.weight"))
     generator = torch.Generator().manual_seed(0)
     accepted = 1.0
     while accepted > 0.6:
         weight.add_(0.25 * weight.std() * torch.randn(weight.shape, generator=generator))
         with torch.enable_grad():
-            accepted = made.forward_backward(batch, NextToken())["mtp/accept_1"]
+            accepted = trainer.forward_backward(batch, NextToken())["mtp/accept_1"]
 
 
 def accept(root: Path) -> None:
     """The share of correct drafts of one token per step: after a correct draft, one token is skipped."""
     samples = json.loads((root / "samples.json").read_text())
-    with engine(HfFolder.open(root / "hf"), mtp=JOINT, train=False) as made:
-        made.restore(root / "step")
+    with engine(HfFolder.open(root / "hf"), mtp=JOINT, train=False) as trainer:
+        trainer.restore(root / "step")
         batch = [Sequence(prompt + response, len(prompt), [1] * len(response)) for prompt, response in samples]
-        result = made.score(batch, options=[ScoreOptions(mtp=True)] * len(batch))
+        result = trainer.score(batch, options=[ScoreOptions(mtp=True)] * len(batch))
     requested = right = 0
     for score in result:
         hits, at = score.drafts[0].hits, 1

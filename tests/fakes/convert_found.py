@@ -11,30 +11,30 @@ from torch import Tensor
 from tests.fakes.convert_models import change_config, model, tensors, write
 from tests.fakes.tiny import mimo
 
-Held = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
-def pack(held: Held, experts: int, suffix: str = "") -> Held:
+def pack(weights: Tensors, experts: int, suffix: str = "") -> Tensors:
     """Pack the experts of each layer into one tensor."""
-    retained = {name: value for name, value in held.items() if ".mlp.experts." not in name}
-    for at in sorted({name.partition(".mlp.experts.")[0] for name in held if ".mlp.experts." in name}):
-        part = {kind: [held[f"{at}.mlp.experts.{e}.{kind}_proj.weight"] for e in range(experts)] for kind in ("gate", "up", "down")}
+    retained = {name: value for name, value in weights.items() if ".mlp.experts." not in name}
+    for at in sorted({name.partition(".mlp.experts.")[0] for name in weights if ".mlp.experts." in name}):
+        part = {kind: [weights[f"{at}.mlp.experts.{e}.{kind}_proj.weight"] for e in range(experts)] for kind in ("gate", "up", "down")}
         both = [torch.cat(pair) for pair in zip(part["gate"], part["up"], strict=True)]
         retained[f"{at}.mlp.experts.gate_up_proj{suffix}"] = torch.stack(both)
         retained[f"{at}.mlp.experts.down_proj{suffix}"] = torch.stack(part["down"])
     return retained
 
 
-def quantize(path: Path, block: int = 16) -> Held:
+def quantize(path: Path, block: int = 16) -> Tensors:
     """Quantize the folder's projections to FP8 with a scale per block. Returns the dequantized tensors and all others, in bf16."""
-    held = {name: value.bfloat16() for name, value in tensors(path).items()}
-    stored, meant = dict(held), dict(held)
+    weights = {name: value.bfloat16() for name, value in tensors(path).items()}
+    stored, meant = dict(weights), dict(weights)
     generator = torch.Generator().manual_seed(3)
-    for name in [name for name in held if name.endswith("_proj.weight") and "eh_proj" not in name]:
-        rows, columns = held[name].shape
+    for name in [name for name in weights if name.endswith("_proj.weight") and "eh_proj" not in name]:
+        rows, columns = weights[name].shape
         scale = torch.rand(-(-rows // block), -(-columns // block), generator=generator) + 0.5
         whole = scale.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
-        stored[name] = (held[name].float() / whole).to(torch.float8_e4m3fn)
+        stored[name] = (weights[name].float() / whole).to(torch.float8_e4m3fn)
         stored[f"{name}_scale_inv"] = scale
         meant[name] = (stored[name].float() * whole).bfloat16()
     write(path, stored)
@@ -55,9 +55,9 @@ def fp8_dense(folder: Path) -> None:
 def pickled(folder: Path) -> None:
     """Two shards with their index, as torch saves them."""
     mimo(folder)
-    held = sorted(tensors(folder).items())
+    weights = sorted(tensors(folder).items())
     (folder / "model.safetensors").unlink()
-    shards = {"pytorch_model-00001-of-00002.bin": dict(held[::2]), "pytorch_model-00002-of-00002.bin": dict(held[1::2])}
+    shards = {"pytorch_model-00001-of-00002.bin": dict(weights[::2]), "pytorch_model-00002-of-00002.bin": dict(weights[1::2])}
     for name, part in shards.items():
         torch.save(part, folder / name)
     index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
@@ -67,8 +67,8 @@ def pickled(folder: Path) -> None:
 def prefixed(folder: Path) -> None:
     """With a wrapper's prefix and a vision tower."""
     mimo(folder)
-    held = {f"language_model.{name}": value for name, value in tensors(folder).items()}
-    write(folder, held | {"visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 2)})
+    weights = {f"language_model.{name}": value for name, value in tensors(folder).items()}
+    write(folder, weights | {"visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 2)})
 
 
 def packed(folder: Path) -> None:

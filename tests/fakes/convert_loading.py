@@ -37,7 +37,7 @@ def anonymous() -> int:
     return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
 
-def reading(made: MegatronEngine, folder: Path) -> tuple[float, int]:
+def reading(trainer: MegatronEngine, folder: Path) -> tuple[float, int]:
     """Seconds, and the peak increase of anonymous memory in bytes."""
     before, peak, done = anonymous(), [0], threading.Event()
 
@@ -48,7 +48,7 @@ def reading(made: MegatronEngine, folder: Path) -> tuple[float, int]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     began = time.perf_counter()
-    made.load(folder)
+    trainer.load(folder)
     seconds = time.perf_counter() - began
     done.set()
     watcher.join()
@@ -63,9 +63,9 @@ def main() -> None:
     if said.make:
         create_hf_folder(MIMO | LARGE, said.folder, seed=0, dtype=torch.bfloat16)
     folder, result = HfFolder.open(said.folder), []
-    with engine(folder, train=False, precision="bf16", mtp=MtpConfig(mode="load"), random_seed=0) as made:
+    with engine(folder, train=False, precision="bf16", mtp=MtpConfig(mode="load"), random_seed=0) as trainer:
         for _ in range(3):
-            seconds, peak = reading(made, said.folder)
+            seconds, peak = reading(trainer, said.folder)
             result.append({"seconds": round(seconds, 2), "gib": round(peak / 2**30, 3)})
     print(json.dumps(result))
 

@@ -351,7 +351,7 @@ OTHER_EXPERT = 1e-3
 def assert_like(result: Iterable[Tensor], reference: Callable[[], list[Tensor]], modules: list[Any]) -> None:
     """Each sample within 1e-5 of the reference; where that one itself, in fp32, is further than 5e-6 from its own result in fp64 on some
     sample, within three times that distance of the latter (the recurrence of linear attention amplifies rounding; how much of it a single
-    sample shows is luck, and another on each CPU); within 5e-5 where a sample tells nothing."""
+    sample shows is luck, and another on each CPU); within 5e-5 where a sample shows nothing."""
     with torch.no_grad():
         plain = reference()
         for module in modules:

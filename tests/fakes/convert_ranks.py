@@ -1,6 +1,6 @@
 """Loads converted checkpoints under other layouts and saves them again.
 
-A case is `model:tp=2,pp=1`; the model's folder lies in `ROOT/model/hf`, its checkpoint beside it. With `:folder` behind it the
+A case is `model:tp=2,pp=1`; the model's folder lies in `ROOT/model/hf`, its checkpoint next to it. With `:folder` behind it the
 folder itself is loaded.
 """
 

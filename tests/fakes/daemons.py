@@ -28,9 +28,9 @@ class Actor:
         return os.getpid()
     def store(self):
         from mtpctl.cluster.rendezvous import address_of, host_store, use_own_interface
-        self.held = host_store()
+        self.store = host_store()
         use_own_interface()
-        return address_of(self.held), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
+        return address_of(self.store), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
 
 taken = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -24,9 +24,9 @@ from tests.fakes.tiny import engine
 
 
 def main(folder: str, precision: str, samples: str, out: str) -> None:
-    given = json.loads(Path(samples).read_text())
-    routes = None if given["routes"] is None else np.array(given["routes"], np.uint8)
-    torch.save(depth_logits(folder, precision, given["samples"], routes), out)
+    samples_by_case = json.loads(Path(samples).read_text())
+    routes = None if samples_by_case["routes"] is None else np.array(samples_by_case["routes"], np.uint8)
+    torch.save(depth_logits(folder, precision, samples_by_case["samples"], routes), out)
 
 
 def depth_logits(folder: str | Path, precision: str, requested: list[tuple[list[int], int]], routes: Routes | None = None) -> torch.Tensor:

@@ -28,17 +28,17 @@ class Published:
 
 
 class Fleet:
-    """Fakes by seat, newest last, and the versions that a fresh one may take in."""
+    """Fakes by seat, newest last, and the versions that a new one may receive."""
 
     def __init__(self, make: Callable[[int], FakeReplica] | None = None) -> None:
-        self.made: dict[int, list[FakeReplica]] = {}
+        self.replicas_by_slot: dict[int, list[FakeReplica]] = {}
         self.published = Published()
         self.make = make or (lambda index: FakeReplica())
 
     async def start(self, index: int) -> FakeReplica:
         await asyncio.sleep(0.002)
         replica = self.make(index)
-        self.made.setdefault(index, []).append(replica)
+        self.replicas_by_slot.setdefault(index, []).append(replica)
         return replica
 
     async def pool(self, count: int, **options: Any) -> ReplicaPool:
@@ -46,7 +46,7 @@ class Fleet:
 
     @property
     def live(self) -> list[FakeReplica]:
-        return [replicas[-1] for replicas in self.made.values()]
+        return [replicas[-1] for replicas in self.replicas_by_slot.values()]
 
 
 def requests(count: int, max_tokens: int = 20, group: int = 1) -> list[GenerationRequest]:

@@ -32,7 +32,7 @@ def run_ranks(world: int, work: Callable[[Rank], Any], deadline_s: float) -> tup
         processes.append(start_forked(partial(_rank, work, number, world, deadline_s, theirs)))
         theirs.close()
         ends.append(ours)
-    # Only now: the store has a thread, and what is forked beside a running thread may wait for ever for a lock that it held.
+    # Only now: the store has a thread, and a process forked while a thread runs may wait for ever for a lock that it held.
     meeting = host_store("127.0.0.1")
     for end in ends:
         end.send(address_of(meeting))

@@ -23,7 +23,7 @@ Messages = list[dict[str, Any]]
 class Work(Note):
     """One trajectory: its sampled tokens, and the requests of its agent."""
 
-    asked: list[Messages] = field(default_factory=list)
+    conversations: list[Messages] = field(default_factory=list)
     behind: list[Messages] = field(default_factory=list)
     tools: bool = False
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -67,7 +67,7 @@ class Agent:
         body |= {"tools": [TOOL]} if self.work.tools else {}
         body |= {"n": 2} if chance.random() < 0.2 else {}
         body |= {"stream": True} if chance.random() < 0.3 else {}
-        self.work.asked.append(messages)
+        self.work.conversations.append(messages)
         self.work.behind.append(new)
         asking = asyncio.ensure_future(self.client.post(f"{self.base_url}/chat/completions", json=body))
         if chance.random() < 0.1:

@@ -19,7 +19,7 @@ class Kept(TorchDispatchMode):
     def __init__(self, *before: torch.Tensor) -> None:
         super().__init__()
         self.before = {tensor.untyped_storage().data_ptr() for tensor in before}
-        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -27,7 +27,7 @@ class Kept(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self.before:
-                    self.found[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+                    self.storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
         return out
 
     @property
@@ -39,4 +39,4 @@ class Kept(TorchDispatchMode):
         return actual
 
     def _alive(self) -> int:
-        return sum(size for alive, size in self.found.values() if not alive.expired())
+        return sum(size for alive, size in self.storages.values() if not alive.expired())

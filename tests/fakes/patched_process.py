@@ -1,4 +1,4 @@
-"""A process as on a GPU in which somebody configures an engine, then two of ours: `python -m tests.fakes.patched_process FOLDER BACKEND`.
+"""As on a GPU: a process of another program with an engine, then two of ours: `python -m tests.fakes.patched_process FOLDER BACKEND`.
 
 The first of ours is of another release. Prints the state of vLLM after each, and what the speculators of several MTP layers answer then.
 Needs TRITON_INTERPRET=1.

@@ -21,7 +21,7 @@ def next_token(sample: Sample) -> int:
 
 
 class FakeReplica:
-    """Behaves like an engine, and can be told to die or hang."""
+    """Behaves like an engine, and dies or hangs on request."""
 
     def __init__(self, version: int = 0, tick_s: float = 0.0005) -> None:
         self.version = version

@@ -47,7 +47,7 @@ class World:
     made_while_updating: int = 0
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     events: list[tuple[str, str]] = field(default_factory=list)
-    kept: list[SampleRow] = field(default_factory=list)
+    sample_rows: list[SampleRow] = field(default_factory=list)
 
 
 class FakeTrainer:
@@ -112,7 +112,7 @@ class Rows:
         self.world.events.append((kind, message))
 
     def samples(self, rows: list[SampleRow]) -> None:
-        self.world.kept += rows
+        self.world.sample_rows += rows
 
 
 def recipe_of(

@@ -14,7 +14,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 TOKEN = 5
 STEP_S = "FIXED_STEP_S"
-"""Variable with the seconds of a step that only decodes; one that takes in prompts takes twice as long."""
+"""Variable with the seconds of a step that only decodes; one that prefills prompts takes twice as long."""
 LOG = "FIXED_STEP_LOG"
 """Variable with a folder where each worker writes a line a step: requests, and those of them whose prompt is taken in."""
 

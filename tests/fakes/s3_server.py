@@ -42,7 +42,7 @@ class S3Server:
     @property
     def environment(self) -> dict[str, str]:
         """Options of its clients, which do not retry."""
-        keys = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "secret"}
+        keys = {"AWS_ACCESS_KEY_ID": "user", "AWS_SECRET_ACCESS_KEY": "secret"}
         return {"AWS_ENDPOINT_URL": self.url, "AWS_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1", **keys}
 
     def make_bucket(self) -> None:

@@ -65,13 +65,13 @@ def varied(folder: HfFolder) -> HfFolder:
 def sequences(count: int = 7, *, seed: int = 0, vocab: int = 64, low: int = 5, high: int = 20) -> list[Sequence]:
     """Random prompts and responses; every sixth response token is masked."""
     draw = random.Random(seed)
-    made = []
+    batch = []
     for _ in range(count):
         length = draw.randint(low, high)
         prompt = draw.randint(1, length - 4)
         mask = [int((i + length) % 6 > 0) for i in range(length - prompt)]
-        made.append(Sequence([draw.randrange(vocab) for _ in range(length)], prompt, mask))
-    return made
+        batch.append(Sequence([draw.randrange(vocab) for _ in range(length)], prompt, mask))
+    return batch
 
 
 def drawn_routes(shape: RouteShape, tokens: int, seed: int = 0) -> Routes:
@@ -89,22 +89,22 @@ def engine(
     cpu_device.install()
     torch.set_num_threads(1)
     fields.setdefault("mtp", MtpConfig(mode="isolated"))
-    made = MegatronEngine(folder, EngineConfig(parallel=parallel or ParallelConfig(), **fields), rank)
+    trainer = MegatronEngine(folder, EngineConfig(parallel=parallel or ParallelConfig(), **fields), rank)
     try:
-        yield made
+        yield trainer
     finally:
-        made.close()
+        trainer.close()
 
 
-def gradients(made: MegatronEngine) -> dict[str, torch.Tensor]:
+def gradients(trainer: MegatronEngine) -> dict[str, torch.Tensor]:
     """The last update's gradients under Hugging Face names (PEFT's for adapters). Overwrites the engine's weights."""
-    with made.resident(), torch.no_grad():
-        for parameter in made.module.parameters():
+    with trainer.resident(), torch.no_grad():
+        for parameter in trainer.module.parameters():
             if parameter.requires_grad:
                 parameter.copy_(parameter.main_grad)
-    if made.config.lora is None:
-        return {name: value.clone() for name, value in made.export()}
-    return {name: value.clone() for stream in (made.export(["draft"]), made.export_adapter()) for name, value in stream}
+    if trainer.config.lora is None:
+        return {name: value.clone() for name, value in trainer.export()}
+    return {name: value.clone() for stream in (trainer.export(["draft"]), trainer.export_adapter()) for name, value in stream}
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:

@@ -251,7 +251,7 @@ TOYS: dict[str, dict[str, Any]] = {
     "qwen3 with DFlash": QWEN3_DFLASH,
     "qwen3-moe with DFlash": QWEN3_MOE_DFLASH,
 }
-"""By the names of `mtpctl.families.registry.FAMILIES`: every family with an MTP convention and no vision tower, and drafters of their own
+"""By the names of `mtpctl.families.registry.FAMILIES`: every family with an MTP convention and no vision tower, and separate drafters
 folder."""
 
 _PUBLISHED_STATES = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 128, "chunk_size": 128}

@@ -34,7 +34,7 @@ SETTINGS = (
 
 @dataclass
 class Start:
-    """One start of `mtpctl train` on a run directory, in a process group of its own, as a shell would do it."""
+    """One start of `mtpctl train` on a run directory, in a separate process group, as a shell would do it."""
 
     run_dir: Path
     process: subprocess.Popen[str]

@@ -162,7 +162,7 @@ MODELS: dict[str, dict[str, Any]] = {
 class Case:
     """like: the single-process case that it must match; restore: the case whose checkpoint it starts from;
     poisoned: before its second update stands one in which a weight of its last rank is NaN; few: three sequences too long to be
-    packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, rates of their own and decay;
+    packed, one of them without a token to draft; clipped: trunk and MTP have clips under their norms, separate rates and decay;
     policy: the second update is one of RL; replay: all passes follow routes that no router would choose, but for some tokens';
     crowded: these routes lead to the first half of the experts, which are those of one of two ranks; uneven: three sequences with 2, 28 and
     1 trained tokens, which dp ranks share as 28 and 3; drafts_only: the trunk is frozen, and both updates train the MTP layers alone."""

@@ -53,7 +53,7 @@ def in_bf16(case: Case) -> Case:
 class Progress:
     """Messages of the ranks: `found` has the results of cases; `at` and `since` the current case of each rank."""
 
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     at: dict[int, str] = field(default_factory=lambda: dict.fromkeys(range(2), "imports"))
     since: dict[int, float] = field(default_factory=lambda: dict.fromkeys(range(2), time.monotonic()))
 
@@ -96,7 +96,7 @@ def run(root: Path, names: Collection[str] = NAMES) -> dict[str, Any]:
             if process.is_alive():
                 process.kill()
     _say(f"{failure or 'done'}, {time.monotonic() - began:.1f} s in all")
-    return {case.name: progress.found.get(case.name, failure) for case in cases(names)}
+    return {case.name: progress.results.get(case.name, failure) for case in cases(names)}
 
 
 def _hear(end: Any, ends: dict[Any, int], progress: Progress) -> str:
@@ -112,8 +112,8 @@ def _hear(end: Any, ends: dict[Any, int], progress: Progress) -> str:
         return f"rank {rank} failed at {what}: {content}"
     now = time.monotonic()
     if kind == "found":
-        progress.found[what] = torch.load(io.BytesIO(content), weights_only=False)
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in progress.found[what]["seconds"].items())
+        progress.results[what] = torch.load(io.BytesIO(content), weights_only=False)
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in progress.results[what]["seconds"].items())
         _say(f"{what}: {now - progress.since[rank]:.1f} s ({parts})")
     else:
         if progress.at[rank] == "imports":
@@ -132,16 +132,16 @@ def _rank(number: int, names: Collection[str], root: Path, parent: Any, other: A
         if torch.cuda.is_available():
             torch.cuda.set_device(number)
         torch.set_float32_matmul_precision("highest")
-        # Every width, dtype and count of an expert's tokens would be compiled anew, on both ranks; one GPU's tests try what is compiled.
+        # Every width, dtype and count of an expert's tokens would be compiled again, on both ranks; one GPU's tests try what is compiled.
         torch.compiler.set_stance("force_eager")
         for case, place in _turns(number, names, other):
             at = case.name
             parent.send(("at", at, None))
             faulthandler.dump_traceback_later(CASE_S - STACKS_S)
-            found = _found(case, place, root)
+            results = _found(case, place, root)
             faulthandler.cancel_dump_traceback_later()
             if place.rank == 0:
-                parent.send(("found", at, found))
+                parent.send(("found", at, results))
             parent.send(("at", "", None))
     except BaseException:
         parent.send(("failed", at, traceback.format_exc()))
@@ -170,19 +170,19 @@ def _found(case: Case, place: Rank, root: Path) -> bytes:
     from tests.fakes.trainer_ranks import found_by
 
     began = time.perf_counter()
-    found = found_by(case, place, root)
-    found["seconds"]["end"] = time.perf_counter() - began - sum(found["seconds"].values())
-    found |= {part: {name: value.cpu() for name, value in found[part].items()} for part in ("weights", "gradients")}
+    results = found_by(case, place, root)
+    results["seconds"]["end"] = time.perf_counter() - began - sum(results["seconds"].values())
+    results |= {part: {name: value.cpu() for name, value in results[part].items()} for part in ("weights", "gradients")}
     buffer = io.BytesIO()
-    torch.save(found, buffer)
+    torch.save(results, buffer)
     return buffer.getvalue()
 
 
 def main(out: str, *names: str) -> None:
     """Save the results. Exit code 1 if a case has none."""
-    found = run(Path(out).parent / "models", names or NAMES)
-    torch.save(found, out)
-    sys.exit(any(isinstance(value, str) for value in found.values()))
+    results = run(Path(out).parent / "models", names or NAMES)
+    torch.save(results, out)
+    sys.exit(any(isinstance(value, str) for value in results.values()))
 
 
 if __name__ == "__main__":

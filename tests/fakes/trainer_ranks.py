@@ -48,11 +48,11 @@ SMOOTH = GENTLE.model_copy(update={"lr": 1e-3, "eps": 1e-2})
 CLIPPED = SMOOTH.model_copy(update={"clip_grad": 0.3, "mtp_lr": 5e-3, "weight_decay": 0.1})
 
 
-def failed_save(made: MegatronEngine, rank: Rank, path: Path, *, of: int) -> None:
+def failed_save(trainer: MegatronEngine, rank: Rank, path: Path, *, of: int) -> None:
     """A save that fails on one rank fails on all ranks, which can save again."""
     try:
         with full_disk() if rank.rank == of else nullcontext():
-            made.save(path, {"step": 1})
+            trainer.save(path, {"step": 1})
     except SaveFailed:
         assert not path.exists()
     else:
@@ -67,7 +67,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
     folder = mimo(root / case.model / f"{rank.rank}-{case.name}", **MODELS[case.model])
     if case.crowded:
         experts.IMBALANCE_LIMIT = 1.5  # twice its share is the most that comes to one of two ranks
-    with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as made:
+    with engine(folder, rank=rank, parallel=case.parallel, **case.fields) as trainer:
         stood = time.perf_counter()
         batch = (
             [*sequences(2, seed=3, vocab=61, low=14, high=16), Sequence([3, 5, 7, 9], 3, [1])]
@@ -78,41 +78,41 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             batch = uneven()
         if case.replay:
             batch = followed(batch, folder, crowded=case.crowded)
-        made.freeze_trunk(case.drafts_only)
-        made.set_optimizer(CLIPPED if case.clipped else SMOOTH)
-        before = [score.logprobs for score in made.score(batch)] if case.fields.get("numerics") == "bitwise" else None
+        trainer.freeze_trunk(case.drafts_only)
+        trainer.set_optimizer(CLIPPED if case.clipped else SMOOTH)
+        before = [score.logprobs for score in trainer.score(batch)] if case.fields.get("numerics") == "bitwise" else None
         supervised = DraftsOnly() if case.drafts_only else NextToken()
         if case.restore:
-            assert made.restore(root / case.restore) == {"step": 1}
+            assert trainer.restore(root / case.restore) == {"step": 1}
         else:
-            made.update(batch, supervised)
+            trainer.update(batch, supervised)
         if case.saved:
-            failed_save(made, rank, root / case.name, of=dist.get_world_size() - 1 if case.parallel.dp == 1 else 0)
-            made.save(root / case.name, {"step": 1})
+            failed_save(trainer, rank, root / case.name, of=dist.get_world_size() - 1 if case.parallel.dp == 1 else 0)
+            trainer.save(root / case.name, {"step": 1})
             check_checkpoint(root / case.name, verify_checksums=True)
             listing = read_listing(root / case.name)
             assert listing is not None and set(listing.files) == {file.name for file in files_in(root / case.name)}, "of every rank's files"
-        scored = made.score(batch, record_routes=case.replay)
+        scored = trainer.score(batch, record_routes=case.replay)
         for sequence, found_scores in zip(batch, scored, strict=True):
             if sequence.routes is not None:
                 assert found_scores.routes is not None
                 assert np.array_equal(found_scores.routes[: len(sequence.routes)], sequence.routes)
         scores = [(s.logprobs, s.entropy) for s in scored]
-        check_own_scores(made, batch, scores, case)
+        check_own_scores(trainer, batch, scores, case)
         if case.poisoned:
-            poisoned_update(made, batch)
+            poisoned_update(trainer, batch)
         # The first update was shared out by the ranks; for this one each is given its own sequences.
         message = batch if case.policy is None else with_columns(batch, scores)
         objective = supervised if case.policy is None else PolicyObjective(case.policy, max_tokens=20)
         members, passes = own_part(batch, case)
         with counted_parts() as parts:
-            metrics = made.update([message[i] for i in members], objective, microbatches=passes)
+            metrics = trainer.update([message[i] for i in members], objective, microbatches=passes)
         crowd = case.crowded and case.parallel.ep > 1 and parallel_state.get_expert_model_parallel_rank() == 0
         assert bool(parts) == crowd or not case.crowded, f"{len(parts)} passes in parts"
-        weights = {name: value.clone() for name, value in made.export()}
+        weights = {name: value.clone() for name, value in trainer.export()}
         if case.fields.get("lora"):
-            weights |= {name: value.clone() for name, value in made.export_adapter()}
-        result = {"metrics": metrics, "before": before, "scores": scores, "weights": weights, "gradients": gradients(made)}
+            weights |= {name: value.clone() for name, value in trainer.export_adapter()}
+        result = {"metrics": metrics, "before": before, "scores": scores, "weights": weights, "gradients": gradients(trainer)}
         return result | {"seconds": {"start": stood - began, "work": time.perf_counter() - stood}}
 
 
@@ -154,15 +154,15 @@ def counted_parts() -> Iterator[list[int]]:
         Experts.run_in_chunks = whole  # type: ignore[method-assign]
 
 
-def poisoned_update(made: MegatronEngine, batch: list[Sequence]) -> None:
+def poisoned_update(trainer: MegatronEngine, batch: list[Sequence]) -> None:
     """An update that all ranks must skip because of a NaN on the last one."""
-    weight = next(value for name, value in made.module.named_parameters() if name.endswith("linear_fc2.weight"))
+    weight = next(value for name, value in trainer.module.named_parameters() if name.endswith("linear_fc2.weight"))
     retained = weight.detach().clone()
     if dist.get_rank() == dist.get_world_size() - 1:
         weight.data[0, 0] = torch.nan
-    assert made.update(batch, NextToken())["skipped"] == 1.0
+    assert trainer.update(batch, NextToken())["skipped"] == 1.0
     weight.data.copy_(retained)
-    assert made.update(batch, InfiniteOnLastRank())["skipped"] == 1.0
+    assert trainer.update(batch, InfiniteOnLastRank())["skipped"] == 1.0
 
 
 class InfiniteOnLastRank(NextToken):
@@ -187,10 +187,10 @@ def own_part(batch: list[Sequence], case: Case) -> tuple[list[int], list[list[in
     return members, [[members.index(i) for i in micro] for micro in micros]
 
 
-def check_own_scores(made: MegatronEngine, batch: list[Sequence], scores: list[Any], case: Case) -> None:
+def check_own_scores(trainer: MegatronEngine, batch: list[Sequence], scores: list[Any], case: Case) -> None:
     """Scores of a rank's own sequences match those of the whole batch."""
     members = own_part(batch, case)[0]
-    own = made.score([batch[i] for i in members], record_routes=case.replay, local=True)
+    own = trainer.score([batch[i] for i in members], record_routes=case.replay, local=True)
     assert len(own) == len(members)
     for i, each in zip(members, own, strict=True):
         assert np.allclose(each.logprobs, scores[i][0], atol=1e-5) and np.allclose(each.entropy, scores[i][1], atol=1e-5)
@@ -201,11 +201,11 @@ def with_columns(batch: list[Sequence], scores: list[Any]) -> list[Sequence]:
     """The batch with old, behaviour and reference log-probs close to the policy's, on both sides of every clip."""
     draw = random.Random(7)
 
-    def beside(logprobs: list[float]) -> list[float]:
+    def perturbed(logprobs: list[float]) -> list[float]:
         return [value + draw.gauss(0, 0.3) for value in logprobs]
 
     def columns(logprobs: list[float]) -> dict[str, list[float]]:
-        made_up = {name: beside(logprobs) for name in ("old", "behaviour", "reference")}
+        made_up = {name: perturbed(logprobs) for name in ("old", "behaviour", "reference")}
         return made_up | {"advantage": [draw.choice((-1.2, 0.7))] * len(logprobs)}
 
     return [replace(sequence, columns=columns(logprobs)) for sequence, (logprobs, _) in zip(batch, scores, strict=True)]
@@ -228,7 +228,7 @@ def run(cases: list[Case], root: Path) -> dict[str, Any]:
         members = list(batch)
         answers, error = run_ranks(world, partial(run_rank, members, root), CASE_S * len(members))
         for number, case in enumerate(members):
-            results[case.name] = error or agreed([found[number] for found in answers])
+            results[case.name] = error or agreed([results_by_case[number] for results_by_case in answers])
     return results
 
 
@@ -246,11 +246,14 @@ def run_rank(cases: list[Case], root: Path, rank: Rank) -> list[dict[str, Any]]:
             store.set(case.name, address_of(meeting))
         here = rank if store is None else replace(rank, master=store.get(case.name).decode(), deadline_s=CASE_S)
         try:
-            found = found_by(case, here, root)
+            results_by_case = found_by(case, here, root)
         except Exception as error:
             error.add_note(f"in case {case.name}")
             raise
-        results.append(found | {part: {name: value.tolist() for name, value in found[part].items()} for part in ("weights", "gradients")})
+        results.append(
+            results_by_case
+            | {part: {name: value.tolist() for name, value in results_by_case[part].items()} for part in ("weights", "gradients")}
+        )
     return results
 
 

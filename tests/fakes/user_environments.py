@@ -161,14 +161,14 @@ class WithTools(Echo):
 class Rewards(Echo):
     """Its reward is the number of turns that it saw."""
 
-    seen = 0
+    count = 0
 
     async def reply(self, turn: str) -> str | None:
-        self.seen += 1
-        return "go on" if self.seen < 3 else None
+        self.count += 1
+        return "go on" if self.count < 3 else None
 
     async def reward(self) -> float:
-        return float(self.seen)
+        return float(self.count)
 
 
 def function(problem: Any) -> Echo:

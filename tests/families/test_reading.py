@@ -322,7 +322,7 @@ def test_fields_without_effect_are_accepted(family: str) -> None:
 
 def test_an_unknown_hub_id_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match="XiaomiMiMo/MiMo-7B-RL"):
-        hub_config("nobody/nothing")
+        hub_config("missing/nothing")
 
 
 @pytest.mark.parametrize("family", TOYS)

@@ -39,7 +39,7 @@ def answer(
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [pytest.param(False, id="weights"), pytest.param(True, id="adapter")])
 def test_checkpoint_generates_with_its_weights_and_version(run: Path, tmp_path: Path, adapter: bool) -> None:
-    """The model in the folder and the checkpoint are drawn from other seeds, so log-probs tell which one answered.
+    """The model in the folder and the checkpoint are drawn from other seeds, so log-probs show which one answered.
 
     So does an adapter, which the run that made it synced alone.
     """

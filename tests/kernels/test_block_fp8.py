@@ -94,7 +94,7 @@ def test_one_check_reports_all_matrices_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_engine_keeps_values_and_scales_when_it_quantizes_again(device: str) -> None:
-    """vLLM does so when it loads weights for DeepGEMM. The error is at most that with the smallest scale that needs no rounding."""
+    """vLLM does so when it loads weights for DeepGEMM. The error does not exceed that of the smallest scale without rounding."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
 
     generator = torch.Generator().manual_seed(3)

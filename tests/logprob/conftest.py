@@ -1,4 +1,4 @@
-"""Replicas in this process: the ranks' methods on a thread of their own instead of in Ray actors. One model a module."""
+"""Replicas in this process: the ranks' methods on a separate thread instead of in Ray actors. One model a module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run() -> Iterator[Loop]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny MiMo with random weights that tell tokens apart, and a byte tokenizer."""
+    """A tiny MiMo with random weights that distinguish tokens, and a byte tokenizer."""
     from mtpctl.convert.hf_folder import create_hf_folder
     from mtpctl.data.tokenizers import make_byte_tokenizer
 

@@ -34,7 +34,7 @@ def base(engine: Any, folder: Path) -> Iterator[Tensors]:
 
 @pytest.fixture
 def publish(tmp_path: Path) -> Callable[..., Manifest]:
-    """Publishes tensors as a version, each by a sender of its own, in buckets that cut most of them."""
+    """Publishes tensors as a version, each by a separate sender, in buckets that cut most of them."""
     roots = (tmp_path / str(number) for number in count())
 
     def make(version: int, tensors: Tensors, sections: tuple[Any, ...]) -> Manifest:

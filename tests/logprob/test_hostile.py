@@ -101,7 +101,7 @@ def others(server: Server) -> Iterator[Others]:
     assert asking.failures == []
 
 
-def told(what: str, server: Server, others: Others, before: float, mark: int, bound: float = GROWTH_MIB) -> None:
+def check_growth(what: str, server: Server, others: Others, before: float, mark: int, bound: float = GROWTH_MIB) -> None:
     """Print the figures, and hold the growth of memory (MiB) against its bound."""
     time.sleep(0.5)
     grown = server.memory_mib() - before
@@ -126,7 +126,7 @@ def test_invalid_requests_are_rejected_and_do_not_delay_others(
     for _ in range(times):
         result, text = server.post(body, key)
         assert result == status and reason in text
-    told(f"{times} x {what} -> {status}", server, others, before, mark)
+    check_growth(f"{times} x {what} -> {status}", server, others, before, mark)
 
 
 def test_slow_bodies_time_out_and_do_not_delay_others(server: Server, others: Others) -> None:
@@ -143,7 +143,7 @@ def test_slow_bodies_time_out_and_do_not_delay_others(server: Server, others: Ot
     for connection in slow:
         connection.close()
     assert all(b" 408 " in answer for answer in answers)
-    told("500 slow bodies -> 408", server, others, before, mark)
+    check_growth("500 slow bodies -> 408", server, others, before, mark)
 
 
 def test_ten_thousand_connections_opened_and_dropped(server: Server, others: Others) -> None:
@@ -164,5 +164,5 @@ def flood(server: Server, others: Others, bound: float) -> None:
     while len(psutil.Process(server.process.pid).net_connections()) > 20 and time.monotonic() < deadline:
         time.sleep(0.2)
     left = len(psutil.Process(server.process.pid).net_connections())
-    told(f"{CONNECTIONS} connections opened and dropped in {seconds:.0f} s, {left} left", server, others, before, mark, bound)
+    check_growth(f"{CONNECTIONS} connections opened and dropped in {seconds:.0f} s, {left} left", server, others, before, mark, bound)
     assert left <= 20

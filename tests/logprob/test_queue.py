@@ -1,4 +1,4 @@
-"""Who is next: shares between callers, budgets, and nobody passed by for ever."""
+"""Who is next: shares between callers, budgets, and no request waits for ever."""
 
 from __future__ import annotations
 

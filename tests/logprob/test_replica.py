@@ -62,10 +62,10 @@ async def started(folder: Path, count: int, published: VersionStore | None = Non
 
 
 @dataclass(frozen=True)
-class Told:
+class ServedAnswer:
     """A request, its answer, and the server's version at the request and at the answer."""
 
-    asked: ScoreRequest
+    scored: ScoreRequest
     answer: Scored
     before: int
     after: int
@@ -73,18 +73,18 @@ class Told:
 
 async def kill_under_load(
     server: LogprobServer, kills: int, generator: random.Random, update: Callable[[], Awaitable[None]] | None = None
-) -> list[Told]:
+) -> list[ServedAnswer]:
     """Answers to requests that keep coming while replicas are killed, each after the one before it was replaced.
 
     `update`: called before every other kill.
     """
-    answers: list[Told] = []
+    answers: list[ServedAnswer] = []
     ending = asyncio.Event()
 
-    async def ask(asked: ScoreRequest) -> None:
+    async def ask(scored: ScoreRequest) -> None:
         before = server.version
-        answer = await server.score(asked)
-        answers.append(Told(asked, answer, before, server.version))
+        answer = await server.score(scored)
+        answers.append(ServedAnswer(scored, answer, before, server.version))
 
     async def client(number: int) -> None:
         turn = 0
@@ -112,10 +112,10 @@ async def kill_under_load(
     return answers
 
 
-async def check_as_at_rest(server: LogprobServer, answers: list[Told]) -> None:
+async def check_as_at_rest(server: LogprobServer, answers: list[ServedAnswer]) -> None:
     """A thousand answers during updates and kills are bit-identical to those of an idle server."""
     answers = random.Random(0).sample(answers, min(1000, len(answers)))
-    calm = await asyncio.gather(*(server.score(message.asked) for message in answers))
+    calm = await asyncio.gather(*(server.score(message.scored) for message in answers))
     assert [message.answer.logprobs for message in answers] == [answer.logprobs for answer in calm]
 
 
@@ -164,13 +164,13 @@ def test_tensor_parallel_ranks_answer_as_one_does(run: Loop, ray_cluster: None, 
     async def ask() -> None:
         single = await started(folder, 1)
         wide = await started(folder, 1, parallel=ParallelConfig(tp=4))
-        for asked in requests(6):
-            a, b = await asyncio.gather(single.score(asked), wide.score(asked))
+        for scored in requests(6):
+            a, b = await asyncio.gather(single.score(scored), wide.score(scored))
             assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
         assert wide.replicas.slots[0].replica is not None
         os.kill((await pids(wide.replicas.slots[0].replica))[3], signal.SIGKILL)
-        asked = requests(1)[0]
-        a, b = await asyncio.gather(single.score(asked), wide.score(asked))
+        scored = requests(1)[0]
+        a, b = await asyncio.gather(single.score(scored), wide.score(scored))
         assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5) and wide.replicas.restarts == 1
         await single.close()
         await wide.close()
@@ -196,14 +196,14 @@ def test_ranks_merge_an_adapter_each_into_its_part(
             for server in (single, split):
                 (report,) = await server.update(manifest, verify=True)
                 assert report.verified == len(manifest.sections["adapter"].checksums) + len(manifest.sections["draft"].checksums)
-            asked = requests(1)[0]
-            a, b = await asyncio.gather(single.score(asked), split.score(asked))
+            scored = requests(1)[0]
+            a, b = await asyncio.gather(single.score(scored), split.score(scored))
             assert a.version == b.version == version and a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
             assert a.logprobs != pytest.approx(last, abs=1e-3)
             last = a.logprobs
         assert split.replicas.slots[0].replica is not None
         os.kill((await pids(split.replicas.slots[0].replica))[1], signal.SIGKILL)
-        b = await split.score(asked)
+        b = await split.score(scored)
         assert b.version == 2 and b.logprobs == pytest.approx(last, abs=2e-5) and split.replicas.restarts == 1
         await single.close()
         await split.close()
@@ -225,8 +225,8 @@ def test_ranks_write_changes_each_into_its_part(layout: dict[str, int], run: Loo
 
     async def ask() -> None:
         single, split = [await started(model, 1, sends.store, parallel=ParallelConfig(**one)) for one in ({}, layout)]
-        (asked,) = requests(1)
-        last = (await single.score(asked)).logprobs
+        (scored,) = requests(1)
+        last = (await single.score(scored)).logprobs
         for version in (1, 2, 3):
             for tensor in sent.values():
                 mask = torch.rand(tensor.shape, generator=generator) < 0.02
@@ -236,7 +236,7 @@ def test_ranks_write_changes_each_into_its_part(layout: dict[str, int], run: Loo
             for server in (single, split):
                 (report,) = await server.update(manifest, verify=True)
                 assert report.verified == len(sent)
-            a, b = await asyncio.gather(single.score(asked), split.score(asked))
+            a, b = await asyncio.gather(single.score(scored), split.score(scored))
             assert a.version == b.version == version and a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
             assert a.logprobs != pytest.approx(last, abs=1e-3)
             last = a.logprobs
@@ -248,7 +248,7 @@ def test_ranks_write_changes_each_into_its_part(layout: dict[str, int], run: Loo
 
 @pytest.mark.slow
 def test_tied_head_on_a_separate_stage_has_the_new_version(run: Loop, ray_cluster: None, tmp_path: Path) -> None:
-    """Also where the update lies beside the version before until it is whole."""
+    """Also if the update is stored next to the previous version until it is complete."""
     tied = {**CONFIG, "tie_word_embeddings": True}
     model, others = (create_hf_folder(tied, tmp_path / str(seed), seed=seed).path for seed in (3, 9))
     weights = {name: value for name, value in load_file(others / "model.safetensors").items() if ".mtp_layers." not in name}
@@ -261,13 +261,13 @@ def test_tied_head_on_a_separate_stage_has_the_new_version(run: Loop, ray_cluste
 
     async def ask() -> None:
         updated, fresh = await started(model, 1, **layout), await started(others, 1, **layout)
-        (asked,) = requests(1)
-        before = await updated.score(asked)
+        (scored,) = requests(1)
+        before = await updated.score(scored)
         await updated.update(manifest)
-        a, b = await asyncio.gather(updated.score(asked), fresh.score(asked))
+        a, b = await asyncio.gather(updated.score(scored), fresh.score(scored))
         assert a.version == 1 and a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
         (replica,) = (replica for _, replica in updated.replicas.live())
-        assert (await replica.score([asked], 0))[0].logprobs == before.logprobs
+        assert (await replica.score([scored], 0))[0].logprobs == before.logprobs
         await updated.close()
         await fresh.close()
 

@@ -62,7 +62,7 @@ def test_each_request_is_scored_under_its_own_routes_whatever_it_shares_a_pass_w
         assert scored.routes is not None and len(scored.routes) == 29
         if routes is not None:
             assert np.array_equal(scored.routes[: len(routes)], routes)
-        # What a pass tells, another one can be given.
+        # Routes that one pass returns can be replayed in another.
         (again,) = scores(server, run, [ScoreRequest(TOKENS[place], 10, routes=scored.routes)])
         assert again.logprobs == pytest.approx(scored.logprobs, abs=1e-6)
         assert (scored.logprobs == pytest.approx(free[place].logprobs, abs=1e-6)) == (routes is None)

@@ -61,7 +61,7 @@ def test_the_last_pipeline_stage_holds_head_and_mtp_layers() -> None:
     counted = count_parameters(MIMO)
     layer = sum(prod(size) for name, size in tensor_shapes(MIMO).items() if name.startswith("model.layers.0."))
     assert first.parameters == counted["embedding"] + 20 * layer
-    # MTP layers read the embedding: the last stage has a copy of its own.
+    # MTP layers read the embedding: the last stage has a copy.
     assert last.trunk == 16 * layer + counted["head"] + MIMO.hidden + counted["embedding"]
     assert (first.mtp, last.mtp) == (0, counted["mtp"])
     assert first.parameters + last.parameters == counted["total"] + counted["embedding"]
@@ -511,7 +511,7 @@ def test_ranks_that_exceed_a_gpu_are_errors(sets: list[str], message: str) -> No
             "gpu_memory: 0.35 of 2 engines and train.gpus: 0.4 share a GPU and exceed it",
         ),
         (["train.gpus=0.4", "rollout.gpus=0.3", "rollout.replicas=5"], ""),
-        # On GPUs of their own, and where nothing is generated.
+        # On separate GPUs, and if nothing is generated.
         (["train.gpus=0.4", "rollout.gpu_memory=0.9"], ""),
         (["train.gpus=0.4", "rollout.gpus=0.6", "rollout.gpu_memory=0.9", "train.stages=[sft]", "train.sft.steps=1"], ""),
     ],

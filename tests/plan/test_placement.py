@@ -203,7 +203,7 @@ SMALL = ["logprob.standalone=false", "sync.transport=ipc"]
 
 
 def test_engines_on_the_trainers_gpus_get_the_share_that_it_leaves() -> None:
-    """Two trainer ranks on GPUs 0 and 1, three engines there, and a fourth with a GPU of its own."""
+    """Two trainer ranks on GPUs 0 and 1, three engines there, and a fourth with a separate GPU."""
     sets = [*SMALL, "train.parallel.tp=2", "train.gpus=0.6", "rollout.replicas=4", "rollout.on_trainer_gpus=3"]
     placement = placed(*sets, hosts=[Host(64, 3)])
     engines = placement.of("rollout")

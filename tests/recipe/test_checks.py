@@ -345,8 +345,8 @@ def test_mixtures_of_experts_fit_their_gpus_with_a_tenth_to_spare(names: list[st
 )
 def test_invalid_combination_is_reported(sets: list[str], message: str) -> None:
     base = ["rollout.max_tokens=64", "model.config.max_position_embeddings=512"]
-    told = [text for text in complaints_with([*base, *sets]) if message in text]
-    assert told and told[0].startswith(message.split(":")[0])
+    complaints = [text for text in complaints_with([*base, *sets]) if message in text]
+    assert complaints and complaints[0].startswith(message.split(":")[0])
 
 
 HINTED = "path: policy, hint: '{answer}'"
@@ -597,8 +597,8 @@ def test_a_recipe_needs_one_model() -> None:
 def test_checks_of_hub_models_need_no_network() -> None:
     known = hf_config(ModelConfig(path="XiaomiMiMo/MiMo-7B-RL"))
     assert known is not None and known["hidden_size"] == 4096
-    assert hf_config(ModelConfig(path="nobody/nothing"), fetch=False) is None
-    validate(load_recipe("mimo7b_mtp", sets=["model.path=nobody/nothing"]).recipe)
+    assert hf_config(ModelConfig(path="missing/nothing"), fetch=False) is None
+    validate(load_recipe("mimo7b_mtp", sets=["model.path=missing/nothing"]).recipe)
 
 
 def test_a_hub_that_does_not_answer_is_missing_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,8 +608,8 @@ def test_a_hub_that_does_not_answer_is_missing_environment(monkeypatch: pytest.M
         raise OSError("no route to host")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    with pytest.raises(EnvironmentMissing, match=r"nobody/nothing could not be downloaded from the hub \(no route to host\)"):
-        hf_config(ModelConfig(path="nobody/nothing"))
+    with pytest.raises(EnvironmentMissing, match=r"missing/nothing could not be downloaded from the hub \(no route to host\)"):
+        hf_config(ModelConfig(path="missing/nothing"))
 
 
 MOE = {"architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -634,10 +634,10 @@ def with_experts(folder: Path, tensor: str, *, index: bool) -> None:
 @pytest.mark.parametrize("index", [True, False], ids=["index", "header"])
 def test_adapter_of_packed_experts_is_rejected(folder: Path, index: bool) -> None:
     with_experts(folder, PACKED, index=index)
-    on_a_cpu, told = sorted(with_folder(folder, *ALONE), reverse=True)
+    on_a_cpu, complaint_text = sorted(with_folder(folder, *ALONE), reverse=True)
     assert on_a_cpu.startswith(ON_A_CPU)
-    assert told.startswith(f"train.lora.targets: {folder} packs the experts of a layer in one tensor")
-    assert told.endswith("leave out linear_fc1 and linear_fc2, or sync target instead of adapter")
+    assert complaint_text.startswith(f"train.lora.targets: {folder} packs the experts of a layer in one tensor")
+    assert complaint_text.endswith("leave out linear_fc1 and linear_fc2, or sync target instead of adapter")
 
 
 def test_adapter_of_packed_experts_may_be_merged_or_omitted(folder: Path) -> None:
@@ -645,8 +645,8 @@ def test_adapter_of_packed_experts_may_be_merged_or_omitted(folder: Path) -> Non
     assert with_folder(folder, "train.lora={rank: 4, alpha: 8}") == []
     assert with_folder(folder, *ALONE, "train.lora.targets=[linear_qkv]") == []
     with_experts(folder, "model.layers.0.mlp.experts.0.gate_proj.weight", index=True)
-    (told,) = with_folder(folder, *ALONE)
-    assert told.startswith(ON_A_CPU), "a GPU's engine has adapters of experts"
+    (complaint_text,) = with_folder(folder, *ALONE)
+    assert complaint_text.startswith(ON_A_CPU), "a GPU's engine has adapters of experts"
 
 
 def test_adapter_of_weights_merged_into_attention_is_rejected() -> None:
@@ -661,8 +661,8 @@ def test_adapter_of_weights_merged_into_attention_is_rejected() -> None:
     }
     fields = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **latent, **experts}
     sets = [*SIZES, *(f"model.config.{key}={json.dumps(value)}" for key, value in fields.items()), *ALONE]
-    told = complaint(*sets, "train.lora.targets=[linear_proj, linear_kv_up_proj]")
-    assert told.startswith("train.lora.targets: linear_kv_up_proj: vLLM merges its weight into attention")
+    complaint_text = complaint(*sets, "train.lora.targets=[linear_proj, linear_kv_up_proj]")
+    assert complaint_text.startswith("train.lora.targets: linear_kv_up_proj: vLLM merges its weight into attention")
     assert list(list_complaints(load_recipe("tiny_mtp", sets=[*sets, "train.lora.targets=[linear_proj]"]).recipe)) == []
 
 
@@ -719,8 +719,8 @@ def test_model_that_the_engine_does_not_support_is_rejected(
     config = {name: value for name, value in {**TOYS[family], **changes}.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
-    (told,) = with_folder(tmp_path, *sets)
-    assert told.startswith(message)
+    (complaint_text,) = with_folder(tmp_path, *sets)
+    assert complaint_text.startswith(message)
     assert with_folder(tmp_path, *sets, "train.stages=[sft]") == [], "nothing is served"
 
 
@@ -737,8 +737,8 @@ def test_missing_data_file_is_reported_with_closest_match(tmp_path: Path) -> Non
     assert list(check_path(f"{tmp_path}/rowz.jsonl", "data.path")) == [
         f"data.path: there is no file {tmp_path}/rowz.jsonl; did you mean {tmp_path}/rows.jsonl?"
     ]
-    (told,) = check_path(f"{tmp_path}/gsm.jsonl", "data.path")
-    assert told.endswith("; name a .jsonl, .json or .parquet file, a folder of them, or a dataset id (owner/name)")
+    (complaint_text,) = check_path(f"{tmp_path}/gsm.jsonl", "data.path")
+    assert complaint_text.endswith("; name a .jsonl, .json or .parquet file, a folder of them, or a dataset id (owner/name)")
 
 
 @pytest.mark.parametrize(
@@ -778,7 +778,11 @@ def test_bias_update_needs_router_bias_and_full_training(family: str, sets: list
     ],
 )
 def test_replay_without_recorded_routes_is_rejected(sets: list[str], message: str) -> None:
-    assert [told for told in list_complaints(load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe) if told.startswith(message)]
+    assert [
+        complaint_text
+        for complaint_text in list_complaints(load_recipe("qwen3_5_35b_a3b_mtp", sets=sets).recipe)
+        if complaint_text.startswith(message)
+    ]
 
 
 @pytest.mark.parametrize(("drafter", "kind"), [([EAGLE3], "an EAGLE-3"), (DFLASH, "a DFlash")])
@@ -818,7 +822,7 @@ def test_verifiers_environment_provides_problems_and_rewards() -> None:
 
 
 @pytest.mark.parametrize(
-    "sets, told",
+    "sets, message",
     [
         (
             [*VERIFIERS[:3]],
@@ -837,8 +841,8 @@ def test_verifiers_environment_provides_problems_and_rewards() -> None:
         (["data.taskset={train_size: 8}"], "data.taskset: applies to rollout.environment: verifiers:NAME without data.path"),
     ],
 )
-def test_unsupported_settings_of_verifiers_environment_are_rejected(sets: list[str], told: str) -> None:
-    assert complaint(*sets).startswith(told)
+def test_unsupported_settings_of_verifiers_environment_are_rejected(sets: list[str], message: str) -> None:
+    assert complaint(*sets).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -955,13 +959,13 @@ def test_included_recipes_have_no_cautions(path: Path) -> None:
 
 
 def test_commands_print_cautions(capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*arguments: str) -> str:
+    def output_of(*arguments: str) -> str:
         with pytest.raises(SystemExit) as ended:
             main([*arguments, "--set", "train.rl.old_logprobs=recompute", "--set", "cluster.num_cpus=8"])
         assert not ended.value.code
         return capsys.readouterr().out
 
     for command in ("check", "validate"):
-        assert "caution: train.rl.old_logprobs" in told("recipe", command, "tiny_mtp")
-    assert len(json.loads(told("recipe", "check", "tiny_mtp", "--json"))["cautions"]) == 1
-    assert "caution    train.rl.old_logprobs" in told("train", "tiny_mtp", "--dry-run")
+        assert "caution: train.rl.old_logprobs" in output_of("recipe", command, "tiny_mtp")
+    assert len(json.loads(output_of("recipe", "check", "tiny_mtp", "--json"))["cautions"]) == 1
+    assert "caution    train.rl.old_logprobs" in output_of("train", "tiny_mtp", "--dry-run")

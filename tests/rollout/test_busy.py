@@ -72,9 +72,9 @@ def test_slow_environment_leaves_engines_busy(kind: type) -> None:
     async def both() -> tuple[float, float]:
         return await busy(None), await busy(kind)
 
-    without, beside = asyncio.run(both())
+    without, loaded = asyncio.run(both())
     assert without > 0.9
-    assert beside > 0.95 * without
+    assert loaded > 0.95 * without
 
 
 @in_loop

@@ -1,4 +1,4 @@
-"""Replicas in processes of their own, killed at random moments: every prompt is answered exactly once, on one host and on two.
+"""Replicas in separate processes, killed at random moments: every prompt is answered exactly once, on one host and on two.
 
 The engines are made up, so that twenty deaths take a minute; one real vLLM that is killed is `test_actor`'s.
 """

@@ -1,4 +1,4 @@
-"""The way through mtpctl beside vLLM's own offline generation, over a runner of fixed step times: what a GPU adds is left out."""
+"""mtpctl's path compared with vLLM's own offline generation, over a runner of fixed step times: what a GPU adds is left out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH, STEP_S = 64, 0.02
 
 @pytest.fixture
 def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Engines have a core in a process of its own, as beside a GPU. Returns where their workers log their steps."""
+    """Engines have a core in a separate process, as with a GPU. Returns where their workers log their steps."""
     (log := tmp_path / "steps").mkdir()
     upstream = engines.engine_settings
     # Both admit at once: holding requests back would change the steps that are compared.

@@ -132,8 +132,8 @@ async def test_a_restarted_replica_serves_the_newest_version() -> None:
     samples = await collect(pool, requests(4))
     assert_all_once(samples, 4)
     assert {span.version for sample in samples for span in sample.version_spans} == {3}
-    assert len(fleet.made[0]) == 2
-    assert fleet.made[0][0].closed
+    assert len(fleet.replicas_by_slot[0]) == 2
+    assert fleet.replicas_by_slot[0][0].closed
 
 
 @in_loop
@@ -170,7 +170,7 @@ async def test_replica_restarted_during_a_push_is_not_a_member() -> None:
     with pushed(1) as announce:
         async with pool.quiesce():
             members = pool.members(1)
-            while len(fleet.made[1]) < 2:
+            while len(fleet.replicas_by_slot[1]) < 2:
                 await asyncio.sleep(0.001)
             reports = await pool.apply_update(manifest := announce(members))
     assert members == ["rollout 0.0.0"] and [report.version for report in reports] == [1]
@@ -229,7 +229,7 @@ async def test_replica_that_hangs_in_an_update_is_replaced_and_others_continue()
             await asyncio.Event().wait()
             raise AssertionError("unreachable")
 
-    fleet = Fleet(lambda index: Hanging() if index == 1 and len(fleet.made) < 2 else FakeReplica())
+    fleet = Fleet(lambda index: Hanging() if index == 1 and len(fleet.replicas_by_slot) < 2 else FakeReplica())
     pool = await fleet.pool(2)
     fleet.published.there = [MANIFESTS[1]]
     with pytest.MonkeyPatch.context() as patch:
@@ -327,7 +327,7 @@ async def test_a_deadline_that_falls_into_a_long_update_does_not_count_against_t
         await pool.update(MANIFESTS[1])
         (sample,) = await task
     assert sample.finish_reason == DEADLINE and sample.response_ids
-    assert len(fleet.made[0]) == 1
+    assert len(fleet.replicas_by_slot[0]) == 1
 
 
 @in_loop
@@ -352,10 +352,10 @@ async def test_a_replica_that_keeps_failing_is_quarantined_with_its_reason() -> 
     fleet = Fleet(lambda index: Stillborn() if index == 1 else FakeReplica())
     pool = await fleet.pool(2, max_restarts=2)
     assert_all_once(await collect(pool, requests(60)), 60)
-    while len(fleet.made[1]) < 3:
+    while len(fleet.replicas_by_slot[1]) < 3:
         await collect(pool, requests(8))
     await collect(pool, requests(60))
-    assert len(fleet.made[1]) == 3
+    assert len(fleet.replicas_by_slot[1]) == 3
     health = (await pool.health())[1]
     assert not health.alive
     assert "in quarantine after EngineDead: no such kernel" in health.reason
@@ -382,7 +382,7 @@ async def test_user_error_does_not_restart_the_replica() -> None:
     pool = await fleet.pool(1)
     with pytest.raises(UserError, match=r"raise rollout\.context"):
         await collect(pool, requests(1))
-    assert len(fleet.made[0]) == 1
+    assert len(fleet.replicas_by_slot[0]) == 1
 
 
 @in_loop
@@ -456,6 +456,6 @@ async def test_hosts_of_replicas_download_in_a_chain() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("mtpctl.rollout.pool.RELAY_START_S", 0.05)
             await pool.update(stored)
-        updates = [fleet.made[index][0].updates for index in range(6)]  # type: ignore[attr-defined]
+        updates = [fleet.replicas_by_slot[index][0].updates for index in range(6)]  # type: ignore[attr-defined]
         assert [(manifest.relay, manifest.hops) for (manifest,) in updates] == expected
         await pool.close()

@@ -58,7 +58,7 @@ class NullActor(RolloutActor):
 
 
 class Handle:
-    """An actor's handle without Ray: counts calls, and can be told to die."""
+    """An actor's handle without Ray: counts calls, and dies on request."""
 
     def __init__(self) -> None:
         self.actor = NullActor()

@@ -53,7 +53,7 @@ async def test_leaving_replica_hands_over_without_sampling_a_token_twice() -> No
 @in_loop
 async def test_request_in_flight_to_a_leaving_replica_is_handed_over() -> None:
     class Late(FakeReplica):
-        """Gets what it is sent a while later, when it has been told to abort once."""
+        """Gets what it is sent a while later, after a first request to abort."""
 
         async def generate(self, request: GenerationRequest) -> Sample:
             await asyncio.sleep(0.05)
@@ -103,7 +103,7 @@ async def test_replica_that_dies_while_leaving_is_not_restarted() -> None:
     await asyncio.sleep(0.005)
     await pool.membership.leave(1)
     assert_all_once(await task, 16)
-    assert len(fleet.made[1]) == 1 and pool.membership.occupied_slots == [0]
+    assert len(fleet.replicas_by_slot[1]) == 1 and pool.membership.occupied_slots == [0]
 
 
 @in_loop
@@ -118,7 +118,7 @@ async def test_joining_replica_has_the_served_version_before_it_answers() -> Non
     fleet.published.there = [MANIFESTS[2], MANIFESTS[3], MANIFESTS[4]]
     await until_serving(pool.membership, 2)
     more = [*await task, *await collect(pool, requests(40))]
-    assert fleet.made[1][0].served, "it got its share"
+    assert fleet.replicas_by_slot[1][0].served, "it got its share"
     assert {span.version for sample in more for span in sample.version_spans} == {3}
 
 
@@ -182,7 +182,7 @@ async def test_replica_waiting_to_leave_gets_no_request_and_is_not_restarted() -
         await asyncio.sleep(0.01)
     await asyncio.gather(*leaving)
     assert [len(replica.served) for replica in fleet.live] == [0, 0, 20]
-    assert [len(made) for made in fleet.made.values()] == [1, 1, 1] and all(replica.closed for replica in fleet.live[:2])
+    assert [len(each) for each in fleet.replicas_by_slot.values()] == [1, 1, 1] and all(replica.closed for replica in fleet.live[:2])
 
 
 @in_loop
@@ -204,7 +204,7 @@ async def test_slots_to_vacate_are_ordered_by_use() -> None:
     pool = await fleet.pool(3, max_restarts=0)
     fleet.live[1].die()
     await pool.control_speculation()  # notices it
-    fleet.made[1][-1].die()
+    fleet.replicas_by_slot[1][-1].die()
     while (await pool.health())[1].reason.startswith("restarting"):
         await asyncio.sleep(0.002)
     assert pool.membership.occupied_slots == [1, 2, 0]

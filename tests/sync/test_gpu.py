@@ -85,11 +85,11 @@ class Trainer:
 
     def announce(self, version: int, sections: tuple[str, ...], members: list[str]) -> Manifest:
         self._pipe.send((version, sections, members))
-        result = self.told()
+        result = self.receive()
         assert isinstance(result, Manifest), result
         return result
 
-    def told(self) -> Any:
+    def receive(self) -> Any:
         assert self._pipe.poll(120)
         return self._pipe.recv()
 
@@ -128,7 +128,7 @@ def request(index: int, tokens: int = 40, prompt: list[int] = PROMPT) -> Generat
 
 def assert_matches(samples: list[Sample], policies: dict[int, Tensors]) -> None:
     """Check that every token has the log-prob of the version of its span."""
-    means, told = [], []
+    means, differences = [], []
     for sample in samples:
         for span in sample.version_spans:
             full = reference_logprobs(CONFIG, policies[span.version], sample.prompt_ids + sample.response_ids)
@@ -137,10 +137,10 @@ def assert_matches(samples: list[Sample], policies: dict[int, Tensors]) -> None:
             means.append(float(off.mean()))
             first = next((at for at, value in enumerate(off.tolist(), span.start) if value > 4 * BOUND), None)
             said = "none" if first is None else f"token {first} the first"
-            told.append(
+            differences.append(
                 f"{sample.prompt_id} version {span.version}, tokens {span.start} to {span.end}: {means[-1]:.2g} in the mean, {said} far off"
             )
-    assert max(means) < BOUND, "\n".join(told)
+    assert max(means) < BOUND, "\n".join(differences)
 
 
 def policy(number: int) -> Tensors:
@@ -152,7 +152,7 @@ def push(run: Loop, engine: VllmEngine, trainer: Trainer, sections: tuple[str, .
     version = engine.version + 1
     manifest = trainer.announce(version, sections, [f"engine {rank}" for rank in range(ranks)])
     report: SyncReport = run(cancel_on_error(manifest, engine.update(manifest, verify=True, deadline_s=60)))
-    sent = trainer.told()
+    sent = trainer.receive()
     assert isinstance(sent, TransferStats), sent
     stored = [name for name in version_of(version) if adapters.section_of(name) in sections]
     assert (report.version, report.verified) == (version, len(stored))
@@ -171,7 +171,7 @@ def test_an_adapter_is_pushed_while_requests_are_in_flight(engine: VllmEngine, r
         return await asyncio.gather(*tasks)
 
     samples = run(during())
-    assert isinstance(trainer.told(), TransferStats)
+    assert isinstance(trainer.receive(), TransferStats)
     assert {span.version for sample in samples for span in sample.version_spans} == {first, first + 1}
     assert_matches(samples, {first: policy(first), first + 1: policy(first + 1)})
     result = run(engine.generate(request(99)))
@@ -254,7 +254,7 @@ def test_weights_are_pushed_to_a_log_prob_replica(folder: Path, run: Loop, train
         for version, sections in ((1, FIRST), (2, LATER)):
             manifest = trainer.announce(version, sections, ["log-prob 0"])
             report = run(cancel_on_error(manifest, update_target(replica, manifest, verify=True, deadline_s=60)))
-            assert isinstance(trainer.told(), TransferStats)
+            assert isinstance(trainer.receive(), TransferStats)
             assert report.verified == len([name for name in version_of(version) if adapters.section_of(name) in sections])
             wanted = reference_logprobs(CONFIG, policy(version), ids)
             off = (torch.tensor(run(scored(version)), dtype=torch.float64) - wanted[-len(ids) + 1 :]).abs()

@@ -66,11 +66,11 @@ def test_plain_output_is_one_line_per_row() -> None:
     for step in (1, 2):
         clock.now += 30.0
         lines.row(step, {"reward/mean": 0.5, "rollout/spec_accept_rate": 0.812, "rollout/tokens_per_s": 2400.0, "other": 1.0}, "rl")
-    lines.event("restart", "rollout-0 [died] was started anew")
+    lines.event("restart", "rollout-0 [died] was started again")
     assert out.getvalue().splitlines() == [
         "rl 1/10  reward 0.5  accept 81.2%  rollout 2.4k tok/s",
         "rl 2/10  reward 0.5  accept 81.2%  rollout 2.4k tok/s  left 4 min 00 s",
-        "restart: rollout-0 [died] was started anew",
+        "restart: rollout-0 [died] was started again",
     ]
 
 

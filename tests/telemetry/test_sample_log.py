@@ -47,17 +47,17 @@ def row(step: int, response: str = "a", kind: sample_log.Kind = "update") -> Sam
 
 def test_row_separates_turns_of_the_model_from_those_of_the_environment() -> None:
     created = sample(response="ask")
-    created.append([ord(c) for c in "told"], [0.0] * 4, 3, trained=False)
+    created.append([ord(c) for c in "tool"], [0.0] * 4, 3, trained=False)
     created.append([ord("4")], [0.0], 4)
     created.speculation = Speculation(drafted=5, accepted=2, accepted_by_position=[2, 0], steps=3)
     created.reward_parts = {"exact": 1.0}
     retained = sample_row(created, text, step=7, kind="update", answer="4")
     assert [(part["by"], part["text"], part["tokens"]) for part in retained["parts"]] == [
         ("model", "ask", 3),
-        ("environment", "told", 4),
+        ("environment", "tool", 4),
         ("model", "4", 1),
     ]
-    assert response_text(retained) == "ask⟦told⟧4"
+    assert response_text(retained) == "ask⟦tool⟧4"
     assert (retained["step"], retained["prompt"], retained["answer"], retained["reward"], retained["reward_parts"]) == (
         7,
         "2+2=",
@@ -89,7 +89,7 @@ def test_a_long_text_keeps_both_ends() -> None:
 def test_samples_are_read_in_order_of_steps(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples", 1)
     log.write([row(2)])
-    log.write([row(1, kind="eval")])  # An evaluation beside training may end after the next update.
+    log.write([row(1, kind="eval")])  # A concurrent evaluation may end after the next update.
     log.close()
     assert [(each["step"], each["session"]) for each in read_samples(tmp_path)] == [(1, 1), (2, 1)]
     assert log.dropped == 0
@@ -192,7 +192,7 @@ TAMPERED: dict[str, list[Any]] = {
     "kind": ["train", [], None],
     "prompt": [None, 5, "\ud800"],
     "answer": [{}, 7],
-    "parts": [None, [5], [{"by": "nobody", "text": "a", "tokens": 1}], [{"by": "model", "text": None, "tokens": 1}], [{"by": "model"}]],
+    "parts": [None, [5], [{"by": "unknown", "text": "a", "tokens": 1}], [{"by": "model", "text": None, "tokens": 1}], [{"by": "model"}]],
     "tokens": ["many", 10**400],
     "reward": ["1", float("nan"), float("inf"), 10**400, []],
     "reward_parts": [None, {"a": "b"}, {"a": None}],

@@ -141,17 +141,17 @@ def test_run_continues_during_full_disk_without_losing_rows(tmp_path: Path) -> N
         with full_disk():
             telemetry.samples([sample_row(Sample("p", "g", [1]), lambda ids: "", step=1, kind="update")])
             telemetry.log(1, {"reward/mean": 1.0}, "rl")
-            telemetry.event("restart", "of somebody")
+            telemetry.event("restart", "of an actor")
         telemetry.log(2, {"reward/mean": 2.0}, "rl")
         end = time.monotonic() + 30
         while not read_samples(path):
             assert time.monotonic() < end
             time.sleep(0.05)
     history = load_history(path)
-    assert [row.step for row in history.rows] == [1, 2] and [event.message for event in history.events] == ["of somebody"]
+    assert [row.step for row in history.rows] == [1, 2] and [event.message for event in history.events] == ["of an actor"]
     assert [row["step"] for row in read_samples(path)] == [1]
     log = (path / "logs" / "run.log").read_text()
-    assert "rl 1/20" in log and "restart: of somebody" in log and "rl 2/20" in log
+    assert "rl 1/20" in log and "restart: of an actor" in log and "rl 2/20" in log
 
 
 @broken_thread

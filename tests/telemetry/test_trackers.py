@@ -107,7 +107,7 @@ def test_wandb_gets_recipe_group_and_tags_and_rows_over_updates(tmp_path: Path, 
         {"reward/mean": 0.5, "rl/step": 1, "update": 4},
         {"reward/mean": 0.75, "rl/step": 2, "update": 5},
     ]
-    assert wandb.exits == [0, 1], "one that failed is told"
+    assert wandb.exits == [0, 1], "a failure is reported"
     assert (tables[0]["rl/step"], tables[0]["update"]) == (2, 5)
     (result,) = tables[0]["samples/update"]
     assert (result["prompt"], result["response"], result["reward"], result["reward/format"], result["versions"]) == (

@@ -108,7 +108,7 @@ def test_vocabulary_split_over_ranks_gives_equal_results(split: int) -> None:
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
 def test_bf16_gradients_are_within_rounding_for_small_tails(kl: Kl, apart: float, tail: float) -> None:
     """Against float64 from the same bf16 tensors. The policy leaves about `tail` to the tokens that are no candidates, and the teacher is
-    close to it or not; the teacher's tail is that of its own, or a thousandth of all if that is more."""
+    close to it or not; the teacher's tail is its own, or a thousandth of all if that is more."""
     torch.manual_seed(5)
     hidden = torch.randn(64, 32, dtype=torch.float64)
     weight = torch.randn(200, 32, dtype=torch.float64) / 8

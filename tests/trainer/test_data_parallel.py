@@ -104,11 +104,11 @@ def events_of(rank: Rank, path: Path, *, ep: int, trains_mtp: bool, few: bool, r
     own = path / str(rank.rank)
     folder = HfFolder.open(toy_folder(TOYS["glm4-moe"], own, 0, "fp32")) if ep > 1 else mimo(own)
     options = {"tokens_per_microbatch": 24 if few else 4096, "recompute": recompute}
-    with engine(folder, rank=rank, parallel=ParallelConfig(dp=2, ep=ep), mtp=MtpConfig(mode="joint"), **options) as made:
-        made.trains_mtp = trains_mtp
-        made.set_optimizer(GENTLE)
-        made.update(sequences(), NextToken())
-        names = {parameter: name for name, parameter in made.module.named_parameters()}
+    with engine(folder, rank=rank, parallel=ParallelConfig(dp=2, ep=ep), mtp=MtpConfig(mode="joint"), **options) as trainer:
+        trainer.trains_mtp = trains_mtp
+        trainer.set_optimizer(GENTLE)
+        trainer.update(sequences(), NextToken())
+        names = {parameter: name for name, parameter in trainer.module.named_parameters()}
         events: list[Event] = []
         start = _ParamAndGradBucketGroup.start_grad_sync
 
@@ -121,9 +121,9 @@ def events_of(rank: Rank, path: Path, *, ep: int, trains_mtp: bool, few: bool, r
             events.append(("backward", number))
 
         _ParamAndGradBucketGroup.start_grad_sync = recorded
-        for number, layer in enumerate(made.module.decoder.layers):
+        for number, layer in enumerate(trainer.module.decoder.layers):
             layer.register_full_backward_pre_hook(partial(backward, number))
-        made.update(sequences(), NextToken())
+        trainer.update(sequences(), NextToken())
     return events, list(names.values())
 
 

@@ -170,7 +170,7 @@ def test_saved_activations_fit_the_memory_plan(tmp_path: Path) -> None:
             trainer.forward_backward(make_samples(32000, tokens, 8, 0.02), NextToken())
         peak = torch.cuda.max_memory_allocated() - before
     shape, parallel = folder.shape, ParallelConfig()
-    # Beside the five layers: embeddings, both MTP inputs and their concatenation, the head's states and their gradients.
+    # In addition to the five layers: embeddings, both MTP inputs and their concatenation, the head's states and their gradients.
     elements = 5 * activation_width(shape, parallel) + 2 * transient_width(shape, parallel) + 16 * shape.hidden
     assert peak <= 2 * tokens * elements + workspace
 

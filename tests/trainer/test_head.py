@@ -142,7 +142,7 @@ def logits_made(folder: Any, monkeypatch: pytest.MonkeyPatch, loss: str, mtp: Mt
 
 @pytest.mark.parametrize(("loss", "times"), [("everything", 1), ("gspo", 2)])
 def test_logits_are_computed_once_unless_tokens_are_coupled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, loss: str, times: int) -> None:
-    """Of rows and columns that the workspace cannot hold: by MTP's loss always once. What drafts are accepted at is measured beside it,
+    """Of rows and columns that the workspace cannot hold: by MTP's loss always once. The acceptance of drafts is measured too,
     of the draft's logits and the trunk's, on a bounded number of tokens."""
     trainer, trunk, drafts = logits_made(tmp_path / "model", monkeypatch, loss, MtpConfig(mode="isolated", clip_grad=0))
     assert trainer == times * trunk + drafts + 2 * min(drafts, MEASURED_TOKENS)

@@ -34,7 +34,7 @@ class Origin:
 
     def __init__(self, work: Work, family: Family, tokenizer: HfTokenizer, ends: list[int]) -> None:
         tools = [TOOL] if work.tools else []
-        self.rendered = {tuple(tokenizer.chat([_plain(message) for message in messages], tools)) for messages in work.asked}
+        self.rendered = {tuple(tokenizer.chat([_plain(message) for message in messages], tools)) for messages in work.conversations}
         self.ends = set(ends)
         texts = [family.behind([_plain(message) for message in new]) for new in work.behind if new]
         self.behind = {tuple(tokenizer.encode(text)) for text in texts}

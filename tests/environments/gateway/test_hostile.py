@@ -84,7 +84,7 @@ class Hostile:
             ("/chat/completions", chat | {"messages": draw.choice([[], {}, "x", [3], [{"role": 1}], HELLO * 2000])}),
             (
                 "/chat/completions",
-                chat | {"messages": [{"role": draw.choice(["user", "nobody", ""]), "content": "x" * draw.randint(0, 200_000)}]},
+                chat | {"messages": [{"role": draw.choice(["user", "unknown", ""]), "content": "x" * draw.randint(0, 200_000)}]},
             ),
             ("/chat/completions", chat | {"stop": draw.choice([["a"] * 10_000, "x" * 100_000, [1], {"a": 1}])}),
             ("/chat/completions", chat | {"tools": draw.choice([[{}] * 1000, [{"x": "y" * 10_000}], 3, "x"])}),

@@ -51,9 +51,9 @@ def test_a_conversation_with_a_tool() -> None:
         assert first.finish_reason == "tool_calls" and first.message.content == "I add. "
         (call,) = first.message.tool_calls or ()
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
-        told = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+        tool_message = {"role": "tool", "tool_call_id": call.id, "content": "2"}
         back = first.message.model_dump(exclude_none=True)
-        result = await client.chat.completions.create(model="any", messages=[*ASK, back, told], tools=TOOLS, logprobs=True)  # type: ignore[list-item]
+        result = await client.chat.completions.create(model="any", messages=[*ASK, back, tool_message], tools=TOOLS, logprobs=True)  # type: ignore[list-item]
         assert result.choices[0].message.content == "2" and result.usage is not None
         assert result.usage.completion_tokens == 2
         rows = result.choices[0].logprobs.content  # type: ignore[union-attr]
@@ -99,7 +99,7 @@ def test_reward_is_accepted_by_call_or_by_header() -> None:
 
 
 @pytest.mark.parametrize(
-    "body, told",
+    "body, message",
     [
         (b"", "body"),
         (b"{", "body"),
@@ -112,11 +112,11 @@ def test_reward_is_accepted_by_call_or_by_header() -> None:
         (b'{"a":' * 5000, "body"),
     ],
 )
-def test_invalid_bodies_are_rejected_without_a_sample(body: bytes, told: str) -> None:
+def test_invalid_bodies_are_rejected_without_a_sample(body: bytes, message: str) -> None:
     async def drive(client: openai.AsyncOpenAI, trajectory: Trajectory, url: str) -> None:
         async with httpx.AsyncClient() as web:
             result = await web.post(f"{url}/chat/completions", content=body, headers=JSON)
-        assert result.status_code == 400 and told in result.json()["error"]["message"]
+        assert result.status_code == 400 and message in result.json()["error"]["message"]
         assert result.json()["error"]["code"] == "invalid_request"
 
     assert served(Scripted(lambda text, call: "yes"), drive) == []
@@ -145,7 +145,7 @@ def test_disconnected_client_cancels_its_answer() -> None:
             if not engine.under_way:
                 return
             await asyncio.sleep(0.01)
-        raise AssertionError("the engine goes on answering nobody")
+        raise AssertionError("the engine continues after the client has left")
 
     assert served(engine, drive) == []
 

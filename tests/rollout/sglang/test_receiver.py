@@ -90,7 +90,7 @@ def target_of(process: Process, holds: tuple[str, ...]) -> EngineTarget:
 
 
 def push(target: EngineTarget, root: Path, version: int) -> Manifest:
-    """A version by a sender of its own, taken in, its checksums compared."""
+    """A version from a separate sender is received, and its checksums are compared."""
     here, there = pushing.CONTEXT.Pipe()
     members, export = ["engine 0"], list(pushing.model(version).items())
     sending = pushing.in_process(_send, there, root, version, members, export)
@@ -111,7 +111,7 @@ def sums(process: Process) -> dict[str, str]:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_pushed_sections_reach_target_and_drafter(process: Process, tmp_path: Path, again: bool) -> None:
-    """Both through one end of the transfer; what is pushed once more, to a receiver that has it, passes by."""
+    """Both through one end of the transfer; a version that the receiver already has is ignored."""
     target = target_of(process, ("target", "draft"))
     for sending in range(1 + again):
         manifest = push(target, tmp_path / f"store-{sending}", 1)

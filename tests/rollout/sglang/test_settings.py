@@ -24,7 +24,7 @@ def args(**rollout: Any) -> dict[str, Any]:
 def test_a_chain_of_drafts() -> None:
     result = args(speculation={"num_tokens": 3})
     assert (result["speculative_num_steps"], result["speculative_eagle_topk"], result["speculative_num_draft_tokens"]) == (3, 1, 4)
-    assert result["speculative_draft_model_path"] == "m", "the MTP layers lie beside the trunk"
+    assert result["speculative_draft_model_path"] == "m", "the MTP layers are in the trunk's folder"
     assert result["disable_prefill_cuda_graph"], "a replayed graph passes the final norm by"
 
 

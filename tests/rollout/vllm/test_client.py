@@ -22,7 +22,7 @@ class Server:
     """Answers like a vLLM server and records its requests; `slow` ones are executed without an answer."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.routes: list[str] = []
         self.queries: list[str] = []
         self.slow: set[str] = set()
         self.refused: set[str] = set()
@@ -37,7 +37,7 @@ class Server:
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 route, _, query = self.path.partition("?")
-                server.asked.append(route)
+                server.routes.append(route)
                 server.queries += [query] if route == "/pause" else []
                 if route in ("/pause", "/resume"):
                     server.paused = route == "/pause"
@@ -80,12 +80,12 @@ async def update(server: Server, sent: Manifest = SENT) -> None:
 
 
 def test_pause_that_times_out_is_undone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Responses that have to end first may take longer than anybody waits."""
+    """Responses that have to end first may take longer than the deadline."""
     monkeypatch.setattr(client, "_TIMEOUT_S", 0.5)
     server.slow.add("/pause")
     with pytest.raises(SyncError, match=r"/pause\?mode=wait&clear_cache=true: no answer within 0\.5 s"):
         asyncio.run(update(server))
-    assert not server.paused, server.asked
+    assert not server.paused, server.routes
 
 
 @pytest.mark.parametrize(("keep_kv", "cleared"), [(False, "true"), (True, "false")])
@@ -107,11 +107,11 @@ def test_paused_server_resumes_only_with_complete_weights(server: Server) -> Non
     assert server.paused
     server.refused = {"/update_weights"}
     asyncio.run(update(server, Manifest(1, "shm", "/nowhere", {})))
-    assert not server.paused and server.asked.count("/update_weights") == 2, "what was left of that sync is ended first"
+    assert not server.paused and server.routes.count("/update_weights") == 2, "what was left of that sync is ended first"
 
 
 def test_server_that_refuses_weights_keeps_serving_the_old_ones(server: Server) -> None:
     server.refused.add("/start_weight_update")
     with pytest.raises(SyncError):
         asyncio.run(update(server))
-    assert not server.paused and "/pause" in server.asked
+    assert not server.paused and "/pause" in server.routes

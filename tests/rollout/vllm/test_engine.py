@@ -46,15 +46,15 @@ class Weights:
 
     def __init__(self, root: Path) -> None:
         self.store = VersionStore(root)
-        self.made: dict[int, Tensors] = {0: random_tensors(CONFIG, 0)}
+        self.by_version: dict[int, Tensors] = {0: random_tensors(CONFIG, 0)}
         self.newest = 0
 
     def publish(self, *, bucket_bytes: int = 1 << 30, **options: object) -> Manifest:
         """The next version, with new random weights."""
         self.newest += 1
-        self.made[self.newest] = random_tensors(CONFIG, self.newest)
+        self.by_version[self.newest] = random_tensors(CONFIG, self.newest)
         publisher = Publisher(self.store, bucket_bytes=bucket_bytes, **options)  # type: ignore[arg-type]
-        return publisher.publish(self.made[self.newest].items(), self.newest, checksums=True)
+        return publisher.publish(self.by_version[self.newest].items(), self.newest, checksums=True)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weights]:
 
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[[VllmSettings], VllmEngine], weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
-    folder = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, weights.made[0])
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, weights.by_version[0])
     return start_engine(cpu_settings(folder, k=1))
 
 
@@ -80,7 +80,7 @@ def test_logprobs_are_those_of_the_policy(engine: VllmEngine, run: Loop, weights
         assert len(sample.response_ids) == len(sample.behaviour_logprobs) == len(sample.loss_mask) == 40
         assert sample.speculation.drafted == sample.speculation.steps > 0
         assert sample.speculation.accepted == sample.speculation.accepted_by_position[0]
-        assert_matches(sample, weights.made.__getitem__, temperature)
+        assert_matches(sample, weights.by_version.__getitem__, temperature)
 
 
 def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +116,9 @@ def test_delayed_requests_get_the_same_responses(engine: VllmEngine, run: Loop, 
     hold, holds = AdmissionBursts.hold, []
 
     def count(self: AdmissionBursts, now: float, running: int, waiting: int) -> bool:
-        held = hold(self, now, running, waiting)
-        holds.append(held)
-        return held
+        holds_back = hold(self, now, running, waiting)
+        holds.append(holds_back)
+        return holds_back
 
     async def many() -> list[Sample]:
         return await asyncio.gather(*(engine.generate(request(200 + index, 5 + index % 30)) for index in range(160)))
@@ -132,7 +132,7 @@ def test_delayed_requests_get_the_same_responses(engine: VllmEngine, run: Loop, 
     assert sum(holds) >= 5
     assert [sample.response_ids.tolist() for sample in held_back] == [sample.response_ids.tolist() for sample in at_once]
     for sample in held_back[::20]:
-        assert_matches(sample, weights.made.__getitem__)
+        assert_matches(sample, weights.by_version.__getitem__)
 
 
 def test_other_requests_keep_their_own_logprobs(engine: VllmEngine, run: Loop) -> None:
@@ -146,11 +146,11 @@ def test_other_requests_keep_their_own_logprobs(engine: VllmEngine, run: Loop) -
             last = output
         return last
 
-    async def beside() -> tuple[Any, list[Sample]]:
+    async def together() -> tuple[Any, list[Sample]]:
         tasks = [asyncio.ensure_future(engine.generate(request(70 + index, 10 * index + 10))) for index in range(4)]
-        return await ask("beside"), await asyncio.gather(*tasks)
+        return await ask("together"), await asyncio.gather(*tasks)
 
-    alone, (among, late) = run(ask("alone")), run(beside())
+    alone, (among, late) = run(ask("alone")), run(together())
     assert len(among.outputs) == 2 and [len(sample.behaviour_logprobs) for sample in late] == [10, 20, 30, 40]
     pairs = [(alone.prompt_logprobs[1:], among.prompt_logprobs[1:])]
     for one, other in zip(alone.outputs, among.outputs, strict=True):
@@ -215,7 +215,7 @@ def test_aborted_response_is_continued(engine: VllmEngine, run: Loop, weights: W
     assert whole.response_ids[: len(retained)].tolist() == retained
     assert len(whole.response_ids) == 200
     assert whole.finish_reason == "length"
-    assert_matches(whole, weights.made.__getitem__)
+    assert_matches(whole, weights.by_version.__getitem__)
 
 
 def test_delayed_abort_keeps_the_response_consistent(
@@ -251,10 +251,10 @@ def test_delayed_abort_keeps_the_response_consistent(
     assert 3 <= len(long.response_ids) < 200
     for sample in (short, long, newest):
         assert len(sample.response_ids) == len(sample.behaviour_logprobs) == len(sample.loss_mask)
-        assert_matches(sample, weights.made.__getitem__)
+        assert_matches(sample, weights.by_version.__getitem__)
         run(engine.generate(GenerationRequest(sample, 200)))
         assert len(sample.response_ids) == 200
-        assert_matches(sample, weights.made.__getitem__)
+        assert_matches(sample, weights.by_version.__getitem__)
     assert run(engine.health()).alive and not retained
 
 
@@ -267,20 +267,20 @@ def test_an_update_during_generation(engine: VllmEngine, run: Loop, weights: Wei
         manifest = weights.publish(bucket_bytes=bucket_bytes)
         assert len(manifest.sections["target"].buckets) == (1 if bucket_bytes > 1 << 20 else pytest.approx(600, abs=200))
         report = await engine.update(manifest, verify=True)
-        assert (report.version, report.verified) == (before + 1, len(weights.made[0]))
+        assert (report.version, report.verified) == (before + 1, len(weights.by_version[0]))
         return await asyncio.gather(*tasks)
 
     for sample in run(update()):
         assert [span.version for span in sample.version_spans] == [weights.newest - 1, weights.newest]
-        assert_matches(sample, weights.made.__getitem__)
+        assert_matches(sample, weights.by_version.__getitem__)
 
 
 def assert_labelled(sample: Sample, weights: Weights, version: int, neighbour: int) -> None:
     """All tokens are of one version, and their log-probs are its own and not those of its neighbour."""
     assert [(span.start, span.end, span.version) for span in sample.version_spans] == [(0, 40, version)]
-    assert_matches(sample, weights.made.__getitem__)
+    assert_matches(sample, weights.by_version.__getitem__)
     with pytest.raises(AssertionError):
-        assert_matches(sample, lambda _: weights.made[neighbour])
+        assert_matches(sample, lambda _: weights.by_version[neighbour])
 
 
 def test_a_sync_between_submission_and_first_token_labels_every_token_with_the_new_version(
@@ -326,10 +326,10 @@ def test_an_update_of_the_drafter_alone_changes_no_policy(engine: VllmEngine, ru
     before = run(engine.checksums())
     run(engine.update(weights.publish(sections=["draft"]), verify=True))
     after = run(engine.checksums())
-    assert {name for name in before if before[name] != after[name]} == {name for name in weights.made[0] if ".mtp_layers." in name}
+    assert {name for name in before if before[name] != after[name]} == {name for name in weights.by_version[0] if ".mtp_layers." in name}
     sample = run(engine.generate(request(21)))
     assert [span.version for span in sample.version_spans] == [weights.newest]
-    assert_matches(sample, lambda version: weights.made[last])
+    assert_matches(sample, lambda version: weights.by_version[last])
     run(engine.update(weights.publish()))
 
 
@@ -358,7 +358,7 @@ def test_weights_that_do_not_fit_change_nothing(engine: VllmEngine, run: Loop, w
     with pytest.raises(PlanMismatch, match=message):
         run(engine.update(manifest))
     assert (run(engine.checksums()), engine.version) == (live, version)
-    assert_matches(run(engine.generate(request(31))), weights.made.__getitem__)
+    assert_matches(run(engine.generate(request(31))), weights.by_version.__getitem__)
 
 
 def test_version_must_increase(engine: VllmEngine, run: Loop, weights: Weights) -> None:
@@ -396,7 +396,7 @@ def test_a_broken_off_update_returns_to_the_version_before(engine: VllmEngine, r
     with pytest.raises(SyncError, match="bucket 40 of section target cannot be read"):
         run(engine.update(manifest))
     assert (run(engine.checksums()), engine.version) == (live, version)
-    assert_matches(run(engine.generate(request(41))), weights.made.__getitem__)
+    assert_matches(run(engine.generate(request(41))), weights.by_version.__getitem__)
     run(engine.update(weights.publish(), verify=True))
 
 
@@ -416,7 +416,7 @@ def test_engine_implements_the_weight_target_protocol(engine: VllmEngine, run: L
         await engine.resume()
         return report.verified
 
-    assert run(drive()) == len(weights.made[0])
+    assert run(drive()) == len(weights.by_version[0])
 
 
 def test_unsupported_head_size_is_rejected_before_loading(run: Loop, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_parameters_after_a_sync_equal_loaded_ones(served: Any, loop: Loop, buck
             same = [
                 name for name, value in changed.items() if value.numel() and torch.equal(value, loaded[name]) and value.unique().numel() > 1
             ]
-            assert not same, "drawn anew, and not taken in"
+            assert not same, "drawn again instead of received"
     after = parameters(engine)
     assert [name for name in loaded if not torch.equal(loaded[name], after[name])] == []
     again = ask(engine, loop)

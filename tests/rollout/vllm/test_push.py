@@ -157,10 +157,10 @@ def test_kill_during_a_bucket_leaves_one_version(engine: VllmEngine, run: Loop, 
         if doomed is not None:
             doomed.take(manifest)
             # In a thread: the engine holds up the loop that it shares with this test until the transfer ends.
-            Thread(target=tell, args=(manifest, doomed)).start()
+            Thread(target=send, args=(manifest, doomed)).start()
         return await cancel_on_error(manifest, engine.update(manifest, verify=True))
 
-    def tell(manifest: Manifest, doomed: Receiver) -> None:
+    def send(manifest: Manifest, doomed: Receiver) -> None:
         doomed.process.join()
         cancel(manifest, "a receiver of the weights gave up: it was killed")
 

@@ -130,7 +130,7 @@ def version(server: Server) -> int:
 
 @pytest.fixture
 def adapted(server: Server, tmp_path: Path) -> Server:
-    """The server with an adapter: that of the test before, or where there is none one of its own."""
+    """The server with an adapter: that of the previous test, or a new one."""
     if all(model["id"] != "mtpctl" for model in server.ask("/v1/models")["data"]):
         sends = adapters.publisher(tmp_path / "first", sections=("adapter",))
         sync(server, sends.publish(adapters.adapter(BASE, 9).items(), version(server) + 1, checksums=True))

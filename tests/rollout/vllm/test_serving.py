@@ -153,13 +153,15 @@ def test_a_seed_repeats_a_steered_response(ask: Ask) -> None:
 
 
 def test_steered_and_trained_requests_do_not_disturb_each_other(engines: dict[int, VllmEngine], run: Loop, ask: Ask) -> None:
-    """Log-probs of plain requests stay those of the policy, whatever is beside them in the batch."""
+    """Log-probs of plain requests stay those of the policy, whatever else is in the batch."""
 
     async def many() -> list[Sample]:
         steered = [Steering(frequency_penalty=2.0), Steering(grammar={"choice": ["blue", "green"]}), Steering(allowed_token_ids=[65, 66])]
         plain = [GenerationRequest(Sample(f"p{n}", "g", list(PROMPT)), 30, seed=n, temperature=0.8) for n in range(4)]
-        beside = [GenerationRequest(Sample(f"s{n}", "g", list(PROMPT)), 30, seed=n, steering=each) for n, each in enumerate(steered)]
-        return (await asyncio.gather(*map(engines[2].generate, [*plain, *beside])))[:4]
+        steered_requests = [
+            GenerationRequest(Sample(f"s{n}", "g", list(PROMPT)), 30, seed=n, steering=each) for n, each in enumerate(steered)
+        ]
+        return (await asyncio.gather(*map(engines[2].generate, [*plain, *steered_requests])))[:4]
 
     for sample in run(many()):
         scored = reference_logprobs(CONFIG, TENSORS, sample.token_ids.tolist(), 0.8)[len(PROMPT) - 1 :]

@@ -35,10 +35,10 @@ def simulate(
     held_since: float | None = None
     for _ in range(steps):
         waiting = max(waiting, slots + slots // 16 - len(lengths))
-        held = holds and bursts.hold(now, len(lengths), waiting)
-        held_since = (now if held_since is None else held_since) if held else None
+        holds_back = holds and bursts.hold(now, len(lengths), waiting)
+        held_since = (now if held_since is None else held_since) if holds_back else None
         longest = max(longest, now - held_since) if held_since is not None else longest
-        admitted = 0 if held else min(waiting, slots - len(lengths))
+        admitted = 0 if holds_back else min(waiting, slots - len(lengths))
         waiting -= admitted
         lengths += [int(draw.expovariate(1 / mean)) + 1 for _ in range(admitted)]
         # A prompt whose group is in the prefix cache has only its last block to compute.

@@ -78,7 +78,7 @@ def test_a_core_has_the_environment_threads_and_name_that_the_actor_gives(
 
 def test_cores_are_spawned_by_vllm_without_a_prepared_fork_server(fork_server: forkserver.ForkServer) -> None:
     assert not isinstance(core_context(), cores.CoreContext)
-    fork_server.ensure_running()  # of somebody else
+    fork_server.ensure_running()  # of another user
     cores.start_fork_server()
     assert not isinstance(core_context(), cores.CoreContext)
     fork_server._stop()  # type: ignore[attr-defined]
@@ -134,12 +134,12 @@ def ends(*processes: int) -> None:
 @pytest.mark.slow
 def test_an_engine_in_separate_processes_answers(tmp_path: Path) -> None:
     settings = cpu_settings(toy_folder(MIMO, tmp_path, 0, "fp32"), dtype="fp32", max_in_flight=8)
-    kept = {name: value for name, value in settings.environment.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    variables = {name: value for name, value in settings.environment.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     settings = dataclasses.replace(
         settings,
         in_loop=False,
         args=settings.args | {"distributed_executor_backend": "mp"},
-        environment=kept | {"OMP_NUM_THREADS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+        environment=variables | {"OMP_NUM_THREADS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
     )
 
     async def answer() -> tuple[int, list[str]]:

@@ -13,7 +13,7 @@ from mtpctl.rollout.vllm.patches import verification
     [
         (3, 4, 3, 3),  # the whole step is of the response
         (3, 2, 2, 2),  # the second draft was its end
-        (1, 1, 1, 1),  # so was the first one; of what came behind it nobody could know
+        (1, 1, 1, 1),  # so was the first one; what came behind it was unknown
         (0, 1, 1, 0),  # the end came in place of the first draft: that one was wrong, the others were behind it
         (1, 2, 2, 1),
     ],

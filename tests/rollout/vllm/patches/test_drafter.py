@@ -94,12 +94,12 @@ def test_only_recent_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
 class Event:
     """A CUDA event that has passed, or not."""
 
-    made: list[Event]
+    created: list[Event]
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
         self.passed = True
-        Event.made.append(self)
+        Event.created.append(self)
 
     def record(self) -> None:
         pass
@@ -113,11 +113,11 @@ class Event:
 
 
 def test_steps_that_the_gpu_has_not_finished_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
-    Event.made = []
+    Event.created = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     times = DraftTimes()
     for _ in range(2):
         times.begin(2, torch.device("cuda"))()
     times.begin(1, torch.device("cuda"))()
-    Event.made[-1].passed = False
+    Event.created[-1].passed = False
     assert times.take() == {2: pytest.approx(0.0015)}

@@ -25,7 +25,7 @@ def processor(*, late: bool, flat: bool = True) -> Any:
 
 
 def rows(count: int, columns: int = 1) -> LogprobsLists:
-    """Rows of sampled tokens; behind each, as many others as somebody else in the step asked for."""
+    """Rows of sampled tokens; behind each, as many others as another request in the step needs."""
     draw = np.random.default_rng(count)
     ids = draw.integers(1000, size=(count, columns))
     return LogprobsLists(ids, -draw.random((count, columns)).astype(np.float32), draw.integers(9, size=count))

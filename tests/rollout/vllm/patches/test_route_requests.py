@@ -178,7 +178,7 @@ def test_pending_rows_are_read_before_an_abort() -> None:
     assert np.array_equal(gpu.connector.pending(request), rows_of(tokens[2:5]))
     gpu.run(request, 5, [20, 99])
     assert np.array_equal(gpu.connector.pending(request), rows_of(tokens[2:5])), (
-        "token 20 has another one behind it, which nobody knows yet"
+        "token 20 has another one behind it, which is not known yet"
     )
     gpu.give_up(request)
     assert np.array_equal(gpu.connector.pending(request), rows_of(tokens[2:5]))

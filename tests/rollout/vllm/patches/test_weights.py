@@ -52,7 +52,7 @@ def test_upstream_drops_the_weight(packing: str) -> None:
 
 @pytest.mark.parametrize("remove", [True, False])
 def test_patched_layer_keeps_and_uses_its_weight(packing: str, remove: bool) -> None:
-    """`remove` is False for an output head, whose parameter upstream keeps beside a packed copy."""
+    """`remove` is False for an output head, whose parameter upstream keeps in addition to a packed copy."""
     linear, x = layer(), torch.randn(3, 64).bfloat16()
     utils.dispatch_cpu_unquantized_gemm(linear, remove)
     assert linear.weight.shape == (32, 64), packing
@@ -63,7 +63,7 @@ def test_patched_layer_keeps_and_uses_its_weight(packing: str, remove: bool) -> 
 
 @pytest.mark.parametrize("cpu", ["arm", "x86", "plain"])
 def test_convolutions_keep_the_loaded_layout(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed on Arm and on x86 with AVX-512 BF16, and then the loaded layout lies beside it."""
+    """Packed on Arm and on x86 with AVX-512 BF16, and then the loaded layout is kept too."""
     install()
     monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: CpuArchEnum.ARM if cpu == "arm" else CpuArchEnum.X86)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"bf16": True})
