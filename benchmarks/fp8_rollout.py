@@ -4,8 +4,9 @@ The engines of a model start concurrently, each in a separate process on the sam
 requests; an engine that is not measured idles. Unless `--no-syncs` is given, the FP8 engine (with drafts if the model has MTP layers) is
 also updated three times, and its live tensors are compared with those of a new engine that loads the folder that `convert-hf --dtype fp8`
 exports. Without `--model`, models with the shapes of MiMo-7B (with its MTP layer as drafter) and Qwen3-30B-A3B and random weights are used;
-their drafts are almost never accepted, so acceptance needs a trained model. `--without-deep-gemm` adds FP8 engines that use CUTLASS. Exit
-code 6: FP8 is less than 1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or live tensors differ.
+their drafts are almost never accepted, so acceptance needs a trained model. `--without-deep-gemm` adds FP8 engines that use CUTLASS, and
+`--host-limited` FP8 engines with the settings of small models, whose steps the host limits. Exit code 6: FP8 is less than 1.2 times (1.3
+with experts, 1.15 with drafts) as fast as bf16, or live tensors differ.
 
     python benchmarks/fp8_rollout.py
     python benchmarks/fp8_rollout.py --model FOLDER      # a trained model
@@ -56,7 +57,13 @@ def make_settings(order: dict[str, Any]) -> Any:
         engine_args=args,
         **sizes,
     )  # type: ignore[arg-type]
-    return engine_settings(config, model=order["folder"], precision="bf16", device=device)  # type: ignore[arg-type]
+    return engine_settings(
+        config,
+        model=order["folder"],
+        precision="bf16",
+        device=device,  # type: ignore[arg-type]
+        host_limited=order["host_limited"],
+    )
 
 
 async def measure_rate(engine: Any, requests: int, prompt: int, tokens: int, vocab: int) -> tuple[float, float | None]:
@@ -165,15 +172,20 @@ def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[s
 
     shape = HfFolder.open(folder).shape
     order = {"toy": arguments.toy, "folder": str(folder), "work": str(work), "vocab": arguments.prompt_vocab or shape.vocab}
-    order |= {"prompt": arguments.prompt, "tokens": arguments.tokens, "eager": False, "profile": arguments.profile}
+    order |= {"prompt": arguments.prompt, "tokens": arguments.tokens, "eager": False, "host_limited": False, "profile": arguments.profile}
     order["kv_cache_bytes"] = 64 << 20 if arguments.toy else int(arguments.kv_gib * (1 << 30))
-    kinds = {"bf16": ("none", {}), "FP8": ("fp8", WITH_DEEP_GEMM)}
+    kinds: dict[str, tuple[dict[str, object], dict[str, str]]] = {
+        "bf16": ({"quantization": "none"}, {}),
+        "FP8": ({"quantization": "fp8"}, WITH_DEEP_GEMM),
+    }
     if arguments.without_deep_gemm:
-        kinds["FP8 without DeepGEMM"] = ("fp8", WITHOUT_DEEP_GEMM)
+        kinds["FP8 without DeepGEMM"] = ({"quantization": "fp8"}, WITHOUT_DEEP_GEMM)
+    if arguments.host_limited:
+        kinds["FP8, host-limited"] = ({"quantization": "fp8", "host_limited": True}, WITH_DEEP_GEMM)
     engines = {
-        (drafts, kind): EngineProcess(order | {"quantization": quantization, "drafts": drafts}, variables)
+        (drafts, kind): EngineProcess(order | changes | {"drafts": drafts}, variables)
         for drafts in (arguments.drafts if shape.mtp_layers else (0,))
-        for kind, (quantization, variables) in kinds.items()
+        for kind, (changes, variables) in kinds.items()
     }
     for (drafts, kind), engine in engines.items():
         print(f"{name}, {drafts} draft tokens, {kind}: started after {engine.read_result():.0f} s", file=sys.stderr, flush=True)
@@ -239,6 +251,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3, help="measured rounds, after five for warm-up")
     options.add_argument("--kv-gib", type=float, default=20.0, help="KV cache of each engine")
     options.add_argument("--without-deep-gemm", action="store_true", help="also measure FP8 without DeepGEMM (CUTLASS)")
+    options.add_argument("--host-limited", action="store_true", help="also measure FP8 with the settings of small models")
     options.add_argument("--no-syncs", dest="syncs", action="store_const", const=0, default=3, help="measure only the rates")
     options.add_argument(
         "--profile", default="", help="write a trace of each engine with the first of --requests into this folder; GPU only"
