@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harness import finish, parser, print_environment
-from mtpctl.bench.fused_kernels import TIMER, Inputs, Output, Shape, make_inputs, measure_peak_gib, time_in_turns
+from mtpctl.bench.fused_kernels import TIMED_WORK, Inputs, Output, Shape, make_inputs, measure_peak_gib, time_in_turns
 from mtpctl.bench.report import format_number, format_spread, markdown_table
 from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.drafts import Draft
@@ -107,7 +107,7 @@ def main() -> None:
             if peak is not None and peak > MAX_GIB * shape.scale:
                 misses.append(f"{mode} tv: {peak:.2f} GiB, bound {MAX_GIB * shape.scale:.2f}")
     print_environment()
-    print(f"{shape}. The timer covers: {TIMER}\n")
+    print(f"{shape}. The timer covers: {TIMED_WORK}\n")
     print(markdown_table(("head", "depth's loss", "where", "ms (fastest–slowest)", "the depth's ms", "× ce", "GiB"), rows))
     finish(misses)
 

@@ -149,7 +149,7 @@ class Measurement:
     def check(self, talk: Talk, samples: list[Sample]) -> None:
         """Assert that every answer has the right length and, if the model's answers are known, the right tokens."""
         for sample in samples:
-            assert sample.sampled == talk.turns * talk.tokens, f"{sample.sampled} tokens instead of {talk.turns * talk.tokens}"
+            assert sample.num_sampled == talk.turns * talk.tokens, f"{sample.num_sampled} tokens instead of {talk.turns * talk.tokens}"
             if self.vocab is None:
                 continue
             ids, begin = sample.token_ids.tolist(), len(sample.prompt_ids)

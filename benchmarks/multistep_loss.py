@@ -22,7 +22,7 @@ from torch import Tensor
 
 from harness import finish, parser, print_environment
 from kernel_errors import draft_loss, relative_error
-from mtpctl.bench.fused_kernels import TIMER, Inputs, Output, Shape, make_inputs, measure_peak_gib, time_in_turns
+from mtpctl.bench.fused_kernels import TIMED_WORK, Inputs, Output, Shape, make_inputs, measure_peak_gib, time_in_turns
 from mtpctl.bench.report import format_number, format_spread, markdown_table
 from mtpctl.kernels.backend import DraftLoss
 from mtpctl.kernels.drafts import Draft
@@ -153,7 +153,7 @@ def main() -> None:
             if peak is not None and peak > MAX_GIB * shape.scale:
                 misses.append(f"{loss}: {peak:.2f} GiB, bound {MAX_GIB * shape.scale:.2f}")
     print_environment()
-    print(f"{shape}, {options.depths} depths. The timer covers: {TIMER}\n")
+    print(f"{shape}, {options.depths} depths. The timer covers: {TIMED_WORK}\n")
     print(markdown_table(("depths' loss", "ms (fastest–slowest)", "the depths' ms", "× tv", "GiB"), rows))
     errors = []
     for loss in CHAINED:

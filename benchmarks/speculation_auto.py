@@ -148,7 +148,7 @@ async def measure(options: Options, folder: Path) -> list[str]:
 
 async def _row(options: Options, pools: dict[str, ReplicaPool], batch: int, *, weak: bool) -> str:
     await pools[AUTO].control_speculation(-1)  # Discards the measurements for the previous load.
-    looking: dict[str, float] = {}
+    first_round: dict[str, float] = {}
     ratios: dict[str, list[float]] = {name: [] for name in pools}
     off: list[float] = []
     accepted: dict[str, float] = {}
@@ -158,7 +158,7 @@ async def _row(options: Options, pools: dict[str, ReplicaPool], batch: int, *, w
         for name, pool in pools.items():
             rates[name], accepted[name] = await send(pool, options, batch, weak=weak)
         if number < 0:
-            looking = rates
+            first_round = rates
             continue
         off.append(rates[OFF])
         for name, rate in rates.items():
@@ -166,8 +166,9 @@ async def _row(options: Options, pools: dict[str, ReplicaPool], batch: int, *, w
     state = (await pools[AUTO].control_speculation())[0]
     cells = [_cell(ratios[name], accepted[name]) for name in (FIXED, AUTO, VLLM)]
     scheduled = next(drafts for low, high, drafts in options.schedule if low <= batch <= high)
+    first_ratio = first_round[AUTO] / first_round[OFF]
     return (
-        f"| {'weak' if weak else 'good'} | {batch} | {statistics.median(off):,.0f} | {cells[0]} | {looking[AUTO] / looking[OFF]:.3f} "
+        f"| {'weak' if weak else 'good'} | {batch} | {statistics.median(off):,.0f} | {cells[0]} | {first_ratio:.3f} "
         f"| {cells[1]}, {state['drafts']} drafts | {cells[2]}, {scheduled} drafts |"
     )
 
@@ -217,7 +218,7 @@ def main() -> None:
         gpus = int(options.device == "cuda")
         with cluster(ClusterConfig(device=options.device, num_cpus=None if gpus else 5), cpus=4, gpus=gpus):
             rows = asyncio.run(measure(options, folder))
-    head = ["head", "in flight", "no speculation, tokens/s", f"fixed, {options.drafts} drafts", "auto, looking", "auto", VLLM]
+    head = ["head", "in flight", "no speculation, tokens/s", f"fixed, {options.drafts} drafts", "auto, first trials", "auto", VLLM]
     table = "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
     print(f"\n{table}\n\n{time.perf_counter() - began:.0f} s in all", flush=True)
     if args.out is not None:

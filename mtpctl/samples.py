@@ -197,12 +197,12 @@ class Sample:
         return self.prompt_ids + self.response_ids
 
     @property
-    def parts(self) -> list[Sample]:
-        """All samples of the trajectory in order; only this one unless an agent created several."""
+    def trajectory(self) -> list[Sample]:
+        """All samples of this trajectory in order; only this one unless an agent created several."""
         return [*self.earlier, self] if self.earlier else [self]
 
     @property
-    def sampled(self) -> int:
+    def num_sampled(self) -> int:
         """Number of response tokens that the policy sampled, which are in the loss."""
         return self.loss_mask.tobytes().count(1)
 
@@ -217,7 +217,7 @@ class Sample:
         return f"{self.prompt_id}/{self.index}"
 
     @property
-    def routed(self) -> int:
+    def num_routed(self) -> int:
         """Number of leading tokens with routes, counted from the start of the prompt."""
         return 0 if self.routes is None else len(self.routes)
 
@@ -327,7 +327,7 @@ def response_limit(sample: Sample, *, max_tokens: int, context: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Steering:
+class ExtraSampling:
     """Additional sampling parameters of served requests, as in vLLM. Training objectives do not support them.
 
     `logit_bias`: by token id. `allowed_token_ids`: None for all. `grammar`: keyword arguments of vLLM's `StructuredOutputsParams`; empty
@@ -347,10 +347,10 @@ class Steering:
     @property
     def changed(self) -> list[str]:
         """The names of the settings that differ from their defaults."""
-        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(_DEFAULT_STEERING, each.name)]
+        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(_DEFAULT_EXTRA_SAMPLING, each.name)]
 
 
-_DEFAULT_STEERING = Steering()
+_DEFAULT_EXTRA_SAMPLING = ExtraSampling()
 
 
 class Unwanted(asyncio.Event):
@@ -401,7 +401,7 @@ class GenerationRequest:
             a request to an engine. Waiting for a free slot does not count.
         unwanted: set when the response is no longer needed. Generation is then cancelled, and the sample is returned without new tokens.
         problem: the input of the environment; not sent to engines.
-        steering: set only for served requests, which are not trained on.
+        extra_sampling: set only for served requests, which are not trained on.
     """
 
     sample: Sample
@@ -415,7 +415,7 @@ class GenerationRequest:
     deadline_s: float = 600.0
     unwanted: Unwanted | None = None
     problem: object = None
-    steering: Steering | None = None
+    extra_sampling: ExtraSampling | None = None
 
     def attempt(self) -> GenerationRequest:
         """The request to an engine for a copy of the sample, without the fields that only a pool uses."""

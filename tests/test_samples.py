@@ -127,19 +127,19 @@ def test_the_response_limit_is_max_tokens_or_the_rest_of_the_context(context: in
 def test_routes_cover_all_tokens_but_the_last_and_are_copied_and_pickled() -> None:
     """Across an abort, the environment's reply and a cut. The next request provides the row of the previously last token."""
     s, rows = sample(), np.arange(20, dtype=np.uint8).reshape(10, 1, 2)
-    assert s.routed == 0
+    assert s.num_routed == 0
     s.append([10, 11], [-0.125, -0.25], version=4)
     s.add_routes(rows[:5])  # the core had read the last token too
-    assert s.routed == 4 and s.routes is not None
+    assert s.num_routed == 4 and s.routes is not None
     s.append([20, 21], [0.0, 0.0], version=4, trained=False)
     s.append([12], [-0.125], version=5)
     s.add_routes(rows[4:7])
-    assert np.array_equal(s.routes, rows[:7]) and s.routed == s.length - 1
+    assert np.array_equal(s.routes, rows[:7]) and s.num_routed == s.length - 1
     again = Sample.from_dict(json.loads(json.dumps(s.to_dict())))
     assert again.routes is not None and again.routes.dtype == np.uint8 and np.array_equal(again.routes, s.routes)
     copy = s.copy()
     copy.truncate(2)
-    assert (copy.routed, s.routed) == (4, 7) and Sample.from_dict(copy.to_dict()) == copy
+    assert (copy.num_routed, s.num_routed) == (4, 7) and Sample.from_dict(copy.to_dict()) == copy
 
 
 def test_arrays_are_created_from_any_iterable() -> None:
@@ -147,7 +147,7 @@ def test_arrays_are_created_from_any_iterable() -> None:
     created = Sample(
         "p", "g", [1, 2], response_ids=range(3), loss_mask=[True, 0, 1], behaviour_logprobs=(-0.5, 0.0, -1.0), old_logprobs=[-1] * 3
     )
-    assert created.token_ids.tolist() == [1, 2, 0, 1, 2] and created.sampled == 2
+    assert created.token_ids.tolist() == [1, 2, 0, 1, 2] and created.num_sampled == 2
     assert json.loads(json.dumps(created.to_dict()))["loss_mask"] == [1, 0, 1]
     assert Sample.from_dict(created.to_dict()) == created
     assert created.response_ids and not Sample("p", "g", [1]).response_ids

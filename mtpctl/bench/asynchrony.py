@@ -39,7 +39,7 @@ ARMS = (
     Arm(PARTIAL, "the same; responses in flight continue under new weights", ("async.partial_rollout=true", _WITHOUT_SERVER)),
     Arm(PARTIAL_SERVER, "the same; old log-probs by the log-prob server", ("async.partial_rollout=true", "logprob.standalone=true")),
 )
-TIMER = (
+TIMED_WORK = (
     "RL from its first update, all waiting and syncs included; evaluations excluded, an update after one counting as the mean of the "
     "others until the next; and separately the wall time with evaluations"
 )
@@ -353,7 +353,7 @@ def to_document(
     return {
         "bench": "async",
         "environment": environment,
-        "timer": TIMER,
+        "timer": TIMED_WORK,
         "late_evaluations": LATE_EVALUATIONS,
         "levels": level_by_seed,
         "tolerance": tolerance,

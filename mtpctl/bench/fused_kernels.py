@@ -1,8 +1,9 @@
 """`mtpctl bench fused-kernels`: time and memory of the LM head's log-probs and policy loss, relative to the matrix products alone.
 
-`TIMER` describes what is timed, with CUDA events on a GPU and the wall clock on a CPU. Cases alternate for several rounds, so that drift of
-the GPU's clock affects all of them equally. The floor is torch's matrix products alone: one for forward, three for forward and backward.
-Memory is the peak beyond the inputs and the returned gradients. `benchmarks/kernel_errors.py` compares the same cases with float64.
+`TIMED_WORK` describes what is timed, with CUDA events on a GPU and the wall clock on a CPU. Cases alternate for several rounds, so that
+drift of the GPU's clock affects all of them equally. The floor is torch's matrix products alone: one for forward, three for forward and
+backward. Memory is the peak beyond the inputs and the returned gradients. `benchmarks/kernel_errors.py` compares the same cases with
+float64.
 
 Shape legend: N rows, H hidden size, V vocabulary.
 """
@@ -33,7 +34,7 @@ SETTLE_MS = 250
 REFERENCE_ROWS, REFERENCE_HIDDEN, REFERENCE_VOCAB = 8192, 4096, 151680
 SLACK_ELSEWHERE = 1.1
 """Factor on the bounds of time ratios at shapes other than the reference shape, for which the bounds are set."""
-TIMER = (
+TIMED_WORK = (
     "one whole call from hidden states and weight to results on the device, argument checks and launches included, "
     "data creation and compilation excluded; median of 15 runs, in three rounds in which all cases take turns, each after running for "
     "250 ms untimed"
@@ -381,4 +382,4 @@ def format_verdict(results: list[Result]) -> list[str]:
 
 
 def to_document(results: list[Result]) -> dict[str, object]:
-    return {"environment": describe_machine(), "timer": TIMER, "results": [asdict(r) for r in results]}
+    return {"environment": describe_machine(), "timer": TIMED_WORK, "results": [asdict(r) for r in results]}

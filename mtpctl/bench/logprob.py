@@ -44,7 +44,7 @@ from mtpctl.trainer.head import Head
 from mtpctl.web.guard import HttpBounds
 from mtpctl.web.server import listen
 
-TIMER = (
+TIMED_WORK = (
     "bare: MegatronEngine.score in the replica's process, from token lists to lists of numbers, packing included; "
     "server: from the caller's `score` to its answer, in the caller's process; HTTP: from the request's first byte to the decoded answer"
 )
@@ -382,4 +382,4 @@ def format_table(report: Report) -> str:
 
 def to_document(report: Report, environment: Environment, workload: Workload) -> dict[str, Any]:
     findings = [{**asdict(f), "missed": f.missed} for f in report.findings]
-    return {"environment": environment, "timer": TIMER, "options": asdict(workload), "findings": findings, "seconds": report.times}
+    return {"environment": environment, "timer": TIMED_WORK, "options": asdict(workload), "findings": findings, "seconds": report.times}

@@ -64,7 +64,7 @@ def make_drafter_arms(
     return trained_arms + baselines
 
 
-TIMER = (
+TIMED_WORK = (
     "tokens/s: response tokens of the last updates, divided by the wall time of those updates (syncs and waiting included, evaluations "
     "excluded). While busy: divided only by the time in which the engines had requests"
 )
@@ -151,7 +151,7 @@ def to_document(results: list[Result], environment: Environment, last_updates: i
     return {
         "bench": "mtp",
         "environment": environment,
-        "timer": TIMER,
+        "timer": TIMED_WORK,
         "last_updates": last_updates,
         "results": [asdict(r) for r in results],
         "trained_against_frozen": None if difference is None else asdict(difference),

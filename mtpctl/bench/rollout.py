@@ -51,7 +51,7 @@ MIN_GAIN_SHARE = 0.9
 """With one draft token and at most `MAX_GAIN_BATCH` requests, the speed-up must be at least this share of `gain_with_free_verification`."""
 MAX_GAIN_BATCH = 64
 RUN_TIMEOUT_S = 300.0
-TIMER = (
+TIMED_WORK = (
     "from sending the first request to receiving the last answer, prefill included; engine start and one warm-up round excluded. "
     "All engines are loaded at the same time and alternate; a ratio is the median of the rounds' ratios"
 )
@@ -350,7 +350,7 @@ async def _measure_auto(bench: Bench, table: Table, workload: Workload, plain: R
     senders = {OFF: bench.sender_for(plain), what: bench.sender_for(drafting)}
     await drafting.control_speculation(-1)
     first_round = await send_alternately(workload, senders, 1, warm_up=False)
-    table.add(make_row(f"{what}, looking", workload, first_round[what], first_round[OFF]))
+    table.add(make_row(f"{what}, first trials", workload, first_round[what], first_round[OFF]))
     await drafting.control_speculation()
     rounds = bench.options.rounds
     runs = await send_alternately(workload, senders, rounds, warm_up=False)
@@ -415,4 +415,4 @@ def format_verdict(results: list[Result]) -> list[str]:
 
 
 def to_document(options: Options, results: list[Result]) -> dict[str, object]:
-    return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMER, "results": [asdict(r) for r in results]}
+    return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMED_WORK, "results": [asdict(r) for r in results]}

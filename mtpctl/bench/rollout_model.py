@@ -37,7 +37,7 @@ LENGTH_SPREAD = 0.75
 GPU_MEMORY_FRACTION = 0.8
 """Share of GPU memory for all engines together."""
 RUN_TIMEOUT_S = 300.0
-TIMER = (
+TIMED_WORK = (
     "from sending the first request to receiving the last response, prefill included; engine start and one warm-up round excluded. "
     "All engines are loaded at the same time and alternate; a ratio is the median of the rounds' ratios"
 )
@@ -324,7 +324,7 @@ def default_arms(batches: Sequence[int], engines: int) -> list[Arm]:
 def run_benchmark(options: Options, arms: Sequence[Arm], report: Report) -> list[Result]:
     """Measure the arms on one GPU, or on CPUs. Prints the table's head first, and each row as soon as it is measured."""
     bench = ModelBench(options, arms)
-    report(f"The timer covers: {TIMER}.\n{HEADINGS}\n{RULE}")
+    report(f"The timer covers: {TIMED_WORK}.\n{HEADINGS}\n{RULE}")
     gpus = int(options.device == "cuda")
     config = ClusterConfig(device=options.device, num_cpus=bench.num_engines + 1)
     with cluster(config, cpus=bench.num_engines, gpus=gpus):
@@ -332,4 +332,4 @@ def run_benchmark(options: Options, arms: Sequence[Arm], report: Report) -> list
 
 
 def to_document(options: Options, results: Sequence[Result]) -> dict[str, object]:
-    return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMER, "results": [asdict(r) for r in results]}
+    return {"options": {**asdict(options), "folder": str(options.folder)}, "timer": TIMED_WORK, "results": [asdict(r) for r in results]}

@@ -35,7 +35,7 @@ from mtpctl.sync.transports.base import TransferStats
 if TYPE_CHECKING:
     from mtpctl.rollout.vllm.engine import VllmEngine
 
-TIMER = "announcement to last resume: export, packing, transfer, loading into target and drafter; a stall from pause to resume"
+TIMED_WORK = "announcement to last resume: export, packing, transfer, loading into target and drafter; a stall from pause to resume"
 BOUNDS = {"wire": 2.0, "seconds": 0.15, "fp8_seconds": 0.09, "stall": 0.6, "memory_gib": 1.0, "tiny_seconds": 0.05}
 """wire: relative to link time. seconds, fp8_seconds, stall: for MiMo-7B. memory_gib: in addition to two buckets. tiny_seconds: of a sync
 on a CPU."""
@@ -374,4 +374,4 @@ def to_document(results: list[Result], environment: Environment, options: Mappin
     for r in results:
         medians = {name: statistics.median(getattr(r, name)) for name in names}
         rows.append({**asdict(r), "link_seconds": r.link_seconds, "median": medians})
-    return {"environment": environment, "timer": TIMER, "options": options, "results": rows}
+    return {"environment": environment, "timer": TIMED_WORK, "options": options, "results": rows}

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
 WARMUP_STEPS, NUM_ROUNDS, STEPS_PER_ROUND = 2, 3, 3
-TIMER = "one forward and backward pass, policy and MTP loss, gradients into fp32 buffers; no optimizer step"
+TIMED_WORK = "one forward and backward pass, policy and MTP loss, gradients into fp32 buffers; no optimizer step"
 
 
 class TwoPasses(Head):
@@ -289,7 +289,7 @@ def format_table(parallel: ParallelConfig, results: list[Result], matmul_tflops:
 def to_document(results: list[Result], matmul_tflops: float, environment: Environment, options: Mapping[str, object]) -> dict[str, object]:
     return {
         "environment": environment,
-        "timer": TIMER,
+        "timer": TIMED_WORK,
         "options": options,
         "matmul_tflops": matmul_tflops,
         "results": [asdict(r) for r in results],

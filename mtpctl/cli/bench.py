@@ -175,7 +175,7 @@ def rollout(
             device=device,
             eager=eager,
         )
-        show(f"{format_environment(describe_machine())}\nThe timer covers: {bench.TIMER}.\n{bench.HEADINGS}\n{bench.RULE}")
+        show(f"{format_environment(describe_machine())}\nThe timer covers: {bench.TIMED_WORK}.\n{bench.HEADINGS}\n{bench.RULE}")
         results = bench.run_benchmark(options, parts, show)
     for line in bench.format_verdict(results):
         show(line)

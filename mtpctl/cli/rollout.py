@@ -39,7 +39,7 @@ def rollout(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of --serve; 0: a free one.")] = 8339,
     sets: Sets = None,
     overlay: Overlays = None,
-    start: FromWeights = None,
+    from_weights: FromWeights = None,
     as_json: Json = False,
 ) -> None:
     """Generate with the recipe's engines, from the newest weights of its run. Called again, it adds what is missing in the file."""
@@ -50,7 +50,7 @@ def rollout(
     if serve:
         if prompts is not None:
             raise UserError("--serve: agents send their own prompts; leave --prompts out")
-        _serve(recipe, out, host, port, start, overlay or [], sets or [])
+        _serve(recipe, out, host, port, from_weights, overlay or [], sets or [])
         return
     if prompts is None or out is None:
         raise UserError(f"--{'out' if prompts else 'prompts'}: missing; name a file, or use --serve to serve agents")
@@ -59,17 +59,17 @@ def rollout(
     from mtpctl.jobs.rollout import rollout as generate
     from mtpctl.jobs.targets import target_with_weights
 
-    with target_with_weights(recipe, start, overlay or [], sets or []) as target, _progress() as progress:
-        summary = generate(target.recipe, prompts, out, n=n, report=print_progress, progress=progress, start=target.start)
+    with target_with_weights(recipe, from_weights, overlay or [], sets or []) as target, _progress() as progress:
+        summary = generate(target.recipe, prompts, out, n=n, report=print_progress, progress=progress, from_weights=target.weights)
     print_result(json.dumps(summary, indent=2) if as_json else _render(summary))
 
 
-def _serve(recipe: str, out: Path | None, host: str, port: int, start: str | None, overlays: list[str], sets: list[str]) -> None:
+def _serve(recipe: str, out: Path | None, host: str, port: int, from_weights: str | None, overlays: list[str], sets: list[str]) -> None:
     from mtpctl.jobs.rollout import serve as serve_agents
     from mtpctl.jobs.targets import target_with_weights
 
-    with target_with_weights(recipe, start, overlays, sets) as target:
-        finished = serve_agents(target.recipe, out, host=host, port=port, report=print_progress, start=target.start)
+    with target_with_weights(recipe, from_weights, overlays, sets) as target:
+        finished = serve_agents(target.recipe, out, host=host, port=port, report=print_progress, from_weights=target.weights)
     print_result(f"{finished} trajectories" + (f" in {out}" if out is not None and finished else ""))
 
 
@@ -118,15 +118,15 @@ def evaluate(
     n: Annotated[int | None, typer.Option("--n", metavar="N", help="Responses to each problem; default: that of its set.", min=1)] = None,
     sets: Sets = None,
     overlay: Overlays = None,
-    start: FromWeights = None,
+    from_weights: FromWeights = None,
     as_json: Json = False,
 ) -> None:
     """Measure the newest weights of a run on its held-out sets: avg@n, pass@k, response length and draft acceptance."""
     from mtpctl.jobs.engines import evaluate_weights, render_evaluation
     from mtpctl.jobs.targets import target_with_weights
 
-    with target_with_weights(target, start, overlay or [], sets or []) as selected:
-        evaluation = evaluate_weights(selected.recipe, n=n, report=print_progress, start=selected.start)
+    with target_with_weights(target, from_weights, overlay or [], sets or []) as selected:
+        evaluation = evaluate_weights(selected.recipe, n=n, report=print_progress, from_weights=selected.weights)
     print_result(json.dumps(evaluation, indent=2) if as_json else render_evaluation(evaluation))
 
 
@@ -229,7 +229,7 @@ def sync_weights(
     if recipe is None and target.run is None:
         raise UserError(f"--from: {source} contains no recipe; name a recipe before it")
     loaded = target.recipe
-    source = source or target.start or (str(target.run) if target.run and has_checkpoint(target.run) else None)
+    source = source or target.weights or (str(target.run) if target.run and has_checkpoint(target.run) else None)
     validate(loaded)
     if source is not None:
         from mtpctl.controller.state import resolve_checkpoint

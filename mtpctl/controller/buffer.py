@@ -45,7 +45,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Weight version of the oldest token. For an incomplete group, the version at which it was sent out, which is a lower bound."""
-        versions = [span.version for sample in self.samples for part in sample.parts for span in part.version_spans]
+        versions = [span.version for sample in self.samples for part in sample.trajectory for span in part.version_spans]
         return min(versions) if self.complete and versions else self.version
 
     @property

@@ -117,7 +117,7 @@ def teacher_metrics(samples: list[Sample]) -> dict[str, float]:
     for sample, logprobs in scored:
         mask = np.asarray(sample.loss_mask, np.float32)
         difference += float(np.dot(mask, np.asarray(sample.behaviour_logprobs) - np.asarray(logprobs)))
-    return {"teacher/kl": difference / max(sum(sample.sampled for sample, _ in scored), 1)}
+    return {"teacher/kl": difference / max(sum(sample.num_sampled for sample, _ in scored), 1)}
 
 
 def trajectory_metrics(trajectories: list[Sample], version: int, sync_every: int = 1, updates_since_sync: int = 0) -> dict[str, float]:
@@ -129,7 +129,7 @@ def trajectory_metrics(trajectories: list[Sample], version: int, sync_every: int
 
     `trajectories`: the last sample of each; its field `earlier` has the previous samples.
     """
-    samples = [part for trajectory in trajectories for part in trajectory.parts]
+    samples = [sample for last_sample in trajectories for sample in last_sample.trajectory]
     rewards = [trajectory.reward or 0.0 for trajectory in trajectories]
     lengths = [len(s.response_ids) for s in samples]
     staleness = [version - min((span.version for span in s.version_spans), default=version) for s in samples]

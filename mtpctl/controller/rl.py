@@ -230,10 +230,10 @@ class RlStage:
     async def _update(self, groups: list[Group]) -> tuple[dict[str, float], float]:
         """One policy update on the groups. Returns its metrics, and the seconds that the trainer took."""
         samples = [sample for group in groups for sample in group.samples]
-        parts = [part for sample in samples for part in sample.parts]
+        trained_samples = [trained for sample in samples for trained in sample.trajectory]
         began = time.perf_counter()
         self.state.updating = True
-        metrics = await self.trainer.rl_step(parts, self.state.version)
+        metrics = await self.trainer.rl_step(trained_samples, self.state.version)
         seconds = time.perf_counter() - began
         self._skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)

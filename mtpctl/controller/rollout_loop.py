@@ -226,7 +226,7 @@ class RolloutLoop:
     def count_response(self, sample: Sample) -> None:
         self._responses_in_flight -= 1
         self.clock.set("rollout", self._responses_in_flight > 0)
-        self.counts.tokens += sum(part.sampled for part in sample.parts)
+        self.counts.tokens += sum(part.num_sampled for part in sample.trajectory)
 
     def next_group(self) -> Group:
         """The next group to send out: a requeued one if there is one, else one for the next prompt."""
@@ -251,12 +251,12 @@ class RolloutLoop:
         problem = self.buffer.problem_of(sample)
         if problem is None:
             return
-        for part in sample.parts:
+        for part in sample.trajectory:
             self._check_acceptance(part)
             # An environment's last reply may exceed the context. The model has not read it, and cannot be trained on it.
             part.truncate(self.prepared.context - len(part.prompt_ids))
         _, outcome, _ = await asyncio.gather(self._score(sample), self._reward(sample, problem), self.score_by_teacher(sample, problem))
-        for part in sample.parts:
+        for part in sample.trajectory:
             part.reward, part.reward_parts = outcome.reward, outcome.parts
         group = self.buffer.add(sample)
         if group is not None:
@@ -264,13 +264,13 @@ class RolloutLoop:
 
     async def _score(self, sample: Sample) -> None:
         if self.score_logprobs is not None:
-            await asyncio.gather(*(self.score_logprobs(part) for part in sample.parts if part.response_ids))
+            await asyncio.gather(*(self.score_logprobs(part) for part in sample.trajectory if part.response_ids))
             self.record_progress()
 
     async def score_by_teacher(self, sample: Sample, problem: Problem) -> None:
         """Fill in the teacher's log-probs of all samples of the trajectory, if there is a teacher."""
         if self.teacher is not None:
-            await asyncio.gather(*(self.teacher(part, problem) for part in sample.parts if part.response_ids))
+            await asyncio.gather(*(self.teacher(part, problem) for part in sample.trajectory if part.response_ids))
             self.record_progress()
 
     async def _reward(self, sample: Sample, problem: Problem) -> Outcome:

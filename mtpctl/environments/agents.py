@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from mtpctl.data.problems import Problem
 from mtpctl.data.tokenizers import HfTokenizer, Tokenizer
 from mtpctl.environments.gateway.requests import FieldRules
-from mtpctl.environments.gateway.server import AnswerReader, Assignment, Gateway, SingleRequests
+from mtpctl.environments.gateway.server import AnswerReader, Assignment, CreateSingleRequest, Gateway
 from mtpctl.environments.gateway.trajectory import ChatBackend, Trajectory
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
@@ -183,7 +183,7 @@ async def open_generator(
     log: Path | None = None,
     key_file: Path | None = None,
     trains: bool = True,
-    single_requests: SingleRequests | None = None,
+    create_single_request: CreateSingleRequest | None = None,
     listener: socket.socket | None = None,
 ) -> AsyncIterator[Generator]:
     """The recipe's generator: the engines, or agents that use them through the gateway.
@@ -194,7 +194,7 @@ async def open_generator(
         log: file for the output of agents.
         key_file: file for a generated key. If None, the key is passed to `report`.
         trains: whether samples are trained on. If false, requests may contain sampling settings.
-        single_requests: see `Gateway.single_requests`.
+        create_single_request: see `Gateway.create_single_request`.
         listener: the result of an earlier `bind_gateway`.
 
     Raises:
@@ -218,12 +218,12 @@ async def open_generator(
             player = LocalAgents(pool)
         else:
             player = external = ExternalAgents(rollout.deadline_s, rollout.agent_idle_s)
-            gateway.next_problem, gateway.single_requests = external.next, single_requests
+            gateway.next_problem, gateway.create_single_request = external.next, create_single_request
             key_hint = "" if key else f"the key {gateway.token}"
             if key_hint and key_file is not None:
                 _write_private(key_file, gateway.token)
                 key_hint = f"the key in {key_file}"
-            if single_requests is None:
+            if create_single_request is None:
                 report(f"agents{f' with {key_hint}' if key_hint else ''} get problems at {gateway.address}/v1/trajectories")
             else:
                 single_requests_url = f"{gateway.address}/v1 for single requests"

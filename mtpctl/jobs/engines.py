@@ -61,17 +61,19 @@ class WeightSource:
         return f"checkpoint {self.checkpoint} (weight version {self.version})"
 
 
-def find_weights(recipe: Recipe, start: str | None, scratch: Path, report: Report) -> WeightSource:
-    """Find the weights that `start` names: a run (its newest checkpoint), a checkpoint, or a model folder.
+def find_weights(recipe: Recipe, from_weights: str | None, scratch: Path, report: Report) -> WeightSource:
+    """Find the weights that `from_weights` names: a run (its newest checkpoint), a checkpoint, or a model folder.
 
     By default they are those of the recipe's run directory or model. A model or tokenizer that has to be created is written to `scratch`.
     """
     run, checkpoint, version = recipe.run_path.absolute(), None, 0
-    if start is not None and (Path(start) / "config.json").is_file():
-        model = recipe.model.model_copy(update={"path": str(Path(start).absolute()), "config": None, "init": "weights", "drafter": None})
+    if from_weights is not None and (Path(from_weights) / "config.json").is_file():
+        model = recipe.model.model_copy(
+            update={"path": str(Path(from_weights).absolute()), "config": None, "init": "weights", "drafter": None}
+        )
         recipe = recipe.model_copy(update={"model": model})
-    elif start is not None:
-        run, checkpoint, version = resolve_checkpoint(start, "a model's folder (config.json)", report=report)
+    elif from_weights is not None:
+        run, checkpoint, version = resolve_checkpoint(from_weights, "a model's folder (config.json)", report=report)
     else:
         checkpoint, version = newest_version(run / "checkpoints", report)
     if recipe.model.randomly_initialized and not (run / "model").is_dir():
@@ -206,10 +208,10 @@ class Evaluation(TypedDict):
     sets: dict[str, dict[str, float]]
 
 
-def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: str | None = None) -> Evaluation:
+def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, from_weights: str | None = None) -> Evaluation:
     """Evaluate weights on the recipe's held-out sets, with `n` responses to each problem, or as many as each set configures.
 
-    `start`: as in `find_weights`. Before anything starts, raises UserError if there is no held-out set, and for unsuitable problems,
+    `from_weights`: as in `find_weights`. Before anything starts, raises UserError if there is no held-out set, and for unsuitable problems,
     rewards or weights. Errors of the cluster and the engines are raised unchanged.
     """
     recipe = with_local_merged_sync(recipe)
@@ -220,7 +222,7 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, start: st
     check_sandbox(recipe)
     with tempfile.TemporaryDirectory(prefix="mtpctl-eval-") as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
-        source = find_weights(recipe, start, folder, report)
+        source = find_weights(recipe, from_weights, folder, report)
         for held_out in problems.held_out.values():
             check_lengths(source.tokenizer, held_out, recipe.data, context=source.context)
         counts = {name: (n or recipe.evaluation.of(name).n) for name in problems.held_out}

@@ -57,11 +57,11 @@ class Prompt:
 
 
 def rollout(
-    recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report, progress: Progress, start: str | None = None
+    recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report, progress: Progress, from_weights: str | None = None
 ) -> dict[str, Any]:
     """Complete `out` to `n` responses per prompt: generate those that it lacks. Returns the summary.
 
-    `start`: run, checkpoint or model folder whose weights are used; default: those of the recipe's run or model.
+    `from_weights`: run, checkpoint or model folder whose weights are used; default: those of the recipe's run or model.
 
     Before anything starts, raises UserError for unsuitable prompts, model or file, and EnvironmentMissing without vLLM. Errors of the
     cluster and the engines (ClusterResources, RuntimeFailure) are raised unchanged.
@@ -75,7 +75,7 @@ def rollout(
         raise UserError(f"--out: {out} holds the prompts; name another file")
     with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
-        source = find_weights(recipe, start, folder, report)
+        source = find_weights(recipe, from_weights, folder, report)
         report(f"model: {source.name}")
         if source.end_tokens.disagreement:
             report(source.end_tokens.disagreement)
@@ -274,10 +274,10 @@ def summary(tally: Tally, *, new_samples: int, new_tokens: int, seconds: float) 
     }
 
 
-def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Report, start: str | None = None) -> int:
+def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Report, from_weights: str | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM. Appends the trajectories that agents finish to `out`. Returns their number.
 
-    `start`: as in `rollout`. Raises UserError if the address is in use, the file cannot be written, or the tokenizer has no chat
+    `from_weights`: as in `rollout`. Raises UserError if the address is in use, the file cannot be written, or the tokenizer has no chat
     template. Errors of the cluster and the engines are raised unchanged.
     """
     gateway_keys: dict[str, object] = {"agent": None, "agent_args": {}, "environment": "single", "gateway": True}
@@ -287,7 +287,7 @@ def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Rep
     recipe, listener = with_local_merged_sync(recipe), bind_gateway(recipe.rollout)
     assert listener is not None, "the gateway is on"
     with contextlib.closing(listener), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as scratch, contextlib.ExitStack() as stack:
-        source = find_weights(recipe, start, Path(scratch), report)
+        source = find_weights(recipe, from_weights, Path(scratch), report)
         report(f"model: {source.name}")
         file = None if out is None else stack.enter_context(SampleFile.open(out, origin_of(recipe, source), {}))
         store = stack.enter_context(engine_cluster(recipe, source, Path(scratch)))
@@ -342,7 +342,7 @@ async def _start_generator(
             name=recipe.name,
             report=report,
             trains=False,
-            single_requests=lambda: _trajectory_request(recipe, source, "request"),
+            create_single_request=lambda: _trajectory_request(recipe, source, "request"),
             listener=listener,
         )
     )

@@ -30,13 +30,13 @@ class Target:
 
     Attributes:
         run: the run that the recipe is from.
-        start: the checkpoint or folder of the weights; None for the newest checkpoint of the run directory.
+        weights: the checkpoint or folder of the weights; None for the newest checkpoint of the run directory.
         changed: keys in which the recipe differs from that of `run`.
     """
 
     loaded: LoadedRecipe
     run: Path | None = None
-    start: str | None = None
+    weights: str | None = None
     changed: tuple[str, ...] = ()
 
     @property
@@ -93,16 +93,16 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
 def load_recipe_or_run(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
     """`load_target` for commands that work on whole runs. Also raises UserError for a checkpoint."""
     loaded = load_target(target, overlays, sets)
-    if loaded.start is not None:
+    if loaded.weights is not None:
         raise UserError(f"{target} is a checkpoint of {loaded.run}; name the run to use its newest checkpoint")
     return loaded
 
 
 @contextlib.contextmanager
-def target_with_weights(target: str, start: str | None, overlays: Sequence[str], sets: Sequence[str]) -> Iterator[Target]:
+def target_with_weights(target: str, from_weights: str | None, overlays: Sequence[str], sets: Sequence[str]) -> Iterator[Target]:
     """`load_target`, also for a folder of weights, whose recipe consists of overlays and sets.
 
-    `start`: the value of `--from`, which takes precedence over the target's weights.
+    `from_weights`: the value of `--from`, which takes precedence over the target's weights.
     """
     folder = Path(target).absolute()
     if (folder / WEIGHTS_FILE).is_file():
@@ -112,10 +112,10 @@ def target_with_weights(target: str, start: str | None, overlays: Sequence[str],
         with tempfile.TemporaryDirectory(prefix="mtpctl-") as scratch:
             file = Path(scratch) / "folder.yaml"
             file.write_text(yaml12.dump({"name": "folder", "model": {"path": str(folder)}}), encoding="utf-8")
-            yield Target(load_recipe(file, overlays=overlays, sets=sets), start=start or str(folder))
+            yield Target(load_recipe(file, overlays=overlays, sets=sets), weights=from_weights or str(folder))
         return
     loaded = load_target(target, overlays, sets)
-    yield Target(loaded.loaded, loaded.run, start or loaded.start, loaded.changed)
+    yield Target(loaded.loaded, loaded.run, from_weights or loaded.weights, loaded.changed)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mtpctl.kernels import exact_delta
 from mtpctl.kernels.exact_delta import DeltaCache, DeltaWeights
 from mtpctl.kernels.exact_grad import with_gradients_of
 from mtpctl.model.layers import is_bitwise
-from mtpctl.model.packing import Packing, convolve, exchange_heads, local_channels, local_heads, to_tokens
+from mtpctl.model.packing import Packing, convolve, exchange_heads, heads_to_tokens, local_channels, local_heads
 
 try:
     from fla.modules.causal_conv1d import causal_conv1d
@@ -74,7 +74,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         run = _run_exact if is_bitwise(self.config) else _run_default
         out = run(heads, packed_seq_params.full_row)
         if self.cp_size > 1:
-            out = to_tokens(out, packed_seq_params, self.pg_collection.cp)
+            out = heads_to_tokens(out, packed_seq_params, self.pg_collection.cp)
         return self.out_proj(self.out_norm.gated(out, gate.reshape(out.shape)).flatten(1)[:, None])
 
     @property

@@ -25,7 +25,7 @@ from torch import Tensor
 from mtpctl.families.shape import MambaShape
 from mtpctl.kernels.scaling import scale_heads
 from mtpctl.model.layers import LayerNormColumnParallelLinear, RowParallelLinear
-from mtpctl.model.packing import Packing, convolve, exchange_heads, local_channels, local_heads, to_tokens
+from mtpctl.model.packing import Packing, convolve, exchange_heads, heads_to_tokens, local_channels, local_heads
 
 try:
     from fla.modules.causal_conv1d import causal_conv1d
@@ -108,7 +108,7 @@ class Mamba2(MegatronModule):
         run = scan.run_fla if mixed.is_cuda and chunk_simple_gla is not None else scan.run_torch
         out = run(packed_seq_params.full_row)
         if ranks > 1:
-            out = to_tokens(out, packed_seq_params, cp)
+            out = heads_to_tokens(out, packed_seq_params, cp)
         return self.out_proj(self.norm(out.flatten(1), gate)[:, None])
 
     def sharded_state_dict(

@@ -11,7 +11,7 @@ may begin in an earlier block, so the block's keys run from that sample's first 
 Linear attention and Mamba-2 need all tokens of a sample, but their heads are independent. With CP, ranks therefore exchange some tokens of
 all heads for all tokens of some heads, as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3.1), and reorder the blocks:
 
-    [t, heads, …] ──to_heads──► [T, heads / P, …], in row order ──recurrence──► [T, heads / P, …] ──to_tokens──► [t, heads, …]
+    [t, heads, …] ─tokens_to_heads─► [T, heads / P, …], in row order ─recurrence─► [T, heads / P, …] ─heads_to_tokens─► [t, heads, …]
 
 Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the row.
 """
@@ -291,7 +291,7 @@ def exchange_heads(
     mixed [t, channels]: fused parts of these `widths` with `counts` heads or groups. others: tensors [t, heads]. Returns all of them.
     """
     parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(list(widths), dim=-1), counts, strict=True)]
-    received = to_heads([*parts, *others], packing, group)
+    received = tokens_to_heads([*parts, *others], packing, group)
     return [torch.cat([part.flatten(1) for part in received[: len(parts)]], dim=-1), *received[len(parts) :]]
 
 
@@ -305,7 +305,7 @@ def local_heads(weights: Sequence[Tensor], group: dist.ProcessGroup) -> list[Ten
     return [weight.chunk(group.size())[group.rank()] for weight in weights]
 
 
-def to_heads(parts: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup) -> list[Tensor]:
+def tokens_to_heads(parts: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup) -> list[Tensor]:
     """Each of `parts` [t, heads, …] → [T, heads / P, …] in row order. Parts may differ in their number of heads."""
     ranks = group.size()
     split_parts = [part.unflatten(1, (ranks, -1)) for part in parts]
@@ -318,7 +318,7 @@ def to_heads(parts: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup
     return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def to_tokens(part: Tensor, packing: Packing, group: dist.ProcessGroup) -> Tensor:
+def heads_to_tokens(part: Tensor, packing: Packing, group: dist.ProcessGroup) -> Tensor:
     """part [T, heads / P, …] in row order → [t, heads, …]."""
     sent = part.index_select(0, packing.cp_order)
     received: Tensor = all_to_all(group, sent)

@@ -70,7 +70,7 @@ class BatchTable:
             groups,
             np.array([len(s.prompt_ids) for s in samples], np.int32),
             np.array([len(s.response_ids) for s in samples], np.int32),
-            np.array([s.sampled for s in samples], np.int32),
+            np.array([s.num_sampled for s in samples], np.int32),
             np.array([s.old_logprobs is not None for s in samples]),
             # Groups differ in size for agents, and if a checkpoint was written with another group_size.
             groups * minibatches // max(len(group_numbers), 1),

@@ -78,7 +78,7 @@ def test_a_trajectory_counts_once_in_rewards_and_finish_reasons() -> None:
     one, forked = sample((3, 1)), sample((3, 1), reward=0.0)
     forked.earlier = [sample((2, 1), reward=0.0) for _ in range(8)]
     one.reward_parts, one.finish_reason = {"format": 1.0}, "deadline"
-    for part in forked.parts:
+    for part in forked.trajectory:
         part.reward_parts, part.finish_reason = {"format": 0.0}, "length"
     metrics = trajectory_metrics([one, forked], version=1)
     assert metrics["reward/mean"] == metrics["reward/std"] == metrics["reward/format"] == 0.5

@@ -129,7 +129,7 @@ def test_failing_environments_do_not_affect_others(tmp_path: Path) -> None:
 def test_several_conversations_are_parts_of_one_trajectory(tmp_path: Path) -> None:
     reports: list[str] = []
     (sample,) = played(tmp_path, problems("1+1?"), reports=reports, agent="branching", gateway_fields="ignore").values()
-    assert [byte_tokenizer().decode(part.prompt_ids) for part in sample.parts] == ["user: one\nassistant: ", "user: two\nassistant: "]
+    assert [byte_tokenizer().decode(part.prompt_ids) for part in sample.trajectory] == ["user: one\nassistant: ", "user: two\nassistant: "]
     assert sample.environment is not None and (sample.environment.samples, sample.environment.rewritten) == (2, 0)
     assert reports == ["an agent sent temperature, which is ignored (rollout.gateway_fields)"]
     back = Sample.from_dict(sample.to_dict(packed=True))

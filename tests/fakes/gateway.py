@@ -17,7 +17,7 @@ async def main(turns: int) -> None:
     engine.answered = Forgetful()
     model = model_of(engine, context=1 << 20)
     async with Gateway(model, byte_tokenizer(), "toy", turns, listen("127.0.0.1", 0), key=KEY) as gateway:
-        gateway.single_requests = request_of
+        gateway.create_single_request = request_of
         secrets = [gateway.open(request_of(deadline_s=600.0))[0] for _ in range(2)]
         print(gateway.address, *secrets, flush=True)
         await asyncio.Event().wait()

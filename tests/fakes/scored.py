@@ -42,7 +42,7 @@ def scored(folder: str | Path, samples: list[Sample]) -> dict[str, dict[str, Any
         apart = np.concatenate([np.abs(np.subtract(a.logprobs, s.behaviour_logprobs)) for a, s in zip(scores, samples, strict=True)])
         result["replayed" if replay else "own"] = {"mean": float(apart.mean()), "max": float(apart.max())}
         if not replay and samples[0].routes is not None:
-            pairs = [(a.routes[: s.routed], s.routes) for a, s in zip(scores, samples, strict=True) if a.routes is not None]
+            pairs = [(a.routes[: s.num_routed], s.routes) for a, s in zip(scores, samples, strict=True) if a.routes is not None]
             same = [(mine[..., None] == theirs[..., None, :]).any(-1).ravel() for mine, theirs in pairs if theirs is not None]
             result["own"]["agreement"] = float(np.concatenate(same).mean())
     engine.close()

@@ -13,5 +13,5 @@ from mtpctl.trainer.share import Share
 
 def sequences_of(samples: Collection[Sample]) -> list[Sequence]:
     """The sequences of a share that has all of these samples."""
-    tokens = np.array([sample.sampled for sample in samples], np.int32)
+    tokens = np.array([sample.num_sampled for sample in samples], np.int32)
     return Share.of(samples, list(range(len(samples))), 0, [], tokens).sequences()

@@ -23,21 +23,21 @@ ROW = '{"question": "1+1=", "answer": "2"}\n'
 def test_run_provides_its_recipe_and_newest_weights(run: Path) -> None:
     (run / "recipe.resolved.yaml").write_text(dump_resolved(recipe(Path("elsewhere"), "seed=5")))
     with asked(str(run), None, [], ["rollout.temperature=0.5"]) as result:
-        assert (result.recipe.seed, result.recipe.rollout.temperature, result.recipe.run_path, result.start) == (5, 0.5, run, None)
+        assert (result.recipe.seed, result.recipe.rollout.temperature, result.recipe.run_path, result.weights) == (5, 0.5, run, None)
     checkpoint = leave_checkpoint(run, "rl-000003", 3)
     with asked(str(checkpoint), None, [], []) as result:
-        assert (result.recipe.run_path, result.start) == (run, str(checkpoint))
+        assert (result.recipe.run_path, result.weights) == (run, str(checkpoint))
 
 
 def test_weights_folder_takes_its_recipe_from_sets(run: Path) -> None:
     with asked(str(run / "model"), None, [], ["evaluation.sets.a.path=rows.jsonl"]) as result:
-        assert result.recipe.model.path == result.start == str(run / "model")
+        assert result.recipe.model.path == result.weights == str(run / "model")
         assert result.recipe.evaluation.sets["a"].path == "rows.jsonl"
 
 
 def test_recipe_by_name_with_weights_of_from() -> None:
     with asked("tiny_mtp", "runs/x", [], ["seed=3"]) as result:
-        assert (result.recipe.seed, result.start) == (3, "runs/x")
+        assert (result.recipe.seed, result.weights) == (3, "runs/x")
 
 
 def test_other_folder_is_rejected(tmp_path: Path) -> None:

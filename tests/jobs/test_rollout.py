@@ -31,9 +31,9 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def answer(
-    recipe: Recipe, prompts: Path, out: Path, n: int = 1, report: Callable[[str], None] = silent, start: str | None = None
+    recipe: Recipe, prompts: Path, out: Path, n: int = 1, report: Callable[[str], None] = silent, from_weights: str | None = None
 ) -> dict[str, Any]:
-    return rollout.rollout(recipe, prompts, out, n=n, report=report, progress=silent, start=start)
+    return rollout.rollout(recipe, prompts, out, n=n, report=report, progress=silent, from_weights=from_weights)
 
 
 @pytest.mark.slow
@@ -120,10 +120,10 @@ def test_newest_weights_of_a_run_generate_unless_others_are_named(from_: str, ru
         leave_checkpoint(*it) for it in ((trained, "rl-000003", 3), (trained, "rl-000007", 7), (other, "sft-000001", 1))
     )
     wanted = {"": (newest, 7), "run": (newest, 7), "run/checkpoints/rl-000003": (third, 3), "other": (elsewhere, 1), "model": (None, 0)}
-    start = str(weights) if from_ == "model" else str(tmp_path / from_) if from_ else None
+    from_weights = str(weights) if from_ == "model" else str(tmp_path / from_) if from_ else None
     created = recipe(trained, "model.config=null", f"model.path={weights}", "model.init=weights")
     said: list[str] = []
-    answer(created, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", report=said.append, start=start)
+    answer(created, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", report=said.append, from_weights=from_weights)
     source, (checkpoint, version) = generated[0][0], wanted[from_]
     assert (source.model.path, source.checkpoint, source.version) == (weights, checkpoint, version)
     assert said[0] == "model: " + (f"checkpoint {checkpoint} (weight version {version})" if checkpoint else f"the weights of {weights}")
@@ -132,7 +132,7 @@ def test_newest_weights_of_a_run_generate_unless_others_are_named(from_: str, ru
 def test_a_model_can_be_named_for_a_recipe_that_makes_its_own(run: Path, tmp_path: Path, generated: list[Any]) -> None:
     before = sorted((run / "model").iterdir())
     created = recipe(tmp_path / "nowhere")
-    answer(created, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", start=str(run / "model"))
+    answer(created, write_prompts(tmp_path / "p.jsonl", {"prompt": "1+1="}), tmp_path / "o", from_weights=str(run / "model"))
     assert (generated[0][0].model.path, generated[0][0].checkpoint) == (run / "model", None)
     assert sorted((run / "model").iterdir()) == before
 
@@ -150,7 +150,7 @@ def test_path_without_weights_is_reported(left: str, message: str, run: Path, tm
     if left:
         (empty / left).touch()
     with pytest.raises(UserError, match=rf"--from: {empty} .*{message}"):
-        answer(recipe(run), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o", start=str(empty))
+        answer(recipe(run), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o", from_weights=str(empty))
 
 
 def test_top_p_is_accepted_without_training(run: Path, tmp_path: Path, generated: list[Any]) -> None:

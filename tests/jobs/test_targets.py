@@ -53,7 +53,7 @@ def test_run_directory_can_be_changed_by_set(trained: Path) -> None:
 def test_checkpoint_target_selects_its_run_and_weights(trained: Path) -> None:
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
     result = load_target(checkpoint)
-    assert (result.run, result.start, result.recipe.seed) == (trained, str(checkpoint), 5)
+    assert (result.run, result.weights, result.recipe.seed) == (trained, str(checkpoint), 5)
 
 
 def test_train_resumes_a_run_and_reports_it_first(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_rollout_takes_a_run_a_checkpoint_and_weights(mtpctl: Any, trained: Path
     Path("p.jsonl").touch()
     handed: list[tuple[int, str | None]] = []
 
-    def generate(recipe: Recipe, *_: Any, start: str | None, **__: Any) -> dict[str, Any]:
-        handed.append((recipe.seed, start))
+    def generate(recipe: Recipe, *_: Any, from_weights: str | None, **__: Any) -> dict[str, Any]:
+        handed.append((recipe.seed, from_weights))
         raise UserError("enough")
 
     monkeypatch.setattr("mtpctl.jobs.rollout.rollout", generate)

@@ -60,7 +60,7 @@ class Target:
 async def gateway(tmp_path: Path) -> AsyncIterator[Target]:
     model = model_of(Scripted(lambda text, call: "yes"))
     async with Gateway(model, byte_tokenizer(), "toy", 50, listen("127.0.0.1", 0), rules=FieldRules(client_sampling=True)) as one:
-        one.single_requests = request_of
+        one.create_single_request = request_of
         secret, _ = one.open(request_of())
         posts = ["/v1/chat/completions", f"/t/{secret}/v1/chat/completions", f"/t/{secret}/v1/reward", f"/t/{secret}/v1/finish"]
         yield Target(one.address, posts[0], CHAT, posts)

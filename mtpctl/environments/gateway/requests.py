@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, Strict, TypeAdap
 
 from mtpctl.errors import MtpctlError
 from mtpctl.recipe.rollout import LOWEST_TEMPERATURE
-from mtpctl.samples import GenerationRequest, Steering
+from mtpctl.samples import ExtraSampling, GenerationRequest
 from mtpctl.web.guard import quote_value
 
 OVER_BUDGET, OVER_CONTEXT = "budget_exceeded", "context_length_exceeded"
@@ -197,7 +197,7 @@ def apply_sampling(sampling: Sampling, request: GenerationRequest) -> Generation
     if grammar := _parse_grammar(sampling):
         settings["grammar"] = grammar
     if settings:
-        changes["steering"] = Steering(**settings)
+        changes["extra_sampling"] = ExtraSampling(**settings)
     return replace(request, **changes)
 
 

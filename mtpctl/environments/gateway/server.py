@@ -5,7 +5,7 @@ POST /t/SECRET/v1/reward             {"reward": 0.5}: the trajectory's reward
 POST /t/SECRET/v1/finish             ends the trajectory; may contain its reward
 GET  /t/SECRET/v1/models             the name of the model; also GET /v1/models
 POST /v1/trajectories                the next problem, for external agents; always requires the endpoint's key
-POST /v1/chat/completions            a chat completion outside of any trajectory, if `single_requests` is set
+POST /v1/chat/completions            a chat completion outside of any trajectory, if `create_single_request` is set
 GET  /health                         status, and the number of open trajectories
 """
 
@@ -49,7 +49,7 @@ PROBLEM_WAIT_S = 30.0
 """Maximum seconds that a request for a problem waits before the client must retry."""
 
 NextProblem = Callable[[], Awaitable["Assignment"]]
-SingleRequests = Callable[[], GenerationRequest]
+CreateSingleRequest = Callable[[], GenerationRequest]
 """Returns the settings of a request outside of any trajectory."""
 
 
@@ -95,7 +95,7 @@ class Gateway:
         self._open: dict[str, Trajectory] = {}
         self._assignments: dict[str, Assignment] = {}
         self.next_problem: NextProblem | None = None
-        self.single_requests: SingleRequests | None = None
+        self.create_single_request: CreateSingleRequest | None = None
         routes = [
             Route("/t/{secret}/v1/chat/completions", self._completions, methods=["POST"]),
             Route("/t/{secret}/v1/reward", self._set_reward, methods=["POST"]),
@@ -170,10 +170,10 @@ class Gateway:
         return await self._respond(self._get_trajectory(request), _parse_chat_request(await request.body()))
 
     async def _single_completion(self, request: Request) -> Response:
-        if self.single_requests is None:
+        if self.create_single_request is None:
             raise RequestInvalid("requests need the base URL of a trajectory; create one with POST /v1/trajectories")
         chat = _parse_chat_request(await request.body())
-        secret, trajectory = self.open(self.single_requests())
+        secret, trajectory = self.open(self.create_single_request())
         try:
             return await self._respond(trajectory, chat)
         finally:

@@ -62,7 +62,7 @@ def length(
     if limit is None or limit < 1 or (target is not None and max is not None):
         raise UserError("reward.args: length takes one of target and max, in tokens, of at least 1; set for example {max: 512}")
     base, parts = parse(_load_plain(of, of_args or {}).call(response, problem, sample, **(of_args or {})))
-    tokens = sample.sampled
+    tokens = sample.num_sampled
     excess = tokens / limit - 1
     share = min(abs(excess) if max is None else excess if excess > 0 else 0.0, 1.0)
     return {**parts, "reward": base - penalty * share, "correct": base, "length": -penalty * share}

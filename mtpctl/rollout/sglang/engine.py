@@ -160,7 +160,7 @@ class SglangEngine(Engine):
             raise UserError(
                 "rollout.engine: SGLang's log-probs do not account for top_p and top_k; leave them out, or set rollout.engine: vllm"
             )
-        if request.steering is not None and (names := request.steering.changed):
+        if request.extra_sampling is not None and (names := request.extra_sampling.changed):
             raise UserError(
                 f"{names[0]}: SGLang's log-probs do not account for it; leave it out of the request, or set rollout.engine: vllm"
             )

@@ -141,7 +141,9 @@ class VllmEngine(Engine):
 
         if request.stop and self._settings.args["skip_tokenizer_init"]:
             raise UserError("stop strings need the engine's tokenizer: name them in rollout.stop, or stop by token ids")
-        steering = sampling_of(request.steering, drafts="speculative_config" in self._settings.args) if request.steering else {}
+        extra_sampling = (
+            sampling_of(request.extra_sampling, drafts="speculative_config" in self._settings.args) if request.extra_sampling else {}
+        )
         # A continued response must not reuse the random numbers of its first part.
         seed = None if request.seed is None else (request.seed + 1_000_003 * len(request.sample.response_ids)) % (1 << 62)
         return SamplingParams(
@@ -157,11 +159,11 @@ class VllmEngine(Engine):
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(request.stop),
-            routed_experts_prompt_start=request.sample.routed,
+            routed_experts_prompt_start=request.sample.num_routed,
             output_kind=RequestOutputKind.FINAL_ONLY,
             # For stop strings, the front end trims tokens, so it needs log-probs and routes with every token.
             extra_args=None if request.stop else dict(logprobs.DEFERRED),
-            **steering,
+            **extra_sampling,
         )
 
     async def pause(self, mode: PauseMode = "keep") -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mtpctl.errors import UserError
 from mtpctl.rollout.protocol import ToolCallParser
-from mtpctl.samples import Steering
+from mtpctl.samples import ExtraSampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ WITHOUT_DRAFTS = ("min_p", "logit_bias")
 """Rejected by vLLM 0.32 while it speculates, because its rejection sampler does not apply them (`SamplingParams._validate_spec_decode`)."""
 
 
-def sampling_of(steering: Steering, *, drafts: bool) -> dict[str, Any]:
+def sampling_of(extra_sampling: ExtraSampling, *, drafts: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's `SamplingParams`. `drafts`: whether the engine speculates.
 
     Raises UserError for settings that vLLM rejects while it speculates, and for a grammar that vLLM cannot parse.
@@ -25,13 +25,13 @@ def sampling_of(steering: Steering, *, drafts: bool) -> dict[str, Any]:
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import StructuredOutputsParams
 
-    changed = steering.changed
+    changed = extra_sampling.changed
     if drafts and (names := [name for name in WITHOUT_DRAFTS if name in changed]):
         raise UserError(f"{names[0]}: vLLM cannot apply it while it speculates; leave it out, or set rollout.speculation.num_tokens: 0")
-    settings = {name: getattr(steering, name) for name in changed if name != "grammar"}
-    if steering.grammar:
+    settings = {name: getattr(extra_sampling, name) for name in changed if name != "grammar"}
+    if extra_sampling.grammar:
         try:
-            settings["structured_outputs"] = StructuredOutputsParams(**steering.grammar)  # type: ignore[arg-type]
+            settings["structured_outputs"] = StructuredOutputsParams(**extra_sampling.grammar)  # type: ignore[arg-type]
         except VLLMClientError as error:
             raise UserError(f"response_format: {rejection(error)}") from error
     return settings

@@ -13,7 +13,7 @@ from openai.types.chat import completion_create_params
 
 from mtpctl.environments.gateway.requests import ACCEPTED_VALUES, BOOKKEEPING_FIELDS, ChatRequest, FieldRules
 from mtpctl.environments.gateway.server import Gateway
-from mtpctl.samples import GenerationRequest, Sample, Steering
+from mtpctl.samples import ExtraSampling, GenerationRequest, Sample
 from mtpctl.web.server import listen
 from tests.fakes.scripted_engine import EOS, Scripted, byte_tokenizer, model_of, request_of
 from tests.fakes.trajectories import reader
@@ -41,7 +41,7 @@ async def gateway_of(engine: Scripted, rules: FieldRules, **options: Any) -> Asy
     calls = options.pop("calls", None)
     with listen("127.0.0.1", 0) as bound:
         gateway = Gateway(model_of(engine, calls=calls), byte_tokenizer(), "toy", 50, bound, rules=rules, **options)
-        gateway.single_requests = request_of
+        gateway.create_single_request = request_of
         transport = httpx.ASGITransport(app=gateway.app)
         async with httpx.AsyncClient(transport=transport, base_url=gateway.address, timeout=30) as web:
             yield gateway, web
@@ -60,19 +60,19 @@ HONORED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0.3, "top_p": 0.5, "top_k": 7}, {"temperature": 0.3, "top_p": 0.5, "top_k": 7}),
     ({"top_k": -1}, {"top_k": 0}),
     ({"seed": -3}, {"seed": -3}),
-    ({"presence_penalty": 0.5, "frequency_penalty": -2}, {"steering": Steering(presence_penalty=0.5, frequency_penalty=-2)}),
-    ({"repetition_penalty": 1.2, "min_p": 0.1}, {"steering": Steering(repetition_penalty=1.2, min_p=0.1)}),
-    ({"logit_bias": {"65": -100, "66": 1.5}}, {"steering": Steering(logit_bias={65: -100, 66: 1.5})}),
-    ({"min_tokens": 3, "bad_words": ["no"]}, {"steering": Steering(min_tokens=3, bad_words=["no"])}),
-    ({"allowed_token_ids": [1, 2]}, {"steering": Steering(allowed_token_ids=[1, 2])}),
+    ({"presence_penalty": 0.5, "frequency_penalty": -2}, {"extra_sampling": ExtraSampling(presence_penalty=0.5, frequency_penalty=-2)}),
+    ({"repetition_penalty": 1.2, "min_p": 0.1}, {"extra_sampling": ExtraSampling(repetition_penalty=1.2, min_p=0.1)}),
+    ({"logit_bias": {"65": -100, "66": 1.5}}, {"extra_sampling": ExtraSampling(logit_bias={65: -100, 66: 1.5})}),
+    ({"min_tokens": 3, "bad_words": ["no"]}, {"extra_sampling": ExtraSampling(min_tokens=3, bad_words=["no"])}),
+    ({"allowed_token_ids": [1, 2]}, {"extra_sampling": ExtraSampling(allowed_token_ids=[1, 2])}),
     ({"stop_token_ids": [10]}, {"stop_token_ids": [EOS, 10]}),
-    ({"response_format": {"type": "json_object"}}, {"steering": Steering(grammar={"json_object": True})}),
+    ({"response_format": {"type": "json_object"}}, {"extra_sampling": ExtraSampling(grammar={"json_object": True})}),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
-        {"steering": Steering(grammar={"json": SCHEMA})},
+        {"extra_sampling": ExtraSampling(grammar={"json": SCHEMA})},
     ),
-    ({"structured_outputs": {"choice": ["a", "b"]}}, {"steering": Steering(grammar={"choice": ["a", "b"]})}),
-    ({"structured_outputs": {"regex": "a+"}}, {"steering": Steering(grammar={"regex": "a+"})}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"extra_sampling": ExtraSampling(grammar={"choice": ["a", "b"]})}),
+    ({"structured_outputs": {"regex": "a+"}}, {"extra_sampling": ExtraSampling(grammar={"regex": "a+"})}),
 ]
 
 
@@ -110,7 +110,7 @@ def test_a_trained_request_is_answered_with_a_list_of_what_was_ignored(fields: d
     listed = set(answer.headers.get("mtpctl-ignored", "").split(", ")) - {""}
     assert listed == (set() if fields == {"top_k": -1} else set(fields))
     (request,) = engine.requests
-    assert (request.temperature, request.top_p, request.top_k, request.seed, request.steering) == (1.0, 1.0, 0, None, None)
+    assert (request.temperature, request.top_p, request.top_k, request.seed, request.extra_sampling) == (1.0, 1.0, 0, None, None)
 
 
 SAME = {

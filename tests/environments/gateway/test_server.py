@@ -156,7 +156,7 @@ def test_single_requests_belong_to_no_trajectory() -> None:
             url = f"{gateway.address}/v1/chat/completions"
             refused = await web.post(url, json={"messages": ASK})
             assert refused.status_code == 400 and "/v1/trajectories" in refused.json()["error"]["message"]
-            gateway.single_requests = request_of
+            gateway.create_single_request = request_of
             async with openai.AsyncOpenAI(base_url=f"{gateway.address}/v1", api_key="none") as client:
                 answer = await client.chat.completions.create(model="any", messages=ASK, n=2)
                 assert [choice.message.content for choice in answer.choices] == ["yes", "yes"]
