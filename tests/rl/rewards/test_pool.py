@@ -357,7 +357,7 @@ def test_calls_that_use_much_cpu_run_at_idle_priority(tmp_path: Path) -> None:
         used, needed = asyncio.run(asyncio.wait_for(run(), 200))
     finally:
         os.sched_setaffinity(0, allowed)
-    assert used < 2 * needed
+    assert used < 4 * needed  # 1.2 times on an idle machine, 2.1 on a busy one, 5.9 without the priority
 
 
 def test_worker_imports_no_heavy_package() -> None:
