@@ -22,7 +22,6 @@ from mtpctl.rollout.pool import Membership
 from mtpctl.telemetry.run_directory import (
     Answer,
     RunDirectory,
-    clear_requests,
     last_requested_replicas,
     pop_requests,
     store_requested_replicas,
@@ -63,7 +62,6 @@ class ElasticRollout:
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Check once a second while the block runs. An error of a check is raised when the block ends."""
-        clear_requests(self._directory)
         if self._earlier_request:
             clipping = "" if self.requested == self._earlier_request else f", but rollout.replicas allows {self.requested}"
             self._report(f"{self._earlier_request} replica(s) are requested, by an earlier mtpctl scale{clipping}")

@@ -130,7 +130,9 @@ class RunDirectory:
         return tree
 
     def record(self, recipe_text: str) -> list[str]:
-        """Write the recipe and the installed versions of this session. An earlier recipe that differs is moved to `logs/`.
+        """Write the recipe and the installed versions of this session, and remove requests of `mtpctl scale` to earlier ones.
+
+        An earlier recipe that differs is moved to `logs/`.
 
         Returns the changed keys as `key: before → after`. Raises UserError if the files cannot be written; the earlier ones are then kept.
         """
@@ -141,6 +143,8 @@ class RunDirectory:
                 write_atomically(self.logs / f"recipe.{len(list(self.logs.glob('recipe.*.yaml'))) + 1}.yaml", earlier, mode=PRIVATE_MODE)
             write_atomically(self.recipe, recipe_text, mode=PRIVATE_MODE)
             write_atomically(self.versions, json.dumps(collect_versions(), indent=2) + "\n")
+            for file in _request_files(self, "*"):
+                file.unlink(missing_ok=True)
         return changes
 
     def close(self) -> None:
@@ -261,12 +265,6 @@ def last_requested_replicas(run: RunDirectory) -> int | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run.requested_replicas}: is not a valid file of mtpctl scale; remove it, and repeat the command") from error
-
-
-def clear_requests(run: RunDirectory) -> None:
-    """Remove requests to earlier sessions. Called by the run when it starts."""
-    for file in _request_files(run, "*"):
-        file.unlink(missing_ok=True)
 
 
 def pop_requests(run: RunDirectory) -> Iterator[ScaleRequest]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -178,6 +179,17 @@ async def test_requested_number_is_reached_and_answered(tmp_path: Path) -> None:
         refused = await asyncio.to_thread(request_replicas, it.run, 5)
         assert (refused.message, refused.refused) == ("--replicas: 5 is not within rollout.replicas: min 1, max 4", True)
         await it.settled(0, 1, 2)
+
+
+@in_loop
+async def test_request_during_the_start_is_answered(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", "name: t\n").close()
+    requests_folder = tmp_path / "run" / "requests"
+    requests_folder.mkdir()
+    (requests_folder / "1.json").write_text('{"replicas": 2}')
+    async with world(tmp_path, {"a": 8}) as it:
+        await it.settled(0, 1)
+        assert json.loads((requests_folder / "1.answer").read_text())["message"] == "2 replica(s) are requested, and 1 serve"
 
 
 @in_loop

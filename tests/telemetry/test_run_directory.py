@@ -15,7 +15,7 @@ import pytest
 
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.telemetry import run_directory
-from mtpctl.telemetry.run_directory import Answer, RunDirectory, clear_requests, pop_requests, request_replicas
+from mtpctl.telemetry.run_directory import Answer, RunDirectory, pop_requests, request_replicas
 
 
 def test_new_run_directory_has_recipe_versions_and_folders(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_run_that_ends_before_answer_is_reported(run: RunDirectory) -> None:
 def test_earlier_and_invalid_requests_are_removed(run: RunDirectory) -> None:
     run.requests.mkdir()
     (run.requests / "1.json").write_text('{"replicas": 3}')
-    clear_requests(run)
+    run.record("name: t\n")
     assert not list(pop_requests(run))
     for name, text in (("2", "{"), ("3", "[]"), ("4", '{"replicas": true}'), ("5", '{"replicas": "9"}'), ("6", '{"replicas": 2}')):
         (run.requests / f"{name}.json").write_text(text)
