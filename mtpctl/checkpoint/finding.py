@@ -18,9 +18,9 @@ from mtpctl.checkpoint.listing import LISTING, Damaged, check_listing, flush, re
 from mtpctl.checkpoint.reading import DCP_METADATA, shard_sizes
 from mtpctl.errors import UserError
 
-ENGINE, RUN, BUFFER, FORMAT_FILE = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
-"""Files of a checkpoint. ENGINE: the engine's record. RUN: the state of the run. BUFFER: groups of samples that are not trained on yet.
-FORMAT_FILE: megatron-core's description of the format."""
+ENGINE_FILE, RUN_FILE, BUFFER_FILE, FORMAT_FILE = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
+"""Files of a checkpoint. ENGINE_FILE: the engine's record. RUN_FILE: the state of the run. BUFFER_FILE: groups of samples that are not
+trained on yet. FORMAT_FILE: megatron-core's description of the format."""
 PARTIAL, REPLACED, DAMAGED = ".partial", ".replaced", ".damaged"
 """Suffixes of checkpoints that are being written, being replaced, or damaged."""
 _DAMAGED_NAME = re.compile(rf"{re.escape(DAMAGED)}(-\d+)?$")
@@ -149,7 +149,7 @@ def number_of(path: Path) -> float:
     """
     try:
         listing = read_listing(path)
-        return int(json.loads((path / ENGINE).read_bytes())["number"]) if listing is None else listing.number
+        return int(json.loads((path / ENGINE_FILE).read_bytes())["number"]) if listing is None else listing.number
     except (Damaged, OSError, ValueError, TypeError, KeyError):
         return math.inf
 
@@ -167,4 +167,4 @@ def _checkpoint_folders(root: Path) -> Iterator[Path]:
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether a folder has any file of a checkpoint, so that damaged ones are recognized."""
-    return any((path / name).exists() for name in (LISTING, ENGINE, RUN, FORMAT_FILE, DCP_METADATA))
+    return any((path / name).exists() for name in (LISTING, ENGINE_FILE, RUN_FILE, FORMAT_FILE, DCP_METADATA))

@@ -27,7 +27,7 @@ from megatron.core.transformer import MegatronModule
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from mtpctl.checkpoint.finding import ENGINE, REPLACED, next_number
+from mtpctl.checkpoint.finding import ENGINE_FILE, REPLACED, next_number
 from mtpctl.checkpoint.listing import Checksum, Entry, flush, write_listing
 from mtpctl.checkpoint.reading import convert_read_errors, tensors_in
 from mtpctl.compat import megatron_core
@@ -225,7 +225,7 @@ class Save:
         if dist.get_rank() == 0:
             try:
                 self._record["number"] = next_number(self.path.parent)
-                (self.folder / ENGINE).write_text(json.dumps(self._record))
+                (self.folder / ENGINE_FILE).write_text(json.dumps(self._record))
                 write_listing(self.folder, self._record["number"], {**shard_entries, **added_files})
                 flush(self.folder)
                 _replace(self.path, self.folder)
@@ -273,7 +273,7 @@ def _replace(path: Path, complete: Path) -> None:
 def write_weights_only_record(folder: Path) -> None:
     """Write `engine.json` for a checkpoint that contains only weights."""
     record: EngineRecord = {"format": _FORMAT, "number": 1, "steps": 0, "optimizer": False, "adapter": None, "state": {}}
-    (folder / ENGINE).write_text(json.dumps(record))
+    (folder / ENGINE_FILE).write_text(json.dumps(record))
 
 
 def _raise_on_all_ranks(path: Path, error: BaseException | None) -> None:
@@ -329,12 +329,12 @@ def _check_adapter(path: Path, saved: AdapterRecord | None, expected: AdapterRec
 
 def adapter_of(path: Path) -> AdapterRecord | None:
     """The adapter record of a checkpoint; None if it contains full weights."""
-    file = path / ENGINE
+    file = path / ENGINE_FILE
     return json.loads(file.read_text()).get("adapter") if file.is_file() else None
 
 
 def _read_record(path: Path) -> EngineRecord:
-    file = path / ENGINE
+    file = path / ENGINE_FILE
     with convert_read_errors(path):
         record: EngineRecord = json.loads(file.read_text())
     if (saved := record.get("format")) != _FORMAT:

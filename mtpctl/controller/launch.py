@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import BUFFER, choose_checkpoint
+from mtpctl.checkpoint.finding import BUFFER_FILE, choose_checkpoint
 from mtpctl.cluster.bundles import Bundles
 from mtpctl.cluster.deadlines import finished_before
 from mtpctl.cluster.hosts import Host
@@ -364,8 +364,8 @@ class Run:
             )
             if self.elastic is not None:
                 self.elastic.on_wait = stage.rollout.record_progress
-            if checkpoint is not None and (checkpoint / BUFFER).exists():
-                await stage.resume_buffer(*SampleBuffer.load(checkpoint / BUFFER))
+            if checkpoint is not None and (checkpoint / BUFFER_FILE).exists():
+                await stage.resume_buffer(*SampleBuffer.load(checkpoint / BUFFER_FILE))
             with self.waits.on("weights: the first sync"):
                 await stage.publish()
             await stage.run()

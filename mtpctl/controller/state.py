@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from mtpctl.checkpoint.finding import BUFFER, RUN, check_checkpoint, choose_checkpoint, newest_checkpoint
+from mtpctl.checkpoint.finding import BUFFER_FILE, RUN_FILE, check_checkpoint, choose_checkpoint, newest_checkpoint
 from mtpctl.checkpoint.listing import Damaged, Entry, entry_of_text
 from mtpctl.cluster.deadlines import within
 from mtpctl.controller.buffer import SampleBuffer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 ShowWait = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Shows a message while the returned context manager is open, because the run waits."""
+"""Returns a context manager that shows a message as long as the run waits in its block."""
 _UNSAVED = -1
 """Value of `RunState.saved_step` after a failed checkpoint."""
 RETRY_S = 10.0
@@ -70,7 +70,7 @@ def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Pa
     path. `other_kinds`: other kinds of paths that the caller accepts, for the error message.
     """
     path = Path(text).absolute()
-    if (path / RUN).is_file():
+    if (path / RUN_FILE).is_file():
         try:
             check_checkpoint(path, verify_checksums=True)
         except Damaged as damage:
@@ -81,7 +81,7 @@ def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Pa
             raise UserError(f"--from: {text} is an incomplete checkpoint; name another") from error
     recipe = RunDirectory(path).recipe
     if not recipe.is_file():
-        kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({RUN})", *other_kinds)
+        kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({RUN_FILE})", *other_kinds)
         raise UserError(f"--from: {text} is neither {' nor '.join(kinds)}")
     checkpoint, version = newest_version(RunDirectory(path).checkpoints, report)
     if checkpoint is None:
@@ -121,11 +121,11 @@ def load_state(checkpoint: Path | None) -> SavedState:
     if checkpoint is None:
         return SavedState(stage="", step=0, version=0, synced_at=-1, cursor=None, losses=[], ended=[])
     try:
-        state: SavedState = json.loads((checkpoint / RUN).read_text())
+        state: SavedState = json.loads((checkpoint / RUN_FILE).read_text())
         if not isinstance(state, dict):
             raise ValueError("not an object")
     except (OSError, ValueError) as error:
-        raise UserError(f"{checkpoint / RUN} is truncated or overwritten; name another checkpoint") from error
+        raise UserError(f"{checkpoint / RUN_FILE} is truncated or overwritten; name another checkpoint") from error
     return state
 
 
@@ -137,7 +137,7 @@ class RunState:
         stage: in progress, or the last one that ended.
         step: updates of `stage` so far.
         version: the latest published weight version.
-        synced_at: the step of this stage after which `version` was published; -1 before the first.
+        synced_at: the step (not the time) of this stage after which `version` was published; -1 before the first.
         cursor: the position in the training problems.
         losses: the latest losses of a supervised stage.
         ended: the stages that have ended.
@@ -148,7 +148,7 @@ class RunState:
         saved_step: the step of the newest checkpoint of this stage, or the step at which the stage began; `_UNSAVED` after a failure.
         sent_version: the version that was sent last, even if not every target received it. It is never reused for other weights.
         saved_at: when the newest checkpoint was written (`time.monotonic`).
-        failure_times: when later attempts to write one failed (`time.monotonic`).
+        failure_times: when attempts to write a checkpoint failed since then (`time.monotonic`).
         stopping: set when a stop is requested. Stages return at their next step.
         show_wait: shows the reason of a wait.
         report: logs a line.
@@ -268,10 +268,10 @@ class RunState:
         # State and buffer are snapshots of this moment; rollout continues while the buffer is written.
         text = json.dumps({name: getattr(self, name) for name in SavedState.__annotations__})
         async with self._writing(trainer, path):
-            (folder / RUN).write_text(text)
-        self._entries = {RUN: entry_of_text(text)}
+            (folder / RUN_FILE).write_text(text)
+        self._entries = {RUN_FILE: entry_of_text(text)}
         if self.buffer is not None:
-            self._buffer_write = asyncio.ensure_future(asyncio.to_thread(self.buffer.snapshot_writer(folder / BUFFER)))
+            self._buffer_write = asyncio.ensure_future(asyncio.to_thread(self.buffer.snapshot_writer(folder / BUFFER_FILE)))
         self.pending_checkpoint, self.saved_step = path, self.step
         if wait:
             await self.publish_pending(trainer)
@@ -334,7 +334,7 @@ class RunState:
                 return
             write, self._buffer_write = self._buffer_write, None
             async with self._writing(trainer, self.pending_checkpoint):
-                self._entries[BUFFER] = await write
+                self._entries[BUFFER_FILE] = await write
         with self.show_wait(f"trainer: writing {self.pending_checkpoint.name}"):
             complete = await trainer.finish_save(wait=wait, entries=self._entries)
         if complete:
@@ -345,4 +345,4 @@ class RunState:
                 self.copier.queue(path)
             self.pending_checkpoint, self.failure_times = None, []
             if self.buffer is not None:
-                self.buffer.forget(step)
+                self.buffer.forget(step)  # The samples of updates up to this step are not needed again.

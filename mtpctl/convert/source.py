@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import ENGINE, check_checkpoint, choose_checkpoint
+from mtpctl.checkpoint.finding import ENGINE_FILE, check_checkpoint, choose_checkpoint
 from mtpctl.checkpoint.listing import LISTING, Damaged, pointer_of
 from mtpctl.checkpoint.reading import check_shards, tensors_in
 from mtpctl.convert.hf_folder import HfFolder
@@ -58,9 +58,9 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     """
     if not path.is_dir():
         raise UserError(f"{path}: there is no such folder")
-    if is_checkpoint(path) or any((path / name).is_file() for name in (ENGINE, LISTING)):
+    if is_checkpoint(path) or any((path / name).is_file() for name in (ENGINE_FILE, LISTING)):
         try:
-            if any((path / name).is_file() for name in (ENGINE, LISTING)):
+            if any((path / name).is_file() for name in (ENGINE_FILE, LISTING)):
                 check_checkpoint(path, verify_checksums=verify_checksums)
             else:  # a checkpoint of another program
                 check_shards(path)

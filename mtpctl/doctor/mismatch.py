@@ -146,7 +146,7 @@ def examine_mismatch(target: str) -> Mismatch:
     """Run one response of the recipe's model through vLLM, the log-prob server and the trainer, each on one device.
 
     Args:
-        target: a recipe or a run, whose model is used as it was at the start. The prompt is its first training problem.
+        target: a recipe or a run. The weights are those before training, and the prompt is the first training problem.
 
     Raises:
         UserError: for a recipe with another engine, or without a problem.

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 LIMIT_FACTOR = 4.0
 """The limit of a module's mean difference, as a multiple of rounding error."""
 WORST_FACTOR = 8.0
-"""The limit of a token's difference, as a multiple of that of the mean."""
+"""The limit of a single token's difference, as a multiple of the limit of the mean difference."""
 REQUEST_FILE = "mismatch.json"
 COMPILED = "with CUDA graphs"
+"""Name of the sample that the engine generated as the recipe configures it, with compilation and CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class Request:
 class ModuleDifference:
     """Differences between engine and trainer in the output of one module, relative to the engine's output of the same token.
 
-    mean, worst: over tokens, if the trainer's module reads the engine's input. total: the mean if it reads the trainer's own input, so that
-    it includes the differences of all earlier modules. prefill: the mean difference between the engine's outputs in prefill
-    and in decoding.
+    mean, worst: over tokens, in a trainer pass whose modules read the engine's inputs. total: the mean in a pass on the trainer's own
+    inputs, which includes the differences of all earlier modules. prefill: the mean difference between the engine's outputs in prefill and
+    in decoding.
     """
 
     name: str
@@ -92,7 +93,7 @@ def generate(folder: Path) -> dict[str, object]:
     request = Request.read(folder)
     rollout = Recipe.model_validate_json(request.recipe).rollout
     assert isinstance(rollout, VllmConfig)
-    sample = asyncio.run(_generate_captured(request, folder))
+    sample = asyncio.run(_generate_eager(request, folder))
     samples = {"eager": sample.to_dict()}
     if request.device == "cuda" and not rollout.eager:
         samples[COMPILED] = asyncio.run(_generate_compiled(request)).to_dict()
@@ -130,7 +131,7 @@ def _generation_request(request: Request) -> GenerationRequest:
     return GenerationRequest(sample, max_tokens=request.tokens, temperature=recipe.rollout.temperature, seed=recipe.seed)
 
 
-async def _generate_captured(request: Request, folder: Path) -> Sample:
+async def _generate_eager(request: Request, folder: Path) -> Sample:
     from mtpctl.rollout.vllm.client import VllmClient
 
     engine = await _start(request, eager=True)
@@ -172,15 +173,15 @@ def score(folder: Path) -> dict[str, Any]:
     sample = samples["eager"]
     decode, prefill = (load_file(folder / f"{name}.safetensors") for name in ("decode", "prefill"))
     trainer_outputs = _run_trainer(request, recipe, samples, decode)
-    first = len(sample.prompt_ids) - 1
+    first_row = len(sample.prompt_ids) - 1  # predicts the first response token
     reference, behaviour = trainer_outputs["logprobs"]["eager"], sample.behaviour_logprobs
-    lines = [
+    differences = [
         _logprob_difference("engine, decode", behaviour, reference),
-        _logprob_difference("engine, prefill", prefill["logprob"][first:].tolist(), reference),
+        _logprob_difference("engine, prefill", prefill["logprob"][first_row:].tolist(), reference),
         _logprob_difference("log-prob server", _score_on_server(request, recipe, sample), reference),
     ]
     if COMPILED in samples:
-        lines.insert(
+        differences.insert(
             1,
             _logprob_difference(f"engine, decode {COMPILED}", samples[COMPILED].behaviour_logprobs, trainer_outputs["logprobs"][COMPILED]),
         )
@@ -193,10 +194,10 @@ def score(folder: Path) -> dict[str, Any]:
         )
         for name in trainer_outputs["on_engine_inputs"]
     ]
-    modules.append(_compare_head(trainer_outputs, decode, prefill, behaviour, first))
+    modules.append(_compare_head(trainer_outputs, decode, prefill, behaviour, first_row))
     return {
         "modules": [asdict(module) for module in modules],
-        "logprobs": [asdict(line) for line in lines],
+        "logprobs": [asdict(difference) for difference in differences],
         "limit": 0.0 if recipe.numerics == "bitwise" else LIMIT_FACTOR * trainer_outputs["rounding"],
         "bitwise": recipe.numerics == "bitwise",
         "precision": recipe.train.precision,
@@ -232,10 +233,10 @@ def _run_trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], d
         return engine.score([sequence], temperature=recipe.rollout.temperature)[0].logprobs
 
     try:
-        streams = {name: rows for name, rows in decode.items() if name.endswith(".stream") or name == "final_norm"}
+        engine_inputs = {name: rows for name, rows in decode.items() if name.endswith(".stream") or name == "final_norm"}
         with capture_outputs(engine.module) as on_own_inputs:
             scored = {"eager": logprobs(samples["eager"])}
-        with capture_outputs(engine.module, streams) as on_engine_inputs:
+        with capture_outputs(engine.module, engine_inputs) as on_engine_inputs:
             logprobs_on_engine_inputs = logprobs(samples["eager"])
         scored |= {name: logprobs(sample) for name, sample in samples.items() if name != "eager"}
         width = max(engine.transformer.hidden_size, engine.transformer.ffn_hidden_size)
@@ -370,24 +371,26 @@ def _logprob_difference(source: str, values: Logprobs | list[float], reference: 
 
 def _relative_difference(rows: Tensor, reference: Tensor) -> tuple[float, float]:
     """Mean and maximum over tokens of |difference| / |reference|, where | | is the Euclidean norm of a token's row."""
-    exact = reference.double()
-    norms = exact.norm(dim=-1)
+    reference = reference.double()
+    norms = reference.norm(dim=-1)
     # A token whose output nearly cancels has no meaningful relative error.
     floor = norms.median().clamp(min=1e-30) / 100
-    errors = (rows[: len(exact)].double() - exact).norm(dim=-1) / norms.clamp(min=floor)
+    errors = (rows[: len(reference)].double() - reference).norm(dim=-1) / norms.clamp(min=floor)
     return float(errors.mean()), float(errors.max())
 
 
 def _compare_head(
-    trainer_outputs: dict[str, Any], decode: dict[str, Tensor], prefill: dict[str, Tensor], behaviour: Logprobs, first: int
+    trainer_outputs: dict[str, Any], decode: dict[str, Tensor], prefill: dict[str, Tensor], behaviour: Logprobs, first_row: int
 ) -> ModuleDifference:
     """The LM head: differences of log-probs, relative to the token's largest logit."""
     import torch
 
-    scale = decode["logit_scale"][first:].double()
-    exact = torch.tensor(list(behaviour), dtype=torch.float64)
-    values = (trainer_outputs["logprobs_on_engine_inputs"], trainer_outputs["logprobs"]["eager"], prefill["logprob"][first:])
-    on_engine_inputs, on_own_inputs, prefilled = ((torch.tensor(list(each), dtype=torch.float64) - exact).abs() / scale for each in values)
+    scale = decode["logit_scale"][first_row:].double()
+    decoded = torch.tensor(list(behaviour), dtype=torch.float64)
+    values = (trainer_outputs["logprobs_on_engine_inputs"], trainer_outputs["logprobs"]["eager"], prefill["logprob"][first_row:])
+    on_engine_inputs, on_own_inputs, prefilled = (
+        (torch.tensor(list(each), dtype=torch.float64) - decoded).abs() / scale for each in values
+    )
     return ModuleDifference(
         "head", float(on_engine_inputs.mean()), float(on_engine_inputs.max()), float(on_own_inputs.mean()), float(prefilled.mean())
     )

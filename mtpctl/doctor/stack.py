@@ -98,11 +98,12 @@ def project_requirements() -> list[str]:
 def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None] = installed_version) -> list[Package]:
     """The requirements of the project and of its `extra` (`cpu` or `gpu`), with the installed versions.
 
-    Either build of vLLM satisfies the extra, because a user may choose the other one.
+    Either build of vLLM satisfies the extra; the result names the installed one.
     """
     result = []
     for requirement in map(Requirement, lines):
         name, wanted, needed = requirement.name, str(requirement.specifier), True
+        # A requirement whose marker is false without an extra belongs to an extra or another platform.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             if not requirement.marker.evaluate({"extra": extra}):
                 continue

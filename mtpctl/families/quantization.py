@@ -40,16 +40,16 @@ _REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 _SPLIT_COLUMNS = ("o_proj", "down_proj", "out_proj")
 """Projections that tensor parallelism splits by columns. It splits others by rows."""
 _UNQUANTIZED = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a", "in_proj")
-"""Routers, gates, the projections of linear attention with one row per head, and the input projection of Mamba-2: vLLM splits it into five
-matrices, of which the last has one row per head."""
+"""Routers, gates, and projections with one row per head: two of linear attention, and the last of the five matrices into which vLLM splits
+the input projection of Mamba-2."""
 
 
 @cache
 def select_fp8_names(shape: ModelShape, *, drafter: bool = True) -> frozenset[str]:
-    """Names of the matrices to quantize: projections of attention, MLPs and experts in decoder and, with `drafter`, MTP layers.
+    """Names of the matrices to quantize: projections of attention, MLPs and experts.
 
-    Embeddings, heads, routers, norms, biases, convolutions, the projection of MTP layers' two inputs, and drafters in the subfolder
-    `drafter/` remain in their dtype.
+    Embeddings, heads, routers, norms, biases, convolutions, the projection of MTP layers' two inputs, and a separate drafter (subfolder
+    `drafter/`) are not quantized. drafter: also quantize the MTP layers.
     """
     shapes = _matrix_shapes(shape)
     accepted = {module for module, size in shapes.items() if _is_quantizable(module, size, shape)}
@@ -89,9 +89,9 @@ def find_split_block(shape: ModelShape, quantized: Iterable[str], tp: int) -> st
             continue
         dim = 1 if projection in _SPLIT_COLUMNS else 0
         for length in _split_lengths(shape, projection, shapes[name][dim]):
-            # If there are fewer key and value heads than ranks, each is replicated.
-            heads = {"k_proj": length // shape.head_dim, "v_proj": length // shape.value_dim}.get(projection, tp)
-            rank_length = length // min(tp, heads)
+            # If there are fewer key and value heads than ranks, several ranks have the same head.
+            max_shards = {"k_proj": length // shape.head_dim, "v_proj": length // shape.value_dim}.get(projection, tp)
+            rank_length = length // min(tp, max_shards)
             if rank_length % FP8_BLOCK:
                 return f"{name} ({rank_length} of {length} {'columns' if dim else 'rows'} per rank)"
     return None

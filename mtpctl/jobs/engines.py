@@ -91,16 +91,16 @@ def find_weights(recipe: Recipe, from_weights: str | None, scratch: Path, report
     )
 
 
-def without_training(recipe: Recipe) -> Recipe:
-    """The recipe without RL, for validation. RL rejects top-p and top-k, but samples that are not trained on may use them."""
+def without_rl(recipe: Recipe) -> Recipe:
+    """A copy of the recipe with one SFT step as its only stage, for validation: RL rejects top-p and top-k, which other samples may use."""
     train = recipe.train.model_copy(update={"stages": ["sft"], "sft": recipe.train.sft.model_copy(update={"steps": 1})})
     return recipe.model_copy(update={"train": train})
 
 
 def with_local_merged_sync(recipe: Recipe) -> Recipe:
-    """The recipe with a weight sync through this host's shared memory that merges an adapter into the weights."""
+    """A copy of the recipe that sends weights through this host's shared memory, with a LoRA adapter merged into them."""
     sync = recipe.sync.model_copy(update={"transport": "shm", "sections": ["target", "draft"]})
-    # If `cluster.device` is not set, the recipe's own transport determines it.
+    # Set the device: with `auto`, it would be derived from the new transport.
     return recipe.model_copy(update={"sync": sync, "cluster": recipe.cluster.model_copy(update={"device": recipe.device})})
 
 
@@ -191,7 +191,7 @@ class CheckpointReader:
 
 
 UNNAMED_LABEL = "held-out"
-"""The printed name of the set of the section `data`."""
+"""Printed name of the held-out set that has no name in the recipe, that of `data.eval_path`."""
 
 
 class Evaluation(TypedDict):
@@ -258,8 +258,8 @@ async def _evaluate(
 
 
 def _for_validation(recipe: Recipe) -> Recipe:
-    """The recipe without training, for validation. An evaluation needs no training rows, so a generated task stands in for missing ones."""
-    recipe, data = without_training(recipe), recipe.data
+    """A copy of the recipe for validation, without RL. An evaluation needs no training rows, so a generated task replaces missing ones."""
+    recipe, data = without_rl(recipe), recipe.data
     if data.path is not None or data.task is not None or recipe.rollout.verifiers is not None:
         return recipe
     held_out = data.eval_path if data.eval_path and is_dataset_id(data.eval_path) else None
@@ -267,7 +267,7 @@ def _for_validation(recipe: Recipe) -> Recipe:
 
 
 def _set_metrics(metrics: Mapping[str, float], name: str) -> dict[str, float]:
-    """The metrics of one set, without their prefix."""
+    """The metrics of one set, without their prefix. Version and mixed fraction of the whole evaluation have the unnamed set's prefix."""
     prefix = f"eval/{name}/" if name else "eval/"
     set_values = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     return {key: value for key, value in set_values.items() if "/" not in key and (name or key not in ("version", "mixed_fraction"))}

@@ -20,7 +20,7 @@ from mtpctl.environments.agents import bind_gateway, open_generator
 from mtpctl.environments.environment import Failures, load_environment_class
 from mtpctl.environments.trial import try_environment
 from mtpctl.errors import UserError
-from mtpctl.jobs.engines import Report, WeightSource, engine_cluster, find_weights, serving, with_local_merged_sync, without_training
+from mtpctl.jobs.engines import Report, WeightSource, engine_cluster, find_weights, serving, with_local_merged_sync, without_rl
 from mtpctl.recipe.checks import validate
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.recipe.schema import Recipe
@@ -66,7 +66,7 @@ def rollout(
     Before anything starts, raises UserError for unsuitable prompts, model or file, and EnvironmentMissing without vLLM. Errors of the
     cluster and the engines (ClusterResources, RuntimeFailure) are raised unchanged.
     """
-    validate(without_training(recipe))
+    validate(without_rl(recipe))
     recipe = with_local_merged_sync(recipe)
     if n < 1:
         raise UserError(f"--n: must be at least 1, got {n}")
@@ -283,7 +283,7 @@ def serve(recipe: Recipe, out: Path | None, *, host: str, port: int, report: Rep
     gateway_keys: dict[str, object] = {"agent": None, "agent_args": {}, "environment": "single", "gateway": True}
     gateway_keys |= {"gateway_host": host, "gateway_port": port}
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=gateway_keys)})
-    validate(without_training(recipe))
+    validate(without_rl(recipe))
     recipe, listener = with_local_merged_sync(recipe), bind_gateway(recipe.rollout)
     assert listener is not None, "the gateway is on"
     with contextlib.closing(listener), tempfile.TemporaryDirectory(prefix="mtpctl-serve-") as scratch, contextlib.ExitStack() as stack:

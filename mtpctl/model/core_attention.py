@@ -319,7 +319,7 @@ class PackedAttention(torch.nn.Module):
 
     def _attend_by_group(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: LaterKeysValues | None = None) -> Tensor:
         indices, outputs = [], []
-        for group in packing.length_groups:
+        for group in packing.attention_groups:
             # Short samples are padded after their last token with the row's first key, which the causal mask hides.
             qs = q[group.queries].transpose(1, 2)
             ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))

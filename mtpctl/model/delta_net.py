@@ -154,7 +154,7 @@ def _run_torch(heads: _HeadInputs, row: Packing) -> Tensor:
     g = -heads.decay.float().exp() * F.softplus(heads.alpha.float() + heads.bias)
     beta = heads.beta.sigmoid()
     out = torch.empty_like(v)
-    for group in row.groups:
+    for group in row.recurrence_groups:
         # Padding follows a sample's last token; the recurrence is causal, so padding does not affect the sample.
         group_out = gated_delta_rule(*(x[group.queries] for x in (q, k, v, g, beta)))
         out = out.index_put((group.queries[group.valid],), group_out[group.valid])

@@ -177,7 +177,7 @@ class Scan:
         x, b, c = self._split(F.silu(convolve(self.mixed, self.taps, row.position_ids) + self.bias))
         steps, log_decay = self._discretize()
         out = torch.empty_like(x)
-        for group in row.groups:
+        for group in row.recurrence_groups:
             # Padding follows a sample's last token; the scan is causal, so padding does not affect the sample.
             group_out = selective_scan(*(part[group.queries] for part in (x, steps, log_decay, b, c)))
             out = out.index_put((group.queries[group.valid],), group_out[group.valid])

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from mtpctl.model.rope import Rotary
 
-STEP = 32
-"""`Packing.length_groups` rounds lengths up to a multiple of this."""
+WIDTH_STEP = 32
+"""`Packing.attention_groups` rounds lengths up to a multiple of this."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class EarlierDepths:
 class LengthGroup:
     """Parts of similar length that are computed as one padded batch.
 
-    queries [samples, length]: indices of this rank's tokens. keys [samples, length]: indices of the keys visible to this rank. valid
+    queries [samples, length]: indices among this rank's tokens. keys [samples, length]: indices in the result of `select_visible`. valid
     [samples, length]: False for padding. mask [queries, keys]: needed if a sample began in an earlier block; None: causal.
     """
 
@@ -68,13 +68,14 @@ class Packing(PackedSeqParams):
     max_seqlen_q, max_seqlen_kv: longest part, in queries and keys.
     starts: int64 [samples + 1], start of each sample of the row, and T.
     tokens: int64 [t], indices in the row of this rank's tokens.
-    visible_blocks: the blocks whose keys this rank's queries attend to, as (index in CP order, first token); empty without CP.
+    visible_blocks: the blocks whose keys this rank's queries attend to, as (index in `cp_order`, first visible token of the block); empty
+    without CP.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
     lengths: queries and keys of each part on this rank. sample_lengths: of all samples of the row. ranks: CP ranks that share the row.
     padding_tokens: number of padding tokens at the end of the row.
     rotary: rotation of queries and keys; None for latent attention, which rotates them itself. window_rotary: that of layers with a window.
     earlier: keys and values of earlier depths, while the depths of a repeated MTP layer are computed.
-    routes: uint8 or int16 [t, MoE layers, k], experts to replay for tokens with `routed` [t] set. None: routers select all experts.
+    routes: uint8 or int16 [t, MoE layers, k], experts to replay for tokens with `routed` [t] set. None: nothing is replayed.
     recorded: None, or a dictionary in which each MoE layer of this rank stores its tokens' experts [t, k] under its index.
     """
 
@@ -150,10 +151,10 @@ class Packing(PackedSeqParams):
     @cached_property
     def cp_order(self) -> Tensor:
         """int64 [T]: indices in the row of the tokens of all CP ranks, concatenated in rank order."""
-        count = self.ranks * 2
+        block_count = self.ranks * 2
         block_size = len(self.tokens) // 2
-        block_ranks = [block for rank in range(self.ranks) for block in (rank, count - 1 - rank)]
-        starts = torch.tensor(block_ranks, device=self.tokens.device)[:, None] * block_size
+        blocks = [block for rank in range(self.ranks) for block in (rank, block_count - 1 - rank)]
+        starts = torch.tensor(blocks, device=self.tokens.device)[:, None] * block_size
         return (starts + torch.arange(block_size, device=self.tokens.device)).flatten()
 
     @cached_property
@@ -189,8 +190,8 @@ class Packing(PackedSeqParams):
         return torch.cat([split[block][first:] for block, first in self.visible_blocks])
 
     @cached_property
-    def groups(self) -> list[LengthGroup]:
-        """The parts in few groups, for operations that process samples step by step and have no kernel for packed rows.
+    def recurrence_groups(self) -> list[LengthGroup]:
+        """The parts in few groups, for recurrences without a kernel for packed rows.
 
         A part shorter than half of the group's longest starts a new group, so at most half of a group is padding.
         """
@@ -204,12 +205,12 @@ class Packing(PackedSeqParams):
         return self._build_groups(widths)
 
     @cached_property
-    def length_groups(self) -> list[LengthGroup]:
-        """The parts grouped by length, rounded up to a multiple of `STEP`.
+    def attention_groups(self) -> list[LengthGroup]:
+        """The parts grouped by length, rounded up to a multiple of `WIDTH_STEP`.
 
         For attention: its order of summation depends on the width, so this makes a sample's result independent of the other samples.
         """
-        return self._build_groups(lambda lengths: [-(-length // STEP) * STEP for length in lengths])
+        return self._build_groups(lambda lengths: [-(-length // WIDTH_STEP) * WIDTH_STEP for length in lengths])
 
     def _build_groups(self, widths: Callable[[list[int]], list[int]]) -> list[LengthGroup]:
         device = self.position_ids.device
@@ -284,13 +285,14 @@ def convolve(x: Tensor, weight: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def exchange_heads(
-    mixed: Tensor, widths: Sequence[int], counts: Sequence[int], others: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup
+    mixed: Tensor, widths: Sequence[int], head_counts: Sequence[int], others: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup
 ) -> list[Tensor]:
     """Exchange this rank's tokens of all heads [t, …] for all tokens of this rank's heads [T, …].
 
-    mixed [t, channels]: fused parts of these `widths` with `counts` heads or groups. others: tensors [t, heads]. Returns all of them.
+    mixed [t, channels]: projections of these `widths`, concatenated; each has `head_counts` heads or groups. others: further tensors
+    [t, heads], such as gates. Returns the exchanged `mixed` and `others`.
     """
-    parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(list(widths), dim=-1), counts, strict=True)]
+    parts = [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(list(widths), dim=-1), head_counts, strict=True)]
     received = tokens_to_heads([*parts, *others], packing, group)
     return [torch.cat([part.flatten(1) for part in received[: len(parts)]], dim=-1), *received[len(parts) :]]
 

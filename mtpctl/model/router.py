@@ -76,8 +76,8 @@ class ExpertChoice:
 class Router(TopKRouter):
     """Router with upstream's weights and expert selection. Call `begin` before the passes of an update; `load` is complete after them.
 
-    load [E]: tokens of each expert. replayed [2]: number of replayed experts that the router would also have chosen, and of all replayed
-    experts.
+    load [E]: tokens of each expert. replay_counts [2]: number of replayed experts that the router would also have chosen, and of all
+    replayed experts.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, is_mtp_layer: bool = False) -> None:
@@ -89,7 +89,7 @@ class Router(TopKRouter):
         self.tokens = 1
         load = torch.zeros(self.num_experts, dtype=torch.long, device=torch.cuda.current_device())
         self.register_buffer("load", load, persistent=False)
-        self.register_buffer("replayed", load.new_zeros(2), persistent=False)
+        self.register_buffer("replay_counts", load.new_zeros(2), persistent=False)
         self.choice: ExpertChoice | None = None
         """Routes to replay or record in the current pass (see `DecoderLayer`)."""
 
@@ -99,7 +99,7 @@ class Router(TopKRouter):
         for router in routers:
             router.tokens = tokens
         if routers:
-            torch._foreach_zero_([count for router in routers for count in (router.load, router.replayed)])
+            torch._foreach_zero_([count for router in routers for count in (router.load, router.replay_counts)])
 
     def gating(self, input: Tensor) -> Tensor:
         """Hidden states [T, 1, H] → logits [T, 1, E] in fp32."""
@@ -147,7 +147,7 @@ class Router(TopKRouter):
                 router_replay=choice,
             )
         if is_training and rule is None and self.choice is not None and self.choice.replay is not None:
-            self.replayed += torch.stack(self.choice.count_agreement())
+            self.replay_counts += torch.stack(self.choice.count_agreement())
         if is_training and not counts_in_kernel:
             load = (routes if is_real is None else routes & is_real).sum(0)
             self.load += load
@@ -173,7 +173,7 @@ class Router(TopKRouter):
 
     def _routes_to_replay(self, is_training: bool) -> ReplayedRoutes | None:
         replay = None if self.choice is None else self.choice.replay
-        return replace(replay, counts=self.replayed) if replay is not None and is_training else replay
+        return replace(replay, counts=self.replay_counts) if replay is not None and is_training else replay
 
     def _attach_loss(self, x: Tensor, loss: Tensor) -> Tensor:
         """Return x such that its backward pass also backpropagates `loss`, a sum over tokens."""

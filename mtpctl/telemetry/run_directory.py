@@ -40,7 +40,7 @@ PRIVATE_MODE = 0o600
 START_OVER_FILE = ".begun"
 """File in the new directory of a run that was started over. It contains the name that the old directory was renamed to."""
 _FOLDERS = ("checkpoints", "logs", "tensorboard")
-_ATTEMPTS, _ATTEMPT_S = 3, 0.05
+_LOCK_ATTEMPTS, _LOCK_RETRY_S = 3, 0.05
 _MIN_FREE_BYTES = 64 << 20
 """Minimum free space to start, in bytes: less than the smallest checkpoint, more than all text files together."""
 
@@ -130,7 +130,7 @@ class RunDirectory:
         return tree
 
     def record(self, recipe_text: str) -> list[str]:
-        """Write the recipe and the installed versions of this session, and remove requests of `mtpctl scale` to earlier ones.
+        """Write the recipe and the installed versions of this session, and remove requests of `mtpctl scale` to earlier sessions.
 
         An earlier recipe that differs is moved to `logs/`.
 
@@ -171,13 +171,13 @@ def _changes(earlier: str, later: str) -> list[str]:
 
 def _lock(file: IO[str], path: Path) -> None:
     """Lock the directory with its lock file. Raises UserError and closes the file if another run has locked it."""
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             # `is_locked` of another process may hold the lock briefly.
-            time.sleep(_ATTEMPT_S)
-            if attempt == _ATTEMPTS - 1:
+            time.sleep(_LOCK_RETRY_S)
+            if attempt == _LOCK_ATTEMPTS - 1:
                 file.close()
                 raise UserError(f"run_dir: another run is writing {path}; wait for it, or choose another directory") from None
         else:

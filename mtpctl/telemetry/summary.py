@@ -1,7 +1,7 @@
 """Measures of learning curves, and the summary of a run: its headline metrics before and after RL.
 
-A curve is a sequence of (x, y) with increasing x: updates or seconds, and held-out accuracy, or another metric that rises as a run learns.
-Its first point is from before training. Results have the units of the curve.
+A curve is a sequence of (x, y) with increasing x. x is the number of updates or seconds; y is the held-out accuracy, or another metric that
+rises as a run learns. The first point is from before training. Results have the units of the curve.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Fall:
 
 @dataclass(frozen=True, slots=True)
 class CurveMeasures:
-    """Measures of one curve. `late_mean` is the mean of `late` points; `worst_fall` is None for a curve that never falls."""
+    """Measures of one curve. `late_mean` is the mean of the last `late_count` points; `worst_fall` is None for a curve that never falls."""
 
     start: float
     late_mean: float
-    late: int
+    late_count: int
     best: Point
     worst_fall: Fall | None
 
@@ -142,7 +142,8 @@ HEADLINES = (
 )
 
 _UNAVERAGED = {"eval/accuracy", "eval/unseen_accuracy"}
-"""Metrics of a whole held-out set, whose first and last values are compared. For others, means of the first and last tenth are."""
+"""Metrics whose first and last values are compared, because each is a mean over a held-out set. For other metrics, the means of the first
+and last tenth of the values are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +181,10 @@ def before_and_after(history: History) -> list[SummaryRow]:
             continue
         window = 1 if name in _UNAVERAGED else max(1, len(values) // 10)
         rows.append(SummaryRow(name, describe(name), sum(values[:window]) / window, sum(values[-window:]) / window))
-        if name == "eval/accuracy" and (measures := measure_curve(evaluations(history))) and measures.late > 1:
-            late = Metric(f"its last {measures.late}, mean", "share", f"Held-out accuracy, mean of the last {measures.late} evaluations.")
+        if name == "eval/accuracy" and (measures := measure_curve(evaluations(history))) and measures.late_count > 1:
+            late = Metric(
+                f"its last {measures.late_count}, mean", "share", f"Held-out accuracy, mean of the last {measures.late_count} evaluations."
+            )
             rows.append(SummaryRow(name, late, measures.start, measures.late_mean))
     return rows
 
@@ -192,11 +195,11 @@ def evaluations(history: History) -> list[tuple[float, float]]:
 
 
 def evaluation_summary(history: History) -> str:
-    """A sentence about the best evaluation and the worst fall, or a hint if there are none during RL; empty for fewer than two."""
+    """A sentence about the best evaluation and the worst fall. A hint without evaluations during RL; empty for fewer than two."""
     measures = measure_curve(evaluations(history))
     if measures is None:
         return ""
-    if measures.late == 1:
+    if measures.late_count == 1:
         return "Held-out accuracy was measured only before and after; set train.eval_every for evaluations in between."
     (step, best), fall = measures.best, measures.worst_fall
     start = f"Held-out accuracy: best {_accuracy(best)} at update {step:g}"

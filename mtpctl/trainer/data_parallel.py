@@ -64,8 +64,9 @@ def _layer_index(name: str, layers: int) -> int:
 def bucket_layout(index_of: Mapping[Tensor, int], *, distributed_optimizer: bool) -> FullParamLayout:
     """The order of parameters in gradient buffers, as in megatron-core, with buckets that end at layers.
 
-    A weight that pipeline stages share (`shared_embedding`) has a separate bucket: the distributed optimizer gives each rank a part of
-    every bucket, and megatron-core adds the parts of the first and the last stage, which must be the same rows.
+    A weight that the first and last pipeline stage share (`shared_embedding`) has a separate bucket. megatron-core adds its gradients of
+    the two stages shard by shard, and the distributed optimizer shards whole buckets: only in a separate bucket are the shards of both
+    stages the same rows.
     """
     layouts = {}
     for key, (parameters, indices) in group_params_for_buffers([p for p in index_of if p.requires_grad], True).items():
@@ -105,18 +106,19 @@ class GradReduceOverlap:
     def __init__(
         self, module: MtpModel, model: DistributedDataParallel, index_of: Mapping[Tensor, int], prepare: Callable[[int], None]
     ) -> None:
-        """prepare(index): called before the buckets with gradients of layers from this index on are reduced."""
+        """prepare(index): called before the reduction of buckets whose layers all have this index or a higher one."""
         self._prepare = prepare
         groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
         # In order of readiness, which is the same on all ranks, because they have the same parameters.
         self._groups = sorted(((min(index_of[p] for p in group.params), group) for group in groups), key=lambda entry: -entry[0])
         embedding = getattr(module, "embedding", None)
-        self._embedding: Any = None
-        # Excludes a tied weight, because the head's gradient has all rows, and the distributed optimizer, whose shards do not end at rows.
+        self._sparse_weight: Any = None
+        """The embedding's weight, if only rows with a gradient are exchanged."""
+        # Not for a tied weight, because the head's gradient has all rows, nor with the distributed optimizer, whose shards split rows.
         if embedding is not None and not (module.share_embeddings_and_output_weights or model.ddp_config.use_distributed_optimizer):
-            self._embedding = embedding.word_embeddings.weight
+            self._sparse_weight = embedding.word_embeddings.weight
         self._microbatches, self._started_count = 0, 0
-        self._input_grads: dict[int, int] = {}
+        self._input_grad_counts: dict[int, int] = {}
         layers: list[tuple[int, torch.nn.Module]] = list(enumerate(module.decoder.layers))
         if module.decoder.final_layernorm is not None:
             layers.append((len(layers), module.decoder.final_layernorm))
@@ -128,7 +130,7 @@ class GradReduceOverlap:
         reductions, which other ranks may not have started."""
         if any(group.grad_reduce_handle is not None for _, group in self._groups):
             raise RuntimeError("the previous update failed while its gradients were being reduced; start the trainer again")
-        self._microbatches, self._started_count, self._input_grads = microbatches, 0, {}
+        self._microbatches, self._started_count, self._input_grad_counts = microbatches, 0, {}
 
     def finish(self) -> None:
         """Start the remaining reductions, in the same order."""
@@ -138,16 +140,16 @@ class GradReduceOverlap:
         """Call `_on_input_grad` when the gradient of the layer's input is complete.
 
         Autograd runs operations in reverse order of their creation, so it computes the input's gradient after those of all parameters used
-        since. An input that is a leaf has no hook, because autograd accumulates leaves earlier; the layer's reductions then start with
-        those of the preceding layer. The input is a leaf in the first layer of later pipeline stages, and when a recomputed layer runs
-        for the second time.
+        since. This does not hold for a leaf, whose gradient is accumulated earlier. A leaf therefore has no hook, and the layer's buckets
+        are reduced together with those of the preceding layer. The input is a leaf in the first layer of later pipeline stages, and in the
+        second run of a recomputed layer.
         """
         state = options.get("hidden_states", args[0] if args else None)
         if isinstance(state, Tensor) and state.grad_fn is not None:
             state.register_hook(partial(self._on_input_grad, index))
 
     def _on_input_grad(self, index: int, _: Tensor) -> None:
-        count = self._input_grads[index] = self._input_grads.get(index, 0) + 1
+        count = self._input_grad_counts[index] = self._input_grad_counts.get(index, 0) + 1
         if count > self._microbatches:
             raise RuntimeError(f"decoder layer {index} ran more than once per microbatch; its gradients have been reduced already")
         if count == self._microbatches:
@@ -160,7 +162,7 @@ class GradReduceOverlap:
             self._prepare(index)
         while self._started_count < ready_count:
             group = self._groups[self._started_count][1]
-            if group.params == {self._embedding} and sum_sparse_rows(self._embedding.main_grad, group.data_parallel_group):
+            if group.params == {self._sparse_weight} and sum_sparse_rows(self._sparse_weight.main_grad, group.data_parallel_group):
                 group.grad_reduce_finished = True
             else:
                 group.start_grad_sync()
@@ -309,8 +311,8 @@ def _slices_outside(buffer: Tensor, ranges: Iterable[tuple[int, int]]) -> list[T
     """The slices of a flat buffer outside `ranges`, a list of (address, bytes) sorted by address."""
     start, size = buffer.data_ptr(), buffer.element_size()
     inner_ranges = [((address - start) // size, nbytes // size) for address, nbytes in ranges if 0 <= address - start < buffer.nbytes]
-    ends = [0, *(address + length for address, length in inner_ranges)]
-    starts = [*(address for address, _ in inner_ranges), buffer.numel()]
+    ends = [0, *(offset + length for offset, length in inner_ranges)]
+    starts = [*(offset for offset, _ in inner_ranges), buffer.numel()]
     return [buffer[slice_end:slice_start] for slice_end, slice_start in zip(ends, starts, strict=True) if slice_start > slice_end]
 
 
@@ -342,7 +344,7 @@ class ExpertBalance:
         """`moe/replay_agreement`: fraction of replayed experts that the routers would also have chosen. Empty without replay."""
         counts = torch.zeros(2, dtype=torch.long, device=torch.cuda.current_device())
         for router in self.routers:
-            counts += router.replayed
+            counts += router.replay_counts
         if dist.get_world_size() > 1:
             dist.all_reduce(counts)
         agreed, replayed = counts.tolist()
@@ -364,8 +366,8 @@ class ExpertBalance:
         used = rows > 0  # MTP layers that do not train are not computed.
         # On a stage without routers, torch would warn about the deviation of an empty tensor.
         deviation = relative.std(1, correction=0) if self.routers else rows
-        parts = [relative.amax(1), deviation, used.double(), used * expected.double(), rows]
-        sums = torch.stack(parts).sum(1)
+        router_values = [relative.amax(1), deviation, used.double(), used * expected.double(), rows]
+        sums = torch.stack(router_values).sum(1)
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         largest, spread, layers, expected_rows, routed_rows = sums.tolist()

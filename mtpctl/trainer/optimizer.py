@@ -129,7 +129,7 @@ class Optimizer:
             # megatron-core applies this multiplier in its own scheduler, which is not used here.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         overflow = self.inner.prepare_grads()
-        norms = {name: self._grad_norm(name) for name in (None, "mtp")}
+        norms = {name: self._grad_norm(name) for name in (None, "mtp")}  # None: the trunk, whose parameters have no `grad_norm_group`.
         applied = loss_is_finite and not overflow and all(math.isfinite(norm) for norm in norms.values())
         if applied:
             for name, clip in ((None, self.config.clip_grad), ("mtp", self.mtp_clip)):
@@ -196,13 +196,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def slots(model: torch.nn.Module, optimizer: ChainedOptimizer) -> Iterator[Slot]:
     """The slot of every parameter of `model` that the optimizer updates, in the same order on all ranks of a dp group."""
-    owners: dict[int, Tensor] = {id(getattr(p, "main_param", p)): p for p in model.parameters()}
+    parameter_of: dict[int, Tensor] = {id(getattr(p, "main_param", p)): p for p in model.parameters()}
     for sub_optimizer in optimizer.chained_optimizers:
         if sub_optimizer.is_stub_optimizer:
             continue
         init_moments(sub_optimizer.optimizer)
         yield from (
-            _sharded_slots(sub_optimizer) if isinstance(sub_optimizer, DistributedOptimizer) else _unsharded_slots(sub_optimizer, owners)
+            _sharded_slots(sub_optimizer)
+            if isinstance(sub_optimizer, DistributedOptimizer)
+            else _unsharded_slots(sub_optimizer, parameter_of)
         )
 
 
@@ -224,9 +226,9 @@ def _slot_kinds(parameter: Tensor) -> tuple[str, ...]:
     return MOMENTS if parameter.dtype == torch.float32 else (*MOMENTS, "master")
 
 
-def _unsharded_slots(sub_optimizer: MegatronOptimizer, owners: dict[int, Tensor]) -> Iterator[Slot]:
+def _unsharded_slots(sub_optimizer: MegatronOptimizer, parameter_of: dict[int, Tensor]) -> Iterator[Slot]:
     for master in [p for group in sub_optimizer.optimizer.param_groups for p in group["params"]]:
-        parameter = owners[id(master)]
+        parameter = parameter_of[id(master)]
         state = sub_optimizer.optimizer.state[master]
         kinds = _slot_kinds(parameter)
         yield Slot(parameter, {kind: master.detach() if kind == "master" else state[kind] for kind in kinds}, kinds)

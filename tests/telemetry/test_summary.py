@@ -119,7 +119,7 @@ def test_measures_differ_for_curves_with_equal_ends() -> None:
     swinging, rising = measure_curve(curve(SWINGING)), measure_curve(curve(RISING))
     assert swinging is not None and rising is not None
     assert swinging.best == (76, 76) and swinging.late_mean == 57.25 and swinging.worst_fall and swinging.worst_fall.size == 41
-    assert rising.best == (68, 84) and rising.late_mean == 81.75 and rising.start == 45 and rising.late == 4
+    assert rising.best == (68, 84) and rising.late_mean == 81.75 and rising.start == 45 and rising.late_count == 4
     assert measure_curve(curve("45")) is None and measure_curve([]) is None
 
 
