@@ -19,7 +19,7 @@ from mtpctl.checkpoint.reading import DCP_METADATA, shard_sizes
 from mtpctl.errors import UserError
 
 ENGINE_FILE, RUN_FILE, BUFFER_FILE, FORMAT_FILE = "engine.json", "run.json", "buffer.jsonl", "metadata.json"
-"""Files of a checkpoint. ENGINE_FILE: the engine's record. RUN_FILE: the state of the run. BUFFER_FILE: groups of samples that are not
+"""Files of a checkpoint. ENGINE_FILE: the trainer's record. RUN_FILE: the state of the run. BUFFER_FILE: groups of samples that are not
 trained on yet. FORMAT_FILE: megatron-core's description of the format."""
 PARTIAL, REPLACED, DAMAGED = ".partial", ".replaced", ".damaged"
 """Suffixes of checkpoints that are being written, being replaced, or damaged."""

@@ -134,12 +134,13 @@ class SampleBuffer:
             self._changed.notify_all()
             return self._in_flight.pop(group.group_id, None) is not None
 
-    async def wait(self, count: int, *, due_version: int = -1, deferrable: int = 0) -> None:
+    async def wait(self, count: int, *, due_version: int = -1, max_deferred: int = 0) -> None:
         """Wait until `count` groups can be taken.
 
-        If `ordered`, also waits for every group with a smaller number than the last one of the batch. Otherwise also waits for retried
-        groups with tokens of `due_version` or earlier, because the next version would make them too old. Up to `deferrable` of these may
-        wait for later batches before that version.
+        If `ordered`, also waits for every group with a smaller number than the last one of the batch.
+
+        Otherwise, also waits for due groups. These are retried groups with tokens of `due_version` or earlier, which the next weight
+        version makes too old. At most `max_deferred` of them may be left to later batches that precede this version.
         """
 
         def batch_is_ready() -> bool:
@@ -152,7 +153,7 @@ class SampleBuffer:
                 return sum(bool(group.retries) and group.oldest_version <= due_version for group in groups)
 
             ready, in_flight = count_due(self._ready), count_due(self._in_flight.values())
-            return ready >= min(ready + in_flight - deferrable, count)
+            return ready >= min(ready + in_flight - max_deferred, count)
 
         async with self._changed:
             await self._changed.wait_for(batch_is_ready)

@@ -197,8 +197,8 @@ class RlStage:
         count, every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
         due_version = self.state.version - self.recipe.async_.max_staleness
         # Number of groups that later batches take before the next sync. As many due groups need not be in this batch.
-        deferrable = (every - 1 - self.state.step % every) * count
-        ready = asyncio.create_task(self._while_progressing(self.buffer.wait(count, due_version=due_version, deferrable=deferrable)))
+        max_deferred = (every - 1 - self.state.step % every) * count
+        ready = asyncio.create_task(self._while_progressing(self.buffer.wait(count, due_version=due_version, max_deferred=max_deferred)))
         if not await finished_before(ready, self.state.stopping):
             return None
         ready.result()

@@ -1,7 +1,7 @@
 """LoRA adapters under PEFT's names. Converts their checkpoints to PEFT's files, or to a folder with merged weights.
 
-A fused layer (QKV) becomes several layers in PEFT, which share A and have separate rows of B. The mapping of the fused weight splits these
-rows: B [out, rank] has the form of a weight [out, hidden] of a model whose hidden size is the rank.
+A fused layer (QKV) becomes several layers in PEFT, which share A and have separate rows of B. B [out, rank] is split like the fused weight
+[out, hidden], by the same mapping, with the rank in place of the hidden size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mtpctl.convert.model_weights import ModelWeights
 from mtpctl.convert.parts import ConversionModel, partition
 from mtpctl.convert.tensor_files import FolderWeights
 from mtpctl.errors import UserError
-from mtpctl.model.lora import REPLICATED, ROW, Adapter
+from mtpctl.model.lora import REPLICATED_TARGETS, ROW_PARALLEL_TARGETS, Adapter
 from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.train import LoraConfig
 
@@ -87,9 +87,9 @@ def _convert_matrices(task: ConversionTask, layer_name: str, rank: int) -> tuple
             config.hidden_size = rank
             module = copy.copy(module)
             module.config = config
-    if layer_name in ROW:
+    if layer_name in ROW_PARALLEL_TARGETS:
         return task.mapping.megatron_to_hf(a, task.megatron_module), _convert_replicated(task, b)
-    if layer_name in REPLICATED:
+    if layer_name in REPLICATED_TARGETS:
         return _convert_replicated(task, a), _convert_replicated(task, b)
     return _convert_replicated(task, a), task.mapping.megatron_to_hf(b, module)
 

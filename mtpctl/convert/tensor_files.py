@@ -77,9 +77,11 @@ class Entry:
 
 
 class FolderWeights:
-    """Names, shapes and tensors of a folder: of its weight file or shards, and of the drafter in its subfolder.
+    """Names, shapes and tensors of a model folder, from one weight file or several shards.
 
-    The drafter's tensors have the prefix `drafter.`. Raises UserError if shards are missing, damaged or outside the folder.
+    Includes the tensors of a drafter in the subfolder `drafter`, with the prefix `drafter.`.
+
+    Raises UserError if shards are missing, damaged or outside the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -211,7 +213,7 @@ def _parse_entry(file: Path, name: str, header: object, data_start: int) -> Entr
         if not isinstance(header, dict):
             raise TypeError("not an object")
         code, shape = header["dtype"], tuple(int(n) for n in header["shape"])
-        ELEMENT_BYTES[code]
+        ELEMENT_BYTES[code]  # raises KeyError for an unknown dtype
         begin, end = (int(n) for n in header["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: {name}: its header entry {json.dumps(header)[:120]} cannot be read") from error

@@ -30,8 +30,8 @@ from mtpctl.telemetry.run_directory import RunDirectory
 SLURM_TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
 SLURM_SCRIPT, SLURM_ID = "slurm.sh", "slurm.id"
 SIGNAL_LEAD_S = 300
-"""Slurm signals the job this many seconds before its time limit (or a quarter of the limit before, if that is shorter), which leaves time
-for an update and a checkpoint."""
+"""Seconds before the time limit at which Slurm signals the job, so that it can finish an update and save a checkpoint. At most a quarter of
+the limit."""
 COMMAND_TIMEOUT_S = 30.0
 """Timeout of a Slurm command, in seconds."""
 
@@ -124,24 +124,24 @@ def slurm_allocation(recipe: Recipe, request: SlurmRequest, groups: Sequence[Nod
             f"--time: {request.time} is more than the limit of partition {name}, {partition_groups[0].limit_s / 60:g} minutes; lower it"
         )
     cuda = recipe.device == "cuda"
-    cpus, gpus = request.cpus or 1, (request.gpus or 1) if cuda else 0
-    suitable = [group for group in partition_groups if group.cpus >= cpus and group.gpus >= gpus]
+    min_cpus, min_gpus = request.cpus or 1, (request.gpus or 1) if cuda else 0
+    suitable = [group for group in partition_groups if group.cpus >= min_cpus and group.gpus >= min_gpus]
     if not suitable:
         raise ClusterResources(
-            f"--partition: no node of {name} has {cpus} CPU(s) and {gpus} GPU(s); lower --cpus or --gpus, or name another partition"
+            f"--partition: no node of {name} has {min_cpus} CPU(s) and {min_gpus} GPU(s); lower --cpus or --gpus, or name another partition"
         )
-    count = sum(group.nodes for group in suitable)
+    max_nodes = sum(group.nodes for group in suitable)
     cpus = request.cpus or min(group.cpus for group in suitable)
     gpus = (request.gpus or min(group.gpus for group in suitable)) if cuda else 0
-    if request.nodes is not None and request.nodes > count:
-        raise ClusterResources(f"--nodes: {request.nodes} nodes are requested, but partition {name} has {count} of that size; lower it")
-    for nodes in range(1, count + 1) if request.nodes is None else [request.nodes]:
+    if request.nodes is not None and request.nodes > max_nodes:
+        raise ClusterResources(f"--nodes: {request.nodes} nodes are requested, but partition {name} has {max_nodes} of that size; lower it")
+    for nodes in range(1, max_nodes + 1) if request.nodes is None else [request.nodes]:
         try:
             # Other nodes cannot join a run on one node, so that node must have room for the maximum number of engines.
             engines = recipe.rollout.replica_range.max if nodes == 1 else None
             place(recipe, [Host(cpus, gpus)] * nodes, engines=engines)
         except ClusterResources:
-            if nodes in (request.nodes, count):
+            if nodes in (request.nodes, max_nodes):
                 raise
         else:
             return SlurmAllocation(nodes, cpus, gpus, limit_s)
@@ -231,7 +231,10 @@ STOP_S = 300
 
 
 def kuberay_manifest(recipe: Recipe, *, image: str, claim: str, memory: str | None) -> str:
-    """The manifest as YAML. Raises ClusterResources or UserError as `place` does."""
+    """The manifest as YAML. `claim`: name of the PersistentVolumeClaim for the run directories. `memory`: of each pod, such as 512Gi.
+
+    Raises ClusterResources or UserError as `place` does.
+    """
     run_dir = recipe.run_dir if recipe.run_dir.startswith(f"{RUNS_MOUNT}/") else f"{RUNS_MOUNT}/{{name}}"
     cluster = recipe.cluster.model_copy(update={"address": "auto"})
     recipe = recipe.model_copy(update={"run_dir": run_dir, "cluster": cluster})

@@ -27,8 +27,8 @@ from mtpctl.kernels.backend import (
     gather_shards,
 )
 
-TEMPORARIES = 3  # chunk-sized: logits, their saved copy or exponentials, and a product of the two
-MIN_PRODUCT_ROWS = 32  # of a matrix product; with fewer rows, its rounding depends on their number
+TEMPORARIES = 3  # number of chunk-sized tensors: logits, their saved copy or exponentials, and an elementwise product
+MIN_PRODUCT_ROWS = 32  # the rounding of a matrix product with fewer rows depends on the number of rows
 MIN_CHUNK_COLUMNS = 64  # minimum width of a chunk, and its granularity; narrower chunks would be launch-bound
 
 
@@ -72,20 +72,21 @@ class Chunked:
 
     def _scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
         n, device, wide_dtype, width = len(problem.hidden), problem.hidden.device, problem.wide_dtype, self._width(problem)
+        # The fields of `RowStats`, over the columns so far.
         top = torch.full((n,), float("-inf"), dtype=wide_dtype, device=device)
         mass, moment, target = torch.zeros_like(top), torch.zeros_like(top), top.clone()
-        best: tuple[Tensor, Tensor] | None = None
+        candidates: tuple[Tensor, Tensor] | None = None
         saved: Tensor | None = None
         for columns in _chunks(problem, width):
             z = scale_logits(products.logits(problem.hidden, problem.weight[columns]), problem.inverse_temperature)
             if for_backward and width >= problem.vocab_columns:  # all logits fit the workspace as one chunk
                 saved = z.clone()
-            local = problem.targets - columns.start
-            is_local = (local >= 0) & (local < z.shape[1])
-            target_logits = z.gather(1, local.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
+            target_columns = problem.targets - columns.start
+            is_local = (target_columns >= 0) & (target_columns < z.shape[1])
+            target_logits = z.gather(1, target_columns.clamp(0, z.shape[1] - 1).unsqueeze(1)).squeeze(1)
             target = torch.where(is_local, target_logits, target)
             if topk:
-                best = _merge_topk(best, z, topk, columns.start)
+                candidates = _merge_topk(candidates, z, topk, columns.start)
             new_top = torch.maximum(top, z.amax(1))
             shift = (top - new_top).masked_fill(mass == 0, 0)
             scale = shift.exp()
@@ -97,7 +98,7 @@ class Chunked:
             if entropy:
                 moment += weights.mul_(z).sum(1)
             top = new_top
-        return LocalScores(RowStats(top, mass, moment, target), best, saved)
+        return LocalScores(RowStats(top, mass, moment, target), candidates, saved)
 
     def grads(self, problem: Problem, row_grads: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
         assert saved is None or isinstance(saved, Tensor)
@@ -124,6 +125,7 @@ class Chunked:
         logp = (teacher if pair.rows is None else teacher[pair.rows]) - pair.teacher_lse.unsqueeze(1)
         first_choice = logp.gather(1, best).squeeze(1)
         logq.sub_(pair.draft_lse.unsqueeze(1))
+        # Terms of `Agreement` that the loss does not need remain zero.
         expected_gain = cost = torch.zeros_like(pair.draft_lse)
         if loss == "kl":
             p = logp.exp()
@@ -144,15 +146,15 @@ class Chunked:
     ) -> Tensor | None:
         assert isinstance(saved, tuple)
         q, p = saved
-        c, draft_coefficient = coefficients, coefficients.draft.unsqueeze(1)
-        if c.gain:
+        draft_coefficient, gain = coefficients.draft.unsqueeze(1), coefficients.gain
+        if gain:
             draft_coefficient = (
-                draft_coefficient - c.gain * p if c.greedy else torch.where(q < p, draft_coefficient - c.gain, draft_coefficient)
+                draft_coefficient - gain * p if coefficients.greedy else torch.where(q < p, draft_coefficient - gain, draft_coefficient)
             )
         grad = q.mul_(draft_coefficient)
-        if c.teacher:
-            grad.sub_(p, alpha=c.teacher)
-        _add_at_targets(grad, problem.targets, -c.label)
+        if coefficients.teacher:
+            grad.sub_(p, alpha=coefficients.teacher)
+        _add_at_targets(grad, problem.targets, -coefficients.label)
         grad = scale_logits(grad, problem.inverse_temperature)
         if targets.weight is not None:
             products.weight_grad(grad, problem.hidden, targets.weight[: problem.vocab_columns], targets.add)
@@ -184,12 +186,12 @@ def _logit_grad(z: Tensor, problem: Problem, row_grads: RowGrads, start: int) ->
     return scale_logits(grad, problem.inverse_temperature)
 
 
-def _merge_topk(best: tuple[Tensor, Tensor] | None, z: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:
+def _merge_topk(candidates: tuple[Tensor, Tensor] | None, z: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:
     values, ids = z.topk(min(k, z.shape[1]), dim=1)
     ids = ids + start
-    if best is None:
+    if candidates is None:
         return values, ids
-    values, ids = torch.cat([best[0], values], 1), torch.cat([best[1], ids], 1)
+    values, ids = torch.cat([candidates[0], values], 1), torch.cat([candidates[1], ids], 1)
     values, order = values.topk(min(k, values.shape[1]), dim=1)
     return values, ids.gather(1, order)
 
@@ -221,7 +223,7 @@ class Exact(Chunked):
     """Log-probs equal those of an engine with `numerics: bitwise`, to the last bit. Gradients are those of `Chunked`.
 
     Computes with `mtpctl.kernels.exact` on a CPU, and with `mtpctl.kernels.invariant` on CUDA. All columns of a slice of rows are computed
-    at once. Ranks that share the vocabulary add the integers that represent their exponentials, so results do not depend on their number.
+    at once. Tensor-parallel ranks add exponentials as integers, so results do not depend on the number of ranks.
 
     The workspace limits fp32 temporaries. On a CPU, those in float64 are limited by `BLOCK_BYTES`.
     """
@@ -249,6 +251,6 @@ class Exact(Chunked):
         if entropy and problem.vocab_columns:
             shifted = z - vocab_max.unsqueeze(1)
             moment = shifted.exp().mul_(shifted).sum(1)
-        best = z.topk(min(topk, problem.vocab_columns), dim=1) if topk and problem.vocab_columns else None
+        candidates = z.topk(min(topk, problem.vocab_columns), dim=1) if topk and problem.vocab_columns else None
         stats = ExactStats(top, mass, moment, target, vocab_max, log_mass)
-        return LocalScores(stats, None if best is None else (best.values, best.indices), z if for_backward else None)
+        return LocalScores(stats, None if candidates is None else (candidates.values, candidates.indices), z if for_backward else None)

@@ -44,9 +44,9 @@ from mtpctl.model.delta_net import GatedDeltaNet
 from mtpctl.model.layers import ColumnParallelLinear, LayerNormColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mtpctl.recipe.train import LoraConfig
 
-ROW = ("linear_proj", "linear_fc2", "out_proj")
-REPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
-"""Row-parallel and replicated targets; all others are column-parallel."""
+ROW_PARALLEL_TARGETS = ("linear_proj", "linear_fc2", "out_proj")
+REPLICATED_TARGETS = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Names of layers. All other targets are column-parallel."""
 
 
 class Adapter(torch.nn.Module):

@@ -41,7 +41,7 @@ MIN_BUCKET_NUMEL = 40_000_000
 SPARSE_SHARE = 0.5
 """An embedding's gradient is exchanged as rows if the rows of all ranks together are at most this fraction of the vocabulary."""
 SLICE_NUMEL = 1 << 25
-"""Numbers per rank that an exchange of rows sends at a time."""
+"""Maximum number of elements that a rank sends in one all-gather of embedding gradients."""
 AFTER_BACKWARD = -1
 """Layer index of parameters whose gradients are complete only after the backward pass."""
 
@@ -206,7 +206,7 @@ class Gradients:
 
     def __init__(self, module: MtpModel, config: TransformerConfig, *, distributed_optimizer: bool, head_uses_kernels: bool) -> None:
         """head_uses_kernels: all gradients of the head's weight are written by `mtpctl.kernels`, none by autograd."""
-        # A weak reference, because Megatron-Bridge caches the configs it exports with, which must not keep the process groups alive.
+        # A weak reference: Megatron-Bridge caches configs that it exports with, and a cached config must not keep process groups alive.
         config.finalize_model_grads_func = partial(_finalize_grads, weakref.ref(self))
         overlaps = parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
         settings = DistributedDataParallelConfig(
@@ -218,7 +218,7 @@ class Gradients:
         # The bucket groups keep the asynchronous settings. The hooks on parameters must not start reductions.
         self.model.ddp_config = replace(settings, overlap_grad_reduce=False)
         self._experts = [part for part in module.modules() if isinstance(part, Experts)]
-        self._expert_indices = [
+        self._expert_layer_indices = [
             max((index_of[weight] for weight in experts.parameters()), default=AFTER_BACKWARD) for experts in self._experts
         ]
         expert_weights = {weight for experts in self._experts for weight in experts.parameters()}
@@ -232,7 +232,7 @@ class Gradients:
             overwritten_weights += [head] if is_buffered(head) else []
         self._overwritten_buffers: list[Tensor] = [cast(Any, weight).main_grad for weight in overwritten_weights]
         """Buffers that the first gradients overwrite, except those of experts."""
-        self._overwritten_indices = [index_of[weight] for weight in overwritten_weights]
+        self._overwritten_layer_indices = [index_of[weight] for weight in overwritten_weights]
         self._overlap = GradReduceOverlap(module, self.model, index_of, self._zero_stale) if overlaps else None
         self._zeroed_slices: list[Tensor] = []
         self._zeroed_slices_key: tuple[int, ...] = ()
@@ -272,9 +272,9 @@ class Gradients:
 
     def _zero_stale(self, first_layer: int) -> None:
         """Zero buffers that received no gradient in this update, of parameters of layers from index `first_layer` on."""
-        experts = (experts for index, experts in zip(self._expert_indices, self._experts, strict=True) if index >= first_layer)
+        experts = (experts for index, experts in zip(self._expert_layer_indices, self._experts, strict=True) if index >= first_layer)
         stale = [buffer for layer_experts in experts for stack in layer_experts.weight_stacks() for buffer in stack.stale_buffers()]
-        overwritten = zip(self._overwritten_indices, self._overwritten_buffers, strict=True)
+        overwritten = zip(self._overwritten_layer_indices, self._overwritten_buffers, strict=True)
         _zero_tensors([*stale, *(buffer for index, buffer in overwritten if index >= first_layer and take_stale(buffer))])
 
     def _buffers_to_zero(self, stacks: list[WeightStack]) -> list[Tensor]:
@@ -303,7 +303,7 @@ def _zero_tensors(tensors: list[Tensor]) -> None:
 
 
 def _linear_layers(module: MtpModel) -> list[ColumnParallelLinear | RowParallelLinear | ReplicatedLinear]:
-    """The linear layers whose gradients `accumulate_weight_grad` adds to buffers, without the LM head, whose kernels add its gradients."""
+    """The linear layers whose weight gradients `accumulate_weight_grad` computes. Excludes the LM head, which has its own kernels."""
     return [part for part in module.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)]
 
 

@@ -23,7 +23,7 @@ def sample(number: int, index: int) -> Sample:
 
 
 async def take(buffer: SampleBuffer, count: int, *, due: int = -1, later: int = 0) -> list[Group]:
-    await buffer.wait(count, due_version=due, deferrable=later)
+    await buffer.wait(count, due_version=due, max_deferred=later)
     return buffer.take(count)
 
 

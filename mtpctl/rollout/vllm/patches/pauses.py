@@ -66,9 +66,9 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
     outputs: PartialOutputs = await llm.engine_core.call_utility_async("mtpctl_partial_outputs", internal_ids)
     counts, logprobs, routes = outputs
     # A request may have finished during the call.
-    for internal_id, (limit, histogram, num_drafts) in counts.items():
+    for internal_id, (num_spec_tokens, histogram, num_draft_tokens) in counts.items():
         if (state := processor.request_states.get(internal_id)) is not None:
-            state.spec_decode_metrics = RequestSpecDecodeMetrics(limit, list(histogram), num_drafts)
+            state.spec_decode_metrics = RequestSpecDecodeMetrics(num_spec_tokens, list(histogram), num_draft_tokens)
     for internal_id, columns in logprobs.items():
         if (state := processor.request_states.get(internal_id)) is not None and state.logprobs_processor is not None:
             deferred_logprobs.replace(state.logprobs_processor, *columns)
@@ -80,10 +80,10 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
 async def pause(llm: AsyncLLM, mode: PauseMode, *, clear_cache: bool = True) -> None:
     """Pause as `AsyncLLM.pause_generation` does, without its sleep of 20 ms.
 
-    `clear_cache`: False to keep the KV cache of running requests (`mtpctl.rollout.vllm.patches.pauses`).
+    `clear_cache`: False to keep the KV cache of running requests.
 
-    vLLM sleeps after the engine core is paused, so that callers receive pending outputs first. A comment there says that nothing depends on
-    it. The core attaches the weight version to every output, so the sleep would only lengthen each weight sync.
+    The sleep gives callers time to receive pending outputs before the pause returns. Here it would only lengthen weight syncs: the engine
+    core attaches the weight version to every output, so the order in which outputs arrive does not matter.
 
     Raises UpstreamMoved for another release.
     """
