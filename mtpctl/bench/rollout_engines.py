@@ -1,13 +1,13 @@
-"""Loads, engines and models of `mtpctl bench rollout`: vLLM's offline generation and mtpctl's pool, with the same model.
+"""Workloads, engines and the model of `mtpctl bench rollout`, which compares mtpctl's pool with vLLM's offline generation.
 
 The benchmark bounds the ratio of two engines' throughputs. Other load on the host changes throughput by more than those bounds. Therefore
 all engines are resident, and each workload is sent to them in turn.
 
 The cycle model is a model of any MiMo shape with known outputs, whose MTP layer predicts a chosen share of tokens correctly. The trunk
 predicts `token + 1`. Its attention and MLP have random weights but zero output projections, so it does the computation of a real model
-without changing the result. The MTP layer outputs the embedding of its input token, from which the head also predicts `token + 1`. If the
-marker element of that embedding is positive, a neuron of the layer's MLP adds the embedding of another token, which makes the prediction
-wrong. The marker is positive for a random share of the vocabulary's lower half, and for all of its upper half.
+without changing the result. The MTP layer outputs the embedding of its input token, from which the head also predicts `token + 1`. One
+element of each embedding is a marker. If it is positive, a neuron of the layer's MLP adds the embedding of another token, which makes the
+prediction wrong. The marker is positive for a random share of the vocabulary's lower half, and for all of its upper half.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def make_workload(
     draw = random.Random(f"{name} {batch} {count} {wrong_drafts}")
     half_vocab, max_start = vocab // 2, vocab // 2 - 2 * mean_answer_length
     assert max_start > 0, "vocabulary too small: answers would leave their half of it"
-    first_start = half_vocab * wrong_drafts
+    half_start = half_vocab * wrong_drafts
     prompts = [
-        [draw.randrange(half_vocab) for _ in range(prompt_length - 1)] + [draw.randrange(max_start) + first_start] for _ in range(count)
+        [draw.randrange(half_vocab) for _ in range(prompt_length - 1)] + [draw.randrange(max_start) + half_start] for _ in range(count)
     ]
     lengths = [max(1, round(mean_answer_length * draw.uniform(1 - spread, 1 + spread))) for _ in range(count)]
     return Workload(name, batch, prompts, lengths)
@@ -140,7 +140,7 @@ async def send_workload(pool: ReplicaPool, workload: Workload, vocab: int) -> Ru
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for index, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True)):
-            if index == 2 * workload.batch:
+            if index == 2 * workload.batch:  # `idle` is measured after the slots were filled for the first time.
                 occupied_readings.append((clock(), await occupied_seconds()))
             yield GenerationRequest(Sample(str(index), str(index), prompt), length, seed=index)
         if occupied_readings:
@@ -256,7 +256,9 @@ def cycle_config(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
 
 
 def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: float, device: str) -> Path:
-    """Write the model into `folder`, unless it already exists. acceptance: share of the lower half's tokens after which drafts are right.
+    """Write the model into `folder`, unless it already exists.
+
+    acceptance: share of the tokens in the vocabulary's lower half that are followed by a right draft.
 
     Raises UserError if the shape is not MiMo's with one MTP layer, or if the folder contains another model.
     """

@@ -60,13 +60,14 @@ def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: b
         from mtpctl.convert.drafter import add_drafter as create
         from mtpctl.convert.drafter import copy_with_drafter
 
-        links = target.with_name(target.name + ".links")
-        shutil.rmtree(links, ignore_errors=True)
+        # The new drafter is created in a folder of links to the model's files; then both are copied.
+        linked_folder = target.with_name(target.name + ".links")
+        shutil.rmtree(linked_folder, ignore_errors=True)
         try:
-            create(source, links, options.kind, options.layers)
-            copy_with_drafter(source, links, target)
+            create(source, linked_folder, options.kind, options.layers)
+            copy_with_drafter(source, linked_folder, target)
         finally:
-            shutil.rmtree(links, ignore_errors=True)
+            shutil.rmtree(linked_folder, ignore_errors=True)
         return 0
     if options.data is None:
         raise UserError("--data: is required for training; name a file with prompts, or set --steps 0 for an untrained drafter")

@@ -141,6 +141,7 @@ def _run_calls(sandbox: Sandbox, code: str, calls: Calls, limits: Limits, partia
     timed_out = False
     while len(passed) < len(calls.cases) and (partial or all(passed)):
         judgement = sandbox.judge_calls(code, calls.function, calls.cases[len(passed) :], limits=limits)
+        # After a timeout, only cases that ended count. If not even the first one did, it has failed.
         outcomes = judgement.failures[: judgement.decided] if judgement.timed_out else judgement.failures
         timed_out |= judgement.timed_out and not outcomes
         passed += [failure is None for failure in outcomes or judgement.failures[:1]]

@@ -76,9 +76,9 @@ class Sandbox:
     def judge(self, code: str, tests: list[str], *, entry_point: str | None = None, limits: Limits | None = None) -> Judgement:
         """Test an answer. A test is Python code, and passes if it raises no exception.
 
-        The answer and the tests run in separate processes (`questions`), each within `limits`. Tests run in order, in one namespace. Names
-        that they neither define nor import refer to the answer, except built-ins and modules of Python; `entry_point` always refers to
-        the answer. Raises the errors of `run`, and SyntaxError if a test is not valid Python.
+        The answer and the tests run in separate processes (see `sandbox.questions`), each within `limits`. Tests run in order, in one
+        namespace. Names that they neither define nor import refer to the answer, except built-ins and modules of Python; `entry_point`
+        always refers to the answer. Raises the errors of `run`, and SyntaxError if a test is not valid Python.
         """
         entry_points = [entry_point] if entry_point else []
         nodes = (node for test in tests for node in ast.walk(ast.parse(test)))
@@ -99,7 +99,7 @@ class Sandbox:
         return self._run_judgement({"kind": "answer", "code": code, "function": function}, job, len(cases), limits or Limits())
 
     def _run_judgement(self, answer_job: Mapping[str, object], job: Mapping[str, object], count: int, limits: Limits) -> Judgement:
-        """Run an answer and its tests in separate processes (`questions`)."""
+        """Run an answer and its tests in separate processes (see `sandbox.questions`)."""
         judge_end, answer_end = socket.socketpair()
         key = new_key()
         with ExitStack() as stack:
@@ -127,7 +127,10 @@ class Sandbox:
     def start(
         self, job: Mapping[str, object], limits: Limits, *, stdin: str = "", channel: bool = False, link: socket.socket | None = None
     ) -> Process:
-        """Fork a run for `job` (`inside.Job`)."""
+        """Fork a run for `job` (`inside.Job`).
+
+        channel: open a socket to the caller, for cells or verdicts. link: the run's end of the socket between an answer and its tests.
+        """
         with ExitStack() as stack:
 
             def close_later(descriptor: int) -> int:

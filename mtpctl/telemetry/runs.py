@@ -241,6 +241,7 @@ class LiveStatus:
             self._newest_row_time = row.time
 
     def row(self, step: int, metrics: Mapping[str, float], stage: str) -> None:
+        """Record the metrics of a step."""
         if stage != self.stage:
             self.stage, self.step, self.metrics = stage, step, {}
         self.step, self._newest_row_time = max(self.step, step), self._now()
@@ -249,6 +250,7 @@ class LiveStatus:
         self._unseen_accuracy = metrics.get("eval/unseen_accuracy", self._unseen_accuracy)
 
     def event(self, kind: str, message: str) -> None:
+        """Record an event at the current time."""
         event = Event(self._now(), kind, message)
         self.events.append(event)
         if kind == "restart":

@@ -46,7 +46,7 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in `tensorboard/<phase>`, because each phase counts its own steps, and the resolved recipe as hyperparameters.
+    """TensorBoard: metrics in `tensorboard/<phase>`, because each phase counts its own steps; the resolved recipe as hyperparameters.
 
     Rows that cannot be written to the disk are lost and reported in `failure`; later rows go to another file.
     """
@@ -57,7 +57,7 @@ class TensorBoardSink:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._folder, self.failure = folder, ""
-        self._event, self._summary, self._writer_class = Event, Summary, EventFileWriter
+        self._event_class, self._summary_class, self._writer_class = Event, Summary, EventFileWriter
         self._writers: dict[str, EventFileWriter] = {}
         self._put_hyperparameters(recipe)
 
@@ -70,16 +70,16 @@ class TensorBoardSink:
         for file in self._folder.glob("events.*"):
             file.unlink()
         writer = self._writer_class(str(self._folder))
-        writer.add_event(self._event(wall_time=time.time(), summary=hparams_pb(scalars, trial_id=self._folder.parent.name)))
+        writer.add_event(self._event_class(wall_time=time.time(), summary=hparams_pb(scalars, trial_id=self._folder.parent.name)))
         writer.close()
 
     def write(self, step: int, metrics: dict[str, float], phase: str) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        values = [self._summary_class.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         try:
             if phase not in self._writers:
                 self._writers[phase] = self._writer_class(str(self._folder / phase))
-            self._writers[phase].add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-        except OSError as error:  # perhaps of earlier rows: the writer's thread stops at its first error
+            self._writers[phase].add_event(self._event_class(wall_time=time.time(), step=step, summary=self._summary_class(value=values)))
+        except OSError as error:  # The writer's thread stops at its first error, so this one may be about an earlier row.
             self._record_lost_rows(error)
             self._writers.pop(phase, None)
 
@@ -101,8 +101,8 @@ _MAX_PARAMS_PER_CALL, _MAX_VALUE_CHARACTERS = 100, 500
 
 def tracker_id(folder: Path) -> str:
     """The tracker's id of the run in a directory. It is stable over resumes, and changes if the run is started over."""
-    begun = folder / START_OVER_FILE
-    name = str(folder.resolve()) + (begun.read_text() if begun.is_file() else "")
+    start_over_file = folder / START_OVER_FILE
+    name = str(folder.resolve()) + (start_over_file.read_text() if start_over_file.is_file() else "")
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
