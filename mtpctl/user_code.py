@@ -137,12 +137,15 @@ def describe_error(error: BaseException, text: str) -> str:
     """Format an error raised by the object that `text` names, with the innermost line in its file: `judge.py:12: ValueError: …`."""
     source = text.rpartition(":")[0]
     file = os.path.expanduser(source) if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
-    line = innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)], file)
-    return f"{line}{': ' if line else ''}{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+    location = innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)], file)
+    return f"{location}{': ' if location else ''}{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
 
 
 def innermost(frames: Sequence[tuple[str, int]], own: str | None) -> str:
-    """The innermost of the (file, line) frames in the file `own`, or of all if none is in it, as `judge.py:12`. Empty without frames."""
+    """The innermost frame in the file `own`, as `judge.py:12`. Falls back to the innermost of all frames; empty without frames.
+
+    `frames`: file and line of each frame, the innermost last.
+    """
     own_frames = [frame for frame in frames if own and os.path.realpath(frame[0]) == os.path.realpath(own)] or frames
     return f"{Path(own_frames[-1][0]).name}:{own_frames[-1][1]}" if own_frames else ""
 

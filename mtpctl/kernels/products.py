@@ -74,9 +74,10 @@ def is_buffered(weight: Tensor) -> bool:
 
 
 def autograd_leaf(weight: Tensor, x: Tensor) -> Tensor | None:
-    """The weight to pass to autograd with the input x. None if the weight is buffered and x is in the graph.
+    """The weight, if autograd must know it in a product with the input x; otherwise None.
 
-    The weight's node would only run a hook that finds no gradient.
+    It need not if the weight is buffered and x requires a gradient, because then x makes the backward pass run. Passing the weight would
+    only run a hook that finds no gradient.
     """
     return None if x.requires_grad and is_buffered(weight) else weight
 
@@ -130,7 +131,7 @@ def buffered_linear(x: Tensor, weight: Tensor) -> Tensor:
 class _BufferedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: tuple[Tensor], _leaf: Tensor | None) -> Tensor:
-        (weight,) = weights
+        (weight,) = weights  # in a tuple, so that autograd does not track it
         ctx.save_for_backward(x)
         ctx.weight = weight  # a parameter, which outlives the graph
         return torch.mm(x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
@@ -142,7 +143,7 @@ class _BufferedLinear(torch.autograd.Function):
 
 
 def linear_backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the inputs x [..., in] (the saved tensor) and `ctx.weight`, whose gradient goes to its buffer instead if it has one."""
+    """Gradients of x [..., in] (the saved tensor) and of `ctx.weight`. The latter is written to the weight's buffer if there is one."""
     (x,), weight = ctx.saved_tensors, ctx.weight
     grad = out_grad.flatten(0, -2)
     x_grad = (grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None

@@ -1,4 +1,4 @@
-"""Read and write YAML 1.2 scalars with PyYAML, with the line of every key, and without duplicate keys.
+"""Reads and writes YAML 1.2 with PyYAML. The parser records the line of every key, and rejects duplicate keys.
 
 PyYAML reads YAML 1.1, in which `1e-5` is text, `no` and `off` are booleans, `010` is 8 and `12:30` is 750. The resolvers here follow the
 core schema of YAML 1.2: only `true` and `false` are booleans.
@@ -17,7 +17,8 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from mtpctl.errors import UserError
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices that lead to a value."""
 
 _MAX_VALUES = 100_000
 """Maximum number of values in a document, counting each use of an anchor: a few nested aliases can expand to billions."""
@@ -29,6 +30,7 @@ _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789"),
     ("float", r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$", "-+.0123456789"),
 )
+"""Types of unquoted scalars: name, pattern, and the characters with which one can begin (NUL for empty text)."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,7 +61,7 @@ class Document:
     """A parsed document: its value, and the line (from 1) of every key and list item by path."""
 
     value: Any
-    lines: dict[Path, int] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
 
 
 def parse(text: str, source: str) -> Document:
@@ -98,7 +100,7 @@ def dump(value: object) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nodes: set[int], count: Iterator[int]) -> object:
+def _build(node: Node, path: KeyPath, lines: dict[KeyPath, int], source: str, open_nodes: set[int], count: Iterator[int]) -> object:
     location = f"{source}:{node.start_mark.line + 1}"
     if next(count) >= _MAX_VALUES:
         raise UserError(f"{location}: the document has more than {_MAX_VALUES:,} values, counting each use of an anchor; remove aliases")
@@ -118,7 +120,7 @@ def _build(node: Node, path: Path, lines: dict[Path, int], source: str, open_nod
     raise UserError(f"{location}: the tag {node.tag.removeprefix(_PREFIX)!r} is not allowed in recipes; write plain YAML")
 
 
-def _pairs(node: MappingNode, path: Path, lines: dict[Path, int], source: str) -> Iterator[tuple[str, Node]]:
+def _pairs(node: MappingNode, path: KeyPath, lines: dict[KeyPath, int], source: str) -> Iterator[tuple[str, Node]]:
     first_lines: dict[str, int] = {}
     for key_node, item in node.value:
         line = key_node.start_mark.line + 1

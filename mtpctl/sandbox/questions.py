@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import reduce
+from types import FunctionType
 from typing import Any
 
 from mtpctl.sandbox import values
@@ -37,10 +38,10 @@ _EXCEPTIONS: dict[str, type[Exception]] = {
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, BaseExceptionGroup)
 }
 _MUTABLE = (list, dict, set, bytearray)
-_OWN, _REMOTE, _EXCEPTION_CLASS, _IMPORTABLE = "o", "r", "E", "I"
-"""Tags of references. OWN: an object of the receiver, by its number, or a built-in class, by its name. REMOTE: an object of the sender, for
-which the receiver makes a proxy. EXCEPTION_CLASS: an exception class of the answer. IMPORTABLE: a function or class that the answer
-imports, by module and name."""
+_OF_RECEIVER, _OF_SENDER, _EXCEPTION_CLASS, _IMPORTABLE = "o", "r", "E", "I"
+"""Tags of references. OF_RECEIVER: an object of the receiving process, by its number, or a built-in class, by its name. OF_SENDER: an
+object of the sending process, for which the receiver makes a proxy. EXCEPTION_CLASS: an exception class of the answer. IMPORTABLE: a
+function or class that the answer imports, by module and name."""
 
 
 class PeerGone(BaseException):
@@ -56,7 +57,9 @@ class _Peer:
         self._lock = threading.RLock()
 
     def _encode(self, value: object) -> object:
-        return values.encode(value, lambda item: [_OWN, values.remote_id(item)] if isinstance(item, Remote) else self._reference(item))
+        return values.encode(
+            value, lambda item: [_OF_RECEIVER, values.remote_id(item)] if isinstance(item, Remote) else self._reference(item)
+        )
 
     def _decode(self, coded: Any) -> Any:
         return values.decode(coded, self._resolve)
@@ -69,9 +72,10 @@ class _Peer:
         """Decode a reference."""
         raise NotImplementedError
 
-    def _make_reference(self, tag: str, value: object, *details: object) -> list[object]:
+    def _register(self, value: object) -> int:
+        """Keep an object of this process. Returns its number in references."""
         self._referenced[id(value)] = value
-        return [tag, id(value), *details]
+        return id(value)
 
     def _send(self, message: object) -> None:
         try:
@@ -90,7 +94,12 @@ class _Peer:
 
 
 class TestsPeer(_Peer):
-    """The tests' process. `gone`: why the answer is no longer available. `received`: whether this process has data of the answer."""
+    """The tests' process.
+
+    Attributes:
+        gone: why the answer is no longer available; empty while it is.
+        received: whether data of the answer was received. None, booleans and proxies do not count, because they contain no text to run.
+    """
 
     __test__ = False
 
@@ -166,7 +175,7 @@ class TestsPeer(_Peer):
     def _serve_callback(self, encoded: list[Any]) -> None:
         function, *arguments = (self._decode(item) for item in encoded)
         self.received = True
-        if encoded[0][0] != _OWN or isinstance(function, Remote):
+        if encoded[0][0] != _OF_RECEIVER or isinstance(function, Remote):
             reply: dict[str, object] = {"raised": ["TypeError", "functions of the tests support calls only"]}
         else:
             try:
@@ -177,10 +186,10 @@ class TestsPeer(_Peer):
 
     def _reference(self, value: object) -> list[object]:
         if isinstance(value, type) and value in self._class_ids:
-            return [_OWN, self._class_ids[value]]
+            return [_OF_RECEIVER, self._class_ids[value]]
         if not callable(value):
             raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the answer")
-        return [_IMPORTABLE, *name] if (name := _importable_name(value)) else self._make_reference(_REMOTE, value)
+        return [_IMPORTABLE, *name] if (name := _importable_name(value)) else [_OF_SENDER, self._register(value)]
 
     def _decode(self, coded: Any) -> Any:
         value = super()._decode(coded)
@@ -190,28 +199,30 @@ class TestsPeer(_Peer):
     def _resolve(self, kind: str, fields: list[Any]) -> object:
         """The proxy of an object of the answer, the stand-in for its exception class, or a function of the tests."""
         object_id = fields[0]
-        if kind == _OWN:
+        if kind == _OF_RECEIVER:
             return self._referenced[object_id]
         if kind == _EXCEPTION_CLASS:
             answer_classes, base = fields
-            stand_in = self._stand_in_class(answer_classes or [[base, base]], base)
+            stand_in = self._stand_in_class(answer_classes, base)
             self._class_ids[stand_in] = answer_classes[0][0] if answer_classes else base
             return stand_in
-        features, builtin_name = fields[1:]
-        if kind != _REMOTE or type(object_id) is not int or type(features) is not int:
+        special_methods, builtin_name = fields[1:]
+        if kind != _OF_SENDER or type(object_id) is not int or type(special_methods) is not int:
             raise TypeError("no reference")
         if object_id not in self._remotes:
-            self._remotes[object_id] = values.make_remote(self, object_id, features, values.PLAIN_CLASSES.get(builtin_name))
+            self._remotes[object_id] = values.make_remote(self, object_id, special_methods, values.PLAIN_CLASSES.get(builtin_name))
         return self._remotes[object_id]
 
     def _stand_in_class(self, answer_classes: list[list[Any]], base: str) -> type[Exception]:
         """The stand-in for an exception class of the answer. `answer_classes`, `base`: see `AnswerPeer._answer_classes`.
 
+        Without `answer_classes` it is for the built-in class `base`, which is identified by its name instead of a number.
+
         The stand-in is always a new class. If it were the built-in AssertionError, an `except` for the answer's exception would also catch
         failed assertions of the tests.
         """
         stand_in = _EXCEPTIONS.get(base, Exception)
-        for class_id, name in reversed(answer_classes):
+        for class_id, name in reversed(answer_classes or [[base, base]]):
             if class_id not in self._stand_ins:
                 self._stand_ins[class_id] = type(str(name), (stand_in,), {"__init__": _init_stand_in, "__str__": _str_stand_in})
             stand_in = self._stand_ins[class_id]
@@ -226,10 +237,10 @@ class TestsPeer(_Peer):
                 return StopIteration(*decoded_arguments)
             decoded_arguments = decoded_arguments or ["the answer raised StopIteration"]
         known_class = self._stand_ins.get(base) or _EXCEPTIONS.get(base)
-        error_class = known_class if known_class and not answer_classes else self._stand_in_class(answer_classes or [[base, base]], base)
+        error_class = known_class if known_class and not answer_classes else self._stand_in_class(answer_classes, base)
         try:
             error = error_class(*decoded_arguments)
-        except TypeError:  # some built-in exceptions require special arguments
+        except TypeError:  # the built-in class requires other arguments; a stand-in directly below Exception accepts any
             error = self._stand_in_class([[f"any {base}", base]], base)(*decoded_arguments)
         if hasattr(error, "_text"):
             error._text = str(text)
@@ -245,12 +256,12 @@ class AnswerPeer(_Peer):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, sys.maxsize)
 
-    def answer(self, space: dict[str, object], error: str) -> None:
-        """Report that the code has run, and execute requests of the tests until they end."""
+    def answer(self, namespace: dict[str, object], error: str) -> None:
+        """Report that the code has run, and execute requests of the tests until they end. `namespace`: the variables of the code."""
         with suppress(PeerGone):
             self._send({"error": error})
             while True:
-                self._serve(self._receive(), space)
+                self._serve(self._receive(), namespace)
 
     def ask(self, operation: str, *arguments: object, **keywords: object) -> Any:
         """Call a function of the tests."""
@@ -270,12 +281,12 @@ class AnswerPeer(_Peer):
             raise _EXCEPTIONS.get(name, Exception)(*error_arguments)
         return self._decode(message["value"])
 
-    def _serve(self, message: list[Any], space: dict[str, object]) -> None:
+    def _serve(self, message: list[Any], namespace: dict[str, object]) -> None:
         if message[0] == "names":
             objects: dict[str, object] = {}
             for name in message[1]:
                 with suppress(KeyError, RecursionError):
-                    objects[name] = self._encode(space[name])
+                    objects[name] = self._encode(namespace[name])
             self._send({"objects": objects})
             return
         operation, encoded, keywords = message
@@ -296,23 +307,21 @@ class AnswerPeer(_Peer):
         if isinstance(value, type) and issubclass(value, Exception):
             return [_EXCEPTION_CLASS, *self._answer_classes(value)]
         builtin_name = value.__name__ if isinstance(value, type) and values.PLAIN_CLASSES.get(value.__name__) is value else None
-        return self._make_reference(_REMOTE, value, values.special_method_bits(type(value)), builtin_name)
+        return [_OF_SENDER, self._register(value), values.special_method_bits(type(value)), builtin_name]
 
     def _resolve(self, kind: str, fields: list[Any]) -> object:
-        if kind == _OWN:
+        if kind == _OF_RECEIVER:
             return self._referenced[fields[0]] if type(fields[0]) is int else getattr(builtins, fields[0])
         if kind == _IMPORTABLE:
             module, name = fields
             return reduce(getattr, name.split("."), importlib.import_module(module))
-        return values.make_remote(self, fields[0], values.special_method_bits(type(_number_or_value)))
+        return values.make_remote(self, fields[0], values.special_method_bits(FunctionType))
 
     def _answer_classes(self, error_class: type[BaseException]) -> tuple[list[list[object]], str]:
-        """Number and name of each of the answer's own classes, from `error_class` to its last base that is not built in, and the name of
-        the first built-in base.
-        """
+        """Number and name of each class in the MRO of `error_class` that is not built in, and the name of the first one that is."""
         user_classes = [cls for cls in error_class.__mro__ if getattr(builtins, cls.__name__, None) is not cls]
         base = next(cls.__name__ for cls in error_class.__mro__ if cls not in user_classes)
-        return [[self._make_reference("", cls)[1], cls.__name__] for cls in user_classes], base
+        return [[self._register(cls), cls.__name__] for cls in user_classes], base
 
     def _encode_exception(self, error: BaseException) -> list[object]:
         answer_classes, base = self._answer_classes(type(error))
@@ -390,7 +399,7 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "await": lambda awaitable: asyncio.run(_await_object(awaitable)),
-    "throw": lambda coroutine, *error: coroutine.close(),
+    "throw": lambda coroutine, *error: coroutine.close(),  # "await" runs a coroutine to its end, so this one has not started
     "close": lambda coroutine: coroutine.close(),
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": _exit,

@@ -94,7 +94,7 @@ class Sandbox:
         A case has the arguments and the accepted results, as parsed from JSON. The answer may use common modules of the standard library
         without importing them. Raises the errors of `run`.
         """
-        encoded = [encode(list(case), reject_references) for case in cases]  # mappings may have numeric keys, unlike in JSON
+        encoded = [encode(list(case), reject_references) for case in cases]  # unlike JSON, this preserves numeric keys of mappings
         job = {"kind": "calls", "function": function, "cases": encoded}
         return self._run_judgement({"kind": "answer", "code": code, "function": function}, job, len(cases), limits or Limits())
 
@@ -353,6 +353,7 @@ _ENFORCEMENT: dict[Mechanism, tuple[str, str, str, str]] = {
         _LIMITS_WITHOUT_THREADS,
     ),
 }
+"""How each mechanism restricts network, files, processes and resources, in this order."""
 
 
 def shared(isolation: Isolation) -> Sandbox:

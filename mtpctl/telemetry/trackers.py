@@ -96,7 +96,7 @@ class TensorBoardSink:
 
 SAMPLE_COLUMNS = ("step", "set", "prompt", "answer", "response", "reward", "tokens", "ended", "versions", "drafted", "accepted", "note")
 _MAX_PARAMS_PER_CALL, _MAX_VALUE_CHARACTERS = 100, 500
-"""MLflow's maximum parameters per call and characters per value: the minimum over its releases."""
+"""Numbers of parameters per call and characters per value that every release of MLflow accepts."""
 
 
 def tracker_id(folder: Path) -> str:

@@ -24,7 +24,7 @@ Result = tuple[float | None, dict[str, float], str]
 
 
 class Answered(Protocol):
-    """The fields of `mtpctl.data.problems.Problem` that rewards use."""
+    """A problem with the fields of `mtpctl.data.problems.Problem` that rewards use."""
 
     @property
     def prompt_id(self) -> str: ...

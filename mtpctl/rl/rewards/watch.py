@@ -15,10 +15,10 @@ import psutil
 
 from mtpctl.user_code import innermost
 
-_MIN_S, _MEDIANS = 0.05, 10  # a call is long if it exceeds this many seconds and this many times the median
+_MIN_S, _MEDIAN_FACTOR = 0.05, 10  # a call is long if it exceeds this many seconds and this many times the median
 _MIN_FIRST_S, _MIN_VERY_FIRST_S = 1.0, 2.0  # minimum for the first call of a process, and of the pool: it may load modules
-_MIN_CPU_S, _PERCENTILES = 0.01, 3  # for CPU time: seconds, and times a high percentile
-_WARM_UP_CALLS, _WARM_UP_CPU_S = 5, 0.25  # first calls of a process, compared only with each other; CPU bound until enough are recorded
+_MIN_CPU_S, _PERCENTILE_FACTOR = 0.01, 3  # the same for CPU time: seconds, and times the percentile `_PERCENTILE`
+_WARM_UP_CALLS, _WARM_UP_CPU_S = 5, 0.25  # first calls of a process, compared only with each other, and the maximum of their CPU bound
 _HISTORY, _WARM_UP_HISTORY = 64, 16
 _PERCENTILE = 0.95
 _MIN_FREE_MEMORY = 0.1  # share of memory that must be free to start an additional process
@@ -42,31 +42,32 @@ class RecentDurations:
     def max_seconds(self, completed: int) -> float:
         """Wall-clock seconds beyond which a call is long."""
         minimum = _MIN_S if completed else _MIN_FIRST_S if self._seconds else _MIN_VERY_FIRST_S
-        return max(minimum, _MEDIANS * statistics.median(self._seconds or [0.0]))
+        return max(minimum, _MEDIAN_FACTOR * statistics.median(self._seconds or [0.0]))
 
     def max_cpu_seconds(self, completed: int) -> float:
         """CPU seconds beyond which a call is long. Wall-clock time alone is not sufficient, because on a busy machine every call is slow.
 
-        The median bounds the percentile, because several of the recent calls may have hung.
+        The median also limits the bound, because a few calls that hung would raise the percentile.
         """
         if completed >= _WARM_UP_CALLS and self._cpu:
             percentile = sorted(self._cpu)[int(_PERCENTILE * (len(self._cpu) - 1))]
-            return max(_MIN_CPU_S, min(_PERCENTILES * percentile, _MEDIANS * statistics.median(self._cpu)))
+            return max(_MIN_CPU_S, min(_PERCENTILE_FACTOR * percentile, _MEDIAN_FACTOR * statistics.median(self._cpu)))
         if len(self._warm_up_cpu) < _WARM_UP_CALLS:
             return _WARM_UP_CPU_S
-        return min(_WARM_UP_CPU_S, max(_MIN_CPU_S, _PERCENTILES * max(self._warm_up_cpu)))
+        return min(_WARM_UP_CPU_S, max(_MIN_CPU_S, _PERCENTILE_FACTOR * max(self._warm_up_cpu)))
 
 
 def trace_location(pid: int, trace: int) -> str:
-    """The current line of the user's code in the worker of a plain function, such as `judge.py:12`; empty until it has written its stack.
+    """The line of the user's code that a worker executes, such as `judge.py:12`. Empty until the worker has written its stack.
 
-    `trace`: file descriptor, in that process, of the file for its stack.
+    Not for async functions. `trace`: file descriptor, in the worker's process, of the file for its stack.
     """
     try:
         text = Path(f"/proc/{pid}/fd/{trace}").read_text(errors="replace")
     except OSError:  # the process has ended
         return ""
     frames = [(file, int(line)) for file, line in _FRAME.findall(text.partition(_CALLER)[0])]
+    # `function.py` calls the user's function, so the outermost of these frames is in the function's file.
     return innermost(frames[::-1], frames[-1][0] if frames else None) if _CALLER in text else ""
 
 

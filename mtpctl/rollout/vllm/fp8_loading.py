@@ -60,10 +60,10 @@ def with_fp8(config: PretrainedConfig, *, folder: str, drafter: bool) -> Pretrai
     if Path(str(config.name_or_path)) != path / DRAFTER:
         shape, names = shape_of(read_config(path)), quantized_names(path, drafter=drafter)
         known_shapes = tensor_shapes(shape)
-        unlisted = sorted(
+        other_modules = sorted(  # outside the language model, such as a vision tower
             name.removesuffix(".weight") for name in tensor_names(path) if name.endswith(".weight") and name not in known_shapes
         )
-        config.quantization_config = fp8_config(shape, names, unlisted)
+        config.quantization_config = fp8_config(shape, names, other_modules)
     return config
 
 

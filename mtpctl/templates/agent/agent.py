@@ -25,9 +25,9 @@ def add(a: int, b: int) -> int:
 FUNCTIONS: dict[str, Callable[..., int]] = {"double": double, "add": add}
 
 
-def schema(name: str, *numbers: str) -> dict:
+def schema(name: str, *argument_names: str) -> dict:
     """The description of a tool in requests."""
-    parameters = {"type": "object", "properties": {each: {"type": "integer"} for each in numbers}, "required": [*numbers]}
+    parameters = {"type": "object", "properties": {each: {"type": "integer"} for each in argument_names}, "required": [*argument_names]}
     return {"type": "function", "function": {"name": name, "description": FUNCTIONS[name].__doc__, "parameters": parameters}}
 
 

@@ -24,8 +24,8 @@ _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 def score(response: str, problem: Problem, sample: Sample, partial: bool = False) -> dict[str, float]:
     """1 for an answer with reasoning-gym's full score.
 
-    partial: return its score unchanged. Many of its scorers give a part for a text that only contains the answer, so a model learns to
-    write long answers instead of right ones.
+    partial: return reasoning-gym's score itself. Many of its scorers give partial credit to any text that contains the answer, so a model
+    learns to write long answers instead of right ones.
     """
     entry = {"question": problem.prompt, "answer": problem.answer, "metadata": problem.fields["metadata"]}
     value = float(_scorer(TASK)(stated_answer(response, problem.answer), entry))
@@ -33,7 +33,10 @@ def score(response: str, problem: Problem, sample: Sample, partial: bool = False
 
 
 def stated_answer(response: str, answer: str) -> str | None:
-    """The text after the last "the answer is"; without it the last number. Only the row's `answer` decides how many lines it has."""
+    """The text after the last "the answer is", or the last number if no answer is stated.
+
+    The text ends with its sentence, unless the correct `answer` itself has several sentences or lines.
+    """
     parts = _STATED.split(response)
     if len(parts) == 1:
         numbers = _NUMBER.findall(response)
