@@ -25,8 +25,8 @@ def rollout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     def call(found: dict[str, Any], *arguments: str) -> tuple[int, str, str, list[Any]]:
         handed: list[Any] = []
 
-        def generate(recipe: Any, prompts: Path, out: Path, *, n: int, report: Any, progress: Any, start: Any) -> dict[str, Any]:
-            handed.extend([recipe, prompts, out, n, start])
+        def generate(recipe: Any, prompts: Path, out: Path, *, n: int, report: Any, progress: Any, from_weights: Any) -> dict[str, Any]:
+            handed.extend([recipe, prompts, out, n, from_weights])
             report("model: as it is")
             for done in range(1, 41):
                 progress(done, 40, Tally(speculation=_spec()))
@@ -104,7 +104,7 @@ def test_serving_takes_an_address_and_maybe_a_file(rollout: Any, monkeypatch: py
     requested: list[Any] = []
 
     def serve(recipe: Any, out: Path | None, **options: Any) -> int:
-        requested.append((recipe.seed, out, options["host"], options["port"], options["start"]))
+        requested.append((recipe.seed, out, options["host"], options["port"], options["from_weights"]))
         return 3
 
     monkeypatch.setattr("mtpctl.jobs.rollout.serve", serve)

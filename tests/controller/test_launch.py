@@ -269,7 +269,7 @@ def test_run_without_its_directory_resumes_from_its_copy(
     assert launch.run(recipe(home, *SFT, *sets, "train.sft.steps=6"), plain=True) == 0
     messages = capsys.readouterr().out
     assert f"fetching sft-000004-end, 0.0 MiB, from file://{copy}" in messages
-    assert f"copy: sft-000004-end was fetched from file://{copy} in 0 s" in messages
+    assert f"copy: sft-000004-end was fetched from file://{copy} in " in messages
     assert "resume: sft resumes after step 4, from sft-000004-end" in messages
     assert [row.step for row in load_history(home).rows] == [1, 2, 3, 4, 5, 6]
     assert (copy / "checkpoints" / "latest").read_text() == "sft-000006-end"
