@@ -248,7 +248,7 @@ def main() -> None:
     options.add_argument("--prompt-vocab", type=int, help="prompts consist of tokens below this; default: the model's vocabulary")
     options.add_argument("--tokens", type=int, default=256)
     options.add_argument("--drafts", type=int, nargs="+", default=[0, 1], help="draft tokens, for a model with MTP layers")
-    options.add_argument("--rounds", type=int, default=3, help="measured rounds, after five for warm-up")
+    options.add_argument("--rounds", type=int, default=3, help=f"measured rounds, after {WARMUP_ROUNDS} for warm-up")
     options.add_argument("--kv-gib", type=float, default=20.0, help="KV cache of each engine")
     options.add_argument("--without-deep-gemm", action="store_true", help="also measure FP8 without DeepGEMM (CUTLASS)")
     options.add_argument("--host-limited", action="store_true", help="also measure FP8 with the settings of small models")

@@ -16,7 +16,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from harness import parser, print_environment
-from mtpctl.bench.rollout_engines import START_TIMEOUT_S, make_workload, send_workload
+from mtpctl.bench.rollout_engines import make_workload, send_workload
 from mtpctl.cluster.local import cluster
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
@@ -64,7 +64,7 @@ def recipe_of(config: dict[str, object], folder: Path, options: Namespace) -> Re
             "train": {"precision": "fp32" if toy else "bf16"},
             "rollout": rollout,
             "sync": {"transport": "shm"},
-            "cluster": {"device": "cpu" if toy else "cuda", "actor_deadline_s": START_TIMEOUT_S},
+            "cluster": {"device": "cpu" if toy else "cuda"},
         }
     )
 

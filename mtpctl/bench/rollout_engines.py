@@ -42,8 +42,6 @@ from mtpctl.rollout.start import start_pool
 from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
-START_TIMEOUT_S = 900.0
-
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -178,7 +176,7 @@ def engine_recipe(folder: Path, device: Literal["cpu", "cuda"], rollout: dict[st
             "train": {"precision": "fp32" if device == "cpu" else "bf16"},
             "rollout": rollout,
             "sync": {"transport": "shm"},
-            "cluster": {"device": device, "actor_deadline_s": START_TIMEOUT_S},
+            "cluster": {"device": device},
         }
     )
 
@@ -211,7 +209,7 @@ async def offline_actor(recipe: Recipe, folder: Path, context: int, device: Lite
     options = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": settings.environment}}
     actor: Any = ray.remote(OfflineEngine).options(**options).remote(settings)
     try:
-        await within(actor.__ray_ready__.remote(), START_TIMEOUT_S, "vLLM, start")
+        await within(actor.__ray_ready__.remote(), recipe.cluster.actor_deadline_s, "vLLM, start")
         yield actor
     finally:
         ray.kill(actor)

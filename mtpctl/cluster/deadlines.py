@@ -32,7 +32,7 @@ async def within[T](call: Awaitable[T], timeout_s: float, name: str, advice: str
 
 
 async def await_start[T](call: Awaitable[T], deadline_s: float, name: str) -> T:
-    """The result of the start of the actors `name` within `deadline_s`, which is `cluster.actor_deadline_s`. Errors as in `within`."""
+    """Await the start of an actor. deadline_s: `cluster.actor_deadline_s`, which the error after a timeout names. Raises as `within`."""
     return await within(call, deadline_s, f"{name}, start", "; raise cluster.actor_deadline_s")
 
 

@@ -2,8 +2,8 @@
 
 A part may hang, crash or patch torch without affecting other checks. It writes its result to `NAME.json` in the folder, and its output to
 `NAME.log`. `sample` and `score` compare vLLM's log-probs of sampled tokens with the trainer's, at a temperature other than 1 and with
-speculation: a policy gradient is correct only if both engines compute the same distribution. They are separate parts because the
-two engines need conflicting patches to run on a CPU.
+speculation: a policy gradient is correct only if both engines compute the same distribution. They are separate parts because the two
+engines need conflicting patches to run on a CPU.
 """
 
 from __future__ import annotations

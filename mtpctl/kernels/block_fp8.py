@@ -97,8 +97,7 @@ def quantize_kernel(
     weight = tl.load(weight_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
     magnitude = weight & 0x7FFFFFFF
     max_abs = tl.max(magnitude)  # as bits, NaN > infinity > finite numbers
-    # The smallest power of two that is at least max_abs / 464: 464 is 1.8125 · 2^8, and the sum carries if the
-    # fraction is above 0.8125.
+    # The smallest power of two that is at least max_abs / 464. 464 is 1.8125 · 2^8, so the sum carries if the fraction exceeds 0.8125.
     exponent = tl.maximum(((max_abs + (0x7FFFFF - 0x680000)) >> 23) - 8, 127 - 22)
     scale = tl.where(max_abs < 0x7F800000, exponent << 23, max_abs)
     tl.store(scales_ptr + index, scale.to(tl.float32, bitcast=True))

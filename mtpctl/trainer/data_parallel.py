@@ -112,9 +112,9 @@ class GradReduceOverlap:
         # In order of readiness, which is the same on all ranks, because they have the same parameters.
         self._groups = sorted(((min(index_of[p] for p in group.params), group) for group in groups), key=lambda entry: -entry[0])
         embedding = getattr(module, "embedding", None)
+        # The embedding's weight, if ranks exchange only its rows with a gradient. Otherwise None: for a tied weight, because the head's
+        # gradient has all rows, and with the distributed optimizer, whose shards split rows.
         self._sparse_weight: Any = None
-        """The embedding's weight, if only rows with a gradient are exchanged."""
-        # Not for a tied weight, because the head's gradient has all rows, nor with the distributed optimizer, whose shards split rows.
         if embedding is not None and not (module.share_embeddings_and_output_weights or model.ddp_config.use_distributed_optimizer):
             self._sparse_weight = embedding.word_embeddings.weight
         self._microbatches, self._started_count = 0, 0

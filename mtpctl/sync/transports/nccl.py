@@ -66,8 +66,9 @@ class Wire:
     def close(self) -> None:
         """Leave the communicator and abort transfers in flight.
 
-        A shutdown would wait for completed transfers, but also for all other members to leave: ncclCommDestroy has a barrier. Members leave
-        one after the other, receivers only when the sender of the next version invites them. Both ends have waited for their transfers.
+        The group's shutdown would wait until all members leave, because ncclCommDestroy has a barrier. But members leave one after the
+        other: receivers only when the sender, which leaves first, announces the next communicator. Abort interrupts no transfer of a
+        complete version, because both ends wait for its transfers.
         """
         if self.cuda and self.group is not None:
             self.group.abort()

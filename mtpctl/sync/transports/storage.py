@@ -1,7 +1,7 @@
 """Buckets as objects in object storage, or on another file system of fsspec.
 
-The sender writes a version as `shm` does, and uploads the files. Receivers read the downloaded files of their host as
-with `shm`.
+The sender writes a version as `shm` does, and uploads the files. Receivers read the files that their host
+downloaded, as with `shm`.
 """
 
 from __future__ import annotations
