@@ -62,7 +62,7 @@ def train(
             if code:
                 raise typer.Exit(code)
             loaded = training_target(recipe, start, overlay or [], sets, folder)[0].loaded
-    from mtpctl.controller.launch import run
+    from mtpctl.controller.train import run
 
     if restart:
         from mtpctl.controller.resume import start_over

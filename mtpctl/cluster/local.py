@@ -1,4 +1,12 @@
-"""The Ray cluster of a run: the one at `cluster.address`, or a local one that starts and ends with the run."""
+"""The Ray cluster of a run: the one at `cluster.address`, or a local one that starts and ends with the run.
+
+The daemons of a local cluster run in separate sessions, on the loopback interface. Ray 2.60 starts the GCS server, the raylet and its
+helpers in the driver's process group. `timeout`, a shell that ends a job, or a closed terminal signals the whole group. The daemons then
+end first, and the driver can no longer save a checkpoint. To reproduce, call `ray.init()` in a script and send SIGTERM to its process
+group. If the host has an interface other than loopback, Ray resolves 127.0.0.1 to the address of that interface, and is then reachable
+from outside, unless multi-host clusters are disabled (the default on macOS only). Ray also replaces the driver's SIGTERM handler by one
+that exits immediately.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +22,15 @@ import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import Watchdog
 from mtpctl.cluster.process import log_folder_variables
-from mtpctl.errors import ClusterResources, EnvironmentMissing
+from mtpctl.compat import replace_temporarily
+from mtpctl.errors import ClusterResources, EnvironmentMissing, UpstreamMoved
 from mtpctl.recipe.schema import ClusterConfig
 
 CONNECT_TIMEOUT_S = 5.0
@@ -31,6 +40,10 @@ MIN_SHARED_BYTES = 4 << 20
 LOOPBACK = "lo"
 """The loopback interface on Linux."""
 REQUIRED_DAEMONS = ("gcs_server", "raylet")
+RAY_RELEASE = "2.60.0"
+"""The release of Ray for which `Daemons.start_in_sessions` was written."""
+MULTI_HOST_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""If this variable is false, Ray uses the loopback address. Despite its name, it applies to every operating system."""
 
 
 def on_one_host() -> bool:
@@ -113,11 +126,44 @@ class Daemons:
         self._watchdog = Watchdog()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start_in_sessions(self) -> contextlib.AbstractContextManager[None]:
-        """Make `ray.init` in this block start its processes as these daemons."""
-        from mtpctl.compat import ray_daemons
+    @contextlib.contextmanager
+    def start_in_sessions(self) -> Iterator[None]:
+        """Make `ray.init` in this block start its processes as these daemons, on loopback, and keep the driver's SIGTERM handler.
 
-        return ray_daemons.start_in_sessions(self._watchdog.register, self._processes)
+        Raises UpstreamMoved if the installed release of Ray is not the pinned one.
+        """
+        import ray
+
+        if ray.__version__ != RAY_RELEASE:
+            raise UpstreamMoved(
+                f"{__name__} was written for Ray {RAY_RELEASE}, found {ray.__version__}: compare ray._private.services first"
+            )
+        moved = f"{__name__}: Ray starts its processes in another way"
+        previous = os.environ.get(MULTI_HOST_VARIABLE)
+        os.environ[MULTI_HOST_VARIABLE] = "0"  # For child processes. Ray read the variable at import, so its constant is replaced below.
+        try:
+            with (
+                replace_temporarily("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", False, moved),
+                replace_temporarily("ray._private.services", "ConsolePopen", self._start, moved),
+                replace_temporarily("ray._private.utils", "set_sigterm_handler", lambda handler: None, moved),
+            ):
+                yield
+        finally:
+            if previous is None:
+                del os.environ[MULTI_HOST_VARIABLE]
+            else:
+                os.environ[MULTI_HOST_VARIABLE] = previous
+
+    def _start(self, command: list[str], *, preexec_fn: Callable[[], None], **options: Any) -> subprocess.Popen[bytes]:
+        """Start a daemon in a new session; replaces Ray's `Popen`."""
+
+        def run_in_child() -> None:
+            self._watchdog.register()
+            preexec_fn()
+
+        process: subprocess.Popen[bytes] = subprocess.Popen(command, preexec_fn=run_in_child, start_new_session=True, **options)
+        self._processes[os.path.basename(command[0])] = process
+        return process
 
     def ended(self) -> str | None:
         """The name and exit status of a required daemon that has ended; None if all are running."""

@@ -18,7 +18,7 @@ from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase, check_scale
-from mtpctl.rollout.pool import Membership
+from mtpctl.rollout.routing import Membership
 from mtpctl.telemetry.run_directory import (
     Answer,
     RunDirectory,

@@ -83,7 +83,7 @@ def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: b
         validate(loaded.recipe)
         for note in loaded.notes:
             report(note)
-        from mtpctl.controller.launch import run as train
+        from mtpctl.controller.train import run as train
 
         if code := train(loaded.recipe, plain=plain):
             return code

@@ -368,9 +368,9 @@ def test_train_runs_the_recipe_and_returns_its_exit_code(mtpctl: Any, monkeypatc
     from types import ModuleType
 
     handed: list[Any] = []
-    room = ModuleType("mtpctl.controller.launch")
+    room = ModuleType("mtpctl.controller.train")
     room.run = lambda recipe, *, plain: handed.append((recipe, plain)) or 130  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mtpctl.controller.launch", room)
+    monkeypatch.setitem(sys.modules, "mtpctl.controller.train", room)
     message = mtpctl("train", "tiny_mtp", "--plain", "--set", "seed=4")
     assert message.code == 130
     assert handed == [(load_recipe("tiny_mtp", sets=["seed=4"]).recipe, True)]
@@ -378,7 +378,7 @@ def test_train_runs_the_recipe_and_returns_its_exit_code(mtpctl: Any, monkeypatc
 
 def test_a_recipe_that_does_not_fit_starts_nothing(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setitem(sys.modules, "mtpctl.controller.launch", None)
+    monkeypatch.setitem(sys.modules, "mtpctl.controller.train", None)
     assert mtpctl("train", "tiny_mtp", "--set", "train.stages=[]").code == 2
 
 

@@ -23,7 +23,7 @@ print(json.dumps(loaded))
 
 
 def test_checked_modules_include_the_controller() -> None:
-    assert {"mtpctl.controller.rl", "mtpctl.controller.launch", "mtpctl.controller.buffer"} <= set(MODULES)
+    assert {"mtpctl.controller.rl", "mtpctl.controller.run", "mtpctl.controller.buffer"} <= set(MODULES)
 
 
 def test_controller_modules_import_no_heavy_package() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mtpctl.controller import launch
-from mtpctl.controller.launch import StopHandler
+from mtpctl.controller import stopping
 from mtpctl.controller.state import RunState
+from mtpctl.controller.stopping import StopHandler
 from mtpctl.errors import RuntimeFailure
 from mtpctl.recipe.train import TrainConfig
 from mtpctl.signals import STOP_SIGNALS, StopRequested
@@ -25,7 +25,7 @@ from tests.environment import with_tree
 def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The ends of this process that were armed, instead of arming them."""
     armed: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch, "_exit_after", lambda *end: armed.append(end))
+    monkeypatch.setattr(stopping, "_exit_after", lambda *end: armed.append(end))
     before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     yield armed  # type: ignore[misc]
@@ -59,7 +59,7 @@ def test_first_signal_stops_after_the_update_and_second_stops_at_once(tmp_path: 
         asyncio.run(scenario())
     assert caught.value.number == number and cleaned
     assert message == ["stopping after this step; another signal stops at once"]
-    assert deadlines == [(launch.SIGNAL_EXIT_S, 128 + number, "interrupted")]
+    assert deadlines == [(stopping.SIGNAL_EXIT_S, 128 + number, "interrupted")]
 
 
 @pytest.mark.parametrize("error", [None, RuntimeFailure("rollout replica 0: ActorDiedError")])
@@ -79,7 +79,7 @@ def test_lost_cluster_stops_the_run_and_is_its_error(tmp_path: Path, deadlines: 
         asyncio.run(scenario())
     assert (str(caught.value), caught.value.exit_code, caught.value.__cause__) == (line, 5, error)
     assert message == [f"{line}; stopping after this step"]
-    assert deadlines == [(launch.CLUSTER_EXIT_S, 5, f"error: {line}")]
+    assert deadlines == [(stopping.CLUSTER_EXIT_S, 5, f"error: {line}")]
 
 
 def test_errors_are_unchanged_while_the_cluster_is_alive(tmp_path: Path, deadlines: list[Any]) -> None:
@@ -95,15 +95,15 @@ BLOCKED = """
 import asyncio, time
 from pathlib import Path
 from types import SimpleNamespace
-from mtpctl.controller import launch
+from mtpctl.controller import stopping
 from mtpctl.controller.state import RunState
 from mtpctl.recipe.train import TrainConfig
 
-launch.POLL_S, launch.CLUSTER_EXIT_S = 0.01, 0.1
+stopping.POLL_S, stopping.CLUSTER_EXIT_S = 0.01, 0.1
 daemons = SimpleNamespace(ended=lambda: "gcs_server has ended with signal 9")
 
 async def scenario():
-    with launch.StopHandler(RunState(Path("."), TrainConfig()), print, daemons).handle_signals():
+    with stopping.StopHandler(RunState(Path("."), TrainConfig()), print, daemons).handle_signals():
         time.sleep(600)
 
 asyncio.run(scenario())
@@ -119,14 +119,14 @@ def test_lost_cluster_ends_a_run_whose_event_loop_is_blocked_by_a_call_of_ray() 
 HANGING = """
 import asyncio, signal, time
 from pathlib import Path
-from mtpctl.controller import launch
+from mtpctl.controller import stopping
 from mtpctl.controller.state import RunState
 from mtpctl.recipe.train import TrainConfig
 
-launch.SIGNAL_EXIT_S = 0.1
+stopping.SIGNAL_EXIT_S = 0.1
 
 async def scenario():
-    with launch.StopHandler(RunState(Path("."), TrainConfig()), print).handle_signals():
+    with stopping.StopHandler(RunState(Path("."), TrainConfig()), print).handle_signals():
         try:
             print("ready", flush=True)
             await asyncio.sleep(600)

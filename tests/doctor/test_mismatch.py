@@ -19,7 +19,7 @@ from mtpctl.doctor.parts import run_part
 from mtpctl.errors import ThresholdMissed, UserError
 from mtpctl.model.gpt import MtpModel
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.rollout.vllm.patches.guard import ADMIT_AT_ONCE
+from mtpctl.rollout.vllm.patches import ADMIT_AT_ONCE
 from mtpctl.trainer.engine import MegatronEngine
 from tests.fakes.toys import GLM4_MOE, MIMO
 

@@ -34,11 +34,11 @@ def engines(folder: str, backend: str) -> list[tuple[bool, bool, bool, str]]:
     from vllm.model_executor.layers import utils
     from vllm.v1.engine.core import EngineCore
 
-    from mtpctl.rollout.vllm.patches import guard
+    from mtpctl.rollout.vllm import patches
 
-    installed, states = guard.installed_release(), []
+    installed, states = patches.installed_release(), []
     for release, transfer in (("0.33.0", None), ("0.33.0", {"backend": backend}), (installed, {"backend": backend})):
-        guard.installed_release = lambda found=release: found  # type: ignore[assignment,misc]
+        patches.installed_release = lambda found=release: found  # type: ignore[assignment,misc]
         error = ""
         try:
             EngineArgs(folder, skip_tokenizer_init=True, weight_transfer_config=transfer).create_model_config()

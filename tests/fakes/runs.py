@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from math import prod
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from mtpctl.cluster.bundles import Bundles
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
+from mtpctl.plan.placement import Placement
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
 from tests.fakes.checkpoint_folders import write_checkpoint
@@ -76,3 +79,8 @@ def leave_checkpoint(run: Path, name: str, version: int) -> Path:
 
 
 RECIPE = "train:\n  stages: [sft, rl]\n  sft: {steps: 5}\n  rl: {steps: 10}\n"
+
+
+async def anywhere(recipe: Recipe, waits: Any, stopping: asyncio.Event) -> tuple[Placement, Bundles]:
+    """No cluster is started or joined."""
+    return Placement("cpu", (), 1), Bundles()

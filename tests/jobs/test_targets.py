@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.controller import launch
+from mtpctl.controller import train
 from mtpctl.errors import UserError
 from mtpctl.jobs.targets import load_target
 from mtpctl.recipe.loading import dump_resolved
@@ -58,7 +58,7 @@ def test_checkpoint_target_selects_its_run_and_weights(trained: Path) -> None:
 
 def test_train_resumes_a_run_and_reports_it_first(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[Recipe] = []
-    monkeypatch.setattr(launch, "run", lambda recipe, plain: requested.append(recipe) or 0)
+    monkeypatch.setattr(train, "run", lambda recipe, plain: requested.append(recipe) or 0)
     message = mtpctl("train", str(trained), "--set", "train.rl.optimizer.lr=0.5")
     assert (message.code, requested[0].seed, requested[0].train.rl.optimizer.lr) == (0, 5, 0.5)
     assert message.err.startswith(f"{trained} resumes with train.rl.optimizer.lr: ") and message.err.endswith(" → 0.5\n")
@@ -68,7 +68,7 @@ def test_start_over_flag_keeps_the_earlier_run(mtpctl: Any, trained: Path, monke
     checkpoint = leave_checkpoint(trained, "rl-000003", 3)
     shard = next(checkpoint.glob("*.distcp")).read_bytes()
     requested: list[Recipe] = []
-    monkeypatch.setattr(launch, "run", lambda recipe, plain: requested.append(recipe) or 0)
+    monkeypatch.setattr(train, "run", lambda recipe, plain: requested.append(recipe) or 0)
     message = mtpctl("train", str(trained), "--start-over")
     retained = trained.with_name(f"{trained.name}.1")
     assert (message.code, requested[0].run_path, requested[0].seed) == (0, trained, 5)
@@ -165,7 +165,7 @@ def test_copied_run_has_the_name_of_its_folder(tmp_path: Path, monkeypatch: pyte
 
 def test_a_new_run_begins_from_the_weights_of_another(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[Recipe] = []
-    monkeypatch.setattr(launch, "run", lambda recipe, plain: requested.append(recipe) or 0)
+    monkeypatch.setattr(train, "run", lambda recipe, plain: requested.append(recipe) or 0)
     converted: list[list[str]] = []
 
     def convert(command: list[str], **_: Any) -> Any:
@@ -198,7 +198,7 @@ def test_start_weights_move_with_the_run(trained: Path) -> None:
 
 def test_weights_folder_is_used_in_place(mtpctl: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[Recipe] = []
-    monkeypatch.setattr(launch, "run", lambda recipe, plain: requested.append(recipe) or 0)
+    monkeypatch.setattr(train, "run", lambda recipe, plain: requested.append(recipe) or 0)
     new, folder = trained.with_name("new"), trained / "model"
     sets = [part for each in (f"run_dir={new}", "cluster.num_cpus=2") for part in ("--set", each)]
     assert mtpctl("train", str(trained), "--from", str(folder), *sets).code == 0

@@ -12,7 +12,7 @@ import pytest
 from mtpctl.bench import rollout as bench
 from mtpctl.bench import rollout_engines as engines
 from mtpctl.rollout import start
-from mtpctl.rollout.vllm.patches.guard import ADMIT_AT_ONCE
+from mtpctl.rollout.vllm.patches import ADMIT_AT_ONCE
 from mtpctl.rollout.vllm.settings import VllmSettings
 from tests.environment import with_tree
 from tests.fakes import runner

@@ -16,7 +16,6 @@ from mtpctl.cluster.rendezvous import host_store
 from mtpctl.environments.environment import EnvironmentClass
 from mtpctl.environments.turns import TurnSessions
 from mtpctl.errors import RuntimeFailure, UserError
-from mtpctl.rollout.pool import AFFINITY_SLACK
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
 from mtpctl.samples import GenerationRequest, Sample, Unwanted
 from mtpctl.sync.protocol import Manifest, SyncError
@@ -40,42 +39,6 @@ class Bytes:
 
 def turns_of(kind: type) -> TurnSessions:
     return TurnSessions(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT)
-
-
-@in_loop
-async def test_requests_are_spread_over_replicas() -> None:
-    fleet = Fleet()
-    pool = await fleet.pool(3)
-    assert_all_once(await collect(pool, requests(60)), 60)
-    served = [len(replica.served) for replica in fleet.live]
-    assert min(served) > 10
-    assert all(replica.most_in_flight <= 8 for replica in fleet.live)
-
-
-@in_loop
-async def test_a_group_stays_on_one_replica() -> None:
-    fleet = Fleet()
-    pool = await fleet.pool(4)
-    assert_all_once(await collect(pool, requests(16, group=4)), 16)
-    homes = {f"g{group}": set() for group in range(4)}
-    for place, replica in enumerate(fleet.live):
-        for prompt in replica.served:
-            homes[f"g{int(prompt[1:]) // 4}"].add(place)
-    assert all(len(places) == 1 for places in homes.values())
-    assert len(set.union(*homes.values())) == 4
-
-
-@in_loop
-async def test_least_busy_replica_with_the_cached_prompt_is_chosen() -> None:
-    """A group that exceeds one replica is spread over several, which share the remaining requests."""
-    fleet = Fleet(lambda index: FakeReplica(tick_s=1))
-    pool = await fleet.pool(3, max_in_flight=64)
-    tasks = [asyncio.ensure_future(pool.sample(request)) for request in requests(45, group=45)]
-    await asyncio.sleep(0.05)
-    busy = sorted(replica.in_flight for replica in fleet.live)
-    assert sum(busy) == 45 and busy[-1] - busy[0] <= AFFINITY_SLACK + 1, busy
-    for task in tasks:
-        task.cancel()
 
 
 @in_loop

@@ -1,4 +1,4 @@
-"""Replicas join and leave a pool that generates: no token is lost, duplicated, or labeled with the wrong version."""
+"""Requests go to replicas by load and cached prompt. Replicas join and leave, and no token is lost, doubled or of another version."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtpctl.rollout.pool import Membership
 from mtpctl.rollout.protocol import EngineDead
+from mtpctl.rollout.routing import AFFINITY_SLACK, Membership
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.protocol import PauseMode
 from tests.fakes.engines import in_loop
@@ -21,6 +21,42 @@ async def until_serving(membership: Membership, count: int) -> None:
     async with asyncio.timeout(30):
         while membership.serving != count:
             await asyncio.sleep(0.002)
+
+
+@in_loop
+async def test_requests_are_spread_over_replicas() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(3)
+    assert_all_once(await collect(pool, requests(60)), 60)
+    served = [len(replica.served) for replica in fleet.live]
+    assert min(served) > 10
+    assert all(replica.most_in_flight <= 8 for replica in fleet.live)
+
+
+@in_loop
+async def test_a_group_stays_on_one_replica() -> None:
+    fleet = Fleet()
+    pool = await fleet.pool(4)
+    assert_all_once(await collect(pool, requests(16, group=4)), 16)
+    homes = {f"g{group}": set() for group in range(4)}
+    for place, replica in enumerate(fleet.live):
+        for prompt in replica.served:
+            homes[f"g{int(prompt[1:]) // 4}"].add(place)
+    assert all(len(places) == 1 for places in homes.values())
+    assert len(set.union(*homes.values())) == 4
+
+
+@in_loop
+async def test_least_busy_replica_with_the_cached_prompt_is_chosen() -> None:
+    """A group that exceeds one replica is spread over several, which share the remaining requests."""
+    fleet = Fleet(lambda index: FakeReplica(tick_s=1))
+    pool = await fleet.pool(3, max_in_flight=64)
+    tasks = [asyncio.ensure_future(pool.sample(request)) for request in requests(45, group=45)]
+    await asyncio.sleep(0.05)
+    busy = sorted(replica.in_flight for replica in fleet.live)
+    assert sum(busy) == 45 and busy[-1] - busy[0] <= AFFINITY_SLACK + 1, busy
+    for task in tasks:
+        task.cancel()
 
 
 @in_loop
@@ -64,7 +100,7 @@ async def test_request_in_flight_to_a_leaving_replica_is_handed_over() -> None:
     task = asyncio.ensure_future(collect(pool, requests(8)))
     await asyncio.sleep(0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpctl.rollout.pool.ABORT_INTERVAL_S", 0.02)
+        patch.setattr("mtpctl.rollout.routing.ABORT_INTERVAL_S", 0.02)
         await pool.membership.leave(0)
     assert_all_once(await task, 8)
 
@@ -84,7 +120,7 @@ async def test_responses_of_a_hanging_leaver_continue_elsewhere() -> None:
     task = asyncio.ensure_future(collect(pool, requests(16)))
     await asyncio.sleep(0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpctl.rollout.pool.HAND_OVER_S", 0.05)
+        patch.setattr("mtpctl.rollout.routing.HAND_OVER_S", 0.05)
         await pool.membership.leave(0)
     assert_all_once(await task, 16)
     assert pool.membership.occupied_slots == [1]

@@ -23,8 +23,7 @@ from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.vllm import plugin
 from mtpctl.rollout.vllm.client import VllmClient, adapter_request
 from mtpctl.rollout.vllm.fp8_loading import LOAD_FORMAT
-from mtpctl.rollout.vllm.patches import cores, logprobs, pauses
-from mtpctl.rollout.vllm.patches.guard import NUMERICS
+from mtpctl.rollout.vllm.patches import NUMERICS, cores, logprobs, pauses
 from mtpctl.rollout.vllm.serving import rejection, sampling_of
 from mtpctl.rollout.vllm.settings import Arguments, VllmSettings
 from mtpctl.samples import GenerationRequest, Speculation

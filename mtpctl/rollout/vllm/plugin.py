@@ -35,7 +35,7 @@ def register() -> None:
         return
     from vllm.engine.arg_utils import EngineArgs
 
-    from mtpctl.rollout.vllm.patches.guard import assign
+    from mtpctl.rollout.vllm.patches import assign
 
     upstream = EngineArgs.create_model_config
     if hasattr(upstream, _IS_PATCHED):
@@ -69,7 +69,7 @@ def install() -> None:
 
     Raises UpstreamMoved if the installed vLLM is not the pinned release.
     """
-    from mtpctl.rollout.vllm.patches.guard import require_pinned
+    from mtpctl.rollout.vllm.patches import require_pinned
 
     require_pinned(__name__)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

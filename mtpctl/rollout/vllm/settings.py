@@ -17,7 +17,7 @@ from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
 from mtpctl.rollout.vllm.fp8_loading import DRAFTER_QUANTIZED, FOLDER, LOAD_FORMAT, PRECISION, with_fp8
-from mtpctl.rollout.vllm.patches.guard import ADMIT_AT_ONCE, NUMERICS
+from mtpctl.rollout.vllm.patches import ADMIT_AT_ONCE, NUMERICS
 from mtpctl.rollout.vllm.plugin import ENGINE_MARKER, TRANSFER_BACKEND
 
 MAX_GRAPH_TOKENS = 2048

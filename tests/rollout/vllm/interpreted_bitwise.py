@@ -26,8 +26,8 @@ from mtpctl.model import attention, experts
 from mtpctl.model.core_attention import PackedAttention
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
+from mtpctl.rollout.vllm.patches import NUMERICS
 from mtpctl.rollout.vllm.patches.exact import exact_attention_class
-from mtpctl.rollout.vllm.patches.guard import NUMERICS
 from mtpctl.rollout.vllm.patches.invariant import replace_operations
 from mtpctl.rollout.vllm.plugin import install
 from mtpctl.rollout.vllm.settings import engine_settings

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.vllm import plugin
-from mtpctl.rollout.vllm.patches.guard import PINNED, installed_release
+from mtpctl.rollout.vllm.patches import PINNED, installed_release
 from mtpctl.rollout.vllm.plugin import ENGINE_MARKER, TRANSFER_BACKEND, install, register
 from mtpctl.rollout.vllm.settings import engine_settings
 from tests.environment import TREE

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from mtpctl.rollout.vllm.patches.guard import ADMIT_AT_ONCE, assign, patch
+from mtpctl.rollout.vllm.patches import ADMIT_AT_ONCE, assign, patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

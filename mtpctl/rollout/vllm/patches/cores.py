@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from mtpctl.rollout.vllm.patches.guard import assign, patch
+from mtpctl.rollout.vllm.patches import assign, patch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
+from mtpctl.rollout.vllm.patches import assign, cpu_patch
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig

@@ -28,7 +28,7 @@ from mtpctl.errors import UpstreamMoved
 from mtpctl.families.reading import mtp_layers_of
 from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.switch import Choice, SpeculationSwitch, Step
-from mtpctl.rollout.vllm.patches.guard import assign, patch
+from mtpctl.rollout.vllm.patches import assign, patch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

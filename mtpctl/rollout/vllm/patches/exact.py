@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mtpctl.errors import UpstreamMoved
 from mtpctl.kernels import exact, exact_experts, invariant
 from mtpctl.model.rope import scale_by_wavelength
-from mtpctl.rollout.vllm.patches.guard import NUMERICS, assign, cpu_patch, patch
+from mtpctl.rollout.vllm.patches import NUMERICS, assign, cpu_patch, patch
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.activation import SiluAndMul

@@ -18,8 +18,8 @@ from torch import Tensor
 from mtpctl.errors import UpstreamMoved
 from mtpctl.kernels import exact, exact_delta, invariant
 from mtpctl.kernels.exact_delta import DeltaCache, DeltaWeights
+from mtpctl.rollout.vllm.patches import assign, patch
 from mtpctl.rollout.vllm.patches.exact import is_bitwise, replace_forward
-from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNormGated

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.kernels.block_fp8 import dequantize
+from mtpctl.rollout.vllm.patches import assign, cpu_patch
 from mtpctl.rollout.vllm.patches.cpu_kernels import SequentialExperts
-from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
 
 if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from mtpctl.errors import UpstreamMoved, UserError
 from mtpctl.kernels import invariant
 from mtpctl.kernels.invariant import PagedKV
+from mtpctl.rollout.vllm.patches import assign, patch
 from mtpctl.rollout.vllm.patches.exact import is_bitwise, replace_forward, replace_row_parallel, rotary_table
-from mtpctl.rollout.vllm.patches.guard import assign, patch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

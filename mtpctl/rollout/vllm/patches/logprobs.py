@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches.guard import assign, patch
+from mtpctl.rollout.vllm.patches import assign, patch
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs

@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
 from vllm.v1.request import RequestStatus
 
-from mtpctl.rollout.vllm.patches.guard import assign, require_pinned
+from mtpctl.rollout.vllm.patches import assign, require_pinned
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

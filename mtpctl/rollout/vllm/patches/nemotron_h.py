@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtpctl.errors import UpstreamMoved
+from mtpctl.rollout.vllm.patches import assign, cpu_patch, patch
 from mtpctl.rollout.vllm.patches.cpu_kernels import SequentialExperts, convolve
-from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, patch
 from mtpctl.rollout.vllm.patches.weights import LOG_DECAY, save_loaded_weights
 
 if TYPE_CHECKING:

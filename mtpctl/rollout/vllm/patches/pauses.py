@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, cast
 
+from mtpctl.rollout.vllm.patches import assign, patch, require_pinned
 from mtpctl.rollout.vllm.patches import logprobs as deferred_logprobs
 from mtpctl.rollout.vllm.patches import routes as deferred_routes
-from mtpctl.rollout.vllm.patches.guard import assign, patch, require_pinned
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches.guard import assign, patch
+from mtpctl.rollout.vllm.patches import assign, patch
 from mtpctl.rollout.vllm.patches.logprobs import is_deferred
 from mtpctl.routes import Routes
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch
+from mtpctl.rollout.vllm.patches import assign, cpu_patch
 
 if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors

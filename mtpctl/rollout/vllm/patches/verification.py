@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches.guard import assign, patch
+from mtpctl.rollout.vllm.patches import assign, patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -12,7 +12,7 @@ from torch import nn
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.families.quantization import FP8_BLOCK, SCALE_SUFFIX
-from mtpctl.rollout.vllm.patches.guard import assign, cpu_patch, require_pinned
+from mtpctl.rollout.vllm.patches import assign, cpu_patch, require_pinned
 from mtpctl.sync.parameters import ShapeMismatch
 from mtpctl.sync.protocol import PlanMismatch
 

@@ -26,7 +26,7 @@ from mtpctl.families.reading import shape_of
 from mtpctl.kernels import invariant
 from mtpctl.kernels.qkv import rotate_pairs
 from mtpctl.model.rope import rope_of
-from mtpctl.rollout.vllm.patches.guard import NUMERICS
+from mtpctl.rollout.vllm.patches import NUMERICS
 from mtpctl.rollout.vllm.patches.invariant import replace_operations
 from tests.fakes.tiny import MIMO
 

@@ -15,8 +15,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.sample.sampler import Sampler
 
 from mtpctl.kernels import exact, exact_delta
+from mtpctl.rollout.vllm.patches import NUMERICS
 from mtpctl.rollout.vllm.patches.exact import exact_attention_class, paged_attention
-from mtpctl.rollout.vllm.patches.guard import NUMERICS
 from mtpctl.rollout.vllm.plugin import install
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU backend's layers")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtpctl.rollout.vllm.patches import NUMERICS
 from mtpctl.rollout.vllm.patches.exact_delta import _split_by_drafts, _with_new_sequences
-from mtpctl.rollout.vllm.patches.guard import NUMERICS
 
 
 @pytest.mark.parametrize(("numerics", "expected"), [("bitwise", [0, 3, 1]), ("default", [1, 3, 0])])

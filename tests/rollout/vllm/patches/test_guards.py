@@ -15,8 +15,7 @@ from vllm.platforms import current_platform
 
 from mtpctl.errors import UpstreamMoved
 from mtpctl.rollout.vllm import patches
-from mtpctl.rollout.vllm.patches import cpu_kernels, drafter, exact, guard, loop, nemotron_h, pauses, sampling, weights
-from mtpctl.rollout.vllm.patches.guard import PINNED, Patch
+from mtpctl.rollout.vllm.patches import PINNED, Patch, cpu_kernels, drafter, exact, loop, nemotron_h, pauses, sampling, weights
 from mtpctl.rollout.vllm.plugin import install
 
 MODULES = [importlib.import_module(f"{patches.__name__}.{module.name}") for module in pkgutil.iter_modules(patches.__path__)]
@@ -41,7 +40,7 @@ def applied() -> None:
 
 
 def test_every_patch_rejects_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "installed_release", lambda: "0.33.0")
+    monkeypatch.setattr(patches, "installed_release", lambda: "0.33.0")
     for patch in PATCHES.values():
         monkeypatch.setattr(patch, "is_applied", False)
         monkeypatch.setattr(patch, "_apply", applied)

@@ -1,4 +1,9 @@
-"""`python -m mtpctl.sandbox` prints how runs are isolated on this machine, and the number of runs per second."""
+"""Programs, judged answers and cells of a session that the sandbox runs per second on this machine.
+
+    python benchmarks/sandbox_speed.py --runs 400
+
+Prints a line for each.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,16 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from mtpctl.sandbox.sandbox import Sandbox, describe_layers
-
-NUM_RUNS = 400
+from harness import parser
+from mtpctl.sandbox.sandbox import Sandbox
 
 
 def main() -> None:
-    """Print a line for each layer, for mechanisms that do not work, and for the speed."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--runs", type=int, default=400)
+    num_runs = arguments.parse_args().runs
     cores = len(os.sched_getaffinity(0))
     with Sandbox("none") as sandbox:
-        print(f"isolation: {sandbox.mechanism()}")
-        for layer in describe_layers(sandbox):
-            print(f"{layer.name}: {layer.by or 'NOT RESTRICTED'}")
-        for mechanism, reason in sandbox.refused.items():
-            print(f"without {mechanism}: {reason}")
         session = sandbox.session()
         tests = [f"assert f({n}) == {n + 1}" for n in range(3)]
         for name, workers, run in (
@@ -29,9 +30,9 @@ def main() -> None:
         ):
             with ThreadPoolExecutor(workers) as pool:
                 start = time.perf_counter()
-                for future in [pool.submit(run) for _ in range(NUM_RUNS)]:
+                for future in [pool.submit(run) for _ in range(num_runs)]:
                     future.result()
-                print(f"{name}: {NUM_RUNS / (time.perf_counter() - start):.0f} a second, {workers} concurrently on {cores} cores")
+                print(f"{name}: {num_runs / (time.perf_counter() - start):.0f} a second, {workers} concurrently on {cores} cores")
         session.close()
 
 

@@ -2,78 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from mtpctl.checkpoint.listing import write_latest
-from mtpctl.cluster.bundles import Bundles
-from mtpctl.controller import launch
-from mtpctl.controller.launch import Run
-from mtpctl.controller.prepare import Prepared, open_model, prepare
-from mtpctl.controller.resume import Start, check_random_init, old_logprobs_change
-from mtpctl.controller.state import load_resume_state
-from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, RuntimeFailure, UserError
-from mtpctl.plan.placement import Placement
+from mtpctl.controller import run, train
+from mtpctl.controller.prepare import open_model
+from mtpctl.controller.resume import check_random_init, old_logprobs_change
+from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
 from mtpctl.telemetry.metrics_file import load_history
 from mtpctl.telemetry.run_directory import RunDirectory
-from mtpctl.telemetry.session import Telemetry
 from tests.fakes.checkpoint_folders import write_checkpoint
-from tests.fakes.runs import recipe
+from tests.fakes.runs import anywhere, recipe
 from tests.fakes.toys import LLAMA_EAGLE3, toy_folder
 from tests.fakes.trainer_group import FakeTrainerGroup
 
 SFT = ("train.stages=[sft]", "train.sft.steps=4")
-
-
-class Rows:
-    """Telemetry that keeps the events."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def event(self, kind: str, message: str) -> None:
-        self.events.append(message)
-
-    def waiting(self, what: Any) -> None: ...
-
-
-def save(run: Path, stage: str, step: int, ended: list[str]) -> Path:
-    """A checkpoint without tensors."""
-    return write_checkpoint(run, f"{stage}-{step:06d}", ended=ended)
-
-
-async def anywhere(recipe: Recipe, waits: Any, stopping: asyncio.Event) -> tuple[Placement, Bundles]:
-    """No cluster is started or joined."""
-    return Placement("cpu", (), 1), Bundles()
-
-
-def drive(
-    recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, *, changed: str = "", rows: Rows | None = None
-) -> tuple[bool, list[str]]:
-    """Start on the newest checkpoint of the directory: whether the run finished, and its calls of the trainer."""
-    requested: list[str] = []
-
-    class Trainer(FakeTrainerGroup):
-        async def called(self, method: str) -> None:
-            requested.append(method)
-
-    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
-    monkeypatch.setattr(launch, "reserve_bundles", anywhere)
-    home = recipe.run_path
-    prepared = Prepared(open_model(recipe, home), cast(Any, None), cast(Any, None), 64)
-    start = Start(folder, load_resume_state(folder, recipe.train))
-    run = Run(recipe, prepared, RunDirectory(home), cast(Telemetry, rows or Rows()), changed, start=start)
-    return asyncio.run(run.run()), requested
 
 
 def test_completed_run_prints_its_summary_and_starts_nothing(
@@ -81,29 +33,29 @@ def test_completed_run_prints_its_summary_and_starts_nothing(
 ) -> None:
     """Without an actor, and with its summary; the directory is left as it was."""
     home = tmp_path / "run"
-    save(home, "sft", 4, ended=["sft"])
-    monkeypatch.setattr(launch, "cluster", None)
-    monkeypatch.setattr(launch, "prepare", None)
-    assert launch.run(recipe(home, *SFT, "train.sft.until_loss=0")) == 0
+    write_checkpoint(home, "sft-000004", ended=["sft"])
+    monkeypatch.setattr(train, "cluster", None)
+    monkeypatch.setattr(train, "prepare", None)
+    assert train.run(recipe(home, *SFT, "train.sft.until_loss=0")) == 0
     assert "has ended, sft-000004; raise train.sft.steps to continue" in capsys.readouterr().out
     assert not RunDirectory(home).recipe.exists()
-    assert launch.run(recipe(home, *SFT, "train.sft.until_loss=0.5", "train.sft.steps=9")) == 0, "it may have ended by its loss"
+    assert train.run(recipe(home, *SFT, "train.sft.until_loss=0.5", "train.sft.steps=9")) == 0, "it may have ended by its loss"
     assert "raise" not in capsys.readouterr().out
     trained = recipe(home, *SFT)
     RunDirectory(home).recipe.write_text(dump_resolved(trained))
-    assert launch.run(trained) == launch.run(recipe(home, *SFT, "reward.function=math")) == 0
+    assert train.run(trained) == train.run(recipe(home, *SFT, "reward.function=math")) == 0
     first, second = (line for line in capsys.readouterr().out.splitlines() if "has ended" in line)
     assert "recipe's" not in first
     assert second.endswith("; its reward.function was not this recipe's: give this one another `name` to train with it")
     RunDirectory(home).recipe.unlink()
     with pytest.raises(TypeError):  # the stand-in for what starts a run
-        launch.run(recipe(home, *SFT, "train.sft.until_loss=0", "train.sft.steps=9", "cluster.num_cpus=2"))
+        train.run(recipe(home, *SFT, "train.sft.until_loss=0", "train.sft.steps=9", "cluster.num_cpus=2"))
 
 
 def test_removing_a_begun_stage_is_an_error(tmp_path: Path) -> None:
-    save(tmp_path / "run", "sft", 3, ended=[])
+    write_checkpoint(tmp_path / "run", "sft-000003", ended=[])
     with pytest.raises(UserError, match=r"train\.stages: .*sft-000003 is within sft.* train\.sft\.steps: 3 to end it there") as messages:
-        launch.run(recipe(tmp_path / "run", "train.stages=[rl]", "cluster.num_cpus=2"))
+        train.run(recipe(tmp_path / "run", "train.stages=[rl]", "cluster.num_cpus=2"))
     assert "\n" not in str(messages.value)
     assert not RunDirectory(tmp_path / "run").recipe.exists(), "the directory is left as it was"
 
@@ -112,7 +64,7 @@ def test_rejected_recipe_is_not_recorded(tmp_path: Path) -> None:
     begun = recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2")
     RunDirectory.create(begun.run_path, dump_resolved(begun)).close()
     with pytest.raises(UserError, match=r"rollout\.context: the model has \d+ positions, got 4096"):
-        launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", "rollout.context=4096"))
+        train.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", "rollout.context=4096"))
     there = RunDirectory(begun.run_path)
     assert there.recipe.read_text() == dump_resolved(begun) and not list(there.logs.iterdir())
 
@@ -121,9 +73,9 @@ def test_missing_resources_are_reported_before_the_run_directory_is_created(tmp_
     with socket.create_server(("127.0.0.1", 0)) as other:
         page = f"telemetry.http={other.getsockname()[1]}"
         with pytest.raises(UserError, match=r"^telemetry\.http: cannot listen on 127\.0\.0\.1:"):
-            launch.run(recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2", page))
+            train.run(recipe(tmp_path / "run", *SFT, "cluster.num_cpus=2", page))
     with pytest.raises(ClusterResources, match=r"5 CPUs are needed .* lower rollout\.replicas\.max: 4, or use a cluster that"):
-        launch.run(recipe(tmp_path / "run", "rollout.replicas={min: 1, max: 4}", "cluster.num_cpus=3"))
+        train.run(recipe(tmp_path / "run", "rollout.replicas={min: 1, max: 4}", "cluster.num_cpus=3"))
     assert not (tmp_path / "run").exists()
 
 
@@ -142,7 +94,7 @@ def test_random_weights_of_another_recipe_are_rejected(tmp_path: Path, now: str,
         open_model(begun, begun.run_path)
     check_random_init(begun, RunDirectory(begun.run_path))
     with pytest.raises(UserError, match=messages):
-        launch.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
+        train.run(recipe(begun.run_path, *SFT, "cluster.num_cpus=2", now))
     assert RunDirectory(begun.run_path).recipe.read_text() == dump_resolved(begun), "what is there is what its recipe says"
 
 
@@ -167,7 +119,7 @@ def test_damaged_recipe_of_a_run_is_a_one_line_error(tmp_path: Path, contents: b
         open_model(begun, begun.run_path)
     run.recipe.write_bytes(contents)
     with pytest.raises(UserError) as caught:
-        launch.run(begun)
+        train.run(begun)
     assert "\n" not in str(caught.value)
 
 
@@ -193,29 +145,6 @@ def test_changed_old_log_probs_are_reported(tmp_path: Path, then: list[str], now
     assert said in messages and bool(messages) == bool(said)
 
 
-@pytest.mark.parametrize("stage", ["sft", "rl"])
-def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    async def nothing(self: Run, *_: Any) -> tuple[None, None]:
-        return None, None
-
-    class Stopped:
-        def __init__(self, *requested: Any, startup_task: Any, recover: Any) -> None:
-            self.state = requested[-1]
-
-        async def run(self) -> None:
-            self.state.stopping.set()
-
-    monkeypatch.setattr(Run, "_start_actors", nothing)
-    monkeypatch.setattr(Run, "_run_rl", nothing)
-    monkeypatch.setattr(launch, "SftStage", Stopped)
-    monkeypatch.setattr(launch.RunState, "checkpoint", nothing)
-    resumed = save(tmp_path / "run", stage, 4, ended=["sft"] if stage == "rl" else [])
-    requested, rows = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.sft.steps=9", "train.rl.steps=9"), Rows()
-    drive(requested, resumed, monkeypatch, changed="other log-probs", rows=rows)
-    line = next(event for event in rows.events if "resumes after step 4" in event)
-    assert line.endswith("other log-probs") == (stage == "rl")
-
-
 def test_actors_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses of a joined cluster do not work on the machine of the command."""
     monkeypatch.chdir(tmp_path)
@@ -237,10 +166,10 @@ def test_actors_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             messages.append(path)
             return await super().begin_save(path)
 
-    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
-    monkeypatch.setattr(launch, "reserve_bundles", anywhere)
-    monkeypatch.setattr(launch, "cluster", lambda *_, **__: contextlib.nullcontext())
-    assert launch.run(recipe(Path("runs/here"), *SFT, "cluster.num_cpus=2", "train.sft.batch_size=1"), plain=True) == 0
+    monkeypatch.setattr(run, "TrainerGroup", Trainer)
+    monkeypatch.setattr(run, "reserve_bundles", anywhere)
+    monkeypatch.setattr(train, "cluster", lambda *_, **__: contextlib.nullcontext())
+    assert train.run(recipe(Path("runs/here"), *SFT, "cluster.num_cpus=2", "train.sft.batch_size=1"), plain=True) == 0
     assert [path.relative_to(tmp_path / "runs" / "here") for path in messages] == [
         Path(),
         Path("model"),
@@ -257,64 +186,22 @@ def test_run_without_its_directory_resumes_from_its_copy(
         async def publish_checkpoint(self, path: Path, keep: int, needed: Sequence[str]) -> None:
             write_latest(path)
 
-    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
-    monkeypatch.setattr(launch, "reserve_bundles", anywhere)
-    monkeypatch.setattr(launch, "cluster", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(run, "TrainerGroup", Trainer)
+    monkeypatch.setattr(run, "reserve_bundles", anywhere)
+    monkeypatch.setattr(train, "cluster", lambda *_, **__: contextlib.nullcontext())
     home, copy = tmp_path / "run", tmp_path / "copy"
     sets = (f"train.checkpoint_copy=file://{copy}", "cluster.num_cpus=2", "train.sft.batch_size=1", "train.sft.until_loss=0")
-    assert launch.run(recipe(home, *SFT, *sets), plain=True) == 0
+    assert train.run(recipe(home, *SFT, *sets), plain=True) == 0
     assert (copy / "checkpoints" / "sft-000004-end" / "files.json").is_file()
     shutil.rmtree(home)
     capsys.readouterr()
-    assert launch.run(recipe(home, *SFT, *sets, "train.sft.steps=6"), plain=True) == 0
+    assert train.run(recipe(home, *SFT, *sets, "train.sft.steps=6"), plain=True) == 0
     messages = capsys.readouterr().out
     assert f"fetching sft-000004-end, 0.0 MiB, from file://{copy}" in messages
     assert f"copy: sft-000004-end was fetched from file://{copy} in " in messages
     assert "resume: sft resumes after step 4, from sft-000004-end" in messages
     assert [row.step for row in load_history(home).rows] == [1, 2, 3, 4, 5, 6]
     assert (copy / "checkpoints" / "latest").read_text() == "sft-000006-end"
-
-
-@pytest.mark.parametrize("failure", [RuntimeFailure("rollout replica 0, start: out of memory"), EnvironmentMissing("no room for it")])
-def test_failed_stage_saves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: MtpctlError) -> None:
-    """The engines do not start, which the concurrent supervised stage learns after three updates."""
-    done, failed = 0, asyncio.Event()
-
-    class Trainer(FakeTrainerGroup):
-        async def sft_step(self, rows: list[Any]) -> dict[str, float]:
-            nonlocal done
-            done += 1
-            if done == 3:
-                failed.set()
-            await asyncio.sleep(0)
-            return await super().sft_step(rows)
-
-    class Rows:
-        def __init__(self) -> None:
-            self.events: list[str] = []
-
-        def event(self, kind: str, message: str) -> None:
-            self.events.append(message)
-
-        def log(self, *_: Any) -> None: ...
-
-        def waiting(self, what: Any) -> None: ...
-
-    async def engines(self: Run, stack: Any) -> Any:
-        await failed.wait()
-        raise failure
-
-    monkeypatch.setattr(launch, "TrainerGroup", Trainer)
-    monkeypatch.setattr(launch, "reserve_bundles", anywhere)
-    monkeypatch.setattr(Run, "_start_actors", engines)
-    begun = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.rl.steps=1", "train.sft.steps=1000", "train.sft.batch_size=1")
-    home, rows = begun.run_path, Rows()
-    run = Run(begun, prepare(begun, home), RunDirectory(home), cast(Telemetry, rows))
-    with pytest.raises(type(failure), match=str(failure)):
-        asyncio.run(run.run())
-    saved = home / "checkpoints" / f"sft-{done:06d}"
-    assert json.loads((saved / "run.json").read_text())["step"] == done < 10
-    assert rows.events[-1] == f"failed in sft at step {done}; checkpoint {saved}"
 
 
 def test_path_of_a_model_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,123 +1,46 @@
-"""Runs a recipe from start to end: checks it, starts the actors, runs the stages, handles stops, and shuts everything down."""
+"""One run: starts the actors, runs the stages in order, and writes the last checkpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
-import signal
 import socket
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import BUFFER_FILE, choose_checkpoint
+from mtpctl.checkpoint.finding import BUFFER_FILE
 from mtpctl.cluster.bundles import Bundles
 from mtpctl.cluster.deadlines import finished_before
-from mtpctl.cluster.hosts import Host
-from mtpctl.cluster.local import Daemons, check_capacity, cluster
+from mtpctl.cluster.local import Daemons
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.buffer import SampleBuffer
-from mtpctl.controller.copies import CheckpointCopier, check_copies, check_sync_url, fetch_if_lost, start_copier
+from mtpctl.controller.copies import CheckpointCopier, start_copier
 from mtpctl.controller.elastic import ElasticRollout
-from mtpctl.controller.prepare import Prepared, open_version_store, prepare
-from mtpctl.controller.resume import REFERENCE, Start, check_random_init, find_start, old_logprobs_change, report_completed_run
+from mtpctl.controller.prepare import Prepared, open_version_store
+from mtpctl.controller.resume import REFERENCE, Start
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import OldLogprobScorer
 from mtpctl.controller.services import Services, engine_claim, reserve_bundles, start_rewards
 from mtpctl.controller.sft import SAMPLES_FILE, DraftStage, SftStage
-from mtpctl.controller.state import RunState, check_stages, load_resume_state, load_state
-from mtpctl.controller.status import Waits, status_app, status_socket
+from mtpctl.controller.state import RunState, load_state
+from mtpctl.controller.status import Waits, status_app
+from mtpctl.controller.stopping import StopHandler
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost, TrainerRecovery
 from mtpctl.controller.weights import WeightSync
 from mtpctl.environments.agents import bind_gateway, open_generator
 from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.logprob.server import LogprobServer, answer_deadline
-from mtpctl.plan.placement import Placement, place
+from mtpctl.plan.placement import Placement
 from mtpctl.recipe.checks import cautions_of
-from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.model import context_note
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rollout.installed import check_engine
 from mtpctl.rollout.pool import ReplicaPool
-from mtpctl.signals import StopRequested, exit_code, raise_on_stop, stop_signals
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.runs import ReplicaCounts
-from mtpctl.telemetry.session import ResumePoint, Telemetry
-from mtpctl.telemetry.trackers import check_packages
+from mtpctl.telemetry.session import Telemetry
 from mtpctl.web.server import address_of, serving
 
 ActorStartup = asyncio.Task[tuple[ReplicaPool, LogprobServer | None]]
-
-
-def run(recipe: Recipe, *, plain: bool = False) -> int:
-    """Run the recipe. Returns the exit code: 0, or the exit code for the signal that stopped the run."""
-    stage_steps: dict[str, int] = {stage: getattr(recipe.train, stage).steps for stage in recipe.train.stages}
-    check_copies(recipe)
-    check_sync_url(recipe)
-    report = partial(print, flush=True)
-    fetch_note = fetch_if_lost(recipe, report)
-    earlier_run = RunDirectory(recipe.run_path)
-    checkpoint = choose_checkpoint(earlier_run.checkpoints, verify_checksums=False).path
-    state = load_resume_state(checkpoint, recipe.train)
-    if report_completed_run(recipe, earlier_run, checkpoint, state, report):
-        return 0
-    if recipe.train.needs_rollout:
-        check_engine(recipe)
-    check_packages(recipe.telemetry)
-    # The hosts of a cluster, and their free resources, are known only after joining it: until then they count as unlimited.
-    place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
-    cpus = gpus = 0.0
-    if recipe.cluster.address is None:
-        # No host can join a cluster that the run starts itself, so it needs room for the maximum number of engines.
-        max_placement = place(recipe, engines=recipe.rollout.replica_range.max)
-        cpus, gpus = max_placement.cpus, max_placement.gpus
-    check_capacity(recipe.cluster, cpus=cpus, gpus=gpus)
-    is_new = not recipe.run_path.exists()
-    check_stages(checkpoint, state, recipe.train.stages)
-    check_random_init(recipe, earlier_run)
-    old_logprobs_note = old_logprobs_change(recipe, earlier_run)
-    resolved_recipe = dump_resolved(recipe)
-    # Actors get absolute paths: in a joined cluster they have another working directory.
-    recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
-    with RunDirectory.create(recipe.run_path, resolved_recipe) as directory, contextlib.ExitStack() as open_sockets:
-        try:
-            status = status_socket(recipe.telemetry)
-            if status is not None:
-                open_sockets.enter_context(contextlib.closing(status))
-            prepared = prepare(recipe, directory.path)
-            start = find_start(recipe, directory, report)
-        except MtpctlError:
-            if is_new:
-                shutil.rmtree(directory.path)
-            raise
-        # Recorded last, so that a rejected recipe is not recorded as one that ran.
-        changed_keys = directory.record(resolved_recipe)
-        resumed = ResumePoint(start.state["stage"], start.state["step"], start.state["ended"])
-        early_stages = ["sft"] if recipe.train.sft.until_loss else []
-        with Telemetry(
-            directory, recipe.telemetry, plain, stage_steps=stage_steps, early_stages=early_stages, resumed=resumed
-        ) as telemetry:
-            if changed_keys:
-                telemetry.event("recipe", f"changed since the last start: {', '.join(changed_keys)}")
-            if telemetry.damage_warning:
-                telemetry.event("metrics", telemetry.damage_warning)
-            if fetch_note:
-                telemetry.event("copy", fetch_note)
-            for line in start.lines:
-                telemetry.event("checkpoint", line)
-            for warning in prepared.warnings:
-                telemetry.event("data", warning)
-            with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs) as daemons:
-                stopped_by = asyncio.run(Run(recipe, prepared, directory, telemetry, old_logprobs_note, status, daemons, start).run())
-                raise_on_stop()  # The event loop has removed its signal handlers.
-                if stopped_by is None:
-                    telemetry.print_summary()
-    return 0 if stopped_by is None else exit_code(stopped_by)
 
 
 class Run:
@@ -370,98 +293,3 @@ class Run:
                 await stage.publish()
             await stage.run()
         await sync.wait_persisted()
-
-
-SIGNAL_EXIT_S = 8.0
-"""Time for a run to end after a second signal, in seconds. Then its process exits, and the watchdog kills the others."""
-CLUSTER_EXIT_S = 45.0
-"""Time for a run to end after its cluster was lost, in seconds. Ray kills processes that have missed the GCS server for 60 s."""
-POLL_S = 0.5
-SHOW_CURSOR = "\x1b[?25h"
-
-
-class StopHandler:
-    """Stops a run on a signal: the first requests a stop after the current update, the second cancels the remaining work.
-
-    A run whose Ray cluster is lost stops as well. Its actors still answer for a while, so the trainer can write a checkpoint.
-
-    Attributes:
-        number: the signal that requested the stop.
-        daemons: the Ray daemons that the run started.
-    """
-
-    number: int | None = None
-
-    def __init__(self, state: RunState, report: Callable[[str], None], daemons: Daemons | None = None) -> None:
-        self.state, self.report, self.daemons = state, report, daemons
-        self._signals = stop_signals()
-
-    @contextlib.contextmanager
-    def handle_signals(self) -> Iterator[None]:
-        """Handle the stop signals in the running event loop, and watch the cluster, while the block runs.
-
-        If the cluster is lost, raises RuntimeFailure instead of the errors that this causes.
-        """
-        for signal_number in self._signals:
-            asyncio.get_running_loop().add_signal_handler(signal_number, self._on_signal, signal_number)
-        block_ended = threading.Event()
-        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(), block_ended), name="cluster", daemon=True).start()
-        try:
-            yield
-        except MtpctlError as error:
-            if (cluster_error := self._cluster_error()) is not None:
-                raise cluster_error from error
-            raise
-        finally:
-            block_ended.set()
-        if (cluster_error := self._cluster_error()) is not None and self.number is None and self.state.stopping.is_set():
-            raise cluster_error
-
-    def _on_signal(self, number: int) -> None:
-        if self.number is None:
-            self.number = number
-            self.state.stopping.set()
-            self.report("stopping after this step; another signal stops at once")
-            return
-        for signal_number in self._signals:
-            asyncio.get_running_loop().remove_signal_handler(signal_number)
-            signal.signal(signal_number, lambda number, frame: _exit(exit_code(number), "interrupted"))
-        _exit_after(SIGNAL_EXIT_S, exit_code(number), "interrupted")
-        # Ends the event loop, which then cancels its tasks.
-        raise StopRequested(number)
-
-    def _watch(self, loop: asyncio.AbstractEventLoop, block_ended: threading.Event) -> None:
-        """Stop the run once a daemon of its cluster has ended. Runs in a thread, because calls to the lost server block the event loop."""
-        while (cluster_error := self._cluster_error()) is None:
-            if block_ended.wait(POLL_S):
-                return
-        if block_ended.is_set():
-            return
-        _exit_after(CLUSTER_EXIT_S, cluster_error.exit_code, f"error: {cluster_error}")
-        with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
-            loop.call_soon_threadsafe(self._stop_after_cluster_error, cluster_error)
-
-    def _stop_after_cluster_error(self, cluster_error: RuntimeFailure) -> None:
-        self.state.stopping.set()
-        self.report(f"{cluster_error}; stopping after this step")
-
-    def _cluster_error(self) -> RuntimeFailure | None:
-        """The error if a daemon of the cluster has ended."""
-        problem = None if self.daemons is None else self.daemons.ended()
-        return None if problem is None else RuntimeFailure(f"Ray on this machine: {problem}; start the same command again to continue")
-
-
-def _exit_after(seconds: float, code: int, line: str) -> None:
-    def wait_and_exit() -> None:
-        time.sleep(seconds)
-        _exit(code, line)
-
-    threading.Thread(target=wait_and_exit, name="exit", daemon=True).start()
-
-
-def _exit(code: int, line: str) -> None:
-    """Exit at once. The watchdog ends the daemons of the process, as after SIGKILL."""
-    if sys.stdout.isatty():
-        os.write(1, SHOW_CURSOR.encode())
-    os.write(2, f"{line}\n".encode())
-    os._exit(code)

@@ -1,0 +1,111 @@
+"""Stops a run: on a signal, or if its Ray cluster is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from mtpctl.cluster.local import Daemons
+from mtpctl.controller.state import RunState
+from mtpctl.errors import MtpctlError, RuntimeFailure
+from mtpctl.signals import StopRequested, exit_code, stop_signals
+
+SIGNAL_EXIT_S = 8.0
+"""Time for a run to end after a second signal, in seconds. Then its process exits, and the watchdog kills the others."""
+CLUSTER_EXIT_S = 45.0
+"""Time for a run to end after its cluster was lost, in seconds. Ray kills processes that have missed the GCS server for 60 s."""
+POLL_S = 0.5
+SHOW_CURSOR = "\x1b[?25h"
+
+
+class StopHandler:
+    """Stops a run on a signal: the first requests a stop after the current update, the second cancels the remaining work.
+
+    A run whose Ray cluster is lost stops as well. Its actors still answer for a while, so the trainer can write a checkpoint.
+
+    Attributes:
+        number: the signal that requested the stop.
+        daemons: the Ray daemons that the run started.
+    """
+
+    number: int | None = None
+
+    def __init__(self, state: RunState, report: Callable[[str], None], daemons: Daemons | None = None) -> None:
+        self.state, self.report, self.daemons = state, report, daemons
+        self._signals = stop_signals()
+
+    @contextlib.contextmanager
+    def handle_signals(self) -> Iterator[None]:
+        """Handle the stop signals in the running event loop, and watch the cluster, while the block runs.
+
+        If the cluster is lost, raises RuntimeFailure instead of the errors that this causes.
+        """
+        for signal_number in self._signals:
+            asyncio.get_running_loop().add_signal_handler(signal_number, self._on_signal, signal_number)
+        block_ended = threading.Event()
+        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(), block_ended), name="cluster", daemon=True).start()
+        try:
+            yield
+        except MtpctlError as error:
+            if (cluster_error := self._cluster_error()) is not None:
+                raise cluster_error from error
+            raise
+        finally:
+            block_ended.set()
+        if (cluster_error := self._cluster_error()) is not None and self.number is None and self.state.stopping.is_set():
+            raise cluster_error
+
+    def _on_signal(self, number: int) -> None:
+        if self.number is None:
+            self.number = number
+            self.state.stopping.set()
+            self.report("stopping after this step; another signal stops at once")
+            return
+        for signal_number in self._signals:
+            asyncio.get_running_loop().remove_signal_handler(signal_number)
+            signal.signal(signal_number, lambda number, frame: _exit(exit_code(number), "interrupted"))
+        _exit_after(SIGNAL_EXIT_S, exit_code(number), "interrupted")
+        # Ends the event loop, which then cancels its tasks.
+        raise StopRequested(number)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, block_ended: threading.Event) -> None:
+        """Stop the run once a daemon of its cluster has ended. Runs in a thread, because calls to the lost server block the event loop."""
+        while (cluster_error := self._cluster_error()) is None:
+            if block_ended.wait(POLL_S):
+                return
+        if block_ended.is_set():
+            return
+        _exit_after(CLUSTER_EXIT_S, cluster_error.exit_code, f"error: {cluster_error}")
+        with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
+            loop.call_soon_threadsafe(self._stop_after_cluster_error, cluster_error)
+
+    def _stop_after_cluster_error(self, cluster_error: RuntimeFailure) -> None:
+        self.state.stopping.set()
+        self.report(f"{cluster_error}; stopping after this step")
+
+    def _cluster_error(self) -> RuntimeFailure | None:
+        """The error if a daemon of the cluster has ended."""
+        problem = None if self.daemons is None else self.daemons.ended()
+        return None if problem is None else RuntimeFailure(f"Ray on this machine: {problem}; start the same command again to continue")
+
+
+def _exit_after(seconds: float, code: int, line: str) -> None:
+    def wait_and_exit() -> None:
+        time.sleep(seconds)
+        _exit(code, line)
+
+    threading.Thread(target=wait_and_exit, name="exit", daemon=True).start()
+
+
+def _exit(code: int, line: str) -> None:
+    """Exit at once. The watchdog ends the daemons of the process, as after SIGKILL."""
+    if sys.stdout.isatty():
+        os.write(1, SHOW_CURSOR.encode())
+    os.write(2, f"{line}\n".encode())
+    os._exit(code)

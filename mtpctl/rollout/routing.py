@@ -1,0 +1,117 @@
+"""The replicas of a pool that get responses: the choice for each response, and replicas that join or leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+
+from mtpctl.cluster.deadlines import Changes
+from mtpctl.cluster.replicas import Replicas, Slot
+from mtpctl.errors import RuntimeFailure
+from mtpctl.rollout.actor import Replica
+
+AFFINITY_SLACK = 8
+"""A replica with the prompt cached is preferred while it has at most this many more responses than the least busy one."""
+HAND_OVER_S = 60.0
+"""Time limit for a leaving replica to return its responses, in seconds."""
+ABORT_INTERVAL_S = 1.0
+"""Interval of repeated aborts on a leaving replica, in seconds. A request may have been in flight to it during the previous abort."""
+
+
+class Router:
+    """Chooses a replica for each response, and limits the responses of each replica to `max_in_flight`.
+
+    The samples of a group share their prompt, so they go to a replica that has the prompt cached, unless it has `AFFINITY_SLACK` more
+    responses than the least busy one. `changed` is notified whenever a slot may have become free.
+    """
+
+    def __init__(self, replicas: Replicas[Replica], max_in_flight: int) -> None:
+        self._replicas, self._max_in_flight = replicas, max_in_flight
+        self._groups: Counter[tuple[int, str]] = Counter()
+        self.changed = Changes()
+
+    async def acquire(self, group: str) -> Slot[Replica]:
+        """Wait until a replica has room, and count a response of `group` on it.
+
+        Raises RuntimeFailure if all replicas are in quarantine.
+        """
+        await self.changed.wait_for(lambda: self._free_slots() or self._replicas.all_quarantined())
+        if reasons := self._replicas.all_quarantined():
+            raise RuntimeFailure(f"every rollout replica failed: {reasons}")
+        free_slots = self._free_slots()
+        min_busy = min(slot.busy for slot in free_slots)
+        cached = [slot for slot in free_slots if self._groups[slot.index, group] and slot.busy <= min_busy + AFFINITY_SLACK]
+        chosen = min(cached or free_slots, key=lambda slot: slot.busy)
+        chosen.busy += 1
+        self._groups[chosen.index, group] += 1
+        return chosen
+
+    def release(self, slot: Slot[Replica], group: str) -> None:
+        """Undo `acquire`."""
+        slot.busy -= 1
+        self._groups[slot.index, group] -= 1
+        if not self._groups[slot.index, group]:
+            del self._groups[slot.index, group]
+        self.changed.notify()
+
+    @property
+    def capacity(self) -> int:
+        """Maximum responses in flight; at least 1, so that a pool without replicas accepts a request, which then raises the error."""
+        return max(self._max_in_flight * sum(slot.state == "serving" for slot in self._replicas.slots), 1)
+
+    def _free_slots(self) -> list[Slot[Replica]]:
+        return [slot for slot, _ in self._replicas.live() if slot.occupied and slot.busy < self._max_in_flight]
+
+
+class Membership:
+    """Adds replicas to a pool and removes them, by slot index.
+
+    A joining replica first loads the version that the others serve, and then gets requests. A leaving replica gets no further requests.
+    Its responses are aborted, and other replicas continue them from their tokens, as after a weight update with `mode="abort"`.
+    """
+
+    def __init__(self, replicas: Replicas[Replica], changed: Changes) -> None:
+        self._replicas, self._changed = replicas, changed
+
+    @property
+    def serving(self) -> int:
+        """Number of replicas that get requests."""
+        return sum(slot.state == "serving" for slot in self._replicas.slots)
+
+    @property
+    def occupied_slots(self) -> list[int]:
+        """Occupied slots in the order in which to vacate them: quarantined, restarting, serving; the newest first within each state."""
+        order = {"quarantined": 0, "restarting": 1, "serving": 2}
+        occupied = [slot for slot in self._replicas.slots if slot.occupied]
+        return [slot.index for slot in sorted(occupied, key=lambda slot: (order[slot.state], -slot.index))]
+
+    def is_serving(self, index: int) -> bool:
+        """Whether the replica in a slot gets requests."""
+        return self._replicas.slots[index].state == "serving"
+
+    @property
+    def restarts(self) -> int:
+        """Number of replicas that were started to replace a failed one."""
+        return self._replicas.restarts
+
+    def join(self, index: int) -> None:
+        """Start a replica in a vacant slot, or in the next new one."""
+        self._replicas.join(index)
+
+    async def leave(self, index: int) -> None:
+        """Move the responses of the replica in a slot to other replicas, and stop it."""
+        await self._replicas.leave(index, self._hand_over)
+
+    async def _hand_over(self, slot: Slot[Replica], replica: Replica) -> None:
+        """Abort the replica's responses, and wait for them. Raises TimeoutError after `HAND_OVER_S`.
+
+        After a timeout, the pool continues the remaining responses from the tokens with which they were sent.
+        """
+        async with asyncio.timeout(HAND_OVER_S):
+            while slot.busy:
+                await asyncio.sleep(0)  # let pending requests be sent first
+                await replica.pause("abort")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ABORT_INTERVAL_S):
+                        await self._changed.wait_for(lambda: not slot.busy)
