@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Bundle verl 0.9.1, vLLM 0.24.0 and transformers 5.9.0 in files of 63 MB, for a GPU host with Python 3.12 and torch 2.11.0+cu130.
+# Bundle verl 0.9.1, vLLM 0.24.0 and transformers 5.9.0 in files of 52 MB, for a GPU host with Python 3.12 and torch 2.11.0+cu130.
 # usage: verl_bundle.sh OUT [SITE]    SITE: keep the unpacked packages in this folder
 #
 # - flash-attn is only published as source. Its Python part is installed without the extension, which flash_attn_shim/ replaces.
@@ -12,21 +12,21 @@ site=${2:-$(mktemp -d)/site}
 root=$(cd "$here/../.." && pwd)
 uv=$(command -v uv || echo "$root/.venv/bin/uv")
 python=$(ls "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python3 2>/dev/null | head -1 || true)
-"$uv" pip install -q --target "$site" --python "${python:-3.12}" --override "$here/verl_overrides.txt" \
+"$uv" pip install -q --no-config --target "$site" --python "${python:-3.12}" --override "$here/verl_overrides.txt" \
     verl==0.9.1 vllm==0.24.0 transformers==5.9.0 ray==2.60.0 "TransferQueue>=0.1.10" tensordict==0.10.0 \
     cachetools pylatexenc msgspec pyzmq codetiming peft accelerate dill pybind11 nvtx fastapi uvicorn einops
 wheels=$(mktemp -d)
 # setup.py of flash-attn imports torch, so it is built with the environment of the project.
 FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
     "$root/.venv/bin/python" -m pip wheel -q --no-deps --no-build-isolation flash-attn==2.8.3 -w "$wheels"
-"$uv" pip install -q --target "$site" --python "${python:-3.12}" --no-deps "$wheels"/flash_attn-*.whl
+"$uv" pip install -q --no-config --target "$site" --python "${python:-3.12}" --no-deps "$wheels"/flash_attn-*.whl
 cp "$here/flash_attn_shim/flash_attn_2_cuda.py" "$site/"
 cd "$site"
 rm -rf opencv* cv2 sympy* ray/dashboard/client ray/jars bin hopper vllm/third_party/deep_gemm vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so
 find . \( -name '*.a' -o -name '*.pyi' \) -delete
 find . -name __pycache__ -type d -prune -exec rm -rf {} +
 rm -f "$out"/v.*
-tar cf - . | gzip -1 | split -b 63000000 - "$out/v."
+tar cf - . | gzip -1 | split -b 52000000 - "$out/v."
 [ -n "${2:-}" ] || rm -rf "$(dirname "$site")"
 rm -rf "$wheels"
 ls -l "$out"
