@@ -190,10 +190,6 @@ class SampleBuffer:
         """Return a function that atomically writes a snapshot of the buffer, in any thread, and returns the file's size and checksum."""
         return partial(_write, path, [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()])
 
-    def save(self, path: Path) -> None:
-        """Write the buffer now."""
-        self.snapshot_writer(path)()
-
     @staticmethod
     def load(path: Path) -> tuple[list[Group], list[Group]]:
         """Read a saved buffer. Returns its complete groups, and the unfinished ones, whose prompts must be sent out again."""

@@ -51,7 +51,7 @@ class HeldOutSet:
     def metrics(self) -> dict[str, float]:
         """`eval/*` for the set of the section `data`, `eval/NAME/*` for a named set.
 
-        If training rows contain some of the prompts, means over the other ones are `unseen_*`.
+        If some of the prompts are also in the training data, `unseen_*` are means over the others.
         """
         prefix, samples, n = f"eval/{self.name}/" if self.name else "eval/", self.samples, self.config.n
         rewards = [[sample.reward or 0.0 for sample in responses] for responses in self.responses]
@@ -205,7 +205,7 @@ class Evaluator:
             await self.wait()
 
     async def raise_if_failed(self) -> None:
-        """Raise the error of the evaluation in progress if it has failed."""
+        """If the evaluation in progress has failed, raise its error."""
         if self._current is not None and self._current.done():
             await self.wait()
 

@@ -42,7 +42,7 @@ DECODE_BATCH = 16
 
 
 class Decoder:
-    """Decodes responses in a thread, so that they do not block the event loop: a step has thousands, and a long one takes milliseconds."""
+    """Decodes responses in a thread. In the event loop, the thousands of responses of a step would block it for seconds."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[Ids, asyncio.Future[str]]] = []
@@ -82,7 +82,7 @@ class Prepared:
         warnings: about solutions that the reward function rejects, held-out problems that are trained on, and end tokens.
         tools: JSON schemas of the environment's tools, for the chat template.
         teacher: the teacher's model, if the run serves one.
-        ends: the tokens that end a response; by default the tokenizer's EOS token.
+        end_tokens: the tokens that end a response; if None, the tokenizer's EOS token.
     """
 
     model: HfFolder

@@ -43,8 +43,8 @@ from mtpctl.rollout.protocol import Generator
 from mtpctl.telemetry.session import Telemetry
 
 COLD_CACHE_REASON = (
-    "It stores only complete blocks, so no shorter prompts. In models with linear attention, a block has hundreds of tokens. With drafts, "
-    "the last matching block is computed again (rollout/prefix_cache_hit_rate)"
+    "The cache stores complete blocks only, and a short prompt has none. In models with linear attention, a block has hundreds of tokens. "
+    "With drafts, the last matching block is computed again (rollout/prefix_cache_hit_rate)"
 )
 Sync = Callable[[int], Awaitable[dict[str, float]]]
 """Publishes the trainer's weights as a version, and waits until every target has them. Returns `sync/*`."""
@@ -89,7 +89,7 @@ class RlStage:
         self.stability = StabilityWatch(recipe)
         self.idle_watch = IdleWatch(recipe)
         self.hints = HintWatch(recipe)
-        self._replaying = False  # the updates since the newest checkpoint are to be repeated
+        self._replaying = False  # whether the trainer was restored, and must publish before it repeats updates
         self._evaluation_wait_s = 0.0  # since the last update
         self._update_done = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
@@ -110,8 +110,7 @@ class RlStage:
     async def run(self) -> None:
         """Run rollout and training until all updates are done or a stop is requested, with held-out evaluations before and after."""
         self.state.buffer = self.buffer
-        # A checkpoint is written before the evaluation of its step, so a resumed run repeats that evaluation. If it had ended, its row is
-        # logged twice, with the same weights.
+        # A checkpoint is written before the evaluation of its step, so a resumed run repeats that evaluation, even if it had ended.
         if self.state.step == 0 or self.evaluator.is_due():
             await self.evaluator.start(background=True)
         try:
@@ -182,8 +181,8 @@ class RlStage:
             if self.evaluator.is_due():
                 await self.evaluator.start(background=True)
                 if not self.evaluator.running:
-                    # `read` starts a new interval: the next update's time excludes the evaluation. Rollout continued, so its rates add
-                    # this time again.
+                    # Training waited for the evaluation, so its time is excluded from the next update. Rollout continued, so the time is
+                    # included in its rates.
                     self._evaluation_wait_s += self.clock.read_and_reset()["timing_s/step"]
             else:
                 await self.evaluator.raise_if_failed()
@@ -196,7 +195,7 @@ class RlStage:
             return None
         count, every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
         due_version = self.state.version - self.recipe.async_.max_staleness
-        # Number of groups that later batches take before the next sync. As many due groups need not be in this batch.
+        # Later batches before the next sync take this many groups, so this many due groups can be left to them.
         max_deferred = (every - 1 - self.state.step % every) * count
         ready = asyncio.create_task(self._while_progressing(self.buffer.wait(count, due_version=due_version, max_deferred=max_deferred)))
         if not await finished_before(ready, self.state.stopping):
@@ -276,7 +275,8 @@ class RlStage:
         A resumed run publishes its weights before it begins. Weights that already have a version keep it, so that the checkpoint's groups
         do not become staler.
         """
-        version = max(self.state.version, self.state.sent_version) + (self.state.synced_at != self.state.step)
+        has_new_weights = self.state.synced_at != self.state.step
+        version = max(self.state.version, self.state.sent_version) + has_new_weights
         self.state.sent_version = version
         metrics = await self.sync(version)
         if self.recipe.rollout.speculation.auto:

@@ -69,7 +69,10 @@ class Admission:
         self._admitted -= 1
 
     def begin_interval(self, pending: int, trained: int = 0) -> None:
-        """Begin the interval after a sync, with `pending` groups of older weights. `trained`: groups of it that were already trained on."""
+        """Begin the interval after a sync, with `pending` groups of older weights.
+
+        `trained`: groups on which the trainer was updated in this interval before the run was resumed.
+        """
         self._admitted = pending + trained
 
 
@@ -316,7 +319,7 @@ class RolloutLoop:
         )
 
     async def _drop(self, group: Group, message: str) -> None:
-        """Drop a group, so that another one replaces it. Raises RuntimeFailure after too many in a row; their number replaces `{}`."""
+        """Drop a group, and admit another one. After too many in a row, raises RuntimeFailure(message), with their number for `{}`."""
         self._dropped_in_a_row += 1
         if self._dropped_in_a_row >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
             raise RuntimeFailure(message.replace("{}", str(self._dropped_in_a_row)))

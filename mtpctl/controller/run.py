@@ -47,7 +47,7 @@ class Run:
     """One run: starts its actors, and runs its stages in order.
 
     Args:
-        old_logprobs_note: a message for the resume event if the source of old log-probs has changed since the last session; else empty.
+        old_logprobs_note: appended to the message about the resume, if the source of old log-probs has changed; else empty.
         status: the bound socket of the status page, if any.
         daemons: the Ray daemons that the run has started.
         start: the checkpoint that the run resumes from; by default none.
@@ -127,7 +127,7 @@ class Run:
                 if startup is not None and not startup.done():
                     startup.cancel()
                     await asyncio.gather(startup, return_exceptions=True)
-            # A stage that has ended already has its checkpoint. A trainer outside a stage has no optimizer to save.
+            # A checkpoint is written at the end of each stage, and between stages the trainer has no optimizer.
             if self.state.stopping.is_set() and self.state.within_stage:
                 path = await self.state.retry_while_disk_full(lambda: self.state.checkpoint(trainer))
                 saved = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
@@ -196,6 +196,7 @@ class Run:
                     await self._run_stage(stage, trainer, startup, resumed)
                     break
                 except TrainerLost as lost:
+                    # Recovery has begun the stage in the new trainer.
                     resumed, has_begun = await self.recovery(lost, redraw=True), True
             if self.state.stopping.is_set():
                 return

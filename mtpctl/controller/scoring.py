@@ -258,10 +258,8 @@ class Teacher:
 
     async def __call__(self, sample: Sample, problem: Problem) -> None:
         """Fill in the teacher's log-probs of the sample's response. Raises RuntimeFailure if it does not answer in time."""
-        prompt, timeout_s = (
-            sample.prompt_ids if self._render_hinted_prompt is None else self._render_hinted_prompt(problem),
-            self._config.timeout_s,
-        )
+        prompt = sample.prompt_ids if self._render_hinted_prompt is None else self._render_hinted_prompt(problem)
+        timeout_s = self._config.timeout_s
         try:
             scores = await self._source.score(sample, prompt, TeacherOptions(self._temperature, self._config.topk, timeout_s))
         except TimeoutError as error:

@@ -35,7 +35,7 @@ RETRY_S = 10.0
 MAX_FAILURES, FAILURE_PERIOD_S = 3, 300.0
 """The run fails after `MAX_FAILURES` failures in a row that span at least `FAILURE_PERIOD_S` seconds."""
 LAST_SAVE_S = 300.0
-"""Time limit of the checkpoint of a failed stage, in seconds. The trainer itself may have failed."""
+"""Time limit of the checkpoint of a failed stage, in seconds. The failure may be that the trainer hangs."""
 
 
 class SavedState(TypedDict):
@@ -207,7 +207,7 @@ class RunState:
             shutil.rmtree(self.pending_checkpoint.with_name(f"{self.pending_checkpoint.name}.partial"), ignore_errors=True)
             self.pending_checkpoint = None
         if self._buffer_write is not None:
-            # Retrieves the exception: the write may fail, because its folder was removed.
+            # The write may fail, because its folder is removed. asyncio warns of an exception that is not retrieved.
             self._buffer_write.add_done_callback(lambda write: write.exception())
             self._buffer_write = None
         saved = load_resume_state(checkpoint, self.train)

@@ -17,9 +17,9 @@ from mtpctl.errors import MtpctlError, RuntimeFailure
 from mtpctl.signals import StopRequested, exit_code, stop_signals
 
 SIGNAL_EXIT_S = 8.0
-"""Time for a run to end after a second signal, in seconds. Then its process exits, and the watchdog kills the others."""
+"""Time limit for a clean shutdown after a second signal, in seconds. Then the process exits, and the watchdog kills Ray's processes."""
 CLUSTER_EXIT_S = 45.0
-"""Time for a run to end after its cluster was lost, in seconds. Ray kills processes that have missed the GCS server for 60 s."""
+"""Time limit for a checkpoint and a shutdown after the loss of the cluster, in seconds. Ray kills the actors after 60 s without GCS."""
 POLL_S = 0.5
 SHOW_CURSOR = "\x1b[?25h"
 
@@ -44,7 +44,7 @@ class StopHandler:
     def handle_signals(self) -> Iterator[None]:
         """Handle the stop signals in the running event loop, and watch the cluster, while the block runs.
 
-        If the cluster is lost, raises RuntimeFailure instead of the errors that this causes.
+        If the cluster is lost, raises RuntimeFailure with this cause, instead of the error of the actor call that failed first.
         """
         for signal_number in self._signals:
             asyncio.get_running_loop().add_signal_handler(signal_number, self._on_signal, signal_number)
@@ -71,11 +71,11 @@ class StopHandler:
             asyncio.get_running_loop().remove_signal_handler(signal_number)
             signal.signal(signal_number, lambda number, frame: _exit(exit_code(number), "interrupted"))
         _exit_after(SIGNAL_EXIT_S, exit_code(number), "interrupted")
-        # Ends the event loop, which then cancels its tasks.
+        # Ends the event loop; `asyncio.run` then cancels the tasks.
         raise StopRequested(number)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, block_ended: threading.Event) -> None:
-        """Stop the run once a daemon of its cluster has ended. Runs in a thread, because calls to the lost server block the event loop."""
+        """Stop the run when a daemon of its cluster ends. Runs in a thread, because calls to a dead GCS server block the event loop."""
         while (cluster_error := self._cluster_error()) is None:
             if block_ended.wait(POLL_S):
                 return

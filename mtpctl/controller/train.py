@@ -42,7 +42,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     if recipe.train.needs_rollout:
         check_engine(recipe)
     check_packages(recipe.telemetry)
-    # The hosts of a cluster, and their free resources, are known only after joining it: until then they count as unlimited.
+    # The hosts of a cluster at an address are known only after connecting to it. This check assumes that one of them is large enough.
     place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
     cpus = gpus = 0.0
     if recipe.cluster.address is None:
@@ -87,7 +87,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
                 telemetry.event("data", warning)
             with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs) as daemons:
                 stopped_by = asyncio.run(Run(recipe, prepared, directory, telemetry, old_logprobs_note, status, daemons, start).run())
-                raise_on_stop()  # The event loop has removed its signal handlers.
+                raise_on_stop()  # `asyncio.run` has removed the handlers of the stop signals.
                 if stopped_by is None:
                     telemetry.print_summary()
     return 0 if stopped_by is None else exit_code(stopped_by)

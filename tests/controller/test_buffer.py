@@ -85,7 +85,7 @@ def test_saved_buffer_restores_complete_groups_and_requeues_unfinished_ones(tmp_
         assert done is not None
         await buffer.put(done)
         buffer.add(sample(1, 0))
-        buffer.save(tmp_path / "buffer.jsonl")
+        buffer.snapshot_writer(tmp_path / "buffer.jsonl")()
         complete, again = SampleBuffer.load(tmp_path / "buffer.jsonl")
         assert complete == [done]
         assert [(g.number, g.problem.answer, g.samples) for g in again] == [(1, "2", [])]
@@ -99,7 +99,7 @@ def test_saved_buffer_restores_routes(tmp_path: Path) -> None:
         routes = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
         created[1].routes = routes
         await buffer.put(Group(0, group(0).problem, 2, created))
-        buffer.save(tmp_path / "buffer.jsonl")
+        buffer.snapshot_writer(tmp_path / "buffer.jsonl")()
         ((retained,), _) = SampleBuffer.load(tmp_path / "buffer.jsonl")
         assert retained.samples[0].routes is None
         assert np.array_equal(retained.samples[1].routes, routes) and retained.samples[1].routes.dtype == np.uint8
@@ -210,5 +210,5 @@ def test_batch_leaves_retried_groups_that_later_batches_can_take() -> None:
 def test_requeued_group_keeps_its_retries_after_a_resume(tmp_path: Path) -> None:
     buffer = SampleBuffer()
     buffer.begin(sent(0, 3, retries=1))
-    buffer.save(tmp_path / "buffer.jsonl")
+    buffer.snapshot_writer(tmp_path / "buffer.jsonl")()
     assert [(g.number, g.retries) for g in SampleBuffer.load(tmp_path / "buffer.jsonl")[1]] == [(0, 1)]

@@ -323,7 +323,7 @@ def numbers_of(groups: list[Group]) -> set[int]:
 
 def kept_by(stage: RlStage, path: Path) -> set[int]:
     """Numbers of the groups that a checkpoint of this moment would hold."""
-    stage.buffer.save(path)
+    stage.buffer.snapshot_writer(path)()
     complete, again = SampleBuffer.load(path)
     return numbers_of(complete) | numbers_of(again)
 
