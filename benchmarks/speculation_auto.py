@@ -7,7 +7,7 @@ The model has MiMo-7B's shape with fewer layers and known answers ("cycle"): its
 the lower half of the vocabulary (the good head), and never after the upper half (the weak head). Four engines share the GPU: without
 speculation, with k drafts, with `speculation.auto`, and with vLLM's `num_speculative_tokens_per_batch_size` set to `--schedule`. The
 same requests go to each engine in turn. Every cell is the median over rounds of tokens/s, relative to the engine without speculation in
-the same round. `auto` gets one round more to look, which is printed as well.
+the same round. `auto` gets one more round for its trials, which is printed as well.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class TurnSession:
         sample.environment = EnvironmentUse()
         return await self._call_with_deadline(sample, self._instance.create(), lambda _: True)
 
-    async def go_on(self, sample: Sample) -> bool:
+    async def append_reply(self, sample: Sample) -> bool:
         start = last_turn_start(sample)
         length = self._turn_length(sample, start)
         if length is None or count_turns(sample) >= self._turns.limit:

@@ -205,10 +205,11 @@ class Engine(ABC):
         """Continue generating. Raises TargetDirty if the weights are a mix of two versions."""
 
     @abstractmethod
-    async def control_speculation(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
+    async def control_speculation(self, drafts: int | None = None, *, weights_changed: bool = False) -> SpeculationState:
         """Set the number of draft tokens per step; -1: automatic, None: unchanged.
 
-        `look_again` makes the engine time all numbers of drafts again. Raises UserError for an engine without `speculation.auto`.
+        `weights_changed`: the weights were updated, so the acceptance must be measured again. Raises UserError for an engine without
+        `speculation.auto`.
         """
 
     async def admit_at_once(self, at_once: bool) -> None:
@@ -263,7 +264,7 @@ class Engine(ABC):
             await self.pause(mode)
             report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s, sections=self._sections)
             if self.auto_speculation:
-                await self.control_speculation(look_again=True)
+                await self.control_speculation(weights_changed=True)
         finally:
             self._control_deadline_s = CONTROL_DEADLINE_S
             if not was_paused and not self._target.dirty and not self._failure:

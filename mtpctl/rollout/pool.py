@@ -56,14 +56,14 @@ class ReplicaPool:
             replicas,
             Lifecycle(
                 start=start,
-                bring_up=self._bring_up,
+                catch_up=self._catch_up,
                 end=lambda replica: replica.shutdown(),
                 changed=lambda: self._router.changed.notify(),
                 dead=(EngineDead, TargetDirty),
                 max_restarts=max_restarts,
                 end_s=GRACE_S,
                 # A failed update may take as long again to restore the old weights.
-                bring_up_s=2 * sync_deadline_s,
+                catch_up_s=2 * sync_deadline_s,
                 log=log,
             ),
         )
@@ -166,7 +166,7 @@ class ReplicaPool:
             try:
                 sample = await self._answer(replica, request.attempt(), request.deadline_s)
             except (EngineDead, TargetDirty, TimeoutError) as error:
-                self._replicas.lost(slot, replica, error)
+                self._replicas.report_failure(slot, replica, error)
                 continue
             finally:
                 self._router.release(slot, request.sample.group_id)
@@ -206,7 +206,7 @@ class ReplicaPool:
         if session is None or sample.finish_reason != "stop":
             return False
         async with self._in_environment():
-            return await session.go_on(sample)
+            return await session.append_reply(sample)
 
     @asynccontextmanager
     async def _in_environment(self) -> AsyncIterator[None]:
@@ -220,7 +220,7 @@ class ReplicaPool:
 
     # ------------------------------------------------------------------------------------------------- control
 
-    async def _bring_up(self, replica: Replica) -> bool:
+    async def _catch_up(self, replica: Replica) -> bool:
         """Update a restarted replica to the version of the others. Returns False until that version is persisted.
 
         A newer version may already be published; the update in progress will apply it.

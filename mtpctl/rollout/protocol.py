@@ -69,14 +69,14 @@ def add_positions(total: list[int], counts: list[int]) -> None:
 class SpeculationState(TypedDict):
     """State of an engine with `rollout.speculation.auto`.
 
-    `drafts`: draft tokens of the next step. `looking`: whether a look is in progress (see `rollout.switch`). `looks`: completed looks.
+    `drafts`: draft tokens of the next step. `in_trial`: whether a trial is in progress (see `rollout.switch`). `trials`: completed trials.
     `switches`: changes of the choice. `message`: the last change, as a sentence. `steps`, `step_s` (median seconds per decoding step) and
     `draft_s` (median seconds of drafting per step) are by number of drafts, since the last call.
     """
 
     drafts: int
-    looking: bool
-    looks: int
+    in_trial: bool
+    trials: int
     switches: int
     message: str
     steps: dict[int, int]
@@ -213,7 +213,7 @@ class EnvironmentSession(Protocol):
     async def open(self, sample: Sample) -> bool:
         """Create the environment. False if that fails, which ends the response."""
 
-    async def go_on(self, sample: Sample) -> bool:
+    async def append_reply(self, sample: Sample) -> bool:
         """Append the environment's reply to a turn that stopped. False if the response ends here."""
 
     async def compute_reward(self, sample: Sample) -> None:

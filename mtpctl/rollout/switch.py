@@ -1,15 +1,15 @@
 """Chooses the number of draft tokens per step by measuring the current load.
 
 A step with k draft tokens takes a time `t(k)`, which depends on the batch size, and yields `1 + a(1) + … + a(k)` tokens per request, where
-`a(i)` is the acceptance of the draft at position i. Both are measured while requests are served: the acceptance in every step that
-verifies drafts, the time of another k by trying it for a few steps. The choice is the k with the highest `(1 + a(1) + … + a(k)) / t(k)`;
-if at most one draft token is allowed, the choice is whether to speculate at all. Before times are measured, a draft is assumed to add
-`PRIOR_DRAFT_COST` of a step, so an engine whose drafts are never accepted does not draft. Effects that slow the current steps, such as
-longer contexts and a busy host, are assumed to slow steps with other k by the same factor.
+`a(i)` is the acceptance of the draft at position i. The choice is the k with the highest throughput, `(1 + a(1) + … + a(k)) / t(k)`.
 
-A look is one round of trying all k. Trying a slower k costs throughput. `LOSS_SHARE` limits this cost to a share of all steps, except for
-the first look: after a look that cost the work of n steps, the next one is due n / `LOSS_SHARE` steps later. Until `LOSS_SHARE`
-permits a look, an unmeasured load uses the times of the nearest measured load.
+The acceptance is measured in every step that verifies drafts. Times are measured in trials: a trial runs some steps with each k. Between
+trials, a change of the current step time scales the times of all k, because longer contexts and a busy host slow all of them.
+
+Steps with a slow k cost throughput. `LOSS_SHARE` limits this cost to a share of all steps: after a trial that cost the work of n steps, the
+next one is due n / `LOSS_SHARE` steps later. The first trial is exempt. Until a trial is permitted, a load without times uses those of
+the nearest measured load. Before the first trial, a draft is assumed to add `PRIOR_DRAFT_COST` of a step, so an engine whose drafts are
+never accepted stops drafting.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ WINDOW_STEPS = 16
 PRIOR_DRAFT_COST = 0.05
 """Assumed cost of a draft before it is measured, as a share of a step."""
 MIN_REQUEST_STEPS = 256
-"""Before the first look, the acceptance is considered unknown until drafts have been verified in this many request-steps (requests times
-steps)."""
+"""Request-steps (the sum of requests over steps) with verified drafts before which the acceptance counts as unknown."""
 LOSS_SHARE = 0.005
-"""Maximum cost of looks, as a share of all steps."""
+"""Maximum cost of trials, as a share of all steps."""
 MIN_GAIN = 0.01
 """Minimum gain in throughput for which the choice changes, as a share."""
 MAX_LOAD_RATIO = 1.5
-"""Maximum factor by which the number of requests may change during a look, in either direction."""
+"""Maximum factor by which the number of requests may change during a trial, in either direction."""
 ACCEPTANCE_WINDOW = 4096
 """Request-steps over which acceptance is averaged."""
 WEIGHT_AFTER_UPDATE = 256
-"""After a weight update, the acceptance measured so far counts as if it came from at most this many request-steps."""
+"""Maximum weight, in request-steps, of the acceptance that was measured before a weight update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Choice:
 
 @dataclass(slots=True)
 class _Load:
-    """Measurements for the batch sizes above one power of two and up to the next."""
+    """Measurements for a range of batch sizes, given by `_load_index`."""
 
     times: dict[int, float] = field(default_factory=dict)
     """Seconds per step by number of drafts."""
@@ -77,7 +76,7 @@ class SpeculationSwitch:
 
     def __init__(self, max_drafts: int, report: Callable[[Choice], None] = lambda choice: None) -> None:
         self.max_drafts = max_drafts
-        self.looks = 0
+        self.trials = 0
         self.switches = 0
         self._report = report
         self._reset()
@@ -93,39 +92,40 @@ class SpeculationSwitch:
         self._accepted = [0.0] * self.max_drafts
         self._steps = 0
         self._lost_steps = 0.0
-        self._first_look_loss: float | None = None
-        self._next_look_step: float | None = None
-        self._look_requests = 0
-        self._look_steps = 0
+        self._first_trial_loss: float | None = None
+        self._next_trial_step: float | None = None
+        self._trial_requests = 0
+        self._trial_steps = 0
         self._steps_at_load = 0
         self._last_load = -1
 
     # ------------------------------------------------------------------------------------------------- before a step
 
     def fix(self, drafts: int | None) -> None:
-        """Use `drafts` without looking; None: automatic again, without previous measurements."""
+        """Always use `drafts`; None: choose automatically again. Deletes all measurements."""
         if drafts is not None and not 0 <= drafts <= self.max_drafts:
             raise ValueError(f"from 0 to {self.max_drafts} draft tokens are possible, got {drafts}")
         self._reset()
         self._fixed = drafts
 
-    def look_again(self) -> None:
-        """Discount the measured acceptance, which a weight update changes. Step times are kept.
+    def on_weight_update(self) -> None:
+        """Reduce the weight of the acceptance measured so far to `WEIGHT_AFTER_UPDATE`. A trial is due as soon as `LOSS_SHARE` permits.
 
-        The previous acceptance counts as at most `WEIGHT_AFTER_UPDATE` request-steps, and a look is due as soon as `LOSS_SHARE` permits.
+        Step times do not depend on the weights, and are kept.
         """
         for position, verified in enumerate(self._verified):
             weight = min(1.0, WEIGHT_AFTER_UPDATE / verified) if verified else 1.0
             self._verified[position] *= weight
             self._accepted[position] *= weight
-        self._next_look_step = self._steps
+        self._next_trial_step = self._steps
 
     def drafts(self) -> int:
         """Draft tokens of the next step."""
         return self._current_drafts if self._fixed is None else self._fixed
 
     @property
-    def looking(self) -> bool:
+    def in_trial(self) -> bool:
+        """Whether a trial is in progress."""
         return bool(self._untried)
 
     # -------------------------------------------------------------------------------------------------- after a step
@@ -144,10 +144,10 @@ class SpeculationSwitch:
             return
         load = self._loads.setdefault(load_index, _Load())
         self._scale_times(step, load)
-        due = self._next_look_step is None or self._steps >= self._next_look_step
-        allowed = self._first_look_loss is None or self._lost_steps - self._first_look_loss <= LOSS_SHARE * self._steps
+        due = self._next_trial_step is None or self._steps >= self._next_trial_step
+        allowed = self._first_trial_loss is None or self._lost_steps - self._first_trial_loss <= LOSS_SHARE * self._steps
         if allowed and self._steps_at_load >= WINDOW_STEPS and (due or load.chosen is None):
-            self._start_look(step.requests, load)
+            self._start_trial(step.requests, load)
             return
         drafts = (
             self._fastest(load.times, self._current_drafts)
@@ -163,26 +163,26 @@ class SpeculationSwitch:
             self._accepted[position] = weight * self._accepted[position] + step.accepted[position]
 
     def _scale_times(self, step: Step, load: _Load) -> None:
-        """Scale the times of all numbers of drafts by the current step time, since longer contexts slow all of them."""
+        """Scale the times of all numbers of drafts towards the current step time."""
         if self._settling_steps:
             self._settling_steps -= 1
         elif step.drafts == self._current_drafts and step.drafts in load.times and _is_typical(step, load):
             scale = 1 + (step.seconds / load.times[step.drafts] - 1) / (4 * WINDOW_STEPS)
             load.times = {drafts: scale * seconds for drafts, seconds in load.times.items()}
 
-    def _start_look(self, requests: int, load: _Load) -> None:
-        """Start a look: try all numbers of drafts, largest first, which measures the acceptance of all positions.
+    def _start_trial(self, requests: int, load: _Load) -> None:
+        """Start a trial: try all numbers of drafts, largest first, which measures the acceptance of all positions.
 
-        After an aborted first look, only the numbers without times are tried.
+        After an aborted first trial, only the numbers without times are tried.
         """
-        self._look_requests, self._look_steps = requests, 0
+        self._trial_requests, self._trial_steps = requests, 0
         self._untried = deque(drafts for drafts in range(self.max_drafts, -1, -1) if load.chosen is not None or drafts not in load.times)
         self._set_current_drafts(self._untried[0])
 
     def _time_step(self, step: Step, load_index: int) -> None:
-        self._look_steps += 1
-        if not 1 / MAX_LOAD_RATIO <= step.requests / self._look_requests <= MAX_LOAD_RATIO:
-            self._abort_look(load_index)
+        self._trial_steps += 1
+        if not 1 / MAX_LOAD_RATIO <= step.requests / self._trial_requests <= MAX_LOAD_RATIO:
+            self._abort_trial(load_index)
             return
         if self._settling_steps:
             self._settling_steps -= 1
@@ -192,32 +192,32 @@ class SpeculationSwitch:
         self._timed_steps.append(step)
         if len(self._timed_steps) < WINDOW_STEPS:
             return
-        look_load = self._loads.setdefault(_load_index(self._look_requests), _Load())
-        look_load.times[step.drafts] = statistics.median(timed_step.seconds for timed_step in self._timed_steps)
+        trial_load = self._loads.setdefault(_load_index(self._trial_requests), _Load())
+        trial_load.times[step.drafts] = statistics.median(timed_step.seconds for timed_step in self._timed_steps)
         self._timed_steps.clear()
         self._untried.popleft()
         if self._untried:
             self._set_current_drafts(self._untried[0])
             return
-        self._finish_look(step.requests, look_load)
+        self._finish_trial(step.requests, trial_load)
 
-    def _abort_look(self, load_index: int) -> None:
-        """Abort a look because the load changed. Its steps count as lost, except in the first look."""
+    def _abort_trial(self, load_index: int) -> None:
+        """Abort a trial because the load changed. Its steps count as lost, except in the first trial."""
         self._untried.clear()
         self._timed_steps.clear()
-        if self._first_look_loss is not None:
-            self._lost_steps += self._look_steps
+        if self._first_trial_loss is not None:
+            self._lost_steps += self._trial_steps
         self._set_current_drafts(self._choice_for_unmeasured_load(load_index))
 
-    def _finish_look(self, requests: int, load: _Load) -> None:
+    def _finish_trial(self, requests: int, load: _Load) -> None:
         rates = self._rates(load.times)
         best = self._fastest(load.times, load.chosen)
         lost_steps = sum((SETTLE_STEPS + WINDOW_STEPS) * max(0.0, 1 - rate / rates[best]) for rate in rates.values())
         self._lost_steps += lost_steps
-        if self._first_look_loss is None:
-            self._first_look_loss = lost_steps
-        self._next_look_step = self._steps + max(lost_steps / LOSS_SHARE, 16.0 * WINDOW_STEPS)
-        self.looks += 1
+        if self._first_trial_loss is None:
+            self._first_trial_loss = lost_steps
+        self._next_trial_step = self._steps + max(lost_steps / LOSS_SHARE, 16.0 * WINDOW_STEPS)
+        self.trials += 1
         previous, load.chosen = load.chosen, best
         self._set_current_drafts(best)
         if previous != best:
@@ -257,10 +257,7 @@ class SpeculationSwitch:
         return best
 
     def _choice_for_unmeasured_load(self, load_index: int) -> int:
-        """The number for a load without measurements: the fastest one, with the times of the nearest measured load.
-
-        If no load is measured, times follow from `PRIOR_DRAFT_COST`.
-        """
+        """The fastest number of drafts by the times of the nearest measured load, or by `PRIOR_DRAFT_COST` if none is measured."""
         measured_times = {index: load.times for index, load in self._loads.items() if load.chosen is not None}
         if measured_times:
             return self._fastest(measured_times[min(measured_times, key=lambda index: abs(index - load_index))], self._current_drafts)

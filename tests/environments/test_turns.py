@@ -46,7 +46,7 @@ def sample_of(text: str, reason: str = "stop") -> Sample:
     return sample
 
 
-def go_on(sample: Sample, limit: int = 4, kind: type = Calculator, max_tokens: int = 500) -> bool:
+def append_reply(sample: Sample, limit: int = 4, kind: type = Calculator, max_tokens: int = 500) -> bool:
     """One turn of the sample's environment."""
 
     async def drive() -> bool:
@@ -54,7 +54,7 @@ def go_on(sample: Sample, limit: int = 4, kind: type = Calculator, max_tokens: i
         session = sessions.new_session(GenerationRequest(sample, max_tokens))
         try:
             assert await session.open(sample)
-            return await session.go_on(sample)
+            return await session.append_reply(sample)
         finally:
             session.close()
             await sessions.close()
@@ -64,7 +64,7 @@ def go_on(sample: Sample, limit: int = 4, kind: type = Calculator, max_tokens: i
 
 def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> None:
     sample = sample_of("a <calc>6*7</calc>")
-    assert go_on(sample)
+    assert append_reply(sample)
     answer = len("<result>42</result>")
     assert Bytes().decode(sample.response_ids) == "a <calc>6*7</calc><result>42</result>"
     assert sample.loss_mask.tolist() == [1] * 18 + [0] * answer
@@ -75,14 +75,14 @@ def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> Non
 
 def test_text_after_the_call_is_dropped() -> None:
     sample = sample_of("<calc>1</calc>xyz")
-    assert go_on(sample)
+    assert append_reply(sample)
     assert Bytes().decode(sample.response_ids) == "<calc>1</calc><result>1</result>"
     assert len(sample.loss_mask) == len(sample.behaviour_logprobs) == len(sample.response_ids)
 
 
 def test_a_turn_without_a_call_ends_the_response() -> None:
     sample = sample_of("the answer is 42")
-    assert not go_on(sample)
+    assert not append_reply(sample)
     assert sample.finish_reason == "stop"
 
 
@@ -90,7 +90,7 @@ def test_a_turn_without_a_call_ends_the_response() -> None:
 def test_reply_beyond_max_tokens_is_truncated_and_ends_the_response(limit: int, ends: bool) -> None:
     """18 tokens of the model and 19 of the reply: with exactly 37 there is no room for another turn either."""
     sample = sample_of("a <calc>6*7</calc>")
-    assert go_on(sample, max_tokens=limit) is not ends
+    assert append_reply(sample, max_tokens=limit) is not ends
     whole = "a <calc>6*7</calc><result>42</result>"
     assert Bytes().decode(sample.response_ids) == whole[:limit]
     assert sample.finish_reason == ("length" if ends else None)
@@ -109,10 +109,10 @@ def test_empty_reply_ends_the_response(said: str | None) -> None:
 
 def test_response_ends_after_max_turns() -> None:
     sample = sample_of("<calc>1</calc>")
-    assert go_on(sample, 2)
+    assert append_reply(sample, 2)
     sample.append(list(b"<calc>2</calc>"), [-1.0] * 14, 3)
     assert count_turns(sample) == 2
-    assert not go_on(sample, 2)
+    assert not append_reply(sample, 2)
 
 
 class Scripted(FakeReplica):
@@ -244,18 +244,18 @@ def test_drafts_behind_a_stop_string_are_not_counted(teller: Teller, run: Loop, 
 
 
 def test_stop_string_across_two_chunks_ends_the_response(teller: Teller, run: Loop) -> None:
-    def go_on(said: bytes, answered: bytes = b"", max_tokens: int = 40) -> Sample:
+    def append_reply(said: bytes, answered: bytes = b"", max_tokens: int = 40) -> Sample:
         sample = Sample("p", "g", [*b"Qa"])
         sample.append([*said], [-0.5] * len(said), 0)
         sample.append([*answered], [0.0] * len(answered), 0, trained=False)
         return run(teller.engine.generate(GenerationRequest(sample, max_tokens, stop=["def", "zz"])))
 
     for said in (b"", b"bc", b"bcd", b"bcde"):
-        whole = go_on(said)
+        whole = append_reply(said)
         assert (bytes(whole.response_ids.tolist()), whole.finish_reason) == (b"bcdef", "stop")
         assert len(whole.behaviour_logprobs) == len(whole.loss_mask) == whole.version_spans[-1].end == 5
-    late = go_on(b"bcde", max_tokens=6)
+    late = append_reply(b"bcde", max_tokens=6)
     assert (bytes(late.response_ids.tolist()), late.finish_reason) == (b"bcdef", "stop")
     # What an environment says is no part of it.
-    other = go_on(b"bc", b"de", max_tokens=8)
+    other = append_reply(b"bc", b"de", max_tokens=8)
     assert (bytes(other.response_ids.tolist()), other.finish_reason) == (b"bcdefghi", "length")

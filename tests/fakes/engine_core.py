@@ -64,7 +64,7 @@ class Made(Engine):
     async def _abort(self, request_ids: list[str]) -> None:
         raise NotImplementedError
 
-    async def control_speculation(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
+    async def control_speculation(self, drafts: int | None = None, *, weights_changed: bool = False) -> SpeculationState:
         raise NotImplementedError
 
     async def shutdown(self) -> None:

@@ -48,8 +48,8 @@ class Simulated:
         return tokens / seconds
 
     def settled(self) -> int:
-        """The drafts a step of the load sent last, once no look is under way."""
-        while self.switch.looking:
+        """The drafts a step of the load sent last, once no trial is under way."""
+        while self.switch.in_trial:
             self.run(1, self.requests)
         return self.switch.drafts()
 
@@ -89,7 +89,7 @@ class Crowded(Simulated):
         return self.base_s * (1 + drafts * min(1.0, requests / 256))
 
 
-def test_new_load_triggers_a_look() -> None:
+def test_new_load_triggers_a_trial() -> None:
     engine = Crowded()
     engine.run(1000, 8)
     assert engine.settled() == 3
@@ -100,31 +100,31 @@ def test_new_load_triggers_a_look() -> None:
     assert back > 0.95 * engine.rate(3, 8), "what was seen at a load is remembered"
 
 
-def test_falling_acceptance_is_detected_without_a_look() -> None:
+def test_falling_acceptance_is_detected_without_a_trial() -> None:
     engine = Simulated(limit=1)
     engine.run(500, 32)
-    looks = engine.switch.looks
+    trials = engine.switch.trials
     engine.accept = 0.05
     engine.run(400, 32)
-    assert (engine.settled(), engine.switch.looks) == (0, looks)
+    assert (engine.settled(), engine.switch.trials) == (0, trials)
 
 
-def test_new_weights_are_a_reason_to_look() -> None:
+def test_new_weights_are_a_reason_to_trial() -> None:
     engine = Simulated(limit=1, accept=0.05)
     engine.run(6000, 32)
     assert engine.settled() == 0
-    looks = engine.switch.looks
+    trials = engine.switch.trials
     engine.accept = 0.8
-    engine.switch.look_again()
+    engine.switch.on_weight_update()
     engine.run(200, 32)
-    assert engine.switch.looks == looks + 1
+    assert engine.switch.trials == trials + 1
     assert engine.settled() == 1
 
 
 def test_new_weights_alone_do_not_switch_speculation_off() -> None:
     engine = Simulated(limit=1, accept=0.8)
     engine.run(500, 32)
-    engine.switch.look_again()
+    engine.switch.on_weight_update()
     assert engine.settled() == 1
 
 
@@ -132,56 +132,56 @@ def test_looks_are_limited_with_frequent_updates() -> None:
     engine = Simulated(accept=0.0)
     seconds = 0.0
     for _ in range(60):
-        engine.switch.look_again()
+        engine.switch.on_weight_update()
         seconds += 1 / engine.run(100, 32)
     assert 60 / seconds > 0.98 * engine.rate(0, 32)
 
 
-def test_short_lived_load_gets_no_look() -> None:
+def test_short_lived_load_gets_no_trial() -> None:
     engine = Simulated(accept=0.0, draft_s=0.010)
     engine.run(300, 64)
-    looks, seconds, tokens = engine.switch.looks, 0.0, 0.0
+    trials, seconds, tokens = engine.switch.trials, 0.0, 0.0
     for _ in range(20):
         # A batch is sent, and ends: few requests run together for some steps, then many, then few.
         for steps, requests in ((4, 5), (4, 30), (120, 64), (6, 20), (3, 3)):
             rate = engine.run(steps, requests)
             seconds, tokens = seconds + steps * requests / rate, tokens + steps * requests
-    assert engine.switch.looks == looks
+    assert engine.switch.trials == trials
     assert tokens / seconds > 0.98 * sum(s * r for s, r in ((4, 5), (4, 30), (120, 64), (6, 20), (3, 3))) / (137 * 0.020)
 
 
-def test_look_is_aborted_and_counted_if_the_load_grows() -> None:
+def test_trial_is_aborted_and_counted_if_the_load_grows() -> None:
     engine = Simulated(accept=0.0)
     engine.run(200, 64)
-    engine.switch.look_again()
-    engine.switch._next_look_step = 0
-    engine.switch._lost_steps = engine.switch._first_look_loss = 0.0
+    engine.switch.on_weight_update()
+    engine.switch._next_trial_step = 0
+    engine.switch._lost_steps = engine.switch._first_trial_loss = 0.0
     engine.run(20, 64)
-    assert engine.switch.looking
+    assert engine.switch.in_trial
     engine.run(3, 16)
-    assert not engine.switch.looking
+    assert not engine.switch.in_trial
     assert engine.switch._lost_steps > 0
     assert engine.settled() == 0
 
 
-def test_drafts_that_are_never_right_stop_before_the_first_look() -> None:
+def test_drafts_that_are_never_right_stop_before_the_first_trial() -> None:
     engine = Simulated(accept=0.0)
     engine.run(8, 64)
-    assert (engine.switch.drafts(), engine.switch.looking, engine.switch.looks) == (0, False, 0)
+    assert (engine.switch.drafts(), engine.switch.in_trial, engine.switch.trials) == (0, False, 0)
     useful = Simulated(accept=0.7)
     useful.run(8, 64)
     assert useful.switch.drafts() == 3
 
 
 @pytest.mark.parametrize("accept", [0.0, 0.7])
-def test_interrupted_first_look_continues_with_the_next_batch(accept: float) -> None:
-    # Batches of so few steps that no look fits into one.
+def test_interrupted_first_trial_continues_with_the_next_batch(accept: float) -> None:
+    # Batches of so few steps that no trial fits into one.
     engine = Simulated(accept=accept)
     for _ in range(8):
         engine.run(60, 64)
         engine.run(2, 3)
     engine.run(1, 64)
-    assert engine.switch.looks == 1
+    assert engine.switch.trials == 1
     assert engine.switch.drafts() == (3 if accept else 0)
 
 
@@ -198,13 +198,13 @@ class Growing(Simulated):
 def test_growing_contexts_do_not_re_enable_slow_drafting() -> None:
     engine = Growing(limit=1, accept=0.0)
     engine.run(100, 64)
-    looks = engine.switch.looks
+    trials = engine.switch.trials
     drafted = 0
     for _ in range(1000):
-        drafted += engine.switch.drafts() and not engine.switch.looking
+        drafted += engine.switch.drafts() and not engine.switch.in_trial
         engine.run(1, 64)
     assert drafted == 0
-    assert engine.switch.looks <= looks + 2
+    assert engine.switch.trials <= trials + 2
 
 
 class Nearly(Simulated):
@@ -220,20 +220,20 @@ def test_close_decision_is_stable_while_batches_end() -> None:
     assert 0.97 < engine.rate(2, 256) / engine.rate(1, 256) < 1.03
     engine.run(160, 256)
     chosen, changes = engine.switch.drafts(), 0
-    assert chosen in (1, 2) and engine.switch.looks == 1
+    assert chosen in (1, 2) and engine.switch.trials == 1
     for _ in range(10):
         for steps, requests in ((3, 20), (140, 256), (4, 200), (4, 120), (4, 40), (3, 5)):
             for _ in range(steps):
                 engine.run(1, requests)
                 changes += engine.switch.drafts() != chosen
-    assert changes == 0 and engine.switch.looks == 1
+    assert changes == 0 and engine.switch.trials == 1
 
 
 def test_fixed_number_of_drafts_never_changes() -> None:
     engine = Simulated(accept=0.0)
     engine.switch.fix(2)
     engine.run(1000, 32)
-    assert (engine.settled(), engine.switch.looks) == (2, 0)
+    assert (engine.settled(), engine.switch.trials) == (2, 0)
     engine.switch.fix(None)
     engine.run(300, 32)
     assert engine.settled() == 0

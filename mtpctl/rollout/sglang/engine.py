@@ -224,7 +224,7 @@ class SglangEngine(Engine):
         self._paused = False
         self._running.set()
 
-    async def control_speculation(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
+    async def control_speculation(self, drafts: int | None = None, *, weights_changed: bool = False) -> SpeculationState:
         raise UserError("rollout.speculation.auto: works with rollout.engine: vllm; set it to false")
 
     @property

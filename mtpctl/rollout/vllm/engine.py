@@ -186,11 +186,11 @@ class VllmEngine(Engine):
     def auto_speculation(self) -> bool:
         return "scheduler_cls" in self._settings.args
 
-    async def control_speculation(self, drafts: int | None = None, *, look_again: bool = False) -> SpeculationState:
+    async def control_speculation(self, drafts: int | None = None, *, weights_changed: bool = False) -> SpeculationState:
         if not self.auto_speculation:
             raise UserError("rollout.speculation.auto: is off, so the number of draft tokens is fixed at the start")
         state: SpeculationState = await self._with_deadline(
-            self._llm.engine_core.call_utility_async("mtpctl_speculation", drafts, look_again), "asking the scheduler"
+            self._llm.engine_core.call_utility_async("mtpctl_speculation", drafts, weights_changed), "asking the scheduler"
         )
         return state
 

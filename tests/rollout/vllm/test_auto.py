@@ -99,15 +99,15 @@ def test_fixed_number_is_drafted_and_zero_skips_the_drafter(
 def test_a_drafter_that_is_never_right_is_switched_off(engine: VllmEngine, run: Loop, load: Callable[[Tensors], None]) -> None:
     load(cycle_tensors(CONFIG, STEP, STEP + 1))
 
-    async def after_a_look() -> SpeculationState:
-        before = (await engine.control_speculation(-1))["looks"]
-        while (state := await engine.control_speculation())["looks"] == before or state["looking"]:
+    async def after_a_trial() -> SpeculationState:
+        before = (await engine.control_speculation(-1))["trials"]
+        while (state := await engine.control_speculation())["trials"] == before or state["in_trial"]:
             await answers(engine, 16, 100)
         return state
 
     for _ in range(20):
-        # Steps of milliseconds are timed here, and what else the machine does may spoil several looks.
-        if (state := run(after_a_look()))["drafts"] == 0:
+        # Steps of milliseconds are timed here, and what else the machine does may spoil several trials.
+        if (state := run(after_a_trial()))["drafts"] == 0:
             break
     assert state["drafts"] == 0
     assert state["switches"] >= 1
@@ -117,9 +117,9 @@ def test_a_drafter_that_is_never_right_is_switched_off(engine: VllmEngine, run: 
 
 def test_new_weights_restart_the_choice_of_draft_tokens(engine: VllmEngine, run: Loop, load: Callable[[Tensors], None]) -> None:
     scheduler = engine._llm.engine_core.engine_core.scheduler
-    scheduler.switch._next_look_step = float("inf")
+    scheduler.switch._next_trial_step = float("inf")
     load(cycle_tensors(CONFIG, STEP, STEP))
-    assert scheduler.switch._next_look_step == scheduler.switch._steps
+    assert scheduler.switch._next_trial_step == scheduler.switch._steps
 
 
 def test_engine_without_auto_rejects_control(run: Loop) -> None:

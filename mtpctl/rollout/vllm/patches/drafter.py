@@ -148,15 +148,15 @@ class SwitchingScheduler(Scheduler):
         self._step_s[drafts].append(now - previous[0])
         self.switch.observe(Step(requests, drafts, now - previous[0], accepted))
 
-    def speculation(self, drafts: int | None, look_again: bool) -> SpeculationState:
+    def speculation(self, drafts: int | None, weights_changed: bool) -> SpeculationState:
         """Fix the number of drafts (None: unchanged; -1: automatic), and return the state. Resets `steps` and `step_s`.
 
-        `look_again` makes the switch time all numbers of drafts again.
+        `weights_changed`: see `SpeculationSwitch.on_weight_update`.
         """
         if drafts is not None:
             self.switch.fix(None if drafts < 0 else drafts)
-        if look_again:
-            self.switch.look_again()
+        if weights_changed:
+            self.switch.on_weight_update()
         steps = dict(self._steps)
         step_s = {number: statistics.median(seconds) for number, seconds in self._step_s.items()}
         self._steps.clear()
@@ -165,8 +165,8 @@ class SwitchingScheduler(Scheduler):
             "steps": steps,
             "step_s": step_s,
             "drafts": self.switch.drafts(),
-            "looking": self.switch.looking,
-            "looks": self.switch.looks,
+            "in_trial": self.switch.in_trial,
+            "trials": self.switch.trials,
             "switches": self.switch.switches,
             "message": self._choice,
         }
@@ -206,9 +206,9 @@ def install_drafter() -> None:
             _patch_propose(speculator, _without_drafts_v2)
 
 
-def _speculation(self: EngineCore, drafts: int | None, look_again: bool) -> SpeculationState:
+def _speculation(self: EngineCore, drafts: int | None, weights_changed: bool) -> SpeculationState:
     """`SwitchingScheduler.speculation`, with the drafting times of rank 0 since the last call."""
-    state = cast(SwitchingScheduler, self.scheduler).speculation(drafts, look_again)
+    state = cast(SwitchingScheduler, self.scheduler).speculation(drafts, weights_changed)
     times: list[dict[int, float]] = self.model_executor.collective_rpc("mtpctl_draft_s")
     return {**state, "draft_s": times[0]}
 
