@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 RESERVE_TIMEOUT_S = 20.0
-"""Seconds to wait for Ray to reserve capacity that was free a moment ago. It takes milliseconds, unless another job reserves it first."""
+"""Time limit for reserving capacity that Ray reported as free, in seconds. It takes milliseconds, unless another job was faster."""
 POLL_S = 0.5
 """Polling interval while waiting for capacity, in seconds."""
 CONNECT_TIMEOUT_S = 1.0
@@ -33,7 +33,7 @@ NODE_LABEL = "ray.io/node-id"
 
 @dataclass(frozen=True, slots=True)
 class RayHost:
-    """A host by its Ray node id, with its total capacity and its unreserved capacity (`free`).
+    """A host, identified by its Ray node id, with its total and its unreserved capacity (`free`).
 
     A host that is being drained has no free capacity, because Ray starts no actors on it.
     """
@@ -78,8 +78,8 @@ def live_nodes() -> set[str]:
 def _alive_nodes() -> list[dict[str, Any]]:
     """The nodes that Ray considers alive, without those whose raylet refuses connections.
 
-    Ray takes some seconds to notice a lost host. An actor that is restarted there in that time fails again, which counts as a second
-    failure. A raylet that does not answer within `CONNECT_TIMEOUT_S` counts as alive, because its host may only be busy.
+    Ray takes some seconds to notice a lost host. An actor that is restarted there before that fails a second time. A raylet that does not
+    answer within `CONNECT_TIMEOUT_S` counts as alive, because its host may only be busy.
     """
     import ray
 
@@ -203,7 +203,7 @@ class Bundles:
                 resources = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
                 selector = [{NODE_LABEL: spec.node}]
                 groups.append(placement_group([resources], strategy="PACK", bundle_label_selector=selector) if resources else None)
-            # Wait concurrently: if one does not fit, the others block other jobs for at most `RESERVE_TIMEOUT_S`.
+            # If one does not fit, the others are removed. Until then they block other jobs, so the waits are concurrent.
             reserved = await asyncio.gather(*(asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S) for group in groups if group is not None))
             if not all(reserved):
                 raise BundlesUnavailable
@@ -215,7 +215,7 @@ class Bundles:
                 self.by_actor[claim.actor] = ActorBundle(claim, spec.node, group, planned)
 
     async def add(self, claim: Claim) -> ActorBundle | None:
-        """Return the bundle that a joining actor still has, or reserve one. Returns None if no host has capacity."""
+        """Return the existing bundle of a joining actor, or reserve one. Returns None if no host has capacity."""
         bundle = self.by_actor.get(claim.actor)
         if bundle is not None and bundle.node in live_nodes() - draining_nodes():
             return bundle
@@ -242,8 +242,8 @@ class Bundles:
             _remove([bundle.group])
         del self.by_actor[actor]
 
-    def lost(self, actors: Sequence[str]) -> list[str]:
-        """The subset of `actors` whose host is lost."""
+    def on_lost_hosts(self, actors: Sequence[str]) -> list[str]:
+        """Those of `actors` whose host is lost."""
         alive = live_nodes()
         return [actor for actor in actors if self.by_actor[actor].node not in alive]
 
@@ -255,8 +255,8 @@ class Bundles:
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
 
     async def try_take(self, actors: Sequence[str], *, per_host: int) -> list[ActorBundle] | None:
-        """Return the actors' bundles, with those on lost hosts replaced in groups of `per_host` per host. None without capacity."""
-        if lost := self.lost(actors):
+        """Return the actors' bundles. Those on lost hosts are replaced, `per_host` at a time on one host. None if there is no capacity."""
+        if lost := self.on_lost_hosts(actors):
             hosts = ray_hosts()
             free = capacities(host.free for host in hosts)
             specs: list[BundleSpec] = []

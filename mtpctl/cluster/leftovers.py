@@ -1,9 +1,9 @@
-"""Removes leftovers of killed runs on this machine: folders in shared memory, Ray's session folders, and Ray's daemons.
+"""Removes what killed runs leave on this machine: folders in shared memory, Ray's session folders, and Ray's daemons.
 
-Folders: the process that creates one writes a mark into it: its process id, its start time (because ids are reused), and the boot and
-process namespace in which the id is valid. A folder is removed if its process has ended. Folders without a mark, of another user, or from
-another container are not removed, because they may be in use. Removing and claiming lock the shared memory folder itself, so that
-containers that share the memory are excluded too.
+Folders: the process that creates a folder writes a mark into it: its process id, its start time (because ids are reused), and the boot and
+process namespace in which the id is valid. A folder is removed if this process has ended. Folders without a mark, of another user, or from
+another container are not removed, because they may be in use. The lock for removing and creating is on the shared memory folder itself, so
+it also excludes processes of other containers that share the memory.
 
 Daemons: each of Ray's daemons has its own session, so signals to the command's process group do not reach it. The watchdog is a small
 process with its own session. Daemons write their process id and start time into a pipe that it reads. When the command closes the watchdog
@@ -89,7 +89,7 @@ def vacate(folder: Path) -> bool:
 
 
 def claim(folder: Path) -> bool:
-    """`vacate` and `make_marked` atomically. Returns False if the folder may be in use. Raises OSError if it cannot be created."""
+    """Atomically `vacate` and `make_marked`. Returns False if the folder may be in use. Raises OSError if it cannot be created."""
     with _locked(wait=True):
         if not _vacate(folder):
             return False
@@ -372,7 +372,7 @@ def run_watchdog(command: int, started: int) -> None:
     *lines, _ = text.split(b"\n")
     closed = _CLOSED in lines
     kill_sessions({int(pid): int(ticks) for pid, ticks in (line.split() for line in lines if line != _CLOSED)})
-    if closed:
+    if closed:  # the command is running, and deletes its folders itself
         return
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while not _ended(command, started) and time.monotonic() < deadline:

@@ -40,9 +40,9 @@ def log_name_variables(actor: str) -> dict[str, str]:
 
 
 def newest_line(folder: Path, actor: str, *, since: float) -> str:
-    """The last line that an actor has printed since a time, without control characters and warnings.
+    """The last line that an actor has printed since a time, without control characters and warnings; of a progress bar, its latest state.
 
-    For a progress bar, it is the newest state. Returns an empty string if there is no such line, or if the file is on another host.
+    Empty if there is no such line, or if the file is on another host.
     """
     try:
         with (folder / f"{_stem(actor)}.log").open("rb") as file:
@@ -52,7 +52,7 @@ def newest_line(folder: Path, actor: str, *, since: float) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    # Skip the marked line, which `redirect_output` wrote when the actor started.
+    # Only lines after the last start of the actor, which `redirect_output` marks.
     _, mark, newest_text = text.rpartition(_MARK)
     lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", _WARNING.sub("", newest_text))][bool(mark) :]
     return next((line[:_MAX_CHARACTERS] for line in reversed(lines) if line), "")

@@ -18,7 +18,7 @@ from mtpctl.cluster.deadlines import one_line
 from mtpctl.errors import RuntimeFailure
 
 VERSION_WAIT_S = 60.0
-"""Maximum wait of a fresh replica until the version of the others is persisted, in seconds, excluding the time of updates."""
+"""Maximum wait of a new replica until the version of the others is persisted, in seconds, excluding the time of updates."""
 FAILURE_WINDOW_S = 3600.0
 """Seconds after which a failure no longer counts against `max_restarts`, so that rare failures do not add up in a long run."""
 _POLL_S = 0.02
@@ -37,23 +37,23 @@ class Lifecycle[R]:
 
     Attributes:
         start: starts a replica for the slot of this index.
-        bring_up: updates a fresh replica to the version of the others; returns False if that version is not available yet. It runs while
-            no update is in progress, for at most `bring_up_s` seconds, because updates wait for it.
+        catch_up: loads the weight version of the others into a new replica. Returns False if that version is not persisted yet. Updates
+            wait for it, so it is cancelled after `catch_up_s` seconds.
         end: ends a replica that may have failed. It is cancelled after `end_s` seconds, and must not leave processes behind even then.
         changed: called after a slot was filled, vacated or quarantined.
-        dead: exceptions that mean that a replica is lost.
+        dead: exceptions after which a replica is replaced.
         max_restarts: a slot with more failures within `FAILURE_WINDOW_S` is quarantined.
         log: receives failures, restarts and quarantines, one line each.
     """
 
     start: Callable[[int], Awaitable[R]]
-    bring_up: Callable[[R], Awaitable[bool]]
+    catch_up: Callable[[R], Awaitable[bool]]
     end: Callable[[R], Awaitable[None]]
     changed: Callable[[], None]
     dead: tuple[type[Exception], ...]
     max_restarts: int
     end_s: float
-    bring_up_s: float
+    catch_up_s: float
     log: Log = no_log
 
 
@@ -65,8 +65,8 @@ class Slot[R]:
         busy: requests in progress, counted by the owner.
         failure_times: times of the failures within `FAILURE_WINDOW_S` (`time.monotonic`).
         reason: the last failure.
-        fills: number of replicas brought up since the slot was created.
-        occupied: False after the replica was asked to leave. It then gets no further work, but takes part in updates until it has left.
+        starts: number of replicas that have served in the slot.
+        occupied: False if the slot is vacant or its replica is leaving. A leaving replica gets no further work, but is still updated.
     """
 
     index: int
@@ -75,7 +75,7 @@ class Slot[R]:
     failure_times: list[float] = field(default_factory=list)
     reason: str = ""
     quarantined: bool = False
-    fills: int = 0
+    starts: int = 0
     restarting: asyncio.Task[None] | None = None
     occupied: bool = True
 
@@ -116,11 +116,11 @@ async def start_all[R](
 
 
 class Replicas[R]:
-    """The slots and their restarts. `updating` is locked during an update, and while a fresh replica is brought up.
+    """The slots and their restarts. `updating` is locked during an update, and while a new replica catches up.
 
     An update runs in a block of `fixed_members`. If its weights are pushed to named receivers, `members` names the ranks of the live
-    replicas, and `apply_update` calls exactly these replicas. A replica that died meanwhile is called too: its error releases the
-    others, which would otherwise wait for it in the transfer.
+    replicas, and `apply_update` calls exactly these replicas, even those that died in between: the others wait for every member of the
+    transfer, and the error of a dead one releases them.
     """
 
     def __init__(self, replicas: list[R], lifecycle: Lifecycle[R]) -> None:
@@ -135,19 +135,19 @@ class Replicas[R]:
         """The slots and replicas that serve and satisfy `where`."""
         return [(slot, slot.replica) for slot in self.slots if slot.replica is not None and where(slot.replica)]
 
-    def all_quarantined(self) -> str:
+    def quarantine_reasons(self) -> str:
         """The failure of each slot if all occupied slots are quarantined, so that no replica will serve again; else an empty string."""
         occupied = [slot for slot in self.slots if slot.occupied]
         if not all(slot.quarantined for slot in occupied):
             return ""
         return "; ".join(f"{slot.index}: {slot.reason}" for slot in occupied)
 
-    def lost(self, slot: Slot[R], replica: R, error: Exception) -> None:
-        """Restart a replica that failed. Repeated reports of the same replica are ignored."""
+    def report_failure(self, slot: Slot[R], replica: R, error: Exception) -> None:
+        """Replace a replica that failed. Repeated reports of the same replica are ignored."""
         if slot.replica is not replica or self._closed:
             return
         slot.replica = None
-        if slot.occupied:  # otherwise `leave` ends it
+        if slot.occupied:  # otherwise the replica is leaving, and `leave` ends it
             self._record_failure(slot, error)
             slot.restarting = asyncio.create_task(self._restart(slot, replica))
 
@@ -159,12 +159,12 @@ class Replicas[R]:
         slot = self.slots[index]
         assert slot.state == "vacant" and slot.replica is None
         slot.occupied, slot.quarantined, slot.failure_times, slot.reason = True, False, [], ""
-        slot.restarting = asyncio.create_task(self._fill_or_quarantine(slot))
+        slot.restarting = asyncio.create_task(self._start_or_quarantine(slot))
 
     async def leave(self, index: int, drain: Callable[[Slot[R], R], Awaitable[None]]) -> None:
-        """Vacate a slot, whatever its state. This does not count as a failure.
+        """Vacate a slot in any state. This does not count as a failure.
 
-        A serving replica gets no further work. After an update in progress, `drain` makes it return its remaining work, and it is ended.
+        A serving replica gets no further work. After an update in progress, `drain` returns its remaining work, and the replica is ended.
         """
         slot = self.slots[index]
         slot.occupied = False
@@ -186,7 +186,7 @@ class Replicas[R]:
 
     @asynccontextmanager
     async def fixed_members(self) -> AsyncIterator[None]:
-        """Prevent fresh replicas from joining while the block runs."""
+        """Prevent new replicas from joining while the block runs."""
         async with self.updating:
             self._update_members = None
             yield
@@ -194,7 +194,7 @@ class Replicas[R]:
     def members(self, kind: str, ranks: int, where: Callable[[R], bool] = lambda _: True) -> list[str]:
         """A unique name for each rank of each live replica that satisfies `where`. The next `apply_update` calls exactly these replicas."""
         self._update_members = self.live(where)
-        return [f"{kind} {slot.index}.{slot.fills}.{rank}" for slot, _ in self._update_members for rank in range(ranks)]
+        return [f"{kind} {slot.index}.{slot.starts}.{rank}" for slot, _ in self._update_members for rank in range(ranks)]
 
     async def apply_update[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
         """Like `each`, for the replicas that `members` named, or for the live ones that satisfy `where` if it was not called."""
@@ -212,7 +212,7 @@ class Replicas[R]:
         results = await asyncio.gather(*(call(replica) for _, replica in live), return_exceptions=True)
         for (slot, replica), result in zip(live, results, strict=True):
             if isinstance(result, self._lifecycle.dead):
-                self.lost(slot, replica, result)
+                self.report_failure(slot, replica, result)
             elif isinstance(result, BaseException):
                 errors.append(result)
             else:
@@ -240,13 +240,13 @@ class Replicas[R]:
         with suppress(Exception):
             # The slot already records the failure.
             await self._end(lost_replica)
-        await self._fill_or_quarantine(slot, restart=True)
+        await self._start_or_quarantine(slot, restart=True)
 
-    async def _fill_or_quarantine(self, slot: Slot[R], *, restart: bool = False) -> None:
+    async def _start_or_quarantine(self, slot: Slot[R], *, restart: bool = False) -> None:
         """Start replicas for a slot until one serves, or quarantine the slot after too many failures."""
         while len(slot.failure_times) <= self._lifecycle.max_restarts:
             try:
-                await self._fill(slot)
+                await self._start(slot)
                 if restart:
                     self.restarts += 1
                     self._lifecycle.log(f"replica {slot.index} is back")
@@ -258,11 +258,11 @@ class Replicas[R]:
             self._lifecycle.log(f"replica {slot.index} is in quarantine: it failed {len(slot.failure_times)} time(s) within an hour")
         self._lifecycle.changed()
 
-    async def _fill(self, slot: Slot[R]) -> None:
+    async def _start(self, slot: Slot[R]) -> None:
         replica = await self._lifecycle.start(slot.index)
         try:
             waited_s = 0.0
-            while not await self._bring_up(slot, replica):
+            while not await self._catch_up(slot, replica):
                 if waited_s > VERSION_WAIT_S:
                     raise RuntimeFailure(f"the weight version of the other replicas was not available within {VERSION_WAIT_S:g} s")
                 # Wait without the lock: the version may come with the next update, such as the retry of a failed one.
@@ -273,17 +273,17 @@ class Replicas[R]:
                 await self._end(replica)
             raise
 
-    async def _bring_up(self, slot: Slot[R], replica: R) -> bool:
+    async def _catch_up(self, slot: Slot[R], replica: R) -> bool:
         async with self.updating:
-            timeout_s = self._lifecycle.bring_up_s
+            timeout_s = self._lifecycle.catch_up_s
             try:
-                brought_up = await asyncio.wait_for(self._lifecycle.bring_up(replica), timeout_s)
+                caught_up = await asyncio.wait_for(self._lifecycle.catch_up(replica), timeout_s)
             except TimeoutError as error:
                 raise RuntimeFailure(f"it did not load the weight version of the other replicas within {timeout_s:g} s") from error
-            if not brought_up:
+            if not caught_up:
                 return False
             slot.replica = replica
-            slot.fills += 1
+            slot.starts += 1
             return True
 
     def _record_failure(self, slot: Slot[R], error: Exception) -> None:

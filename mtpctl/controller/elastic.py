@@ -178,7 +178,9 @@ class ElasticRollout:
     def _starved_actor(self) -> str:
         """A trainer or log-prob actor that lost its host and has waited for `YIELD_S` since a replica left; empty if there is none."""
         latest = time.monotonic() - YIELD_S
-        lost = self._bundles.lost([actor for actor, since in self._waiting_actors().items() if max(since, self._last_left_at) <= latest])
+        lost = self._bundles.on_lost_hosts(
+            [actor for actor, since in self._waiting_actors().items() if max(since, self._last_left_at) <= latest]
+        )
         return lost[0] if lost else ""
 
     def _show_wait(self, hosted_replicas: int) -> None:

@@ -213,7 +213,7 @@ class TrainerGroup:
         ]
         try:
             while (await asyncio.wait(answers, timeout=POLL_S))[1]:
-                if lost := self.bundles.lost(self.names):
+                if lost := self.bundles.on_lost_hosts(self.names):
                     raise HostLost(f"{lost[0]}: its host is lost")
             for name, answer in zip(self.names, answers, strict=True):
                 try:

@@ -306,7 +306,7 @@ class Dispatcher:
         try:
             scored = await asyncio.wait_for(scoring, self.limits.batch_deadline_s * slot.busy)
         except (ReplicaDead, TimeoutError) as error:
-            self.replicas.lost(slot, replica, error)
+            self.replicas.report_failure(slot, replica, error)
             self._requeue(batch, error, died=True)
         except asyncio.CancelledError:
             for item in batch:
@@ -355,7 +355,7 @@ class Dispatcher:
 
     def _fail_unanswerable(self) -> None:
         """Fail requests that no replica will ever answer."""
-        if reasons := self.replicas.all_quarantined():
+        if reasons := self.replicas.quarantine_reasons():
             self.refuse(lambda item: True, RuntimeFailure(f"every log-prob replica failed: {reasons}"))
             return
         available = self.available_versions()
@@ -384,7 +384,7 @@ class Dispatcher:
         try:
             await asyncio.wait_for(replica.ping(), RANK_DEADLINE_S)
         except (ReplicaDead, TimeoutError) as error:
-            self.replicas.lost(slot, replica, error)
+            self.replicas.report_failure(slot, replica, error)
             return False
         return True
 

@@ -38,14 +38,14 @@ class LogprobServer:
         self.version = max(replica.version for replica in replicas)
         lifecycle = Lifecycle(
             start=start,
-            bring_up=self._bring_up,
+            catch_up=self._catch_up,
             end=Replica.end,
             changed=lambda: self.dispatcher.dispatch_ready(),
             dead=(ReplicaDead, TargetDirty),
             max_restarts=limits.max_restarts,
             end_s=RANK_DEADLINE_S,
             # A replica may apply two versions, and a failed update may take as long again to restore the old weights.
-            bring_up_s=3 * limits.sync_deadline_s,
+            catch_up_s=3 * limits.sync_deadline_s,
             log=log,
         )
         self.replicas = Replicas(replicas, lifecycle)
@@ -123,7 +123,7 @@ class LogprobServer:
 
     # --------------------------------------------------------------------------------------------------------- control
 
-    async def _bring_up(self, replica: Replica) -> bool:
+    async def _catch_up(self, replica: Replica) -> bool:
         """Update a restarted replica to the versions of the other replicas. Returns False while the store does not have them yet.
 
         A newer version may already be published; the update in progress will apply it.
@@ -150,7 +150,7 @@ class LogprobServer:
                 timeout_error = ReplicaDead(f"its pass did not end within {deadline_s:g} s before a weight update")
                 for slot, replica in self.replicas.live():
                     if slot.busy:
-                        self.replicas.lost(slot, replica, timeout_error)
+                        self.replicas.report_failure(slot, replica, timeout_error)
                 yield
             finally:
                 self.dispatcher.resume()

@@ -36,8 +36,8 @@ class Router:
 
         Raises RuntimeFailure if all replicas are in quarantine.
         """
-        await self.changed.wait_for(lambda: self._free_slots() or self._replicas.all_quarantined())
-        if reasons := self._replicas.all_quarantined():
+        await self.changed.wait_for(lambda: self._free_slots() or self._replicas.quarantine_reasons())
+        if reasons := self._replicas.quarantine_reasons():
             raise RuntimeFailure(f"every rollout replica failed: {reasons}")
         free_slots = self._free_slots()
         min_busy = min(slot.busy for slot in free_slots)

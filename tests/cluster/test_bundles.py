@@ -165,9 +165,9 @@ def test_a_host_counts_as_lost_as_soon_as_its_raylet_is_killed(hosts: Any) -> No
     joined = hosts.add_node(num_cpus=1)
     hosts.wait_for_nodes()
     bundles = Bundles({"rollout-9": ActorBundle(Claim("rollout-9", 1), joined.node_id, None)})
-    assert bundles.lost(["rollout-9"]) == []
+    assert bundles.on_lost_hosts(["rollout-9"]) == []
     joined.kill_raylet()
-    assert bundles.lost(["rollout-9"]) == ["rollout-9"]
+    assert bundles.on_lost_hosts(["rollout-9"]) == ["rollout-9"]
     assert joined.node_id not in {host.node for host in ray_hosts()}
     hosts.remove_node(joined)
 
@@ -206,7 +206,7 @@ def test_compact_moves_bundles_on_live_hosts_to_the_first_actors(plan: Bundles, 
     bundles = Bundles(
         {f"trainer-{i}": ActorBundle(Claim(f"trainer-{i}", 1), node, None) for i, node in enumerate(["bb", "bb", "cc", "cc"])}
     )
-    assert bundles.lost(list(bundles.by_actor)) == ["trainer-0", "trainer-1"]
+    assert bundles.on_lost_hosts(list(bundles.by_actor)) == ["trainer-0", "trainer-1"]
     bundles.compact(list(bundles.by_actor))
     assert [(bundle.claim.actor, bundle.node) for bundle in bundles.by_actor.values()] == [
         ("trainer-0", "cc"),

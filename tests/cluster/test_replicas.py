@@ -40,7 +40,7 @@ class Fleet:
         self.available = True
         self.changes = 0
         self.lines: list[str] = []
-        self.end_s = self.bring_up_s = 1.0
+        self.end_s = self.catch_up_s = 1.0
 
     async def start(self, index: int) -> Fake:
         await asyncio.sleep(0)
@@ -54,7 +54,7 @@ class Fleet:
         replica.ended = True
         await self.ending_takes()
 
-    async def bring_up(self, replica: Fake) -> bool:
+    async def catch_up(self, replica: Fake) -> bool:
         self.bringing_up(replica)
         await self.bringing_up_takes()
         return self.available
@@ -65,13 +65,13 @@ class Fleet:
     async def replicas(self, count: int, *, max_restarts: int = 3) -> Replicas[Fake]:
         lifecycle = Lifecycle(
             self.start,
-            self.bring_up,
+            self.catch_up,
             self.end,
             self.changed,
             (Gone,),
             max_restarts,
             end_s=self.end_s,
-            bring_up_s=self.bring_up_s,
+            catch_up_s=self.catch_up_s,
             log=self.lines.append,
         )
         return Replicas(await start_all(self.start, self.end, count), lifecycle)
@@ -88,7 +88,7 @@ async def test_a_dead_replica_is_replaced_once_despite_repeated_reports() -> Non
     replicas = await fleet.replicas(2)
     slot, dead = replicas.live()[1]
     for _ in range(5):
-        replicas.lost(slot, dead, Gone("killed"))
+        replicas.report_failure(slot, dead, Gone("killed"))
     assert slot.state == "restarting" and [r.index for _, r in replicas.live()] == [0]
     await until(lambda: len(replicas.live()) == 2)
     assert dead.ended and len(fleet.started) == 3 and fleet.started[-1].index == 1
@@ -122,12 +122,12 @@ async def test_a_replica_that_dies_during_start_up_is_restarted() -> None:
 
 
 @in_loop
-async def test_a_fresh_replica_serves_after_bring_up_and_never_during_an_update() -> None:
+async def test_a_fresh_replica_serves_after_catch_up_and_never_during_an_update() -> None:
     fleet = Fleet()
     fleet.bringing_up = lambda replica: setattr(replica, "version", 7)
     replicas = await fleet.replicas(1)
     async with replicas.updating:
-        replicas.lost(*replicas.live()[0], Gone())
+        replicas.report_failure(*replicas.live()[0], Gone())
         await until(lambda: len(fleet.started) == 2)
         await asyncio.sleep(0.01)
         assert not replicas.live() and fleet.started[1].version == 0
@@ -141,7 +141,7 @@ async def test_an_update_may_provide_the_version_that_a_fresh_replica_waits_for(
     fleet = Fleet()
     fleet.available = False
     replicas = await fleet.replicas(1)
-    replicas.lost(*replicas.live()[0], Gone())
+    replicas.report_failure(*replicas.live()[0], Gone())
     await until(lambda: len(fleet.started) == 2)
     async with asyncio.timeout(2), replicas.updating:
         fleet.available = True
@@ -156,17 +156,17 @@ async def test_waiting_for_a_version_times_out() -> None:
     replicas = await fleet.replicas(1, max_restarts=0)
     module.VERSION_WAIT_S = 0.05
     try:
-        replicas.lost(*replicas.live()[0], Gone())
+        replicas.report_failure(*replicas.live()[0], Gone())
         replicas.slots[0].failure_times.clear()
-        await until(lambda: bool(replicas.all_quarantined()))
+        await until(lambda: bool(replicas.quarantine_reasons()))
     finally:
         module.VERSION_WAIT_S = before
-    assert "the weight version of the other replicas was not available within 0.05 s" in replicas.all_quarantined()
+    assert "the weight version of the other replicas was not available within 0.05 s" in replicas.quarantine_reasons()
     assert fleet.started[1].ended
 
 
 @in_loop
-async def test_a_replica_whose_bring_up_fails_is_ended_and_replaced() -> None:
+async def test_a_replica_whose_catch_up_fails_is_ended_and_replaced() -> None:
     fleet = Fleet()
 
     def refuse(replica: Fake) -> None:
@@ -175,7 +175,7 @@ async def test_a_replica_whose_bring_up_fails_is_ended_and_replaced() -> None:
 
     fleet.bringing_up = refuse
     replicas = await fleet.replicas(1)
-    replicas.lost(*replicas.live()[0], Gone())
+    replicas.report_failure(*replicas.live()[0], Gone())
     await until(lambda: bool(replicas.live()))
     assert [replica.ended for replica in fleet.started] == [True, True, True, False]
 
@@ -186,10 +186,10 @@ async def test_a_slot_that_fails_too_often_is_quarantined_with_its_reason() -> N
     replicas = await fleet.replicas(2, max_restarts=2)
     fleet.failing = 9
     for slot, replica in replicas.live():
-        assert not replicas.all_quarantined()
-        replicas.lost(slot, replica, Gone())
+        assert not replicas.quarantine_reasons()
+        replicas.report_failure(slot, replica, Gone())
         await until(lambda slot=slot: slot.quarantined)  # type: ignore[misc]
-    assert replicas.all_quarantined() == "0: RuntimeError: no memory; 1: RuntimeError: no memory"
+    assert replicas.quarantine_reasons() == "0: RuntimeError: no memory; 1: RuntimeError: no memory"
     assert [len(slot.failure_times) for slot in replicas.slots] == [3, 3] and fleet.failing == 5
 
 
@@ -198,12 +198,12 @@ async def test_old_failures_are_forgotten() -> None:
     replicas = await Fleet().replicas(1, max_restarts=1)
     (slot,) = replicas.slots
     for _ in range(4):
-        replicas.lost(*replicas.live()[0], Gone())
+        replicas.report_failure(*replicas.live()[0], Gone())
         await until(lambda: bool(replicas.live()))
         slot.failure_times = [then - module.FAILURE_WINDOW_S for then in slot.failure_times]
     assert replicas.restarts == 4
     for _ in range(2):
-        replicas.lost(*replicas.live()[0], Gone())
+        replicas.report_failure(*replicas.live()[0], Gone())
         await until(lambda: bool(replicas.live()) or slot.quarantined)
     assert slot.quarantined and replicas.restarts == 5
 
@@ -226,7 +226,7 @@ async def test_an_update_calls_the_named_replicas_and_no_others() -> None:
     async with replicas.fixed_members():
         assert replicas.members("fake", 2, lambda replica: replica.index > 0) == ["fake 1.0.0", "fake 1.0.1", "fake 2.0.0", "fake 2.0.1"]
         fleet.started[1].answer = Gone()
-        replicas.lost(*replicas.live()[1], Gone())
+        replicas.report_failure(*replicas.live()[1], Gone())
         await until(lambda: len(fleet.started) == 4)
         called: list[Fake] = []
 
@@ -248,12 +248,12 @@ async def test_an_update_calls_the_named_replicas_and_no_others() -> None:
 @in_loop
 async def test_updates_do_not_wait_for_a_hanging_bring_up() -> None:
     fleet = Fleet()
-    fleet.bring_up_s = 0.05
+    fleet.catch_up_s = 0.05
     replicas = await fleet.replicas(1, max_restarts=1)
     fleet.bringing_up_takes = asyncio.Event().wait
-    replicas.lost(*replicas.live()[0], Gone())
-    await until(lambda: bool(replicas.all_quarantined()))
-    assert replicas.all_quarantined() == "0: RuntimeFailure: it did not load the weight version of the other replicas within 0.05 s"
+    replicas.report_failure(*replicas.live()[0], Gone())
+    await until(lambda: bool(replicas.quarantine_reasons()))
+    assert replicas.quarantine_reasons() == "0: RuntimeFailure: it did not load the weight version of the other replicas within 0.05 s"
     async with asyncio.timeout(1), replicas.fixed_members():
         assert all(replica.ended for replica in fleet.started)
 
@@ -264,7 +264,7 @@ async def test_close_does_not_wait_for_a_replica_that_hangs() -> None:
     fleet.end_s = 0.05
     replicas = await fleet.replicas(2)
     fleet.ending_takes = asyncio.Event().wait
-    replicas.lost(*replicas.live()[0], Gone())
+    replicas.report_failure(*replicas.live()[0], Gone())
     async with asyncio.timeout(1):
         await replicas.close()
 
@@ -274,7 +274,7 @@ async def test_close_ends_a_replica_during_bring_up() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(1)
     fleet.bringing_up_takes = asyncio.Event().wait
-    replicas.lost(*replicas.live()[0], Gone())
+    replicas.report_failure(*replicas.live()[0], Gone())
     await until(lambda: len(fleet.started) == 2)
     await asyncio.sleep(0.01)
     await replicas.close()
@@ -324,20 +324,20 @@ async def test_a_restarting_or_quarantined_slot_can_be_vacated() -> None:
     async with asyncio.timeout(1):
         await replicas.leave(3, hand_nothing_over)
     assert fleet.started[3].ended and not replicas.updating.locked()
-    replicas.lost(*replicas.live()[1], Gone("killed"))
+    replicas.report_failure(*replicas.live()[1], Gone("killed"))
     await until(lambda: replicas.slots[1].quarantined)
     await replicas.leave(1, hand_nothing_over)
     assert [slot.state for slot in replicas.slots] == ["serving", "vacant", "serving", "vacant"]
 
 
 @in_loop
-async def test_a_joining_replica_is_brought_up_and_earlier_failures_are_forgotten() -> None:
+async def test_a_joining_replica_is_caught_up_and_earlier_failures_are_forgotten() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(1, max_restarts=0)
-    replicas.lost(*replicas.live()[0], Gone("killed"))
-    await until(lambda: bool(replicas.all_quarantined()))
+    replicas.report_failure(*replicas.live()[0], Gone("killed"))
+    await until(lambda: bool(replicas.quarantine_reasons()))
     await replicas.leave(0, hand_nothing_over)
-    assert replicas.all_quarantined() == "", "vacant slots do not count"
+    assert replicas.quarantine_reasons() == "", "vacant slots do not count"
     fleet.bringing_up = lambda replica: setattr(replica, "version", 7)
     replicas.join(0)
     replicas.join(1)
@@ -353,7 +353,7 @@ async def test_a_joining_replica_that_does_not_start_is_quarantined() -> None:
     fleet.failing = 9
     replicas.join(1)
     await until(lambda: replicas.slots[1].quarantined)
-    assert replicas.slots[1].reason == "RuntimeError: no memory" and fleet.failing == 7 and not replicas.all_quarantined()
+    assert replicas.slots[1].reason == "RuntimeError: no memory" and fleet.failing == 7 and not replicas.quarantine_reasons()
 
 
 @in_loop
@@ -361,8 +361,8 @@ async def test_after_close_nothing_is_started() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(2)
     slot, replica = replicas.live()[0]
-    replicas.lost(slot, replica, Gone())
+    replicas.report_failure(slot, replica, Gone())
     await replicas.close()
     await asyncio.sleep(0.01)
-    replicas.lost(*replicas.live()[0], Gone())
+    replicas.report_failure(*replicas.live()[0], Gone())
     assert len(fleet.started) == 2 and fleet.started[1].ended

@@ -45,7 +45,7 @@ class Hosts:
                 return bundle
         return None
 
-    def lost(self, actors: list[str]) -> list[str]:
+    def on_lost_hosts(self, actors: list[str]) -> list[str]:
         return [actor for actor in actors if actor not in self.by_actor]
 
     def release(self, actor: str) -> None:
