@@ -35,7 +35,7 @@ Answer = tuple[int, Sample | Exception]
 """The number of a request, and the sample or error of `Engine.generate`."""
 
 CONCURRENCY = 10_000
-"""Concurrent calls per actor. Control calls must not wait for the call that collects answers."""
+"""Maximum concurrent calls per actor. Ray queues further calls, and control calls must not wait for pending ones."""
 MIN_COLLECT_INTERVAL_S = 0.01
 """Minimum seconds between two calls of `collect`. Each call returns all answers of the interval, which saves CPU time in the controller."""
 

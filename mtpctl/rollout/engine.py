@@ -160,7 +160,9 @@ class Engine(ABC):
         finally:
             timer.cancel()
         seconds = 0.0 if started_at is None else time.monotonic() - started_at
-        return chunk, seconds, timed_out or (chunk.finish_reason == ABORTED and started_at is not None and seconds >= request.deadline_s)
+        if chunk.finish_reason == ABORTED and started_at is not None and seconds >= request.deadline_s:
+            timed_out = True  # A pause aborted the request at its deadline, before the timer did.
+        return chunk, seconds, timed_out
 
     def _append_chunk(self, sample: Sample, chunk: GenerationChunk) -> None:
         if chunk.finish_reason == ABORTED:

@@ -51,7 +51,7 @@ class VllmEngine(Engine):
         )
         self._llm = llm
         self._settings = settings
-        self._released = False
+        self._kv_released = False
 
     @classmethod
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
@@ -170,15 +170,15 @@ class VllmEngine(Engine):
             await self._with_deadline(self._abort(list(self._in_flight)), "aborting responses")
         await self._with_deadline(pauses.pause(self._llm, mode, clear_cache=not self._settings.keep_kv), f"pausing ({mode})")
         self._paused = True
-        if self._settings.release_kv and not self._released:
+        if self._settings.release_kv and not self._kv_released:
             await self._with_deadline(self._llm.release_kv_cache_memory(), "freeing the KV cache")
-            self._released = True
+            self._kv_released = True
 
     async def resume(self) -> None:
         self._check_alive()
-        if self._released:
+        if self._kv_released:
             await self._with_deadline(self._llm.wake_up(["kv_cache"]), "allocating the KV cache")
-            self._released = False
+            self._kv_released = False
         await self._with_deadline(self._llm.resume_generation(), "resuming")
         self._paused = False
 

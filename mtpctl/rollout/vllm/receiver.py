@@ -3,9 +3,7 @@
 vLLM calls it in each worker between `start_weight_update` (or `start_draft_weight_update`) and `finish_weight_update`, once for each step
 of `mtpctl.sync.receiver`. The weights arrive through the transport, not through vLLM's control channel.
 
-`LayerCapture` records the inputs and outputs of the layers for one request, in eager mode. Most hooks are on norms, because the signatures
-of attention and MLP differ between models: the second norm of a layer reads the attention's output and the residual stream, and the layer
-returns the MLP's output and the stream.
+`LayerCapture` records the outputs of each layer for one request, for `mtpctl doctor mismatch`.
 """
 
 from __future__ import annotations
@@ -213,7 +211,7 @@ class WorkerExtension:
         return gpu_memory(reset=bool(reset))
 
     def mtpctl_capture(self, max_tokens: str) -> None:
-        """Record the layers' outputs of the next request (`mtpctl.rollout.vllm.receiver`), which runs alone."""
+        """Record the layers' outputs for the next request. No other request may run."""
         self.mtpctl_capturing = LayerCapture(self.model_runner.get_model(), int(max_tokens))
 
     def mtpctl_write_capture(self, path: str, tokens: str, temperature: str) -> None:
@@ -229,14 +227,17 @@ FINAL, OUTPUT = "final_norm", "output"
 
 
 class LayerCapture:
-    """Hooks on the layers of a model, from construction until `write`.
+    """Records the outputs of attention, MLP and norms of each layer, by hooks that are active from construction until `write`.
+
+    Requires eager mode. Attention has no hook, because its signature differs between models: its output is the input of the layer's second
+    norm. The output of the MLP is the first output of the layer.
 
     Rows are stored by the position of their token. A later step overwrites a position, so a rejected draft is replaced by the token that
     was sampled there.
     """
 
     def __init__(self, model: nn.Module, max_tokens: int) -> None:
-        """max_tokens: of the request and its rejected drafts. Raises UserError for a model whose layers have other norms."""
+        """max_tokens: number of positions, with those of rejected drafts. Raises UserError for a model whose layers have other norms."""
         self._model: Any = model
         self._limit = max_tokens
         self._rows: dict[str, Tensor] = {}
@@ -255,7 +256,7 @@ class LayerCapture:
         self._hook_norm(self._final_norm, FINAL)
 
     def _hook_norm(self, norm: nn.Module, name: str, *, source: str | None = None) -> None:
-        """Record the norm's output, the residual stream that it reads, and with `source` its first argument as the output of `source`."""
+        """Record the norm's output and residual stream, and with `source` its input, as the output of the module `source`."""
         if source is not None:
             self._handles.append(norm.register_forward_pre_hook(self._input_hook(source)))
         self._handles.append(norm.register_forward_hook(self._norm_hook(name)))
@@ -263,7 +264,7 @@ class LayerCapture:
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         positions = (positions[0] if positions.dim() > 1 else positions).cpu()
-        # Rows after the request's tokens are padding.
+        # Positions of padding rows do not continue those of the request.
         steps = (positions[1:] != positions[:-1] + 1).nonzero()
         count = int(steps[0]) + 1 if len(steps) else len(positions)
         self._positions = positions[:count]

@@ -180,10 +180,7 @@ def engine_settings(
         # weights, and other backends of linear attention compile kernels for minutes.
         graph_options = {"mode": 0} | ({} if args["enforce_eager"] else {"cudagraph_mode": "FULL_AND_PIECEWISE"})
         args["compilation_config"] = args.get("compilation_config", {}) | graph_options
-        args |= {"attention_backend": "FLASH_ATTN", "disable_cascade_attn": True}
-
-        args["moe_backend"] = "triton"
-
+        args |= {"attention_backend": "FLASH_ATTN", "disable_cascade_attn": True, "moe_backend": "triton"}
         args["additional_config"] = {"gdn_prefill_backend": "triton"}
     args |= rollout.engine_args
     if args.get("speculative_config"):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MIN_SLOTS = 32
 """Engines with fewer slots admit at once."""
 MIN_LOAD = 0.9
-"""Share of the slots that running and waiting requests must fill. Below it, requests are admitted at once, because slots are not scarce."""
+"""Minimum number of running and waiting requests, as a share of the slots. With fewer, all requests are admitted at once."""
 MAX_HELD_SHARE = 1 / 4
 """Maximum requests held back, as a share of the slots."""
 MAX_HOLD_S = 0.25
@@ -48,9 +48,9 @@ MIN_CYCLES = 24
 FIT_EVERY = 16
 """Cycles between two fits."""
 TRIAL_EVERY, TRIAL_HOLD_STEPS = 256, (0, 3, 1, 2, 4, 0, 2, 3)
-"""Cycles between two trials, and for how many steps the cycles of a trial hold requests back.
+"""Cycles between two trials, and the number of steps for which each cycle of a trial holds requests back.
 
-Cycles of equal length would not separate `step` and `prefill`.
+The numbers differ, because cycles of equal length do not determine `step` and `prefill` separately.
 """
 STANDARD_ERRORS = 2.0
 """Standard errors that are subtracted from the estimated cost of a prefill."""
@@ -72,7 +72,7 @@ class AdmissionBursts:
         self._held_steps, self._hold_began, self._cost_s = 0, 0.0, 0.0
 
     def hold(self, now: float, running: int, waiting: int) -> bool:
-        """Whether the next step admits no request. now: monotonic seconds. running, waiting: numbers of requests."""
+        """Whether to hold requests back in the next step. now: monotonic seconds. running, waiting: numbers of requests."""
         admissible = min(waiting, self._slots - running)
         if (
             self._slots < MIN_SLOTS
@@ -86,7 +86,8 @@ class AdmissionBursts:
         elif now - self._hold_began >= MAX_HOLD_S:
             return self._admit()
         self._cost_s += self.step_s * admissible / running
-        if self._held_steps >= self._trials[0] if self._trials else self._cost_s >= self.prefill_s:
+        ends = self._held_steps >= self._trials[0] if self._trials else self._cost_s >= self.prefill_s
+        if ends:
             return self._admit()
         self._held_steps += 1
         return True

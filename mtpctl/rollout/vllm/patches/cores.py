@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 PRELOADED_MODULE = "mtpctl.rollout.vllm.core_imports"
 """The module that the fork server imports."""
 _SAFE_PATH = "PYTHONSAFEPATH"
-"""Keeps the working directory out of the fork server's search path, where a user's module could shadow a module that vLLM imports."""
+"""Python variable that keeps the working directory off `sys.path`, where a user's module could shadow one that vLLM imports."""
 
 _started_pids: set[int] = set()
 """Process ids of the fork servers that `start_fork_server` started."""
@@ -111,7 +111,7 @@ class CoreContext(ForkServerContext):
 
 
 class _EnvironmentSnapshot:
-    """Pickled as a copy of `os.environ` at the start of a process, because a process is pickled when it is started."""
+    """Unpickled as a dict, with the environment at the time of pickling, which is when the process is started."""
 
     def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
         return dict, (dict(os.environ),)

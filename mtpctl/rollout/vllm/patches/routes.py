@@ -66,7 +66,7 @@ def full_attention_group(config: KVCacheConfig) -> int:
 class PreemptedRows:
     """Rows that were read when their request was preempted, beginning with position `first`.
 
-    Rows before position `settled` belong to tokens of the request. Later rows belong to steps in flight, whose tokens may still arrive.
+    Rows from position `settled` on are of steps in flight: their tokens may still be appended to the request, or be computed again.
     """
 
     first: int
@@ -107,7 +107,7 @@ class SlotConnector:
         saved_rows: Routes | None = None
         if preempted is not None:
             blocks = self._blocks(request)
-            # A request without blocks ended with a token of a step that was in flight when it was preempted.
+            # A request without blocks is still preempted. It ended with a token of a step that was in flight when it was preempted.
             saved_until = preempted.settled if blocks else min(end, preempted.first + len(preempted.rows))
             saved_rows, start = preempted.rows[start - preempted.first : saved_until - preempted.first], max(start, saved_until)
         if end > start or saved_rows is not None:

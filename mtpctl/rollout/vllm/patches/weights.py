@@ -32,10 +32,10 @@ _DECAY, _DECAY_SIBLING = "A", "dt_bias"
 _CONVOLUTION = "_cpu_unpacked_conv_weight"
 _UNPACKED_BACKENDS = ("TRITON", "BATCHED_TRITON")
 LATENT_HALVES = ("W_UV", "W_UK_T")
+"""vLLM's copies of the two halves of `kv_b_proj`, in layers with latent attention."""
 NOT_SYNCED = (*LATENT_HALVES, "mask_embedding")
 """Parameters that no weight update contains. vLLM derives them from others, or does not use them: a DFlash drafter has `mask_embedding`,
 but embeds its mask token instead."""
-
 
 UPDATABLE_KERNELS = (
     "BlockWiseTorchFP8ScaledMMLinearKernel",
