@@ -62,28 +62,28 @@ class UpdateStats:
         return cls(statistics.fmean(group_means), statistics.variance(group_means) / len(group_means), dict(metrics))
 
 
-def residuals(values: Sequence[float]) -> list[float]:
+def fit_residuals(values: Sequence[float]) -> list[float]:
     """The residuals of equally spaced values from a parabola that is fitted by least squares."""
-    x = np.linspace(-1, 1, len(values))
-    differences: list[float] = (np.asarray(values) - np.polyval(np.polyfit(x, values, 2), x)).tolist()
-    return differences
+    times = np.linspace(-1, 1, len(values))
+    residuals: list[float] = (np.asarray(values) - np.polyval(np.polyfit(times, values, 2), times)).tolist()
+    return residuals
 
 
 def autocorrelation(values: Sequence[float], lag: int) -> float:
     """Autocorrelation at `lag` of values whose mean is 0: the mean product of pairs over the mean square."""
-    square = statistics.fmean(v * v for v in values)
+    mean_square = statistics.fmean(value * value for value in values)
     products = [a * b for a, b in zip(values, values[lag:], strict=False)]
-    return statistics.fmean(products) / square if square else 0.0
+    return statistics.fmean(products) / mean_square if mean_square else 0.0
 
 
-def stability(updates: Sequence[UpdateStats]) -> float:
+def compute_stability(updates: Sequence[UpdateStats]) -> float:
     """The stability as defined in the module docstring, from 0 to 1; 1 if all mean rewards are equal."""
-    means = [u.reward for u in updates]
+    means = [update.reward for update in updates]
     if min(means) == max(means):
         return 1.0
     # A parabola takes three degrees of freedom.
-    residual_variance = sum(r * r for r in residuals(means)) / (len(means) - 3)
-    sampling_variance = statistics.fmean(u.variance for u in updates)
+    residual_variance = sum(residual * residual for residual in fit_residuals(means)) / (len(means) - 3)
+    sampling_variance = statistics.fmean(update.variance for update in updates)
     return min(1.0, sampling_variance / residual_variance) if residual_variance > 0 else 1.0
 
 
@@ -92,12 +92,12 @@ def oscillates(updates: Sequence[UpdateStats]) -> bool:
 
     A run that learns within a few updates does not follow a parabola either, but its reward does not drop.
     """
-    pairs = [(a.reward + b.reward) / 2 for a, b in itertools.pairwise(updates)]
-    drops = [best - value for best, value in zip(itertools.accumulate(pairs, max), pairs, strict=True)]
-    if max(drops) <= OSCILLATION_ERRORS * statistics.fmean(u.variance for u in updates) ** 0.5:  # sampling explains the drops
+    pair_means = [(a.reward + b.reward) / 2 for a, b in itertools.pairwise(updates)]
+    drops = [best_mean - value for best_mean, value in zip(itertools.accumulate(pair_means, max), pair_means, strict=True)]
+    if max(drops) <= OSCILLATION_ERRORS * statistics.fmean(update.variance for update in updates) ** 0.5:  # sampling explains the drops
         return False
-    errors = residuals([u.reward for u in updates])
-    return min(autocorrelation(errors, lag) for lag in range(2, len(errors) // 2 + 1)) < -OSCILLATION_CORRELATION
+    residuals = fit_residuals([update.reward for update in updates])
+    return min(autocorrelation(residuals, lag) for lag in range(2, len(residuals) // 2 + 1)) < -OSCILLATION_CORRELATION
 
 
 def reward_drop(updates: Sequence[UpdateStats]) -> float:
@@ -105,10 +105,10 @@ def reward_drop(updates: Sequence[UpdateStats]) -> float:
     if len(updates) < 2 * DROP_WINDOW:
         return 0.0
     windows = [updates[i : i + DROP_WINDOW] for i in range(len(updates) - DROP_WINDOW + 1)]
-    means = [statistics.fmean(u.reward for u in window) for window in windows]
-    latest, best = means[-1], max(means)
-    error = (2 * statistics.fmean(u.variance for u in updates) / DROP_WINDOW) ** 0.5
-    return best - latest if best - latest > max(MIN_DROP, DROP_ERRORS * error) else 0.0
+    means = [statistics.fmean(update.reward for update in window) for window in windows]
+    latest_mean, best_mean = means[-1], max(means)
+    standard_error = (2 * statistics.fmean(update.variance for update in updates) / DROP_WINDOW) ** 0.5
+    return best_mean - latest_mean if best_mean - latest_mean > max(MIN_DROP, DROP_ERRORS * standard_error) else 0.0
 
 
 class StabilityWatch:
@@ -128,33 +128,33 @@ class StabilityWatch:
         latest = list(self._updates)[-WINDOW:]
         if len(latest) < MIN_STABILITY_UPDATES:
             return {}, None
-        value = stability(latest)
-        warning = None if self._quiet_updates else self._warning(latest, value, metrics)
+        stability = compute_stability(latest)
+        warning = None if self._quiet_updates else self._warning(latest, stability, metrics)
         if warning is not None:
             self._quiet_updates = WINDOW
-        return {"rl/stability": value}, warning
+        return {"rl/stability": stability}, warning
 
-    def _warning(self, latest: list[UpdateStats], value: float, metrics: dict[str, float]) -> str | None:
-        if value < OSCILLATION_STABILITY and oscillates(latest):
-            low, high = min(u.reward for u in latest), max(u.reward for u in latest)
-            problem = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {value:.2f})"
-        elif drop := reward_drop(list(self._updates)):
-            problem = f"the reward has fallen by {drop:.2f} below the best of its last {len(self._updates)} updates"
+    def _warning(self, latest: list[UpdateStats], stability: float, metrics: dict[str, float]) -> str | None:
+        if stability < OSCILLATION_STABILITY and oscillates(latest):
+            low, high = min(update.reward for update in latest), max(update.reward for update in latest)
+            problem = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {stability:.2f})"
+        elif reward_fall := reward_drop(list(self._updates)):
+            problem = f"the reward has fallen by {reward_fall:.2f} below the best of its last {len(self._updates)} updates"
         elif growth := self._entropy_growth():
             problem = f"the policy's entropy has grown {growth:.1f} times in {len(self._updates)} updates"
         else:
             return None
         staleness = metrics.get("async/staleness_mean", 0.0)
-        return f"{problem}; samples are {staleness:.1f} versions old on average: {self._fix(staleness)}"
+        return f"{problem}; samples are {staleness:.1f} versions old on average: {self._suggest_fix(staleness)}"
 
     def _entropy_growth(self) -> float:
-        entropies = [u.metrics["actor/entropy"] for u in self._updates if "actor/entropy" in u.metrics]
+        entropies = [update.metrics["actor/entropy"] for update in self._updates if "actor/entropy" in update.metrics]
         if len(entropies) < 2 * DROP_WINDOW:
             return 0.0
-        early, late = statistics.fmean(entropies[:DROP_WINDOW]), statistics.fmean(entropies[-DROP_WINDOW:])
-        return late / early if late > ENTROPY_GROWTH * early > 0 else 0.0
+        early_mean, late_mean = statistics.fmean(entropies[:DROP_WINDOW]), statistics.fmean(entropies[-DROP_WINDOW:])
+        return late_mean / early_mean if late_mean > ENTROPY_GROWTH * early_mean > 0 else 0.0
 
-    def _fix(self, staleness: float) -> str:
+    def _suggest_fix(self, staleness: float) -> str:
         rl = self._recipe.rl
         uncorrected = self._recipe.old_logprobs == "recompute" and rl.correction.mode == "off"
         if self._recipe.off_policy and uncorrected:
@@ -225,16 +225,16 @@ class HintWatch:
     def _recent(self, name: str, updates: int = RECENT_UPDATES) -> float | None:
         """Mean of a metric over the latest updates; None if one of them does not have it, or if there are fewer."""
         values = [step.metrics.get(name) for step in list(self._updates)[-updates:]]
-        present = [value for value in values if value is not None]
-        return statistics.fmean(present) if len(present) == updates else None
+        present_values = [value for value in values if value is not None]
+        return statistics.fmean(present_values) if len(present_values) == updates else None
 
     def _reward_rises(self) -> bool:
         """Whether the reward of the window's second half is above that of the first by more than sampling explains."""
         half = len(self._updates) // 2
-        early, late = list(self._updates)[:half], list(self._updates)[-half:]
-        difference = statistics.fmean(s.reward for s in late) - statistics.fmean(s.reward for s in early)
-        error = (sum(s.variance for s in early) + sum(s.variance for s in late)) ** 0.5 / half
-        return difference > RISE_ERRORS * error
+        early_updates, late_updates = list(self._updates)[:half], list(self._updates)[-half:]
+        early_mean, late_mean = (statistics.fmean(update.reward for update in updates) for updates in (early_updates, late_updates))
+        standard_error = (sum(update.variance for update in early_updates) + sum(update.variance for update in late_updates)) ** 0.5 / half
+        return late_mean - early_mean > RISE_ERRORS * standard_error
 
     def _equal_rewards_hint(self) -> str:
         share = self._recent("reward/signal_fraction", 2 * RECENT_UPDATES)
@@ -262,12 +262,12 @@ class HintWatch:
         entropy = self._recent("actor/entropy")
         if entropy is None or len(self._updates) < WINDOW or len(self._first_entropies) < RECENT_UPDATES:
             return ""
-        first = statistics.fmean(self._first_entropies)
-        if entropy >= COLLAPSED_ENTROPY * first or self._reward_rises():
+        initial = statistics.fmean(self._first_entropies)
+        if entropy >= COLLAPSED_ENTROPY * initial or self._reward_rises():
             return ""
         clip = self._recipe.train.rl.clip_high
         return (
-            f"the entropy has collapsed from {first:.2g} to {entropy:.2g} nats, and the reward no longer rises: the policy explores too "
+            f"the entropy has collapsed from {initial:.2g} to {entropy:.2g} nats, and the reward no longer rises: the policy explores too "
             f"little; raise train.rl.clip_high: {clip:g} or train.rl.entropy_coef, lower train.rl.optimizer.lr, or use harder rows"
         )
 
@@ -277,14 +277,14 @@ class HintWatch:
             return ""
         ratio, kl = self._recent("actor/ratio_mean", WINDOW), self._recent("actor/ppo_kl", WINDOW)
         ref_kl = self._recent("actor/ref_kl")
-        distance = ref_kl if ref_kl is not None else kl
-        if ratio is None or distance is None or abs(ratio - 1) > UNCHANGED_RATIO or abs(distance) > UNCHANGED_KL or self._entropy_changes():
+        kl_value = ref_kl if ref_kl is not None else kl
+        if ratio is None or kl_value is None or abs(ratio - 1) > UNCHANGED_RATIO or abs(kl_value) > UNCHANGED_KL or self._entropy_changes():
             return ""
-        kind = "KL to the start" if ref_kl is not None else "KL of an update"
+        kl_name = "KL to the start" if ref_kl is not None else "KL of an update"
         lr = self._recipe.train.rl.optimizer.lr
         return (
-            f"nothing moves: over {WINDOW} updates the reward is flat, actor/ratio_mean is {ratio:.3f}, and the {kind} is {distance:.1e} "
-            f"nats; raise train.rl.optimizer.lr: {lr:g} by a factor of 3, or raise train.rl.minibatches"
+            f"nothing moves: over {WINDOW} updates the reward is flat, actor/ratio_mean is {ratio:.3f}, and the {kl_name} is "
+            f"{kl_value:.1e} nats; raise train.rl.optimizer.lr: {lr:g} by a factor of 3, or raise train.rl.minibatches"
         )
 
     def _entropy_changes(self) -> bool:
@@ -292,8 +292,8 @@ class HintWatch:
         half = len(values) // 2
         if not half:
             return False
-        early, late = statistics.fmean(values[:half]), statistics.fmean(values[-half:])
-        return abs(late - early) > UNCHANGED_ENTROPY * abs(early)
+        early_mean, late_mean = statistics.fmean(values[:half]), statistics.fmean(values[-half:])
+        return abs(late_mean - early_mean) > UNCHANGED_ENTROPY * abs(early_mean)
 
 
 class IdleWatch:
@@ -317,12 +317,12 @@ class IdleWatch:
         """A line for the end of the stage; None if generation was not the bottleneck, or if there were too few updates."""
         if self._updates <= MIN_IDLE_UPDATES or self._seconds <= 0:
             return None
-        idle, rollout_idle = self._trainer_idle_s / self._seconds, self._rollout_idle_s / self._seconds
-        if idle < HIGH_IDLE or rollout_idle > idle / 2:
+        trainer_idle, rollout_idle = self._trainer_idle_s / self._seconds, self._rollout_idle_s / self._seconds
+        if trainer_idle < HIGH_IDLE or rollout_idle > trainer_idle / 2:
             return None
-        return f"the trainer waited for samples {idle:.0%} of the time (async/trainer_idle); {self._fix()}"
+        return f"the trainer waited for samples {trainer_idle:.0%} of the time (async/trainer_idle); {self._suggest_fix()}"
 
-    def _fix(self) -> str:
+    def _suggest_fix(self) -> str:
         rollout, train = self._recipe.rollout, self._recipe.train
         if self._recipe.device == "cpu":
             return "raise rollout.replicas if the machine has idle cores, or rollout.max_in_flight"

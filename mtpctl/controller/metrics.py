@@ -46,9 +46,9 @@ def pass_at_k_values(n: int) -> list[int]:
     return sorted({1 << i for i in range(n.bit_length()) if 1 << i <= n} | {n})
 
 
-def mean_pass_at_k(correct: Sequence[int], n: int) -> dict[int, float]:
+def mean_pass_at_k(correct_counts: Sequence[int], n: int) -> dict[int, float]:
     """pass@k averaged over problems, for each k of `pass_at_k_values(n)`. correct: correct responses of each problem, out of n."""
-    return {k: sum(pass_at_k(n, count, k) for count in correct) / len(correct) for k in pass_at_k_values(n)}
+    return {k: sum(pass_at_k(n, count, k) for count in correct_counts) / len(correct_counts) for k in pass_at_k_values(n)}
 
 
 def speculation_metrics(samples: list[Sample]) -> dict[str, float]:
@@ -71,15 +71,17 @@ def speculation_metrics(samples: list[Sample]) -> dict[str, float]:
 
 def prefix_cache_metrics(samples: list[Sample]) -> dict[str, float]:
     """`rollout/prefix_cache_hit_rate`: share of prompt tokens that were in the engines' prefix cache. Empty without a prefix cache."""
-    cached = [(sample.cached_tokens, len(sample.prompt_ids)) for sample in samples if sample.cached_tokens is not None]
-    tokens = sum(length for _, length in cached)
-    return {"rollout/prefix_cache_hit_rate": sum(hits for hits, _ in cached) / tokens} if tokens else {}
+    token_counts = [(sample.cached_tokens, len(sample.prompt_ids)) for sample in samples if sample.cached_tokens is not None]
+    tokens = sum(length for _, length in token_counts)
+    return {"rollout/prefix_cache_hit_rate": sum(cached_tokens for cached_tokens, _ in token_counts) / tokens} if tokens else {}
 
 
 def reward_part_metrics(samples: list[Sample]) -> dict[str, float]:
     """`reward/<part>`: the mean of each part over the trajectories whose reward has it."""
     names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
-    return {f"reward/{name}": statistics.fmean(s.reward_parts[name] for s in samples if name in s.reward_parts) for name in names}
+    return {
+        f"reward/{name}": statistics.fmean(sample.reward_parts[name] for sample in samples if name in sample.reward_parts) for name in names
+    }
 
 
 def finish_reason_share(samples: list[Sample], reason: str) -> float:
@@ -89,18 +91,18 @@ def finish_reason_share(samples: list[Sample], reason: str) -> float:
 
 def environment_metrics(samples: list[Sample]) -> dict[str, float]:
     """`environment/*`: mean replies, seconds, errors and timeouts per response. Empty if no environment is configured."""
-    uses = [sample.environment for sample in samples if sample.environment is not None]
-    if not uses:
+    all_counts = [sample.environment for sample in samples if sample.environment is not None]
+    if not all_counts:
         return {}
     metrics = {
-        "environment/turns": statistics.fmean(use.turns for use in uses),
-        "environment/seconds": statistics.fmean(use.seconds for use in uses),
-        "environment/errors": statistics.fmean(use.errors for use in uses),
-        "environment/timeouts": statistics.fmean(use.timeouts for use in uses),
+        "environment/turns": statistics.fmean(counts.turns for counts in all_counts),
+        "environment/seconds": statistics.fmean(counts.seconds for counts in all_counts),
+        "environment/errors": statistics.fmean(counts.errors for counts in all_counts),
+        "environment/timeouts": statistics.fmean(counts.timeouts for counts in all_counts),
     }
-    if count := sum(use.samples for use in uses):  # only agents report samples
-        metrics["environment/samples"] = count / len(uses)
-        metrics["environment/rewritten"] = sum(use.rewritten for use in uses) / count
+    if num_samples := sum(counts.samples for counts in all_counts):  # only agents report samples
+        metrics["environment/samples"] = num_samples / len(all_counts)
+        metrics["environment/rewritten"] = sum(counts.rewritten for counts in all_counts) / num_samples
     if rewards := [sample.environment_reward for sample in samples if sample.environment_reward is not None]:
         metrics["environment/reward"] = statistics.fmean(rewards)
     return metrics
@@ -108,16 +110,16 @@ def environment_metrics(samples: list[Sample]) -> dict[str, float]:
 
 def teacher_metrics(samples: list[Sample]) -> dict[str, float]:
     """`teacher/kl`: mean of policy log-prob minus teacher log-prob over sampled tokens (a KL estimate). Empty without a teacher."""
-    scored = [(sample, sample.teacher_logprobs) for sample in samples if sample.teacher_logprobs is not None]
-    if not scored:
+    scored_samples = [(sample, sample.teacher_logprobs) for sample in samples if sample.teacher_logprobs is not None]
+    if not scored_samples:
         return {}
     import numpy as np
 
     difference = 0.0
-    for sample, logprobs in scored:
+    for sample, logprobs in scored_samples:
         mask = np.asarray(sample.loss_mask, np.float32)
         difference += float(np.dot(mask, np.asarray(sample.behaviour_logprobs) - np.asarray(logprobs)))
-    return {"teacher/kl": difference / max(sum(sample.num_sampled for sample, _ in scored), 1)}
+    return {"teacher/kl": difference / max(sum(sample.num_sampled for sample, _ in scored_samples), 1)}
 
 
 def trajectory_metrics(trajectories: list[Sample], version: int, sync_every: int = 1, updates_since_sync: int = 0) -> dict[str, float]:
@@ -131,11 +133,13 @@ def trajectory_metrics(trajectories: list[Sample], version: int, sync_every: int
     """
     samples = [sample for last_sample in trajectories for sample in last_sample.trajectory]
     rewards = [trajectory.reward or 0.0 for trajectory in trajectories]
-    lengths = [len(s.response_ids) for s in samples]
-    staleness = [version - min((span.version for span in s.version_spans), default=version) for s in samples]
-    ages = [(span.end - span.start, version - span.version) for s in samples for span in s.version_spans]
-    by_token = sum(tokens * age for tokens, age in ages) / max(sum(tokens for tokens, _ in ages), 1)
-    partial = sum(len(s.version_spans) > 1 for s in samples)
+    lengths = [len(sample.response_ids) for sample in samples]
+    staleness = [version - min((span.version for span in sample.version_spans), default=version) for sample in samples]
+    token_staleness = [(span.end - span.start, version - span.version) for sample in samples for span in sample.version_spans]
+    mean_token_staleness = sum(tokens * versions for tokens, versions in token_staleness) / max(
+        sum(tokens for tokens, _ in token_staleness), 1
+    )
+    num_partial = sum(len(sample.version_spans) > 1 for sample in samples)
     metrics = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -145,10 +149,10 @@ def trajectory_metrics(trajectories: list[Sample], version: int, sync_every: int
         "response/deadline_fraction": finish_reason_share(trajectories, DEADLINE),
         "async/staleness_mean": sum(staleness) / len(staleness),
         "async/staleness_max": float(max(staleness)),
-        "async/staleness_tokens_mean": by_token,
-        "async/staleness_updates_mean": updates_since_sync + sync_every * by_token,
+        "async/staleness_tokens_mean": mean_token_staleness,
+        "async/staleness_updates_mean": updates_since_sync + sync_every * mean_token_staleness,
         "async/staleness_updates_max": float(updates_since_sync + sync_every * max(staleness)),
-        "async/partial_ratio": partial / len(samples),
+        "async/partial_ratio": num_partial / len(samples),
     }
     metrics |= teacher_metrics(samples) | reward_part_metrics(trajectories) | speculation_metrics(samples) | prefix_cache_metrics(samples)
     return metrics | environment_metrics(trajectories)
@@ -159,22 +163,22 @@ class BusyClock:
 
     def __init__(self) -> None:
         self._busy = {"trainer": False, "rollout": False, "reward": False}
-        self._mark = time.perf_counter()
+        self._advanced_at = time.perf_counter()
         self._seconds = {"trainer": 0.0, "rollout": 0.0, "reward": 0.0, "both": 0.0, "reward alone": 0.0, "wall": 0.0}
 
     def _advance(self) -> None:
         now = time.perf_counter()
-        elapsed, self._mark = now - self._mark, now
+        elapsed, self._advanced_at = now - self._advanced_at, now
         self._seconds["wall"] += elapsed
-        for side, busy in self._busy.items():
-            self._seconds[side] += elapsed * busy
+        for component, busy in self._busy.items():
+            self._seconds[component] += elapsed * busy
         self._seconds["both"] += elapsed * (self._busy["trainer"] and self._busy["rollout"])
         self._seconds["reward alone"] += elapsed * (self._busy["reward"] and not (self._busy["trainer"] or self._busy["rollout"]))
 
-    def set(self, side: Literal["trainer", "rollout", "reward"], busy: bool) -> None:
+    def set(self, component: Literal["trainer", "rollout", "reward"], busy: bool) -> None:
         """Record that one side starts or stops working."""
         self._advance()
-        self._busy[side] = busy
+        self._busy[component] = busy
 
     def read_and_reset(self) -> dict[str, float]:
         """Idle shares, overlap, wall time (`timing_s/step`) and time spent only in rewards, all since the last call."""
@@ -216,9 +220,9 @@ class SampleRecorder:
 
     def record_dropped(self, step: int, group: Group, reason: str) -> None:
         """Record one sample of a group that was dropped before the update `step`."""
-        recorded = self._dropped[1] if self._dropped[0] == step else 0
-        if recorded < self.count and group.samples:
-            self._dropped = (step, recorded + 1)
+        num_recorded = self._dropped[1] if self._dropped[0] == step else 0
+        if num_recorded < self.count and group.samples:
+            self._dropped = (step, num_recorded + 1)
             self._record(group.samples[:1], [group.problem], step=step, kind="dropped", note=reason)
 
     def _record(self, samples: Sequence[Sample], problems: Sequence[Problem], **fields: Any) -> None:

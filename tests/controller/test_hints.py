@@ -18,7 +18,7 @@ from mtpctl.controller.hints import (
     IdleWatch,
     StabilityWatch,
     autocorrelation,
-    residuals,
+    fit_residuals,
 )
 from mtpctl.recipe.loading import load_recipe
 
@@ -232,7 +232,7 @@ def test_constant_rewards_give_no_metric() -> None:
 
 
 def test_parabola_has_no_residuals() -> None:
-    assert max(map(abs, residuals([3 + 2 * i - 0.5 * i * i for i in range(12)]))) < 1e-9
+    assert max(map(abs, fit_residuals([3 + 2 * i - 0.5 * i * i for i in range(12)]))) < 1e-9
 
 
 def test_autocorrelation_of_an_alternating_series() -> None:
