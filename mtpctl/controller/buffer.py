@@ -69,33 +69,33 @@ class SampleBuffer:
     def __init__(self, *, ordered: bool = False) -> None:
         self.requeued: list[Group] = []
         self._ordered = ordered
-        self._ready: list[Group] = []
-        self._in_flight: dict[str, Group] = {}
-        self._taken: list[tuple[int, Group]] = []
+        self._ready_groups: list[Group] = []
+        self._groups_in_flight: dict[str, Group] = {}
+        self._taken_groups: list[tuple[int, Group]] = []
         self._changed = asyncio.Condition()
 
     @property
     def pending(self) -> int:
         """Number of groups in flight or waiting for the trainer."""
-        return len(self._in_flight) + len(self._ready)
+        return len(self._groups_in_flight) + len(self._ready_groups)
 
     @property
     def ready(self) -> int:
         """Number of groups that wait for the trainer."""
-        return len(self._ready)
+        return len(self._ready_groups)
 
     def begin(self, group: Group) -> None:
         """Mark a group as in flight."""
-        self._in_flight[group.group_id] = group
+        self._groups_in_flight[group.group_id] = group
 
     def problem_of(self, sample: Sample) -> Problem | None:
         """The problem that the sample answers; None if its group is no longer in flight."""
-        group = self._in_flight.get(sample.group_id)
+        group = self._groups_in_flight.get(sample.group_id)
         return None if group is None else group.problem
 
     def add(self, sample: Sample) -> Group | None:
         """Add a sample to its group if that is in flight. Returns the group if it is now complete: the caller puts or drops it."""
-        group = self._in_flight.get(sample.group_id)
+        group = self._groups_in_flight.get(sample.group_id)
         if group is None:
             return None
         group.samples.append(sample)
@@ -106,23 +106,23 @@ class SampleBuffer:
 
     def expire(self, min_version: int) -> int:
         """Discard and requeue all groups that have, or may get, tokens of versions before `min_version`. Returns their number."""
-        expired = [group for group in (*self._in_flight.values(), *self._ready) if group.oldest_version < min_version]
-        for group in expired:
+        expired_groups = [group for group in (*self._groups_in_flight.values(), *self._ready_groups) if group.oldest_version < min_version]
+        for group in expired_groups:
             group.unwanted.set()
-            self._in_flight.pop(group.group_id, None)
+            self._groups_in_flight.pop(group.group_id, None)
             self.requeued.append(Group(group.number, group.problem, group.size, retries=group.retries + 1))
-        self._ready = [group for group in self._ready if not group.unwanted.is_set()]
+        self._ready_groups = [group for group in self._ready_groups if not group.unwanted.is_set()]
         self.requeued.sort(key=lambda group: group.number)
-        return len(expired)
+        return len(expired_groups)
 
     async def put(self, group: Group) -> None:
         """Make a complete group available to the trainer, unless it was discarded meanwhile."""
         async with self._changed:
             if group.unwanted.is_set():
                 return
-            self._in_flight.pop(group.group_id, None)
+            self._groups_in_flight.pop(group.group_id, None)
             # `insort` inserts after equal keys, so ties stay in the order of completion.
-            insort(self._ready, group, key=self._order)
+            insort(self._ready_groups, group, key=self._order)
             self._changed.notify_all()
 
     def _order(self, group: Group) -> tuple[int, int]:
@@ -132,7 +132,7 @@ class SampleBuffer:
         """Remove a complete group that is not to be trained on. Returns whether it was still in flight."""
         async with self._changed:
             self._changed.notify_all()
-            return self._in_flight.pop(group.group_id, None) is not None
+            return self._groups_in_flight.pop(group.group_id, None) is not None
 
     async def wait(self, count: int, *, due_version: int = -1, max_deferred: int = 0) -> None:
         """Wait until `count` groups can be taken.
@@ -144,29 +144,29 @@ class SampleBuffer:
         """
 
         def batch_is_ready() -> bool:
-            if len(self._ready) < count:
+            if len(self._ready_groups) < count:
                 return False
             if self._ordered:
-                return all(group.number > self._ready[count - 1].number for group in self.unfinished())
+                return all(group.number > self._ready_groups[count - 1].number for group in self.unfinished())
 
             def count_due(groups: Iterable[Group]) -> int:
                 return sum(bool(group.retries) and group.oldest_version <= due_version for group in groups)
 
-            ready, in_flight = count_due(self._ready), count_due(self._in_flight.values())
-            return ready >= min(ready + in_flight - max_deferred, count)
+            ready_due, in_flight_due = count_due(self._ready_groups), count_due(self._groups_in_flight.values())
+            return ready_due >= min(ready_due + in_flight_due - max_deferred, count)
 
         async with self._changed:
             await self._changed.wait_for(batch_is_ready)
 
     def take(self, count: int, step: int = 0) -> list[Group]:
         """Remove and return the next `count` groups for the update `step`. Call `wait` first."""
-        batch, self._ready = self._ready[:count], self._ready[count:]
-        self._taken += [(step, group) for group in batch]
+        batch, self._ready_groups = self._ready_groups[:count], self._ready_groups[count:]
+        self._taken_groups += [(step, group) for group in batch]
         return batch
 
     def forget(self, step: int) -> None:
         """Forget the groups of updates up to `step`, which a checkpoint contains."""
-        self._taken = [(update, group) for update, group in self._taken if update > step]
+        self._taken_groups = [(update, group) for update, group in self._taken_groups if update > step]
 
     async def restore_taken(self) -> int:
         """Put the groups of updates that no checkpoint contains back into the buffer. Returns the number of groups.
@@ -174,21 +174,23 @@ class SampleBuffer:
         If `ordered`, all prompts are sent out again instead, under the weights that sampled them before, so that the updates are the same.
         """
         async with self._changed:
-            groups, self._taken = [group for _, group in self._taken], []
-            self._ready += groups
+            groups, self._taken_groups = [group for _, group in self._taken_groups], []
+            self._ready_groups += groups
             if self._ordered:
                 self.expire(sys.maxsize)
-            self._ready.sort(key=self._order)
+            self._ready_groups.sort(key=self._order)
             self._changed.notify_all()
         return len(groups)
 
     def unfinished(self) -> list[Group]:
         """Groups in flight and requeued groups, in the order of drawing. A resumed run sends their prompts out again."""
-        return sorted([*self._in_flight.values(), *self.requeued], key=lambda group: group.number)
+        return sorted([*self._groups_in_flight.values(), *self.requeued], key=lambda group: group.number)
 
     def snapshot_writer(self, path: Path) -> Callable[[], Entry]:
         """Return a function that atomically writes a snapshot of the buffer, in any thread, and returns the file's size and checksum."""
-        return partial(_write, path, [(group, group.samples) for group in self._ready] + [(group, []) for group in self.unfinished()])
+        return partial(
+            _write, path, [(group, group.samples) for group in self._ready_groups] + [(group, []) for group in self.unfinished()]
+        )
 
     @staticmethod
     def load(path: Path) -> tuple[list[Group], list[Group]]:
@@ -197,7 +199,7 @@ class SampleBuffer:
         unfinished: list[Group] = []
         for line in path.read_text().splitlines():
             data = json.loads(line)
-            samples = [Sample.from_dict(s) for s in data["samples"]]
+            samples = [Sample.from_dict(sample) for sample in data["samples"]]
             group = Group(data["number"], Problem.from_json(data["problem"]), data["size"], samples, retries=data.get("again", 0))
             (complete if group.complete else unfinished).append(group)
         return complete, unfinished
@@ -208,7 +210,7 @@ def _write(path: Path, groups: list[tuple[Group, list[Sample]]]) -> Entry:
     partial_file, checksum = path.with_suffix(".partial"), Checksum()
     with partial_file.open("wb") as file:
         for group, samples in groups:
-            sample_rows = [s.to_dict(packed=True) for s in samples]
+            sample_rows = [sample.to_dict(packed=True) for sample in samples]
             problem = group.problem.to_json()
             line = {"number": group.number, "problem": problem, "size": group.size, "again": group.retries, "samples": sample_rows}
             encoded = (json.dumps(line) + "\n").encode()

@@ -58,15 +58,15 @@ class HeldOutSet:
         mean = sum(map(sum, rewards)) / len(samples)
         values = {"accuracy": mean} if self.name == UNNAMED else {}
         mean_name = "accuracy" if self.name == UNNAMED else f"avg@{n}"
-        unseen_rewards = [r for group, is_unseen in zip(rewards, self.is_unseen, strict=True) for r in group if is_unseen]
+        unseen_rewards = [reward for group, is_unseen in zip(rewards, self.is_unseen, strict=True) for reward in group if is_unseen]
         if unseen_rewards and len(unseen_rewards) < len(samples):
             values[f"unseen_{mean_name}"] = sum(unseen_rewards) / len(unseen_rewards)
         if not all(self.is_unseen):
             values["unseen_problems"] = float(sum(self.is_unseen))
         if self.name != UNNAMED or n > 1:
-            correct = [sum(reward >= self.config.right_from for reward in group) for group in rewards]
-            values |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(correct, n).items()}
-        values |= {"problems": float(len(self.problems)), "length_mean": sum(len(s.response_ids) for s in samples) / len(samples)}
+            correct_counts = [sum(reward >= self.config.right_from for reward in group) for group in rewards]
+            values |= {f"avg@{n}": mean} | {f"pass@{k}": value for k, value in mean_pass_at_k(correct_counts, n).items()}
+        values |= {"problems": float(len(self.problems)), "length_mean": sum(len(sample.response_ids) for sample in samples) / len(samples)}
         values["truncated_fraction"] = finish_reason_share(samples, "length")
         values["deadline_fraction"] = finish_reason_share(samples, DEADLINE)
         if self.reward_errors:
@@ -104,7 +104,7 @@ async def evaluate(
         return {}
     problem_of: dict[str, tuple[HeldOutSet, int]] = {}
 
-    async def requests() -> AsyncIterator[GenerationRequest]:
+    async def generate_requests() -> AsyncIterator[GenerationRequest]:
         for held_out in sets:
             for number, problem in enumerate(held_out.problems):
                 group = f"eval-{held_out.name}-{number}" if held_out.name else f"eval-{number}"
@@ -113,7 +113,7 @@ async def evaluate(
                     on_request()
                     yield _build_request(recipe, prepared, held_out.config, problem, group, index, seed=number * held_out.config.n + index)
 
-    async def reward(sample: Sample) -> None:
+    async def reward_sample(sample: Sample) -> None:
         held_out, number = problem_of[sample.group_id]
         text = await prepared.decode_response(sample)
         outcome = await rewards.get(held_out.name, rewards[UNNAMED])(text, held_out.problems[number], sample)
@@ -123,11 +123,11 @@ async def evaluate(
         on_progress()
 
     try:
-        async with asyncio.TaskGroup() as tasks, contextlib.aclosing(generator.generate(requests())) as samples:
+        async with asyncio.TaskGroup() as tasks, contextlib.aclosing(generator.generate(generate_requests())) as samples:
             async for sample in samples:
                 on_sample(sample)
                 on_progress()
-                tasks.create_task(reward(sample))
+                tasks.create_task(reward_sample(sample))
     except ExceptionGroup as group:
         error: Exception = group
         while isinstance(error, ExceptionGroup):
@@ -135,8 +135,8 @@ async def evaluate(
         raise error from group
     on_end({held_out.name: list(zip(held_out.problems, held_out.responses, strict=True)) for held_out in sets})
     responses = [sample for held_out in sets for sample in held_out.samples]
-    mixed = sum(any(span.version != version for span in sample.version_spans) for sample in responses)
-    metrics = {"eval/version": float(version), "eval/mixed_fraction": mixed / len(responses)}
+    num_mixed = sum(any(span.version != version for span in sample.version_spans) for sample in responses)
+    metrics = {"eval/version": float(version), "eval/mixed_fraction": num_mixed / len(responses)}
     for held_out in sets:
         metrics |= held_out.metrics()
     return metrics
@@ -144,14 +144,14 @@ async def evaluate(
 
 def count_deadline_truncations(recipe: Recipe, metrics: Mapping[str, float]) -> tuple[int, int]:
     """The number of responses of an evaluation that `rollout.deadline_s` truncated, and the number of all its responses."""
-    truncated = total = 0
+    num_truncated = num_responses = 0
     for name, share in metrics.items():
         if name.endswith("/deadline_fraction"):
             prefix = name.removesuffix("deadline_fraction")
             config = recipe.evaluation.sets.get(prefix.removeprefix("eval/").strip("/"), EvaluationSetConfig())
             responses = round(metrics[f"{prefix}problems"]) * config.n
-            truncated, total = truncated + round(share * responses), total + responses
-    return truncated, total
+            num_truncated, num_responses = num_truncated + round(share * responses), num_responses + responses
+    return num_truncated, num_responses
 
 
 def _build_request(
@@ -162,8 +162,8 @@ def _build_request(
     if config.temperature is not None:
         request = replace(request, temperature=config.temperature)
     if config.max_tokens is not None:
-        limit = response_limit(request.sample, max_tokens=config.max_tokens, context=prepared.context)
-        request = replace(request, max_tokens=limit)
+        max_tokens = response_limit(request.sample, max_tokens=config.max_tokens, context=prepared.context)
+        request = replace(request, max_tokens=max_tokens)
     return request
 
 
@@ -183,12 +183,12 @@ class Evaluator:
     ) -> None:
         self.recipe, self.prepared, self.generator, self.rewards = recipe, prepared, generator, rewards
         self.telemetry, self.state, self.rollout, self.recorder = telemetry, state, rollout, recorder
-        self._current: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether an evaluation was started and not awaited yet."""
-        return self._current is not None
+        return self._task is not None
 
     def is_due(self) -> bool:
         """Whether `train.eval_every` requires an evaluation at this step. False at the final update, which is always evaluated."""
@@ -200,35 +200,35 @@ class Evaluator:
         await self.wait()
         if self.state.stopping.is_set():
             return
-        self._current = asyncio.create_task(self._run(self.state.step, self.state.version), name="evaluation")
+        self._task = asyncio.create_task(self._run(self.state.step, self.state.version), name="evaluation")
         if not background or self.recipe.evaluation.wait or self.recipe.async_.deterministic:
             await self.wait()
 
     async def raise_if_failed(self) -> None:
         """If the evaluation in progress has failed, raise its error."""
-        if self._current is not None and self._current.done():
+        if self._task is not None and self._task.done():
             await self.wait()
 
     async def wait(self) -> None:
         """Wait until the evaluation in progress ends, and raise its error. A requested stop cancels it."""
-        if self._current is not None and await finished_before(self._current, self.state.stopping):
-            self._current.result()
-            self._current = None
+        if self._task is not None and await finished_before(self._task, self.state.stopping):
+            self._task.result()
+            self._task = None
 
     async def cancel(self) -> None:
         """Cancel the evaluation in progress, if any, because the stage ends."""
-        if self._current is None:
+        if self._task is None:
             return
-        self._current.cancel()
-        (error,) = await asyncio.gather(self._current, return_exceptions=True)
-        self._current = None
+        self._task.cancel()
+        (error,) = await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
         if error is not None:
             reason = "the stage ended first" if isinstance(error, asyncio.CancelledError) else str(error)
             self.telemetry.event("eval", f"the evaluation in progress has no result: {reason}")
 
     async def _run(self, step: int, version: int) -> None:
         """Log the metrics of all held-out sets under `step`."""
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         metrics = await evaluate(
             self.recipe,
             self.prepared,
@@ -239,13 +239,13 @@ class Evaluator:
             on_sample=self.rollout.count_response,
             # Engines that are busy with held-out problems are not stuck.
             on_progress=self.rollout.record_progress,
-            on_end=lambda responses: self.recorder.record_evaluation(step, responses),
+            on_end=lambda num_responses: self.recorder.record_evaluation(step, num_responses),
         )
         if not metrics:
             return
-        metrics["timing_s/evaluation"] = time.perf_counter() - began
-        truncated, responses = count_deadline_truncations(self.recipe, metrics)
-        if truncated:
-            message = f"{truncated} of {responses} held-out responses were truncated by rollout.deadline_s"
+        metrics["timing_s/evaluation"] = time.perf_counter() - started_at
+        num_truncated, num_responses = count_deadline_truncations(self.recipe, metrics)
+        if num_truncated:
+            message = f"{num_truncated} of {num_responses} held-out responses were truncated by rollout.deadline_s"
             self.telemetry.event("eval", f"{message}: {self.recipe.rollout.deadline_s:g}, and are rewarded as they are; raise it")
         self.telemetry.log(step, metrics, "rl")

@@ -86,26 +86,26 @@ class RlStage:
             teacher=teacher,
         )
         self.evaluator = Evaluator(recipe, prepared, generator, rewards, telemetry, state, self.rollout, self.recorder)
-        self.stability = StabilityWatch(recipe)
+        self.stability_watch = StabilityWatch(recipe)
         self.idle_watch = IdleWatch(recipe)
-        self.hints = HintWatch(recipe)
+        self.hint_watch = HintWatch(recipe)
         self._replaying = False  # whether the trainer was restored, and must publish before it repeats updates
         self._evaluation_wait_s = 0.0  # since the last update
         self._update_done = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
-        self._reported_choices = {""}  # the engines' messages about their number of draft tokens
+        self._reported_messages = {""}  # the engines' messages about their number of draft tokens
         self._truncation_reported = False
         self._cold_cache_reported = False
 
-    async def resume_buffer(self, complete: list[Group], unfinished: list[Group]) -> None:
+    async def resume_buffer(self, complete_groups: list[Group], unfinished_groups: list[Group]) -> None:
         """Restore the groups of a checkpoint: complete ones wait for the trainer, the prompts of the others are sent out again."""
         # The teacher may have been changed or added since the checkpoint.
-        scores = (self.rollout.score_by_teacher(sample, group.problem) for group in complete for sample in group.samples)
-        await asyncio.gather(*scores)
-        for group in complete:
+        scoring = (self.rollout.score_by_teacher(sample, group.problem) for group in complete_groups for sample in group.samples)
+        await asyncio.gather(*scoring)
+        for group in complete_groups:
             await self.buffer.put(group)
-        self.buffer.requeued = unfinished
-        self.rollout.admission.begin_interval(len(complete))
+        self.buffer.requeued = unfinished_groups
+        self.rollout.admission.begin_interval(len(complete_groups))
 
     async def run(self) -> None:
         """Run rollout and training until all updates are done or a stop is requested, with held-out evaluations before and after."""
@@ -153,9 +153,9 @@ class RlStage:
                 if self._replaying:
                     await self.publish()
                 return await self._run_updates()
-            except TrainerLost as lost:
+            except TrainerLost as error:
                 self.clock.set("trainer", False)
-                await self.recover(lost)
+                await self.recover(error)
                 self._replaying = True
                 self._skipped_in_a_row = 0
 
@@ -180,7 +180,7 @@ class RlStage:
             await self.state.checkpoint_if_due(self.trainer)
             if self.evaluator.is_due():
                 await self.evaluator.start(background=True)
-                if not self.evaluator.running:
+                if not self.evaluator.is_running:
                     # Training waited for the evaluation, so its time is excluded from the next update. Rollout continued, so the time is
                     # included in its rates.
                     self._evaluation_wait_s += self.clock.read_and_reset()["timing_s/step"]
@@ -193,34 +193,36 @@ class RlStage:
         """Wait for the groups of the next update. Returns None if a stop is requested first."""
         if self.state.stopping.is_set():
             return None
-        count, every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
+        batch_size, sync_every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
         due_version = self.state.version - self.recipe.async_.max_staleness
         # Later batches before the next sync take this many groups, so this many due groups can be left to them.
-        max_deferred = (every - 1 - self.state.step % every) * count
-        ready = asyncio.create_task(self._while_progressing(self.buffer.wait(count, due_version=due_version, max_deferred=max_deferred)))
-        if not await finished_before(ready, self.state.stopping):
+        max_deferred = (sync_every - 1 - self.state.step % sync_every) * batch_size
+        wait_task = asyncio.create_task(
+            self._wait_while_progressing(self.buffer.wait(batch_size, due_version=due_version, max_deferred=max_deferred))
+        )
+        if not await finished_before(wait_task, self.state.stopping):
             return None
-        ready.result()
-        groups = self.buffer.take(count, self.state.step + 1)
+        wait_task.result()
+        groups = self.buffer.take(batch_size, self.state.step + 1)
         if not self.recipe.train.restarts_trainer:
             self.buffer.forget(self.state.step + 1)
         return groups
 
-    async def _while_progressing(self, work: Awaitable[None]) -> None:
-        """Wait for `work` while responses keep arriving. Raises RuntimeFailure after `cluster.step_deadline_s` without progress."""
-        deadline = self.recipe.cluster.step_deadline_s
+    async def _wait_while_progressing(self, awaitable: Awaitable[None]) -> None:
+        """Wait for `awaitable` while responses keep arriving. Raises RuntimeFailure after `cluster.step_deadline_s` without progress."""
+        deadline_s = self.recipe.cluster.step_deadline_s
         # The deadline starts now: responses that arrived while the trainer was busy do not count.
         self.rollout.record_progress()
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(awaitable)
         try:
-            while (remaining_s := self.rollout.last_progress + deadline - time.monotonic()) > 0:
+            while (remaining_s := self.rollout.last_progress + deadline_s - time.monotonic()) > 0:
                 if (await asyncio.wait({task}, timeout=remaining_s))[0]:
                     return task.result()
         finally:
             task.cancel()
-        ready, batch_size = self.buffer.ready, self.recipe.train.rl.prompts_per_step
+        ready = f"{self.buffer.ready} of {self.recipe.train.rl.prompts_per_step} groups"
         raise RuntimeFailure(
-            f"rollout, batch of step {self.state.step + 1}: no response for {deadline:g} s, with {ready} of {batch_size} groups ready; "
+            f"rollout, batch of step {self.state.step + 1}: no response for {deadline_s:g} s, with {ready} ready; "
             "see logs/, or raise cluster.step_deadline_s"
         )
 
@@ -230,10 +232,10 @@ class RlStage:
         """One policy update on the groups. Returns its metrics, and the seconds that the trainer took."""
         samples = [sample for group in groups for sample in group.samples]
         trained_samples = [trained for sample in samples for trained in sample.trajectory]
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         self.state.updating = True
         metrics = await self.trainer.rl_step(trained_samples, self.state.version)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started_at
         self._skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
         updates_since_sync = self.state.step - max(self.state.synced_at, 0)
         metrics |= trajectory_metrics(samples, self.state.version, self.recipe.async_.sync_every, updates_since_sync)
@@ -246,19 +248,19 @@ class RlStage:
 
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
         """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
-        times, counts = self.clock.read_and_reset(), self.rollout.take_counts()
-        self.idle_watch.observe(times)
-        seconds_generating, self._evaluation_wait_s = times["timing_s/step"] + self._evaluation_wait_s, 0.0
-        means, rollout_metrics = counts.reward_means(), counts.metrics(groups, seconds_generating)
-        stability, warning = self.stability.update(means, metrics)
+        busy_times, counts = self.clock.read_and_reset(), self.rollout.take_counts()
+        self.idle_watch.observe(busy_times)
+        seconds_generating, self._evaluation_wait_s = busy_times["timing_s/step"] + self._evaluation_wait_s, 0.0
+        group_means, rollout_metrics = counts.reward_means(), counts.metrics(groups, seconds_generating)
+        stability_metrics, warning = self.stability_watch.update(group_means, metrics)
         if warning is not None:
             self.telemetry.event("alarm", warning)
-        for hint in self.hints.update(means, metrics | rollout_metrics):
+        for hint in self.hint_watch.update(group_means, metrics | rollout_metrics):
             self.telemetry.event("hint", hint)
         return (
-            times
+            busy_times
             | rollout_metrics
-            | stability
+            | stability_metrics
             | self.state.checkpoint_copy_metrics()
             | {
                 "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
@@ -280,24 +282,24 @@ class RlStage:
         self.state.sent_version = version
         metrics = await self.sync(version)
         if self.recipe.rollout.speculation.auto:
-            metrics |= await self._draft_counts()
+            metrics |= await self._draft_count_metrics()
         self.state.version, self.state.synced_at = version, self.state.step
         if self._replaying:
             self._replaying = False
             self.buffer.forget(self.state.step)
             await self.buffer.restore_taken()
         # Groups of this interval that were trained on before the stop. Nonzero only if a resumed run publishes between two syncs.
-        trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
-        self.rollout.on_publish(version, trained)
+        num_trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
+        self.rollout.on_publish(version, num_trained)
         return metrics
 
-    async def _draft_counts(self) -> dict[str, float]:
+    async def _draft_count_metrics(self) -> dict[str, float]:
         """The mean number of draft tokens per step that the engines have selected. Logs selections that are new."""
-        states = await self.generator.control_speculation()
-        for choice in {str(state["message"]) for state in states} - self._reported_choices:
-            self._reported_choices.add(choice)
-            self.telemetry.event("rollout", choice)
-        return {"rollout/spec_drafts": sum(state["drafts"] for state in states) / len(states)} if states else {}
+        engine_states = await self.generator.control_speculation()
+        for message in {str(state["message"]) for state in engine_states} - self._reported_messages:
+            self._reported_messages.add(message)
+            self.telemetry.event("rollout", message)
+        return {"rollout/spec_drafts": sum(state["drafts"] for state in engine_states) / len(engine_states)} if engine_states else {}
 
     # ------------------------------------------------------------------------------------------------------ warnings
 
@@ -312,9 +314,9 @@ class RlStage:
 
     def _warn_of_cold_cache(self, metrics: Mapping[str, float]) -> None:
         """Log an event if the first update had no prefix cache hit. Later updates only have the metric."""
-        reported, self._cold_cache_reported = self._cold_cache_reported, True
-        group = self.recipe.train.rl.group_size
-        if not reported and group > 1 and metrics.get("rollout/prefix_cache_hit_rate") == 0:
+        is_reported, self._cold_cache_reported = self._cold_cache_reported, True
+        group_size = self.recipe.train.rl.group_size
+        if not is_reported and group_size > 1 and metrics.get("rollout/prefix_cache_hit_rate") == 0:
             self.telemetry.event(
-                "rollout", f"no prompt token was in the prefix cache: engines compute each prompt {group} times. {COLD_CACHE_REASON}"
+                "rollout", f"no prompt token was in the prefix cache: engines compute each prompt {group_size} times. {COLD_CACHE_REASON}"
             )

@@ -68,12 +68,12 @@ class Admission:
         """Stop counting a dropped group, so that another one may replace it."""
         self._admitted -= 1
 
-    def begin_interval(self, pending: int, trained: int = 0) -> None:
-        """Begin the interval after a sync, with `pending` groups of older weights.
+    def begin_interval(self, num_pending: int, num_trained: int = 0) -> None:
+        """Begin the interval after a sync, with `num_pending` groups of older weights.
 
-        `trained`: groups on which the trainer was updated in this interval before the run was resumed.
+        `num_trained`: groups on which the trainer was updated in this interval before the run was resumed.
         """
-        self._admitted = pending + trained
+        self._admitted = num_pending + num_trained
 
 
 @dataclass(slots=True)
@@ -82,25 +82,25 @@ class RolloutCounts:
 
     Attributes:
         tokens: generated tokens, including responses to held-out problems.
-        dropped: groups dropped because they have no signal.
-        expired: groups that became too old.
+        dropped_groups: groups dropped because they have no signal.
+        expired_groups: groups that became too old.
         group_rewards: rewards of each complete group, including groups without signal.
         reward_calls: calls of the reward function.
         reward_errors: failed calls.
         reward_timeouts: calls that timed out.
         reward_seconds: total duration of the calls.
-        unrewarded: groups dropped because a reward failed.
+        unrewarded_groups: groups dropped because a reward failed.
     """
 
     tokens: int = 0
-    dropped: int = 0
-    expired: int = 0
+    dropped_groups: int = 0
+    expired_groups: int = 0
     group_rewards: list[list[float]] = field(default_factory=list)
     reward_calls: int = 0
     reward_errors: int = 0
     reward_timeouts: int = 0
     reward_seconds: float = 0.0
-    unrewarded: int = 0
+    unrewarded_groups: int = 0
 
     def add(self, outcome: Outcome) -> None:
         """Count one call of the reward function."""
@@ -115,15 +115,15 @@ class RolloutCounts:
 
     def metrics(self, groups: Sequence[Group], seconds: float) -> dict[str, float]:
         """Metrics of the interval before an update on `groups`, in which responses were generated for `seconds`."""
-        with_signal = sum(has_signal([sample.reward or 0.0 for sample in group.samples]) for group in groups)
+        num_with_signal = sum(has_signal([sample.reward or 0.0 for sample in group.samples]) for group in groups)
         metrics = {
             "timing_s/reward": self.reward_seconds / max(self.reward_calls, 1),
             "reward/errors": float(self.reward_errors),
             "reward/timeouts": float(self.reward_timeouts),
-            "reward/dropped": float(self.unrewarded),
-            "reward/signal_fraction": with_signal / (self.dropped + len(groups)),
+            "reward/dropped": float(self.unrewarded_groups),
+            "reward/signal_fraction": num_with_signal / (self.dropped_groups + len(groups)),
             "rollout/tokens_per_s": self.tokens / seconds,
-            "async/asked_again": float(self.expired),
+            "async/asked_again": float(self.expired_groups),
         }
         if self.group_rewards:
             # With dynamic sampling, groups with equal rewards are dropped, so `reward/mean` stays near one half.
@@ -181,14 +181,14 @@ class RolloutLoop:
         counts, self.counts = self.counts, RolloutCounts()
         return counts
 
-    def on_publish(self, version: int, trained: int) -> None:
+    def on_publish(self, version: int, num_trained: int) -> None:
         """Discard groups that are too old for `version`, which every engine has now, and admit more prompts.
 
-        `trained`: see `Admission.begin_interval`.
+        `num_trained`: see `Admission.begin_interval`.
         """
-        self.counts.expired += self.buffer.expire(version - self.recipe.async_.max_staleness)
+        self.counts.expired_groups += self.buffer.expire(version - self.recipe.async_.max_staleness)
         self.acceptance.begin_version(version)
-        self.admission.begin_interval(self.buffer.pending, trained)
+        self.admission.begin_interval(self.buffer.pending, num_trained)
         self._admission_changed.set()
 
     async def run(self) -> None:
@@ -198,8 +198,8 @@ class RolloutLoop:
             async for sample in samples:
                 self.record_progress()
                 self.count_response(sample)
-                if (failure := self._failures.unreported(sample)) is not None:
-                    self.telemetry.event("environment", failure)
+                if (message := self._failures.unreported(sample)) is not None:
+                    self.telemetry.event("environment", message)
                 tasks.create_task(self._process_sample(sample))
 
     # ------------------------------------------------------------------------------------------- prompt and admission
@@ -298,10 +298,10 @@ class RolloutLoop:
         """Put a complete group into the buffer. Drop it if a reward is missing, or dynamic sampling finds no signal in it."""
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         if len(rewards) < group.size:
-            self.counts.unrewarded += 1
+            self.counts.unrewarded_groups += 1
             self.recorder.record_dropped(self.state.step + 1, group, f"no reward: {last_outcome.error}")
-            error = last_outcome.error
-            await self._drop(group, f"reward.on_error: {{}} groups in a row were dropped (the last: {error}); fix the reward function")
+            last_error = last_outcome.error
+            await self._drop(group, f"reward.on_error: {{}} groups in a row were dropped (the last: {last_error}); fix the reward function")
             return
         self.counts.group_rewards.append(rewards)
         signal = has_signal(rewards)
@@ -310,7 +310,7 @@ class RolloutLoop:
             self._dropped_in_a_row = 0
             await self.buffer.put(group)
             return
-        self.counts.dropped += 1
+        self.counts.dropped_groups += 1
         self.recorder.record_dropped(self.state.step + 1, group, f"no signal: every reward of its group is {rewards[0]:g}")
         await self._drop(
             group,

@@ -124,7 +124,7 @@ def test_every_drawn_prompt_is_trained_waiting_or_in_flight(tmp_path: Path) -> N
     asyncio.run(scenario())
     (stage,) = stages
     trained = [sample.prompt_id for batch in world.batches for sample in batch if sample.index == 0]
-    waiting = [group.problem.prompt_id for group in (*stage.buffer._ready, *stage.buffer.unfinished())]
+    waiting = [group.problem.prompt_id for group in (*stage.buffer._ready_groups, *stage.buffer.unfinished())]
     assert len(trained) == 200 * 4 and sum(metrics["async/asked_again"] for _, metrics in world.rows) > 0
     assert sorted(trained + waiting) == sorted(f"p{number}" for number in range(stage.rollout.cursor.drawn))
 

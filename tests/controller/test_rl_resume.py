@@ -81,6 +81,6 @@ def test_run_resumed_after_any_update_trains_every_prompt_once(tmp_path: Path, s
     rows = [*stopped.rows, *resumed.rows]
     assert [step for step, _ in rows] == list(range(1, STEPS + 1))
     trained = [s.prompt_id for batch in (*stopped.batches, *resumed.batches) for s in batch if s.index == 0]
-    waiting = [group.problem.prompt_id for group in (*stage.buffer._ready, *stage.buffer.unfinished())]
+    waiting = [group.problem.prompt_id for group in (*stage.buffer._ready_groups, *stage.buffer.unfinished())]
     assert len(trained) == STEPS * GROUPS
     assert sorted(trained + waiting) == sorted(f"p{number}" for number in range(stage.rollout.cursor.drawn))

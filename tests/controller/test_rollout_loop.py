@@ -112,7 +112,7 @@ def test_admission_is_limited_to_one_plus_threshold_times_the_consumption(thresh
 def test_groups_still_pending_at_a_sync_count_against_the_next_interval() -> None:
     admission = Admission(groups_per_step=8, sync_every=1, threshold=0.5)
     let_out(admission)
-    admission.begin_interval(pending=4)
+    admission.begin_interval(num_pending=4)
     assert let_out(admission) == 8
 
 
@@ -127,4 +127,4 @@ def test_every_group_after_a_sync_has_the_new_weights_without_staleness() -> Non
     admission = Admission(groups_per_step=3, sync_every=1, threshold=0.0)
     for _ in range(4):
         assert let_out(admission) == 3
-        admission.begin_interval(pending=0)
+        admission.begin_interval(num_pending=0)
