@@ -36,15 +36,15 @@ class CheckpointCopier:
     to fail and when it recovers.
     """
 
-    def __init__(self, store: ObjectStore, run_dir: Path, keep: int, report: Report) -> None:
+    def __init__(self, store: ObjectStore, run_dir: Path, num_kept: int, report: Report) -> None:
         self.store, self._report = store, report
-        self._writer = CopyWriter(store, run_dir, keep)
+        self._writer = CopyWriter(store, run_dir, num_kept)
         self._changed = threading.Condition()
         self._queued: Path | None = None
-        self._copying: Path | None = None
+        self._current: Path | None = None
         self._retry_deadline: float | None = None  # set when the run is ending
         self._failures_since_report = 0
-        self._failures, self._uncopied = 0, 0
+        self._num_failures, self._num_uncopied = 0, 0
         self._seconds: float | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint copies", daemon=True)
@@ -54,22 +54,22 @@ class CheckpointCopier:
         """Queue a complete checkpoint. It replaces one that is still queued. Does not block."""
         with self._changed:
             self._queued = checkpoint
-            self._uncopied += 1
+            self._num_uncopied += 1
             self._changed.notify_all()
 
     @property
     def in_use(self) -> Sequence[str]:
         """Names of the checkpoints that must not be deleted: the one being copied, and the queued one."""
         with self._changed:
-            return [path.name for path in (self._copying, self._queued) if path is not None]
+            return [path.name for path in (self._current, self._queued) if path is not None]
 
     def metrics(self) -> dict[str, float]:
         """Checkpoints that are not copied yet, failed attempts since the last call, and duration of the latest copy."""
         with self._changed:
-            metrics = {"checkpoint/copy_failures": float(self._failures), "checkpoint/copy_behind": float(self._uncopied)}
+            metrics = {"checkpoint/copy_failures": float(self._num_failures), "checkpoint/copy_behind": float(self._num_uncopied)}
             if self._seconds is not None:
                 metrics["timing_s/checkpoint_copy"] = self._seconds
-            self._failures, self._seconds = 0, None
+            self._num_failures, self._seconds = 0, None
         return metrics
 
     async def finish(self) -> None:
@@ -81,7 +81,7 @@ class CheckpointCopier:
             await asyncio.sleep(POLL_S)
         if self._error is not None:
             raise self._error
-        if self._uncopied:
+        if self._num_uncopied:
             self._report(f"the newest checkpoint was not copied to {self.store.url}; start the same command again once it answers")
 
     def _run(self) -> None:
@@ -94,28 +94,28 @@ class CheckpointCopier:
     def _next(self) -> Path | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queued is not None or self._retry_deadline is not None)
-            self._copying, self._queued = self._queued, None
-            return self._copying
+            self._current, self._queued = self._queued, None
+            return self._current
 
     def _copy(self, checkpoint: Path) -> None:
         """Copy a checkpoint. Retries until it succeeds, a newer one is queued, or the deadline of an ending run has passed."""
         delay = FIRST_DELAY_S
         with self._changed:
-            uncopied = self._uncopied
+            num_uncopied = self._num_uncopied
         while True:
-            began = time.monotonic()
+            started_at = time.monotonic()
             try:
                 self._writer.copy(checkpoint)
             except (StoreFailed, OSError) as error:
                 self._record_failure(error)
             except (Damaged, OtherVersion) as error:
                 path = f"{checkpoint.parent.parent}/" if isinstance(error, Damaged) else ""
-                self._record_result(uncopied)
+                self._record_result(num_uncopied)
                 return self._report(f"{path}{error}; {checkpoint.name} is not copied")
             else:
-                failures = self._record_result(uncopied, time.monotonic() - began)
-                if failures:
-                    self._report(f"{checkpoint.name} is in {self.store.url}, after {failures} failed attempts")
+                num_failures = self._record_result(num_uncopied, time.monotonic() - started_at)
+                if num_failures:
+                    self._report(f"{checkpoint.name} is in {self.store.url}, after {num_failures} failed attempts")
                 return
             with self._changed:
                 timeout = delay if self._retry_deadline is None else min(delay, FIRST_DELAY_S)
@@ -126,22 +126,22 @@ class CheckpointCopier:
 
     def _record_failure(self, error: Exception) -> None:
         with self._changed:
-            self._failures += 1
+            self._num_failures += 1
             self._failures_since_report += 1
-            first = self._failures_since_report == 1
-        if first:
+            is_first_failure = self._failures_since_report == 1
+        if is_first_failure:
             self._report(f"{error}; training continues, and the copy is retried")
 
-    def _record_result(self, uncopied: int, seconds: float | None = None) -> int:
+    def _record_result(self, num_uncopied: int, seconds: float | None = None) -> int:
         """Record that a checkpoint was copied in `seconds`, or is damaged (None). Returns the number of failed attempts before the copy."""
         with self._changed:
-            self._uncopied -= uncopied
-            self._copying = None
+            self._num_uncopied -= num_uncopied
+            self._current = None
             if seconds is None:
                 return 0
-            failures, self._failures_since_report = self._failures_since_report, 0
+            num_failures, self._failures_since_report = self._failures_since_report, 0
             self._seconds = seconds
-        return failures
+        return num_failures
 
 
 def store_of(recipe: Recipe) -> ObjectStore | None:
@@ -166,16 +166,16 @@ def check_copies(recipe: Recipe) -> None:
         return
     try:
         store.check()
-        text = store.read(RECIPE)
+        recipe_text = store.read(RECIPE)
     except StoreFailed as error:
         if _has_checkpoint(RunDirectory(recipe.run_path)):
             return  # The run starts, and reports that its checkpoints cannot be copied yet.
         problem = f"{store.url} does not answer ({error.reason}), and may have the checkpoint from which this run resumes"
         raise EnvironmentMissing(f"{COPY_URL_FIELD}: {problem}; start again once it does, or remove the key") from error
-    if text is not None:
-        name = yaml12.parse(text.decode("utf-8", errors="replace"), f"{store.url}/{RECIPE}").value
-        if isinstance(name, dict) and name.get("name") != recipe.name:
-            problem = f"{store.url} contains the run {name.get('name')}, not {recipe.name}"
+    if recipe_text is not None:
+        other_recipe = yaml12.parse(recipe_text.decode("utf-8", errors="replace"), f"{store.url}/{RECIPE}").value
+        if isinstance(other_recipe, dict) and other_recipe.get("name") != recipe.name:
+            problem = f"{store.url} contains the run {other_recipe.get('name')}, not {recipe.name}"
             raise UserError(f"{COPY_URL_FIELD}: {problem}; put {{name}} into the URL, or use another URL")
 
 
@@ -201,10 +201,10 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
         try:
             if newest_copy(store) is None:
                 return ""
-            began = time.monotonic()
+            started_at = time.monotonic()
             with RunDirectory.create(directory.path, dump_resolved(recipe)):
                 name = fetch_run(store, directory.path, report)
-            return f"{name} was fetched from {store.url} in {time.monotonic() - began:.0f} s" if name else ""
+            return f"{name} was fetched from {store.url} in {time.monotonic() - started_at:.0f} s" if name else ""
         except StoreFailed as error:
             if attempt == FETCH_ATTEMPTS:
                 raise EnvironmentMissing(f"{COPY_URL_FIELD}: {error}; start again once it answers; fetched files are kept") from error

@@ -74,9 +74,9 @@ def check_code(recipe: Recipe) -> list[str]:
     """Try the recipe's code on the first problems, without tokenizer and model. Returns warnings. Raises like `try_code`."""
     if "rl" not in recipe.train.stages:
         return []
-    hint = recipe.train.rl.teacher is not None and recipe.train.rl.teacher.hint is not None
+    has_hint = recipe.train.rl.teacher is not None and recipe.train.rl.teacher.hint is not None
     custom_rewards = any(reward.function not in ANSWER_REWARDS for reward in recipe.rewards.values())
-    needs_rows = hint or recipe.rollout.environment != "single" or custom_rewards
+    needs_rows = has_hint or recipe.rollout.environment != "single" or custom_rewards
     if not needs_rows:
         return list(try_code(recipe, ProblemSets([], [], []), check_verifiers=False).warnings)
     first_rows = first_problems(recipe.data, recipe.seed, recipe.evaluation, TRIAL_ROWS, recipe.rollout)
@@ -97,11 +97,11 @@ def _try_environment(recipe: Recipe, problems: ProblemSets) -> EnvironmentTrial 
 
     environment = load_environment_class(recipe.rollout)
     assert environment is not None, "the recipe names one"
-    chat = uses_chat_template(recipe.data, problems.train)
-    trial = try_environment(environment, problems.train, chat=chat, deadline_s=recipe.rollout.deadline_s)
+    uses_chat = uses_chat_template(recipe.data, problems.train)
+    trial = try_environment(environment, problems.train, chat=uses_chat, deadline_s=recipe.rollout.deadline_s)
     for rows in problems.held_out.values():  # these may lack a column that the environment needs
         try:
-            try_environment(environment, rows[:1], chat=chat, deadline_s=recipe.rollout.deadline_s)
+            try_environment(environment, rows[:1], chat=uses_chat, deadline_s=recipe.rollout.deadline_s)
         except UserError as error:
             raise UserError(f"{error} (with the held-out row {rows[0].prompt_id})") from error
     if not trial.has_reward:
@@ -176,16 +176,16 @@ def check_verifier(config: RewardConfig, problems: ProblemSets) -> str:
     checked_rows = {name: rows[:: -(-len(rows) // MAX_CHECKED_ROWS)] for name, rows in sets.items() if rows}
     all_outcomes = iter(asyncio.run(_call_reward(config, [row for rows in checked_rows.values() for row in rows])))
     for name, rows in checked_rows.items():
-        rejected = [row for row, outcome in zip(rows, all_outcomes, strict=False) if not outcome.reward]
-        if not rejected:
+        rejected_rows = [row for row, outcome in zip(rows, all_outcomes, strict=False) if not outcome.reward]
+        if not rejected_rows:
             continue
-        example, function = rejected[0], config.function
+        example, function = rejected_rows[0], config.function
         warning = (
             f"{example.prompt_id}: reward.function: {function} gives 0 for the row's own "
-            f"{'answer' if example.solution is None else 'solution'} (answer {example.answer[-40:]!r}), and for {len(rejected)} of "
+            f"{'answer' if example.solution is None else 'solution'} (answer {example.answer[-40:]!r}), and for {len(rejected_rows)} of "
             f"{len(rows)} checked {name} problems"
         )
-        if len(rejected) == len(rows):
+        if len(rejected_rows) == len(rows):
             raise UserError(f"{warning}: no response could be correct; fix `answer`, or set reward.function: {_OTHER_VERIFIER[function]}")
         warnings.append(warning)
     return "; ".join(warnings)

@@ -218,12 +218,12 @@ def open_model(recipe: Recipe, run_dir: Path) -> HfFolder:
     from mtpctl.convert.drafter import add_drafter, derive_folder
 
     if config.context is not None:
-        extended = run_dir.absolute() / LONG_CONTEXT
-        if not extended.exists():
+        extended_folder = run_dir.absolute() / LONG_CONTEXT
+        if not extended_folder.exists():
             derive_folder(
-                source, extended, extend_context(HfFolder.open(source).config, config.context, config.rope_scaling), {}, link=True
+                source, extended_folder, extend_context(HfFolder.open(source).config, config.context, config.rope_scaling), {}, link=True
             )
-        source = extended
+        source = extended_folder
     if config.drafter is None:
         return HfFolder.open(source)
     return add_drafter(source, folder, config.drafter.kind, config.drafter.layers, seed=recipe.seed)
@@ -244,17 +244,17 @@ def open_version_store(folder: Path, recipe: Recipe, shape: ModelShape) -> Versi
     If replicas may join on hosts that the cluster does not have yet, the store is in `folder`, which those hosts share.
     """
     url = recipe.sync_url
-    remote = None if url is None else ObjectStore(url, URL_FIELD)
+    object_store = None if url is None else ObjectStore(url, URL_FIELD)
     if recipe.rollout.elastic and recipe.cluster.address is not None:
-        return VersionStore(folder / "versions", remote)
-    size = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
+        return VersionStore(folder / "versions", object_store)
+    nbytes = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     if sends_unquantized_too(recipe):
         # The store of unquantized versions is a subfolder.
-        size += sum(bucket.nbytes for buckets in section_buckets(recipe, shape).values() for bucket in buckets)
+        nbytes += sum(bucket.nbytes for buckets in section_buckets(recipe, shape).values() for bucket in buckets)
     if recipe.sync.delta:
         # `default_root` reserves three versions of this size, so this adds 3/4 of a version for the deltas.
-        size += size // 4
-    return VersionStore(default_root(store_name(folder), size, folder / "versions"), remote)
+        nbytes += nbytes // 4
+    return VersionStore(default_root(store_name(folder), nbytes, folder / "versions"), object_store)
 
 
 def local_folder(name: str, field: str) -> Path:

@@ -63,8 +63,8 @@ def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start
     state = load_resume_state(choice.path, recipe.train)
     check_stages(choice.path, state, recipe.train.stages)
     _check_reference(recipe, directory, state)
-    renamed = [f"{path.name} is kept under another name" for path, _ in choice.damaged]
-    return Start(choice.path, state, ["; ".join([line, *renamed[i : i + 1]]) for i, line in enumerate(choice.lines)])
+    renamed_lines = [f"{path.name} is kept under another name" for path, _ in choice.damaged]
+    return Start(choice.path, state, ["; ".join([line, *renamed_lines[i : i + 1]]) for i, line in enumerate(choice.lines)])
 
 
 def describe_start(recipe: Recipe) -> list[str]:
@@ -97,8 +97,8 @@ def report_completed_run(recipe: Recipe, directory: RunDirectory, checkpoint: Pa
     """If all stages have ended, print the summary of the run, update its copy, and return True."""
     if checkpoint is None or not set(recipe.train.stages) <= set(state["ended"]):
         return False
-    changed = changed_task_keys(recipe, directory)
-    hint = _changed_task_hint(changed) if changed else _continue_hint(recipe, state["stage"])
+    changed_keys = changed_task_keys(recipe, directory)
+    hint = _changed_task_hint(changed_keys) if changed_keys else _continue_hint(recipe, state["stage"])
     print_completed_run(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
     if (copier := start_copier(recipe, directory, checkpoint, report)) is not None:
         asyncio.run(copier.finish())
@@ -116,11 +116,11 @@ def _changed_task_hint(keys: list[str]) -> str:
     return f"its {key_list} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one another `name` to train with it"
 
 
-def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
+def start_over(recipe: Recipe, shared_folders: Sequence[str] = ()) -> Path | None:
     """Rename the run directory, and create an empty one for the new start. Returns the renamed directory; None if there was no run.
 
-    `shared`: names of folders that the new run needs as well. Raises UserError if a run is writing the directory, or if its copy in object
-    storage would be overwritten.
+    `shared_folders`: names of folders that the new run needs as well. Raises UserError if a run is writing the directory, or if its copy in
+    object storage would be overwritten.
     """
     path = recipe.run_path.absolute()
     if not RunDirectory(path).recipe.exists():
@@ -134,15 +134,15 @@ def start_over(recipe: Recipe, shared: Sequence[str] = ()) -> Path | None:
     except EnvironmentMissing as error:
         raise EnvironmentMissing(f"--start-over: {error}") from error
     with RunDirectory.create(path, ""):
-        renamed = next(candidate for count in range(1, 1 << 16) if not (candidate := path.with_name(f"{path.name}.{count}")).exists())
-        path.rename(renamed)
+        previous_run = next(candidate for count in range(1, 1 << 16) if not (candidate := path.with_name(f"{path.name}.{count}")).exists())
+        path.rename(previous_run)
     path.mkdir(mode=0o700)
-    (path / START_OVER_FILE).write_text(renamed.name)
-    for name in shared:
-        if (renamed / name).is_dir():
+    (path / START_OVER_FILE).write_text(previous_run.name)
+    for name in shared_folders:
+        if (previous_run / name).is_dir():
             # Weights do not change, so both runs can share the files.
-            shutil.copytree(renamed / name, path / name, copy_function=_link_or_copy)
-    return renamed
+            shutil.copytree(previous_run / name, path / name, copy_function=_link_or_copy)
+    return previous_run
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -158,10 +158,10 @@ def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
     folder = recipe.model.folder_in(run.path)
     if folder is None or not folder.is_dir() or (tree := run.read_recipe()) is None:
         return
-    earlier = _init_keys(tree)
-    current = _init_keys(recipe.model_dump(mode="json", by_alias=True))
-    for key in [*current, *earlier]:
-        if (earlier_value := earlier.get(key)) != (value := current.get(key)):
+    earlier_values = _init_keys(tree)
+    current_values = _init_keys(recipe.model_dump(mode="json", by_alias=True))
+    for key in [*current_values, *earlier_values]:
+        if (earlier_value := earlier_values.get(key)) != (value := current_values.get(key)):
             raise UserError(
                 f"{'.'.join(key)}: is {value!r}, but {folder} was created with {earlier_value!r}; restore it, or use another run_dir"
             )
@@ -183,26 +183,28 @@ def old_logprobs_change(recipe: Recipe, run: RunDirectory) -> str:
     """
     if (tree := run.read_recipe()) is None:
         return ""
-    earlier = flatten(tree).get(("train", "rl", "old_logprobs"))
-    if earlier == "auto":
+    earlier_source = flatten(tree).get(("train", "rl", "old_logprobs"))
+    if earlier_source == "auto":
         try:
-            earlier = Recipe.model_validate(tree).old_logprobs
+            earlier_source = Recipe.model_validate(tree).old_logprobs
         except ValidationError:  # written by a release with other keys
             return ""
-    if earlier in (None, recipe.old_logprobs):
+    if earlier_source in (None, recipe.old_logprobs):
         return ""
-    return f"train.rl.old_logprobs is {recipe.old_logprobs} now, and was {earlier} before; set it to {earlier} to restore that"
+    return (
+        f"train.rl.old_logprobs is {recipe.old_logprobs} now, and was {earlier_source} before; set it to {earlier_source} to restore that"
+    )
 
 
 def changed_task_keys(recipe: Recipe, run: RunDirectory) -> list[str]:
     """The keys in which the recipe's task differs from the task of the run. Files are compared by name, because a run may be moved."""
     if (tree := run.read_recipe()) is None:
         return []
-    earlier = flatten(tree)
-    current = flatten(yaml12.parse(dump_resolved(recipe), "the recipe").value)
-    environment = {("rollout", name) for name in ("environment", "environment_args", "environment_eval_args")}
-    keys = [key for key in current if key[0] in ("data", "reward") or key[:2] in environment]
-    return [".".join(key) for key in keys if _file_name(current[key]) != _file_name(earlier.get(key))]
+    earlier_values = flatten(tree)
+    current_values = flatten(yaml12.parse(dump_resolved(recipe), "the recipe").value)
+    environment_keys = {("rollout", name) for name in ("environment", "environment_args", "environment_eval_args")}
+    keys = [key for key in current_values if key[0] in ("data", "reward") or key[:2] in environment_keys]
+    return [".".join(key) for key in keys if _file_name(current_values[key]) != _file_name(earlier_values.get(key))]
 
 
 def _file_name(value: object) -> object:

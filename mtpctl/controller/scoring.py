@@ -76,21 +76,21 @@ class OldLogprobScorer:
     def metrics(self) -> dict[str, float]:
         """`logprob/*` since the last call; empty if the server had no requests."""
         totals = {name: float(getattr(self.server.counters, name)) for name in self._last_totals}
-        delta = {name: totals[name] - last for name, last in self._last_totals.items()}
+        differences = {name: totals[name] - last_total for name, last_total in self._last_totals.items()}
         self._last_totals = totals
         late_count, unscored_count = self._late_count, self._unscored_count
         self._late_count = self._unscored_count = 0
-        if not delta["requests"] and not late_count:
+        if not differences["requests"] and not late_count:
             return {}
         metrics = {
-            "timing_s/logprob_server": delta["busy_s"],
-            "logprob/tokens_per_s": delta["tokens"] / delta["busy_s"] if delta["busy_s"] else 0.0,
-            "logprob/stall_seconds": delta["stall_s"],
+            "timing_s/logprob_server": differences["busy_s"],
+            "logprob/tokens_per_s": differences["tokens"] / differences["busy_s"] if differences["busy_s"] else 0.0,
+            "logprob/stall_seconds": differences["stall_s"],
             "logprob/late": float(late_count),
             "logprob/left_to_trainer": float(unscored_count),
         }
-        if delta["requests"]:
-            metrics["logprob/wait_seconds"] = delta["wait_s"] / delta["requests"]
+        if differences["requests"]:
+            metrics["logprob/wait_seconds"] = differences["wait_s"] / differences["requests"]
         return metrics
 
 
@@ -146,8 +146,8 @@ class LocalSource:
         )
         try:
             scores = await self.server.score(request)
-        except DeadlineExceeded as late:
-            raise TimeoutError from late
+        except DeadlineExceeded as error:
+            raise TimeoutError from error
         return TeacherScores(scores.logprobs, scores.topk_ids, scores.topk_logprobs)
 
 
@@ -177,7 +177,7 @@ class RemoteSource:
             raise UserError(f"{TEACHER_KEY}.url: {self.name} {reason}")
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         await self._client.aclose()
 
     async def tokenize(self, text: str) -> list[int] | None:
@@ -204,9 +204,9 @@ class RemoteSource:
             raise RuntimeFailure(f"{TEACHER_KEY}: {self.name} refused {sample.name}: {response.text[:300]}")
         data = _first_item(response)
         logprobs = [0.0 if value is None else value for value in data["logprobs"]]
-        rows = data.get("top_logprobs") or ()
-        ids, candidate_logprobs = ([[token[key] for token in row] for row in rows] for key in ("id", "logprob"))
-        return TeacherScores(logprobs, ids, candidate_logprobs)
+        candidate_rows = data.get("top_logprobs") or ()
+        candidate_ids, candidate_logprobs = ([[token[key] for token in row] for row in candidate_rows] for key in ("id", "logprob"))
+        return TeacherScores(logprobs, candidate_ids, candidate_logprobs)
 
     async def _post(self, body: Mapping[str, object]) -> httpx.Response:
         """Post a request, and retry while the server is busy or down. The caller bounds the time."""

@@ -65,28 +65,28 @@ class SftStage:
         while True:
             try:
                 return await self._run_updates()
-            except TrainerLost as lost:
-                await self.recover(lost, redraw=True)
+            except TrainerLost as error:
+                await self.recover(error, redraw=True)
                 self._reset_cursor()
 
     async def _run_updates(self) -> None:
         """Run updates and checkpoints until all are done, the loss reaches `until_loss`, or a stop is requested."""
-        train, skipped = self.recipe.train, 0
-        stage = train.draft if self.name == "draft" else train.sft
+        train, num_skipped = self.recipe.train, 0
+        config = train.draft if self.name == "draft" else train.sft
         update = self.trainer.draft_step if self.name == "draft" else self.trainer.sft_step
-        while self.state.step < stage.steps and not self.state.stopping.is_set():
+        while self.state.step < config.steps and not self.state.stopping.is_set():
             losses = self.state.losses
             if len(losses) == LOSS_WINDOW and sum(losses) / LOSS_WINDOW <= train.sft.until_loss:
                 self.telemetry.event("sft", f"mean loss {sum(losses) / LOSS_WINDOW:.3g} after {self.state.step} updates: the stage ends")
                 return
             if self.startup_task is not None and self.startup_task.done():
                 self.startup_task.result()
-            began = time.perf_counter()
-            sequences = [self._next_sequence() for _ in range(stage.batch_size)]
+            started_at = time.perf_counter()
+            sequences = [self._next_sequence() for _ in range(config.batch_size)]
             self.state.updating = True
             metrics = await update(sequences)
-            seconds = time.perf_counter() - began
-            skipped = count_skipped(metrics, skipped, train.max_bad_steps)
+            seconds = time.perf_counter() - started_at
+            num_skipped = count_skipped(metrics, num_skipped, train.max_bad_steps)
             if "sft/loss" in metrics and not metrics["skipped"]:
                 self.state.losses = [*losses, metrics["sft/loss"]][-LOSS_WINDOW:]
             self.state.step += 1
@@ -101,18 +101,18 @@ class SftStage:
         return encode_sft(self.prepared.tokenizer, next(self.cursor), self.recipe.data, self.prepared.tools, self.prepared.end_tokens)
 
 
-def count_skipped(metrics: dict[str, float], count: int, limit: int) -> int:
+def count_skipped(metrics: dict[str, float], num_skipped: int, limit: int) -> int:
     """The number of consecutive updates without a finite loss or gradient in any optimizer step. Raises RuntimeFailure at `limit`."""
     if metrics["skipped"] < 1:
         return 0
-    if count + 1 >= limit:
+    if num_skipped + 1 >= limit:
         cause = "a loss or gradient that is not finite; lower the learning rate"
         if "actor/grad_norm" in metrics:  # Metrics of a skipped step that are not finite are dropped.
             cause = (
                 "a loss or MTP gradient that is not finite, but a finite trunk gradient; check the loss, the teacher and optimizer.mtp_lr"
             )
-        raise RuntimeFailure(f"trainer: {count + 1} updates in a row had {cause}")
-    return count + 1
+        raise RuntimeFailure(f"trainer: {num_skipped + 1} updates in a row had {cause}")
+    return num_skipped + 1
 
 
 SAMPLES_FILE = "draft_samples.jsonl"
@@ -163,21 +163,21 @@ class DraftStage(SftStage):
         self.telemetry.event("draft", f"generating {len(missing_numbers):,} samples with the model")
         problems = PromptCursor(prepared.problems.train, recipe.seed, shuffle=recipe.data.shuffle).take(recipe.train.draft.samples)
 
-        async def requests() -> AsyncIterator[GenerationRequest]:
+        async def generate_requests() -> AsyncIterator[GenerationRequest]:
             for number in missing_numbers:
                 problem = problems[number]
                 sample = Sample(problem.prompt_id, str(number), prepared.prompt_ids(problem, recipe.data), index=number)
                 yield create_request(recipe.rollout, sample, context=prepared.context, end_ids=prepared.end_ids, problem=problem)
 
         with self.file.open("a") as stream:
-            async with contextlib.aclosing(generator.generate(requests())) as samples:
+            async with contextlib.aclosing(generator.generate(generate_requests())) as samples:
                 async for sample in samples:
-                    row = SftSample(sample.prompt_ids.tolist(), sample.response_ids.tolist(), sample.loss_mask.tolist())
-                    samples_by_number[sample.index] = row
-                    stream.write(json.dumps([sample.index, *row]) + "\n")
+                    sft_sample = SftSample(sample.prompt_ids.tolist(), sample.response_ids.tolist(), sample.loss_mask.tolist())
+                    samples_by_number[sample.index] = sft_sample
+                    stream.write(json.dumps([sample.index, *sft_sample]) + "\n")
                     if self.state.stopping.is_set():
                         return
-        tokens = sum(len(row.target) for row in samples_by_number.values())
+        tokens = sum(len(sft_sample.target) for sft_sample in samples_by_number.values())
         self.telemetry.event("draft", f"{len(samples_by_number):,} samples, {tokens:,} tokens")
 
 

@@ -81,8 +81,8 @@ def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Pa
             raise UserError(f"--from: {text} is an incomplete checkpoint; name another") from error
     recipe = RunDirectory(path).recipe
     if not recipe.is_file():
-        kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({RUN_FILE})", *other_kinds)
-        raise UserError(f"--from: {text} is neither {' nor '.join(kinds)}")
+        accepted_kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({RUN_FILE})", *other_kinds)
+        raise UserError(f"--from: {text} is neither {' nor '.join(accepted_kinds)}")
     checkpoint, version = newest_version(RunDirectory(path).checkpoints, report)
     if checkpoint is None:
         raise UserError(f"--from: {text} has no checkpoint yet")
@@ -177,7 +177,7 @@ class RunState:
     report: Report = lambda line: None
     copier: CheckpointCopier | None = None
     _buffer_write: asyncio.Future[Entry] | None = None
-    _entries: dict[str, Entry] = field(default_factory=dict)
+    _file_entries: dict[str, Entry] = field(default_factory=dict)
     """Sizes and checksums of the controller's files in the checkpoint that is being written."""
 
     @property
@@ -191,9 +191,9 @@ class RunState:
             self.stage, self.step, self.synced_at, self.cursor, self.losses, self.buffer = stage, 0, -1, None, [], None
         self.updating, self.saved_step, self.saved_at = False, self.step, time.monotonic()
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved_state: SavedState) -> None:
         """Load the state of the checkpoint that the run resumes from."""
-        for name, value in saved.items():
+        for name, value in saved_state.items():
             if name in SavedState.__annotations__:
                 setattr(self, name, list(value) if isinstance(value, list) else value)
 
@@ -210,12 +210,12 @@ class RunState:
             # The write may fail, because its folder is removed. asyncio warns of an exception that is not retrieved.
             self._buffer_write.add_done_callback(lambda write: write.exception())
             self._buffer_write = None
-        saved = load_resume_state(checkpoint, self.train)
-        within_stage = saved["stage"] == self.stage and self.stage not in saved["ended"]
-        self.step, self.losses = (saved["step"], saved["losses"]) if within_stage else (0, [])
+        saved_state = load_resume_state(checkpoint, self.train)
+        within_stage = saved_state["stage"] == self.stage and self.stage not in saved_state["ended"]
+        self.step, self.losses = (saved_state["step"], saved_state["losses"]) if within_stage else (0, [])
         if redraw:
-            self.cursor = saved["cursor"] if within_stage else None
-        self.ended, self.synced_at, self.updating = saved["ended"], -1, False
+            self.cursor = saved_state["cursor"] if within_stage else None
+        self.ended, self.synced_at, self.updating = saved_state["ended"], -1, False
         self.saved_step, self.saved_at = self.step, time.monotonic()
         return within_stage
 
@@ -235,18 +235,20 @@ class RunState:
         now = time.monotonic()
         if self.failure_times:
             return self.pending_checkpoint is None and now - self.failure_times[-1] >= RETRY_S
-        by_step = self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0
-        by_time = self.train.checkpoint_minutes and now - self.saved_at >= 60 * self.train.checkpoint_minutes
-        return bool(by_step or by_time)
+        is_due_by_step = self.train.checkpoint_every and self.step % self.train.checkpoint_every == 0
+        is_due_by_time = self.train.checkpoint_minutes and now - self.saved_at >= 60 * self.train.checkpoint_minutes
+        return bool(is_due_by_step or is_due_by_time)
 
     def _record_failure(self, failure: SaveFailed, consequence: str) -> None:
         """Record that a checkpoint could not be written, and report it. Raises RuntimeFailure after too many failures."""
         now = time.monotonic()
         self.pending_checkpoint, self.saved_step = None, _UNSAVED
         self.failure_times.append(now)
-        count, seconds = len(self.failure_times), now - self.failure_times[0]
-        if count >= MAX_FAILURES and seconds >= FAILURE_PERIOD_S:
-            message = f"{failure}; {count} attempts in {seconds / 60:.0f} minutes failed; free space and start the same command again"
+        num_failures, seconds = len(self.failure_times), now - self.failure_times[0]
+        if num_failures >= MAX_FAILURES and seconds >= FAILURE_PERIOD_S:
+            message = (
+                f"{failure}; {num_failures} attempts in {seconds / 60:.0f} minutes failed; free space and start the same command again"
+            )
             raise RuntimeFailure(message) from failure
         self.report(f"{failure}; {consequence}")
 
@@ -266,10 +268,10 @@ class RunState:
         with self.show_wait(f"trainer: saving {path.name}"):
             folder = await trainer.begin_save(path)
         # State and buffer are snapshots of this moment; rollout continues while the buffer is written.
-        text = json.dumps({name: getattr(self, name) for name in SavedState.__annotations__})
-        async with self._writing(trainer, path):
-            (folder / RUN_FILE).write_text(text)
-        self._entries = {RUN_FILE: entry_of_text(text)}
+        state_json = json.dumps({name: getattr(self, name) for name in SavedState.__annotations__})
+        async with self._write_or_abandon(trainer, path):
+            (folder / RUN_FILE).write_text(state_json)
+        self._file_entries = {RUN_FILE: entry_of_text(state_json)}
         if self.buffer is not None:
             self._buffer_write = asyncio.ensure_future(asyncio.to_thread(self.buffer.snapshot_writer(folder / BUFFER_FILE)))
         self.pending_checkpoint, self.saved_step = path, self.step
@@ -281,17 +283,19 @@ class RunState:
 
     async def retry_while_disk_full[T](self, save: Callable[[], Awaitable[T]]) -> T:
         """Call `save`, and retry while the disk is full. Raises RuntimeFailure after `FAILURE_PERIOD_S`."""
-        began, attempts = time.monotonic(), 0
+        started_at, num_attempts = time.monotonic(), 0
         while True:
             try:
                 return await save()
             except SaveFailed as failure:
-                self.pending_checkpoint, self.saved_step, attempts = None, _UNSAVED, attempts + 1
+                self.pending_checkpoint, self.saved_step, num_attempts = None, _UNSAVED, num_attempts + 1
                 minutes = FAILURE_PERIOD_S / 60
-                if time.monotonic() - began + RETRY_S > FAILURE_PERIOD_S:
-                    message = f"{failure}; {attempts} attempts in {minutes:.0f} minutes failed; free space and start the same command again"
+                if time.monotonic() - started_at + RETRY_S > FAILURE_PERIOD_S:
+                    message = (
+                        f"{failure}; {num_attempts} attempts in {minutes:.0f} minutes failed; free space and start the same command again"
+                    )
                     raise RuntimeFailure(message) from failure
-                if attempts == 1:
+                if num_attempts == 1:
                     self.report(
                         f"{failure}; free disk space, since the checkpoint is written again every {RETRY_S:.0f} seconds "
                         f"for {minutes:.0f} minutes"
@@ -299,7 +303,7 @@ class RunState:
                 await asyncio.sleep(RETRY_S)
 
     @contextlib.asynccontextmanager
-    async def _writing(self, trainer: TrainerGroup, path: Path) -> AsyncIterator[None]:
+    async def _write_or_abandon(self, trainer: TrainerGroup, path: Path) -> AsyncIterator[None]:
         """Write the controller's part of a checkpoint in the block. If that fails, abandons the trainer's part and raises SaveFailed."""
         try:
             yield
@@ -332,15 +336,15 @@ class RunState:
         if self._buffer_write is not None:
             if not wait and not self._buffer_write.done():
                 return
-            write, self._buffer_write = self._buffer_write, None
-            async with self._writing(trainer, self.pending_checkpoint):
-                self._entries[BUFFER_FILE] = await write
+            buffer_write, self._buffer_write = self._buffer_write, None
+            async with self._write_or_abandon(trainer, self.pending_checkpoint):
+                self._file_entries[BUFFER_FILE] = await buffer_write
         with self.show_wait(f"trainer: writing {self.pending_checkpoint.name}"):
-            complete = await trainer.finish_save(wait=wait, entries=self._entries)
-        if complete:
+            is_complete = await trainer.finish_save(wait=wait, entries=self._file_entries)
+        if is_complete:
             path, step = self.pending_checkpoint, self.saved_step
-            in_use = [] if self.copier is None else self.copier.in_use
-            await trainer.publish_checkpoint(path, self.train.keep_checkpoints, in_use)
+            checkpoints_in_use = [] if self.copier is None else self.copier.in_use
+            await trainer.publish_checkpoint(path, self.train.keep_checkpoints, checkpoints_in_use)
             if self.copier is not None:
                 self.copier.queue(path)
             self.pending_checkpoint, self.failure_times = None, []
