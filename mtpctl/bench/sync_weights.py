@@ -246,8 +246,8 @@ async def _measure_transport(
         await _wait_until_steady(load, options)
         memory_before = await _read_memory(trainer, engine, reset=True)
         await sync(version := version + 1, verify=True)
-        assert sync.last is not None
-        manifest, first_report = sync.last.manifest, sync.last.reports[0]
+        assert sync.last_update is not None
+        manifest, first_report = sync.last_update.manifest, sync.last_update.reports[0]
         await sync.wait_persisted()
         link = await _measure_link(options, trainer, engine, manifest)
         buckets = sum(len(section.buckets) for section in manifest.sections.values())
@@ -265,7 +265,7 @@ async def _measure_transport(
             await sync.wait_persisted()
             persisted = time.perf_counter() - resumed
             load.check()
-            sync_report, sent = sync.last.reports[0], sync.last.sent
+            sync_report, sent = sync.last_update.reports[0], sync.last_update.sent
             recovery = sync_report.stall_seconds + await _wait_for_recovery(load, resumed, rate_before, options)
             result.seconds.append(metrics["sync/seconds"])
             result.export_seconds.append(metrics["sync/publish_seconds"])

@@ -53,8 +53,8 @@ class ElasticRollout:
         self._membership: Membership | None = None
         self._claim = Claim("", 0.0)
         self._join_task: asyncio.Task[None] | None = None
-        self._joining = set[int]()
-        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._joining_slots = set[int]()
+        self._leave_tasks: dict[int, asyncio.Task[None]] = {}
         self._shown_wait = contextlib.ExitStack()
         self._waits_for_hosts = False
         self._last_left_at = float("-inf")
@@ -63,8 +63,8 @@ class ElasticRollout:
     async def watching(self) -> AsyncIterator[None]:
         """Check once a second while the block runs. An error of a check is raised when the block ends."""
         if self._earlier_request:
-            clipping = "" if self.requested == self._earlier_request else f", but rollout.replicas allows {self.requested}"
-            self._report(f"{self._earlier_request} replica(s) are requested, by an earlier mtpctl scale{clipping}")
+            clip_note = "" if self.requested == self._earlier_request else f", but rollout.replicas allows {self.requested}"
+            self._report(f"{self._earlier_request} replica(s) are requested, by an earlier mtpctl scale{clip_note}")
         task = asyncio.create_task(self._run(), name="elastic rollout")
         try:
             yield
@@ -81,7 +81,7 @@ class ElasticRollout:
             yield
         finally:
             self._membership = None
-            tasks = [*self._leaving.values()] + ([] if self._join_task is None else [self._join_task])
+            tasks = [*self._leave_tasks.values()] + ([] if self._join_task is None else [self._join_task])
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -93,9 +93,9 @@ class ElasticRollout:
                 if self._membership is not None and not self._state.stopping.is_set():
                     # In a thread, because Ray may block for a minute if the GCS server has ended, and the event loop must stay free to save
                     # a checkpoint.
-                    live, draining = await in_thread(lambda: (live_nodes(), draining_nodes()))
+                    live_node_ids, draining_node_ids = await in_thread(lambda: (live_nodes(), draining_nodes()))
                     if self._membership is not None:
-                        self._check(self._membership, live, draining)
+                        self._reconcile(self._membership, live_node_ids, draining_node_ids)
                 await asyncio.sleep(POLL_S)
         except Exception as error:
             self._report(f"replicas can no longer join or leave: {one_line(error)}")
@@ -117,23 +117,23 @@ class ElasticRollout:
         except UserError as refusal:
             return Answer(str(refusal), refused=True)
         self.requested = replicas
-        serving = 0 if self._membership is None else self._membership.serving
-        message = f"{self.requested} replica(s) are requested, and {serving} serve"
+        num_serving = 0 if self._membership is None else self._membership.serving
+        message = f"{self.requested} replica(s) are requested, and {num_serving} serve"
         self._report(message)
         return Answer(message)
 
-    def _check(self, membership: Membership, live: set[str], draining: set[str]) -> None:
+    def _reconcile(self, membership: Membership, live_node_ids: set[str], draining_node_ids: set[str]) -> None:
         for index in membership.occupied_slots:
             node = self._bundles.by_actor[_actor(index)].node
-            if node not in live or node in draining:
-                self._leave(membership, index, "its host is being drained" if node in live else "its host is lost")
+            if node not in live_node_ids or node in draining_node_ids:
+                self._leave(membership, index, "its host is being drained" if node in live_node_ids else "its host is lost")
         for index in membership.occupied_slots[: -self.requested]:
             self._leave(membership, index, f"{self.requested} are requested")
-        if (actor := self._starved_actor()) and not self._leaving and len(membership.occupied_slots) > self.rollout.replica_range.min:
+        if (actor := self._starved_actor()) and not self._leave_tasks and len(membership.occupied_slots) > self.rollout.replica_range.min:
             self._leave(membership, membership.occupied_slots[0], f"no other host has capacity for {actor}")
-        for index in [index for index in self._joining if membership.is_serving(index)]:
+        for index in [index for index in self._joining_slots if membership.is_serving(index)]:
             self._report(f"replica {index} serves")
-            self._joining.remove(index)
+            self._joining_slots.remove(index)
         # In a separate task, because Ray needs a while to reject a reservation if another job was faster.
         if (join_task := self._join_task) is None or join_task.done():
             if join_task is not None:
@@ -142,10 +142,10 @@ class ElasticRollout:
         self._show_wait(len(membership.occupied_slots))
 
     def _leave(self, membership: Membership, index: int, reason: str) -> None:
-        if index not in self._leaving:
+        if index not in self._leave_tasks:
             self._report(f"replica {index} leaves: {reason}")
-            self._joining.discard(index)
-            self._leaving[index] = asyncio.create_task(self._end_replica(membership, index))
+            self._joining_slots.discard(index)
+            self._leave_tasks[index] = asyncio.create_task(self._end_replica(membership, index))
 
     async def _end_replica(self, membership: Membership, index: int) -> None:
         try:
@@ -154,7 +154,7 @@ class ElasticRollout:
         except Exception as error:  # The replica has ended anyway, and its requests continue on others.
             self._report(f"replica {index} left with an error: {one_line(error)}")
         finally:
-            del self._leaving[index]
+            del self._leave_tasks[index]
             self._bundles.release(_actor(index))
             self._last_left_at = time.monotonic()
 
@@ -162,14 +162,16 @@ class ElasticRollout:
         """Add replicas until none is missing or no host has capacity."""
         while len(membership.occupied_slots) < self.requested and not self._state.weights_lost and not self._waiting_actors():
             index = next(
-                i for i in range(self.requested + len(self._leaving)) if i not in membership.occupied_slots and i not in self._leaving
+                i
+                for i in range(self.requested + len(self._leave_tasks))
+                if i not in membership.occupied_slots and i not in self._leave_tasks
             )
             actor = _actor(index)
             if await self._bundles.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
                 return
             self._report(f"replica {index} joins, on host {self._bundles.host(actor)}")
             membership.join(index)
-            self._joining.add(index)
+            self._joining_slots.add(index)
 
     def _waiting_actors(self) -> dict[str, float]:
         """Actors of the trainer and the log-prob server that wait for a bundle, with the start of the wait."""
@@ -177,24 +179,22 @@ class ElasticRollout:
 
     def _starved_actor(self) -> str:
         """A trainer or log-prob actor that lost its host and has waited for `YIELD_S` since a replica left; empty if there is none."""
-        latest = time.monotonic() - YIELD_S
-        lost = self._bundles.on_lost_hosts(
-            [actor for actor, since in self._waiting_actors().items() if max(since, self._last_left_at) <= latest]
+        latest_start = time.monotonic() - YIELD_S
+        lost_actors = self._bundles.on_lost_hosts(
+            [actor for actor, since in self._waiting_actors().items() if max(since, self._last_left_at) <= latest_start]
         )
-        return lost[0] if lost else ""
+        return lost_actors[0] if lost_actors else ""
 
     def _show_wait(self, hosted_replicas: int) -> None:
         """Show that the run waits for hosts while fewer than `rollout.replicas.min` replicas have one."""
-        minimum = self.rollout.replica_range.min
-        if hosted_replicas < minimum:
+        min_replicas = self.rollout.replica_range.min
+        if hosted_replicas < min_replicas:
             self.on_wait()
-        if (hosted_replicas < minimum) != self._waits_for_hosts:
-            self._waits_for_hosts = hosted_replicas < minimum
+        if (hosted_replicas < min_replicas) != self._waits_for_hosts:
+            self._waits_for_hosts = hosted_replicas < min_replicas
             if self._waits_for_hosts:
-                message = (
-                    f"rollout: {hosted_replicas} of at least {minimum} replica(s) have a host (rollout.replicas.min), waiting for capacity"
-                )
-                self._shown_wait.enter_context(self._waits.on(message))
+                hosted = f"{hosted_replicas} of at least {min_replicas} replica(s) have a host (rollout.replicas.min)"
+                self._shown_wait.enter_context(self._waits.show(f"rollout: {hosted}, waiting for capacity"))
             else:
                 self._shown_wait.close()
 

@@ -76,8 +76,8 @@ class Run:
         self.old_logprobs_note, self.status = old_logprobs_note, status
         self.start = start or Start(None, load_state(None))
         self.waits = Waits(telemetry.waiting, directory.logs)
-        self.state = RunState(directory.checkpoints, recipe.train, show_wait=self.waits.on, report=partial(telemetry.event, "checkpoint"))
-        self.stops = StopHandler(self.state, partial(telemetry.event, "stop"), daemons)
+        self.state = RunState(directory.checkpoints, recipe.train, show_wait=self.waits.show, report=partial(telemetry.event, "checkpoint"))
+        self.stop_handler = StopHandler(self.state, partial(telemetry.event, "stop"), daemons)
         self.store = open_version_store(directory.path, recipe, prepared.model.shape)
         self.reference = directory.path / REFERENCE
         self.trains_rl = "rl" in recipe.train.stages
@@ -89,7 +89,7 @@ class Run:
         for caution in cautions_of(self.recipe):
             self.telemetry.event("caution", caution)
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self.stops.handle_signals())
+            stack.enter_context(self.stop_handler.handle_signals())
             self.store.claim()
             stack.callback(self.store.close)
             if self.trains_rl and (gateway := bind_gateway(self.recipe.rollout)) is not None:
@@ -104,7 +104,7 @@ class Run:
                 stack.push_async_callback(self._finish_copies, copier)
             reservation = await reserve_bundles(self.recipe, self.waits, self.state.stopping)
             if reservation is None:
-                return self.stops.number
+                return self.stop_handler.number
             self.placement, self.bundles = reservation
             self.telemetry.event("start", f"placement: {self.bundles.summary()}")
             if self.recipe.train.needs_rollout and self.recipe.rollout.elastic:
@@ -117,26 +117,26 @@ class Run:
             )
             self.services = Services(self.recipe, self.prepared, self.placement, self.bundles, self.store, self.waits, self.telemetry)
             # The supervised stage does not need the engines, and runs while they start.
-            startup = asyncio.create_task(self._start_actors(stack)) if self.recipe.train.needs_rollout else None
+            startup_task = asyncio.create_task(self._start_actors(stack)) if self.recipe.train.needs_rollout else None
             try:
-                await self._run_stages(trainer, startup)
+                await self._run_stages(trainer, startup_task)
             except MtpctlError:
                 await self._save_after_failure(trainer)
                 raise
             finally:
-                if startup is not None and not startup.done():
-                    startup.cancel()
-                    await asyncio.gather(startup, return_exceptions=True)
+                if startup_task is not None and not startup_task.done():
+                    startup_task.cancel()
+                    await asyncio.gather(startup_task, return_exceptions=True)
             # A checkpoint is written at the end of each stage, and between stages the trainer has no optimizer.
             if self.state.stopping.is_set() and self.state.within_stage:
                 path = await self.state.retry_while_disk_full(lambda: self.state.checkpoint(trainer))
-                saved = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
-                self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {saved}")
-                return self.stops.number
+                result = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
+                self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {result}")
+                return self.stop_handler.number
         return None
 
     async def _finish_copies(self, copier: CheckpointCopier) -> None:
-        with self.waits.on(f"checkpoints: copying to {copier.store.url}"):
+        with self.waits.show(f"checkpoints: copying to {copier.store.url}"):
             await copier.finish()
 
     async def _save_after_failure(self, trainer: TrainerGroup) -> None:
@@ -165,17 +165,17 @@ class Run:
         """The counts of rollout replicas for the status page; None before they are started."""
         if self.pool is None:
             return None
-        bounds, membership = self.recipe.rollout.replica_range, self.pool.membership
-        requested = bounds.max if self.elastic is None else self.elastic.requested
-        return ReplicaCounts(membership.serving, requested, bounds.min, bounds.max, membership.restarts)
+        replica_range, membership = self.recipe.rollout.replica_range, self.pool.membership
+        requested = replica_range.max if self.elastic is None else self.elastic.requested
+        return ReplicaCounts(membership.serving, requested, replica_range.min, replica_range.max, membership.restarts)
 
-    async def _run_stages(self, trainer: TrainerGroup, startup: ActorStartup | None) -> None:
+    async def _run_stages(self, trainer: TrainerGroup, startup_task: ActorStartup | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
-        with self.waits.on("trainer: loading the model", "trainer rank 0"):
+        with self.waits.show("trainer: loading the model", "trainer rank 0"):
             try:
                 counts = await trainer.build(self.prepared.model.path)
-            except TrainerLost as lost:
-                counts = await self.recovery.at_start(lost)
+            except TrainerLost as error:
+                counts = await self.recovery.at_start(error)
         self.telemetry.event("start", f"trainer ready: {counts['parameters']:,} parameters, {counts['trained']:,} of them trained")
         checkpoint = self.start.checkpoint
         self.state.load(self.start.state)
@@ -185,55 +185,57 @@ class Run:
         for stage in self.recipe.train.stages:
             if stage in self.state.ended:
                 continue
-            resumed = checkpoint if within_stage and stage == self.state.stage else None
+            resumed_checkpoint = checkpoint if within_stage and stage == self.state.stage else None
             self.state.begin(stage)
             has_begun = False
             while True:
                 try:
                     if not has_begun:
-                        await self._begin_stage(stage, trainer, resumed)
+                        await self._begin_stage(stage, trainer, resumed_checkpoint)
                     has_begun = True
-                    await self._run_stage(stage, trainer, startup, resumed)
+                    await self._run_stage(stage, trainer, startup_task, resumed_checkpoint)
                     break
-                except TrainerLost as lost:
+                except TrainerLost as error:
                     # Recovery has begun the stage in the new trainer.
-                    resumed, has_begun = await self.recovery(lost, redraw=True), True
+                    resumed_checkpoint, has_begun = await self.recovery(error, redraw=True), True
             if self.state.stopping.is_set():
                 return
 
-    async def _begin_stage(self, stage: str, trainer: TrainerGroup, resumed: Path | None) -> None:
+    async def _begin_stage(self, stage: str, trainer: TrainerGroup, resumed_checkpoint: Path | None) -> None:
         """Begin a stage in the trainer, or continue it from a checkpoint."""
-        await self.state.retry_while_disk_full(lambda: trainer.begin_stage(stage, self.reference, resumed=resumed is not None))
-        if resumed is not None:
-            await self._restore(trainer, resumed)
+        await self.state.retry_while_disk_full(lambda: trainer.begin_stage(stage, self.reference, resumed=resumed_checkpoint is not None))
+        if resumed_checkpoint is not None:
+            await self._restore(trainer, resumed_checkpoint)
             note = f"; {self.old_logprobs_note}" if stage == "rl" and self.old_logprobs_note else ""
-            self.telemetry.event("resume", f"{stage} resumes after step {self.state.step}, from {resumed.name}{note}")
+            self.telemetry.event("resume", f"{stage} resumes after step {self.state.step}, from {resumed_checkpoint.name}{note}")
 
-    async def _run_stage(self, stage: str, trainer: TrainerGroup, startup: ActorStartup | None, resumed: Path | None) -> None:
+    async def _run_stage(
+        self, stage: str, trainer: TrainerGroup, startup_task: ActorStartup | None, resumed_checkpoint: Path | None
+    ) -> None:
         """Run a stage to its end, including its last checkpoint, or until a stop is requested.
 
-        `resumed`: the checkpoint within this stage to continue from. Raises TrainerLost if the trainer is lost outside an update.
+        `resumed_checkpoint`: within this stage, to continue from. Raises TrainerLost if the trainer is lost outside an update.
         """
         if stage == "sft":
             recipe, prepared, telemetry, state = self.recipe, self.prepared, self.telemetry, self.state
-            await SftStage(recipe, prepared, trainer, telemetry, state, startup_task=startup, recover=self.recovery).run()
+            await SftStage(recipe, prepared, trainer, telemetry, state, startup_task=startup_task, recover=self.recovery).run()
         elif stage == "draft":
-            await self._run_draft(trainer, startup)
+            await self._run_draft(trainer, startup_task)
         else:
-            assert startup is not None
-            if await finished_before(startup, self.state.stopping):
-                await self._run_rl(trainer, *startup.result(), resumed)
+            assert startup_task is not None
+            if await finished_before(startup_task, self.state.stopping):
+                await self._run_rl(trainer, *startup_task.result(), resumed_checkpoint)
         if not self.state.stopping.is_set():
             self.state.ended.append(stage)
             await self.state.retry_while_disk_full(lambda: self.state.checkpoint(trainer))
 
-    async def _run_draft(self, trainer: TrainerGroup, startup: ActorStartup | None) -> None:
+    async def _run_draft(self, trainer: TrainerGroup, startup_task: ActorStartup | None) -> None:
         generator = None
         if self.recipe.train.draft.samples:
-            assert startup is not None
-            if not await finished_before(startup, self.state.stopping):
+            assert startup_task is not None
+            if not await finished_before(startup_task, self.state.stopping):
                 return
-            generator, _server = startup.result()
+            generator, _server = startup_task.result()
         stage = DraftStage(
             self.recipe,
             self.prepared,
@@ -247,7 +249,7 @@ class Run:
         await stage.run()
 
     async def _restore(self, trainer: TrainerGroup, checkpoint: Path) -> None:
-        with self.waits.on(f"trainer: restoring {checkpoint.name}", "trainer rank 0"):
+        with self.waits.show(f"trainer: restoring {checkpoint.name}", "trainer rank 0"):
             await trainer.restore(checkpoint)
 
     async def _run_rl(self, trainer: TrainerGroup, rollout: ReplicaPool, server: LogprobServer | None, checkpoint: Path | None) -> None:
@@ -262,8 +264,8 @@ class Run:
 
         sync = WeightSync(recipe, trainer, rollout, server, self.store.root, metrics=service_metrics)
 
-        async def recover(lost: TrainerLost, *, redraw: bool = False) -> None:
-            await self.recovery(lost, redraw=redraw)
+        async def recover(error: TrainerLost, *, redraw: bool = False) -> None:
+            await self.recovery(error, redraw=redraw)
             await sync.reset()
 
         async with contextlib.AsyncExitStack() as stack:
@@ -290,7 +292,7 @@ class Run:
                 self.elastic.on_wait = stage.rollout.record_progress
             if checkpoint is not None and (checkpoint / BUFFER_FILE).exists():
                 await stage.resume_buffer(*SampleBuffer.load(checkpoint / BUFFER_FILE))
-            with self.waits.on("weights: the first sync"):
+            with self.waits.show("weights: the first sync"):
                 await stage.publish()
             await stage.run()
         await sync.wait_persisted()

@@ -49,7 +49,7 @@ async def reserve_bundles(recipe: Recipe, waits: Waits, stopping: asyncio.Event)
     start_time = time.monotonic()
     if (reservation := await _try_reserve(recipe, start_time)) is not None:
         return reservation
-    with waits.on("cluster: waiting for capacity for the run"):
+    with waits.show("cluster: waiting for capacity for the run"):
         while not stopping.is_set():
             await asyncio.sleep(POLL_S)
             if (reservation := await _try_reserve(recipe, start_time)) is not None:
@@ -109,9 +109,9 @@ class Services:
         self._report_restart = partial(telemetry.event, "restart")
 
     @contextlib.contextmanager
-    def _starting(self, name: str, actors: list[str]) -> Iterator[None]:
+    def _show_start(self, name: str, actors: list[str]) -> Iterator[None]:
         """Show that these actors are starting while the block runs, and log how long it took."""
-        with self.waits.on(f"{name}: starting", *actors) as wait:
+        with self.waits.show(f"{name}: starting", *actors) as wait:
             yield
         self.telemetry.event("start", f"{name}: ready after {wait.seconds:.0f} s")
 
@@ -120,7 +120,7 @@ class Services:
         shape = self.prepared.model.shape
         routes = RouteShape.of(shape) if self.recipe.replay(shape) == "rollout" else None
         replicas = [f"rollout replica {i}" for i in range(self.recipe.rollout.replica_range.min)]
-        with self._starting(f"rollout, {len(replicas)} replica(s)", replicas):
+        with self._show_start(f"rollout, {len(replicas)} replica(s)", replicas):
             pool = await start_pool(
                 self.recipe,
                 model=str(self.prepared.model.path),
@@ -163,13 +163,17 @@ class Services:
         return teacher
 
     async def _serve_teacher(self, stack: AsyncExitStack, config: TeacherConfig) -> LocalSource:
-        folder = self.prepared.teacher
-        assert folder is not None, "prepare() finds the model of a teacher that the run serves"
-        options = self.recipe.logprob.model_copy(update={"replicas": config.replicas, "parallel": config.parallel, "keep_previous": False})
+        model_folder = self.prepared.teacher
+        assert model_folder is not None, "prepare() finds the model of a teacher that the run serves"
+        logprob_config = self.recipe.logprob.model_copy(
+            update={"replicas": config.replicas, "parallel": config.parallel, "keep_previous": False}
+        )
         # The teacher's MTP layers are not needed to score the policy's tokens.
-        recipe = self.recipe.model_copy(update={"logprob": options, "mtp": MtpConfig(mode="off")})
-        server = await self._start_server(stack, recipe, folder.path, "teacher")
-        return LocalSource(server, f"the teacher {folder.path}", load_tokenizer(folder.path) if has_tokenizer(folder.path) else None)
+        recipe = self.recipe.model_copy(update={"logprob": logprob_config, "mtp": MtpConfig(mode="off")})
+        server = await self._start_server(stack, recipe, model_folder.path, "teacher")
+        return LocalSource(
+            server, f"the teacher {model_folder.path}", load_tokenizer(model_folder.path) if has_tokenizer(model_folder.path) else None
+        )
 
     async def _start_server(
         self,
@@ -180,24 +184,24 @@ class Services:
         *,
         published: VersionStore | None = None,
     ) -> LogprobServer:
-        rank = self.placement.of(role)[0]
-        server = start_server(
+        first_rank = self.placement.of(role)[0]
+        starting = start_server(
             recipe,
             folder,
             device=self.placement.device,
-            cpus=rank.cpus,
-            gpus=rank.gpus,
+            cpus=first_rank.cpus,
+            gpus=first_rank.gpus,
             bundles=self.bundles,
             published=published,
             role=role,
             log=self._report_restart,
         )
-        name = ROLE_NAMES[role]
-        title = name if role == "teacher" else f"{name} server"
-        with self._starting(title, [f"{name} replica {i} rank 0" for i in range(recipe.logprob.replicas)]):
-            ready_server = await await_start(server, recipe.cluster.actor_deadline_s, title)
-        stack.push_async_callback(ready_server.close)
-        return ready_server
+        role_name = ROLE_NAMES[role]
+        title = role_name if role == "teacher" else f"{role_name} server"
+        with self._show_start(title, [f"{role_name} replica {i} rank 0" for i in range(recipe.logprob.replicas)]):
+            server = await await_start(starting, recipe.cluster.actor_deadline_s, title)
+        stack.push_async_callback(server.close)
+        return server
 
 
 async def start_rewards(

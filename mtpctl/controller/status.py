@@ -37,18 +37,18 @@ def status_socket(telemetry: TelemetryConfig) -> socket.socket | None:
     return None if address is None else listen(*address, fields=("telemetry.http", "telemetry.http"))
 
 
-def status_app(live: LiveStatus, get_counts: GetReplicaCounts) -> Guard:
+def status_app(live_status: LiveStatus, get_counts: GetReplicaCounts) -> Guard:
     """The ASGI application with the routes `/`, `/status.json` and `/metrics`."""
 
     async def page(_: Request) -> Response:
-        return HTMLResponse(render_status(live, get_counts()), headers={"refresh": str(REFRESH_S)})
+        return HTMLResponse(render_status(live_status, get_counts()), headers={"refresh": str(REFRESH_S)})
 
     async def status_json(_: Request) -> Response:
         counts = get_counts()
-        return JSONResponse(live.as_json() | {"replicas": None if counts is None else asdict(counts)})
+        return JSONResponse(live_status.as_json() | {"replicas": None if counts is None else asdict(counts)})
 
     async def metrics(_: Request) -> Response:
-        return PlainTextResponse(prometheus_text("mtpctl_", _series(live, get_counts())), media_type=METRICS_TYPE)
+        return PlainTextResponse(prometheus_text("mtpctl_", _series(live_status, get_counts())), media_type=METRICS_TYPE)
 
     routes = [Route("/", page), Route("/status.json", status_json), Route("/metrics", metrics)]
     app = Starlette(routes=routes, exception_handlers={HTTPException: http_error})
@@ -56,24 +56,24 @@ def status_app(live: LiveStatus, get_counts: GetReplicaCounts) -> Guard:
     return Guard(app, HttpBounds(body_bytes=0), None)
 
 
-def _series(live: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:
+def _series(live_status: LiveStatus, counts: ReplicaCounts | None) -> Iterator[Series]:
     """The series of `/metrics`: the progress of the run, its replicas, and the latest value of each metric."""
-    overview = live.overview()
-    run = {"run": live.path.name}
-    labels = run | {"stage": overview.stage}
+    overview = live_status.overview()
+    run_labels = {"run": live_status.path.name}
+    labels = run_labels | {"stage": overview.stage}
     yield Series("run_step", "gauge", "Updates that are done.", overview.step, labels)
     if overview.steps is not None:
         yield Series("run_steps", "gauge", "Updates that the stage has.", overview.steps, labels)
-    yield Series("run_age_seconds", "gauge", "Seconds since the newest row of metrics.", overview.age_s, run)
-    yield Series("run_waits", "gauge", "Number of waits in progress, such as for a host.", len(live.waiting), run)
+    yield Series("run_age_seconds", "gauge", "Seconds since the newest row of metrics.", overview.age_s, run_labels)
+    yield Series("run_waits", "gauge", "Number of waits in progress, such as for a host.", len(live_status.waiting), run_labels)
     if counts is not None:
-        yield Series("run_replicas_serving", "gauge", "Rollout replicas that serve.", counts.serving, run)
-        yield Series("run_replicas_asked", "gauge", "Rollout replicas that are requested.", counts.asked, run)
-        yield Series("run_replica_restarts_total", "counter", "Rollout replicas that replaced a failed one.", counts.restarts, run)
+        yield Series("run_replicas_serving", "gauge", "Rollout replicas that serve.", counts.serving, run_labels)
+        yield Series("run_replicas_asked", "gauge", "Rollout replicas that are requested.", counts.asked, run_labels)
+        yield Series("run_replica_restarts_total", "counter", "Rollout replicas that replaced a failed one.", counts.restarts, run_labels)
     # Names that differ only in characters such as `/` collide. Prometheus rejects a series with two values, so one of them is dropped.
-    metrics = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live.metrics.items())}
+    metrics = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live_status.metrics.items())}
     for name, (metric, value) in metrics.items():
-        yield Series(name, "gauge", describe(metric).meaning or metric, value, run)
+        yield Series(name, "gauge", describe(metric).meaning or metric, value, run_labels)
 
 
 REPORT_INTERVAL_S = 1.0
@@ -82,23 +82,23 @@ REPORT_INTERVAL_S = 1.0
 
 @dataclass(eq=False)
 class Wait:
-    """One wait: its reason, its actors, and its start. `begin_time` is wall-clock time, which may be adjusted during the wait."""
+    """One wait: its reason, its actors, and the time of its start, by the wall clock and by the monotonic clock."""
 
     reason: str
     actors: Sequence[str] = ()
-    begin_time: float = field(default_factory=time.time)
-    _begin: float = field(default_factory=time.monotonic)
+    wall_start: float = field(default_factory=time.time)
+    _started_at: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
         """Its duration so far."""
-        return time.monotonic() - self._begin
+        return time.monotonic() - self._started_at
 
-    def line(self, logs: Path) -> str:
+    def describe(self, logs: Path) -> str:
         """The wait as text, such as `trainer: loading, 12 s`, with the newest line that one of the actors has logged since."""
-        lines = [line for actor in self.actors if (line := newest_line(logs, actor, since=self.begin_time))]
-        newest = f" · {lines[-1]}" if lines else ""
-        return f"{self.reason}, {self.seconds:.0f} s{newest}"
+        lines = [line for actor in self.actors if (line := newest_line(logs, actor, since=self.wall_start))]
+        newest_log_line = f" · {lines[-1]}" if lines else ""
+        return f"{self.reason}, {self.seconds:.0f} s{newest_log_line}"
 
 
 class Waits:
@@ -108,7 +108,7 @@ class Waits:
         self._report, self._logs, self._waits = report, logs, list[Wait]()
 
     @contextlib.contextmanager
-    def on(self, reason: str, *actors: str) -> Iterator[Wait]:
+    def show(self, reason: str, *actors: str) -> Iterator[Wait]:
         """Show a wait while the block runs. `actors`: the names of the actors' logs."""
         wait = Wait(reason, actors)
         self._waits.append(wait)
@@ -123,4 +123,4 @@ class Waits:
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             if self._waits:
-                self._report([wait.line(self._logs) for wait in self._waits])
+                self._report([wait.describe(self._logs) for wait in self._waits])

@@ -95,17 +95,17 @@ class StopHandler:
         return None if problem is None else RuntimeFailure(f"Ray on this machine: {problem}; start the same command again to continue")
 
 
-def _exit_after(seconds: float, code: int, line: str) -> None:
+def _exit_after(seconds: float, exit_status: int, message: str) -> None:
     def wait_and_exit() -> None:
         time.sleep(seconds)
-        _exit(code, line)
+        _exit(exit_status, message)
 
     threading.Thread(target=wait_and_exit, name="exit", daemon=True).start()
 
 
-def _exit(code: int, line: str) -> None:
+def _exit(exit_status: int, message: str) -> None:
     """Exit at once. The watchdog ends the daemons of the process, as after SIGKILL."""
     if sys.stdout.isatty():
         os.write(1, SHOW_CURSOR.encode())
-    os.write(2, f"{line}\n".encode())
-    os._exit(code)
+    os.write(2, f"{message}\n".encode())
+    os._exit(exit_status)

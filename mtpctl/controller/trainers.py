@@ -48,14 +48,14 @@ class HostLost(TrainerLost):
 class RecoverTrainer(Protocol):
     """Restarts a lost trainer, and resets the run's state to the newest checkpoint."""
 
-    async def __call__(self, lost: TrainerLost, *, redraw: bool = False) -> object:
-        """`redraw`: samples since the checkpoint are lost as well, and their prompts are drawn again. Raises `lost` if not permitted."""
+    async def __call__(self, error: TrainerLost, *, redraw: bool = False) -> object:
+        """`redraw`: samples since the checkpoint are lost as well, and their prompts are drawn again. Raises `error` if not permitted."""
         ...
 
 
-async def no_recovery(lost: TrainerLost, *, redraw: bool = False) -> None:
+async def no_recovery(error: TrainerLost, *, redraw: bool = False) -> None:
     """The `RecoverTrainer` of a trainer that is never restarted."""
-    raise lost
+    raise error
 
 
 class TrainerGroup:
@@ -72,8 +72,8 @@ class TrainerGroup:
         self.recipe, self.bundles = recipe, bundles
         self._run_recipe = recipe
         self.ranks: list[ActorHandle] = []
-        first = placement.of("trainer")[0]
-        options: Options = {"num_cpus": first.cpus, "num_gpus": first.gpus}
+        first_rank = placement.of("trainer")[0]
+        options: Options = {"num_cpus": first_rank.cpus, "num_gpus": first_rank.gpus}
         names = self.names
         self._start([options] * len(names) if bundles is None else [bundles.by_actor[name].options() for name in names])
 
@@ -141,8 +141,8 @@ class TrainerGroup:
         shared_args = tuple(ray.put(arg) if isinstance(arg, list) else arg for arg in args)
         return await self._call_each(method, lambda rank: shared_args, self.recipe.cluster.step_deadline_s)
 
-    async def _call_each[T](self, method: Callable[..., T], args: Callable[[int], tuple[object, ...]], deadline_s: float) -> T:
-        """Call `method` of `TrainerRank` on every rank with the arguments `args(rank)`. Returns the result of rank 0.
+    async def _call_each[T](self, method: Callable[..., T], args_of_rank: Callable[[int], tuple[object, ...]], deadline_s: float) -> T:
+        """Call `method` of `TrainerRank` on every rank with the arguments `args_of_rank(rank)`. Returns the result of rank 0.
 
         Raises TrainerLost if a rank dies or does not answer within `deadline_s`. If a rank fails, raises its error: an MtpctlError
         unchanged, any other as a RuntimeFailure.
@@ -150,18 +150,18 @@ class TrainerGroup:
         name = method.__name__
         if not self.ranks:
             raise TrainerLost(f"trainer, {name}: no rank runs")
-        refs = [getattr(actor, name).remote(*args(rank)) for rank, actor in enumerate(self.ranks)]
-        answers: list[asyncio.Future[T]] = [
-            asyncio.ensure_future(within(ref, deadline_s, f"trainer rank {i}, {name}")) for i, ref in enumerate(refs)
+        object_refs = [getattr(actor, name).remote(*args_of_rank(rank)) for rank, actor in enumerate(self.ranks)]
+        futures: list[asyncio.Future[T]] = [
+            asyncio.ensure_future(within(object_ref, deadline_s, f"trainer rank {i}, {name}")) for i, object_ref in enumerate(object_refs)
         ]
         try:
-            return (await asyncio.gather(*answers))[0]
+            return (await asyncio.gather(*futures))[0]
         except RuntimeFailure as error:
             await self._raise_if_lost(error)
             raise
         finally:
-            for answer in answers:
-                answer.cancel()
+            for future in futures:
+                future.cancel()
 
     async def _raise_if_lost(self, error: RuntimeFailure) -> None:
         """Raise TrainerLost if a rank is dead or does not answer, because that explains the errors of the other ranks."""
@@ -172,12 +172,12 @@ class TrainerGroup:
             raise TrainerLost(str(error)) from error
         # An MtpctlError is the rank's own error, unless another rank has died, which may have caused it.
         own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
-        checks: list[Coroutine[None, None, ActorLocation]] = [
+        location_calls: list[Coroutine[None, None, ActorLocation]] = [
             within(rank.location.remote(), LIVENESS_TIMEOUT_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
         ]
-        for answer in await asyncio.gather(*checks, return_exceptions=True):
-            died = isinstance(answer, BaseException) and isinstance(answer.__cause__, ray.exceptions.RayActorError)
-            if died or (isinstance(answer, BaseException) and not own_error):
+        for answer in await asyncio.gather(*location_calls, return_exceptions=True):
+            has_died = isinstance(answer, BaseException) and isinstance(answer.__cause__, ray.exceptions.RayActorError)
+            if has_died or (isinstance(answer, BaseException) and not own_error):
                 raise TrainerLost(f"{answer} ({one_line(error)})") from error
 
     async def rl_step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
@@ -201,29 +201,29 @@ class TrainerGroup:
         """Load the model in `folder` on every rank. Returns the number of its parameters, and of those that are trained."""
         deadline = self.recipe.cluster.actor_deadline_s
         await self._wait_for_ranks(deadline)
-        master: str = await await_start(self.ranks[0].address.remote(), deadline, "trainer rank 0")
-        return await self._call_each(TrainerRank.build, lambda rank: (str(folder), master), deadline)
+        rendezvous_address: str = await await_start(self.ranks[0].address.remote(), deadline, "trainer rank 0")
+        return await self._call_each(TrainerRank.build, lambda rank: (str(folder), rendezvous_address), deadline)
 
     async def _wait_for_ranks(self, deadline_s: float) -> None:
         """Wait until every rank has started, and check its bundle. Raises HostLost if a host is lost meanwhile."""
         if self.bundles is None:
             return
-        answers: list[asyncio.Future[ActorLocation]] = [
+        futures: list[asyncio.Future[ActorLocation]] = [
             asyncio.ensure_future(await_start(rank.location.remote(), deadline_s, f"trainer rank {i}")) for i, rank in enumerate(self.ranks)
         ]
         try:
-            while (await asyncio.wait(answers, timeout=POLL_S))[1]:
-                if lost := self.bundles.on_lost_hosts(self.names):
-                    raise HostLost(f"{lost[0]}: its host is lost")
-            for name, answer in zip(self.names, answers, strict=True):
+            while (await asyncio.wait(futures, timeout=POLL_S))[1]:
+                if lost_actors := self.bundles.on_lost_hosts(self.names):
+                    raise HostLost(f"{lost_actors[0]}: its host is lost")
+            for name, future in zip(self.names, futures, strict=True):
                 try:
-                    location: ActorLocation = answer.result()
+                    location: ActorLocation = future.result()
                 except RuntimeFailure as error:
                     raise TrainerLost(str(error)) from error
                 self.bundles.check(name, location)
         finally:
-            for answer in answers:
-                answer.cancel()
+            for future in futures:
+                future.cancel()
 
     def kill(self) -> None:
         """Kill every rank's process."""
@@ -244,21 +244,23 @@ class TrainerGroup:
         train = self._run_recipe.train
         parallel = train.parallel
         # Megatron must be able to divide the experts among the ranks.
-        smaller_dp = [dp for dp in range(parallel.dp - 1, (train.min_dp or parallel.dp) - 1, -1) if dp * parallel.cp % parallel.ep == 0]
-        began, reported = time.monotonic(), False
+        smaller_dp_sizes = [
+            dp for dp in range(parallel.dp - 1, (train.min_dp or parallel.dp) - 1, -1) if dp * parallel.cp % parallel.ep == 0
+        ]
+        started_at, is_reported = time.monotonic(), False
         all_names = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
         self.bundles.compact(all_names)
         with self.bundles.awaiting(all_names):
             while True:
-                waited_long = time.monotonic() - began > CAPACITY_WAIT_S
-                for dp in [parallel.dp, *smaller_dp] if waited_long else [parallel.dp]:
+                has_waited = time.monotonic() - started_at > CAPACITY_WAIT_S
+                for dp in [parallel.dp, *smaller_dp_sizes] if has_waited else [parallel.dp]:
                     layout = train.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
                     self.recipe = self._run_recipe.model_copy(update={"train": layout})
                     bundles = await self.bundles.try_take(self.names, per_host=parallel.tp)
                     if bundles is not None:
                         return self._start([bundle.options() for bundle in bundles])
-                if waited_long and not reported:
-                    reported = True
+                if has_waited and not is_reported:
+                    is_reported = True
                     report("no host has capacity for the trainer's ranks; waiting for a host that joins or becomes free")
                 if stopping.is_set():
                     raise TrainerLost("trainer: a stop was requested before there was capacity for its ranks")
@@ -278,14 +280,14 @@ class TrainerRecovery:
     ) -> None:
         self.recipe, self.trainer, self.state, self.telemetry, self.waits = recipe, trainer, state, telemetry, waits
         self.folder, self.reference = folder, reference
-        self._lost_at: list[float] = []
+        self._loss_times: list[float] = []
         self._counts: Parameters
 
-    async def __call__(self, lost: TrainerLost, *, redraw: bool = False) -> Path | None:
+    async def __call__(self, error: TrainerLost, *, redraw: bool = False) -> Path | None:
         """Restart the ranks, and reset the run's state to the newest checkpoint. `redraw`: see `RecoverTrainer`.
 
         Returns the checkpoint; None if it is from before this stage, which then begins again. Raises RuntimeFailure after too many
-        restarts. Raises `lost` if the recipe permits no restarts, or if the newest checkpoint is damaged and not `redraw`.
+        restarts. Raises `error` if the recipe permits no restarts, or if the newest checkpoint is damaged and not `redraw`.
         """
         self.state.updating, self.state.weights_lost = False, True
         choice = await asyncio.to_thread(select_checkpoint, self.state.root)
@@ -293,53 +295,53 @@ class TrainerRecovery:
             self.telemetry.event("checkpoint", line)
         if choice.damaged and not redraw:
             # Only the groups since the newest checkpoint are retained, so an older one cannot be continued here.
-            raise lost
-        path, seconds = await self._restart(lost, lambda: self._restore(choice.path, redraw))
+            raise error
+        path, seconds = await self._restart(error, lambda: self._restore(choice.path, redraw))
         self.state.weights_lost = False
         source = "the beginning of the stage" if path is None else path.name
         self._report_restart(seconds, f": {self.state.stage} resumes after step {self.state.step}, from {source}")
         return path
 
-    async def at_start(self, lost: TrainerLost) -> Parameters:
+    async def at_start(self, error: TrainerLost) -> Parameters:
         """Restart a trainer that was lost before the first stage. Returns the result of `TrainerGroup.build`."""
 
         async def restore_nothing() -> None: ...
 
-        _, seconds = await self._restart(lost, restore_nothing)
+        _, seconds = await self._restart(error, restore_nothing)
         self._report_restart(seconds, "")
         return self._counts
 
     def _report_restart(self, seconds: float, details: str) -> None:
-        ranks, configured = self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
-        reduced = f" with {ranks} of {configured} ranks" if ranks < configured else ""
-        self.telemetry.event("restart", f"trainer back{reduced} after {seconds:.0f} s{details}")
+        running_ranks, configured_ranks = self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
+        reduced_note = f" with {running_ranks} of {configured_ranks} ranks" if running_ranks < configured_ranks else ""
+        self.telemetry.event("restart", f"trainer back{reduced_note} after {seconds:.0f} s{details}")
 
-    async def _restart[T](self, lost: TrainerLost, restore: Callable[[], Awaitable[T]]) -> tuple[T, float]:
+    async def _restart[T](self, error: TrainerLost, restore: Callable[[], Awaitable[T]]) -> tuple[T, float]:
         """Restart the ranks and call `restore`, again if the trainer is lost meanwhile. Returns its result, and the total seconds."""
-        began, count = time.monotonic(), 0
+        started_at, count = time.monotonic(), 0
         while True:
-            if not count or not isinstance(lost, HostLost):
-                count = self._count_loss(lost)
+            if not count or not isinstance(error, HostLost):
+                count = self._count_loss(error)
             self.telemetry.event(
-                "restart", f"{lost}; restarting the trainer, {count} of train.max_restarts: {self.recipe.train.max_restarts}"
+                "restart", f"{error}; restarting the trainer, {count} of train.max_restarts: {self.recipe.train.max_restarts}"
             )
             try:
-                with self.waits.on("trainer: restarting", "trainer rank 0"):
+                with self.waits.show("trainer: restarting", "trainer rank 0"):
                     await self.trainer.restart(lambda line: self.telemetry.event("restart", line), self.state.stopping)
                     self._counts = await self.trainer.build(self.folder)
-                    return await restore(), time.monotonic() - began
-            except TrainerLost as next_loss:
-                lost = next_loss
+                    return await restore(), time.monotonic() - started_at
+            except TrainerLost as next_error:
+                error = next_error
 
-    def _count_loss(self, lost: TrainerLost) -> int:
-        """The number of losses within an hour, including this one. Raises RuntimeFailure, or `lost`, if there are too many."""
+    def _count_loss(self, error: TrainerLost) -> int:
+        """The number of losses within an hour, including this one. Raises RuntimeFailure, or `error`, if there are too many."""
         train, now = self.recipe.train, time.monotonic()
-        self._lost_at = [*(lost_at for lost_at in self._lost_at if now - lost_at < FAILURE_WINDOW_S), now]
+        self._loss_times = [*(time_of_loss for time_of_loss in self._loss_times if now - time_of_loss < FAILURE_WINDOW_S), now]
         if not train.restarts_trainer or not train.max_restarts:
-            raise lost
-        if len(self._lost_at) > train.max_restarts:
-            raise RuntimeFailure(f"{lost}; train.max_restarts: the limit of {train.max_restarts} within an hour is reached") from lost
-        return len(self._lost_at)
+            raise error
+        if len(self._loss_times) > train.max_restarts:
+            raise RuntimeFailure(f"{error}; train.max_restarts: the limit of {train.max_restarts} within an hour is reached") from error
+        return len(self._loss_times)
 
     async def _restore(self, newest: Path | None, redraw: bool) -> Path | None:
         stage = self.state.stage

@@ -26,7 +26,7 @@ MIN_ACCEPTED = 20
 
 
 class WeightSync:
-    """Publishes versions of the trainer's weights. `last`: the latest update, None before the first."""
+    """Publishes versions of the trainer's weights. `last_update`: the latest update, None before the first."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class WeightSync:
         if server is not None and sends_unquantized_too(recipe):
             self.parties = Parties(recipe, trainer, rollout, None, store)
             self._logprob_parties = Parties(recipe, trainer, _NoEngines(), server, VersionStore(store).for_logprob(recipe).root)
-        self.last: WeightUpdate | None = None
+        self.last_update: WeightUpdate | None = None
         self._metrics = metrics
         self._persisting: asyncio.Task[None] | None = None
 
@@ -54,10 +54,10 @@ class WeightSync:
 
         `verify`: compare the checksums of every tensor on both ends; by default as `sync.verify` configures. A failed push is retried once.
         """
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         if verify is None:
-            option = self.parties.recipe.sync.verify
-            verify = option == "always" or (option == "first" and self.last is None)
+            verify_option = self.parties.recipe.sync.verify
+            verify = verify_option == "always" or (verify_option == "first" and self.last_update is None)
         await self.wait_persisted()
         logprob_bytes = 0
         if self._logprob_parties is not None and self._logprob_version != version:
@@ -67,11 +67,11 @@ class WeightSync:
             self._logprob_version, logprob_bytes = version, logprob_update.manifest.nbytes
         update = await self._run(self.parties, version, verify=verify)
         self._persisting = asyncio.create_task(update.persist())
-        self.last = update
-        seconds = time.perf_counter() - began
-        verified = {"sync/verified": float(min((report.verified for report in update.reports), default=0))} if verify else {}
+        self.last_update = update
+        seconds = time.perf_counter() - started_at
+        verified_metrics = {"sync/verified": float(min((report.verified for report in update.reports), default=0))} if verify else {}
         return (
-            verified
+            verified_metrics
             | {
                 "sync/seconds": seconds,
                 "sync/publish_seconds": update.plan_seconds,
@@ -103,12 +103,12 @@ class WeightSync:
         sections = self.parties.recipe.sync.sections
         if "adapter" not in sections:
             return tuple(sections)
-        order: list[Section] = ["adapter", "target", "draft"]
-        return tuple(name for name in order if name in sections or (name == "target" and self.last is None))
+        section_order: list[Section] = ["adapter", "target", "draft"]
+        return tuple(name for name in section_order if name in sections or (name == "target" and self.last_update is None))
 
     async def reset(self) -> None:
         """Reset after the loss of the trainer. The next version is the first of the new trainer, and contains every section."""
-        persisting, self._persisting, self.last, self._logprob_version = self._persisting, None, None, 0
+        persisting, self._persisting, self.last_update, self._logprob_version = self._persisting, None, None, 0
         if persisting is not None:
             persisting.cancel()
             await asyncio.gather(persisting, return_exceptions=True)
@@ -138,8 +138,10 @@ def _changed_shares(manifest: Manifest) -> dict[str, float]:
     counts = {name: (plan.changed, plan.numel) for name, plan in manifest.sections.items() if plan.changed is not None}
     if not counts:
         return {}
-    changed, numel = (sum(column) for column in zip(*counts.values(), strict=True))
-    return {"sync/changed_share": changed / numel} | {f"sync/changed_share_{name}": part / total for name, (part, total) in counts.items()}
+    all_changed, all_elements = (sum(column) for column in zip(*counts.values(), strict=True))
+    return {"sync/changed_share": all_changed / all_elements} | {
+        f"sync/changed_share_{name}": num_changed / num_elements for name, (num_changed, num_elements) in counts.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class AcceptanceWatch:
     def __init__(self) -> None:
         self._windows: deque[float] = deque(maxlen=MEAN_WINDOWS)
         self._version = 0
-        self._checked = True
+        self._is_checked = True
         self._drafted = self._accepted = 0
 
     @property
@@ -176,7 +178,7 @@ class AcceptanceWatch:
 
     def begin_version(self, version: int) -> None:
         """Start the first window of `version`, which is now live."""
-        self._version, self._checked = version, False
+        self._version, self._is_checked = version, False
         self._drafted = self._accepted = 0
 
     def observe(self, sample: Sample) -> Collapse | None:
@@ -189,9 +191,9 @@ class AcceptanceWatch:
         if self._drafted < WINDOW_DRAFTS:
             return None
         acceptance, earlier_mean = self._accepted / self._drafted, self.mean
-        checked, self._checked = self._checked, True
+        was_checked, self._is_checked = self._is_checked, True
         self._drafted = self._accepted = 0
-        if not checked and earlier_mean * WINDOW_DRAFTS >= MIN_ACCEPTED and acceptance < COLLAPSE_RATIO * earlier_mean:
+        if not was_checked and earlier_mean * WINDOW_DRAFTS >= MIN_ACCEPTED and acceptance < COLLAPSE_RATIO * earlier_mean:
             return Collapse(self._version, acceptance, earlier_mean)
         self._windows.append(acceptance)
         return None

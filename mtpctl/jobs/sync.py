@@ -126,7 +126,7 @@ async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: i
     await sync.wait_persisted()
     from mtpctl.sync.receiver import copy_rate
 
-    update = sync.last
+    update = sync.last_update
     assert update is not None
     manifest, sent = update.manifest, update.sent
     link_rate = None if update.is_push else copy_rate(max(bucket.nbytes for plan in manifest.sections.values() for bucket in plan.buckets))

@@ -140,7 +140,7 @@ def test_wait_shows_the_newest_line_of_its_actor(tmp_path: Path, monkeypatch: py
     async def main() -> None:
         under_way = Waits(message.append, tmp_path)
         run_task = asyncio.create_task(under_way.run())
-        with under_way.on("rollout: starting", "rollout replica 0"), under_way.on("trainer"):
+        with under_way.show("rollout: starting", "rollout replica 0"), under_way.show("trainer"):
             warnings = "a.py:1: UserWarning: b\n  warnings.warn(\na.py:9: SyntaxWarning: c\n  if x is 1:\n"
             warnings += "W1127 15:37:31.734000 21193 torch/utils/cpp_extension.py:178] No CUDA runtime is found\n"
             printed = f"── today, process 1\nLoading\n\x1b[32m 10%\r 50%|█\r\n{warnings}"
@@ -159,8 +159,8 @@ def test_wait_ignores_output_of_an_earlier_run(tmp_path: Path) -> None:
     log.write_text("── yesterday\nit died\n")
     os.utime(log, (1.0, 1.0))
     under_way = Waits(lambda _: None, tmp_path)
-    with under_way.on("trainer: loading", "trainer rank 0") as wait:
-        assert wait.line(tmp_path) == "trainer: loading, 0 s"
+    with under_way.show("trainer: loading", "trainer rank 0") as wait:
+        assert wait.describe(tmp_path) == "trainer: loading, 0 s"
         log.write_text("── yesterday\nit died\n── today\n")
         os.utime(log, (time.time() + 9, time.time() + 9))
-        assert wait.line(tmp_path) == "trainer: loading, 0 s", "it has started, and printed nothing yet"
+        assert wait.describe(tmp_path) == "trainer: loading, 0 s", "it has started, and printed nothing yet"
