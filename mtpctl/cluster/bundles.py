@@ -52,14 +52,16 @@ def ray_hosts() -> list[RayHost]:
     """The hosts that are alive: the head first, the others ordered by address."""
     from ray._private.state import available_resources_per_node
 
-    free, draining = available_resources_per_node(), draining_nodes()
-    alive = sorted(_alive_nodes(), key=_host_order)
-    addresses = [str(node["NodeManagerAddress"]) for node in alive]
+    free_resources, draining = available_resources_per_node(), draining_nodes()
+    nodes = sorted(_alive_nodes(), key=_host_order)
+    addresses = [str(node["NodeManagerAddress"]) for node in nodes]
     hosts = []
-    for node, address in zip(alive, addresses, strict=True):
+    for node, address in zip(nodes, addresses, strict=True):
         node_id = str(node["NodeID"])
         name = address if addresses.count(address) == 1 else f"{address}/{node_id[:6]}"
-        hosts.append(RayHost(node_id, _host(node["Resources"], name), _host({} if node_id in draining else free.get(node_id, {}), name)))
+        hosts.append(
+            RayHost(node_id, _host(node["Resources"], name), _host({} if node_id in draining else free_resources.get(node_id, {}), name))
+        )
     return hosts
 
 
@@ -85,7 +87,7 @@ def _alive_nodes() -> list[dict[str, Any]]:
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     with ThreadPoolExecutor(max(1, len(nodes))) as pool:
-        return [node for node, refused in zip(nodes, pool.map(_refuses_connections, nodes), strict=True) if not refused]
+        return [node for node, is_refused in zip(nodes, pool.map(_refuses_connections, nodes), strict=True) if not is_refused]
 
 
 def _refuses_connections(node: dict[str, Any]) -> bool:
@@ -204,8 +206,8 @@ class Bundles:
                 selector = [{NODE_LABEL: spec.node}]
                 groups.append(placement_group([resources], strategy="PACK", bundle_label_selector=selector) if resources else None)
             # If one does not fit, the others are removed. Until then they block other jobs, so the waits are concurrent.
-            reserved = await asyncio.gather(*(asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S) for group in groups if group is not None))
-            if not all(reserved):
+            successes = await asyncio.gather(*(asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S) for group in groups if group is not None))
+            if not all(successes):
                 raise BundlesUnavailable
         except BaseException:
             _remove(groups)
@@ -235,38 +237,38 @@ class Bundles:
         self.locations.pop(actor, None)
         if (bundle := self.by_actor.get(actor)) is None:
             return
-        shared = any(other.group is bundle.group for name, other in self.by_actor.items() if name != actor and other.group is not None)
-        if shared and bundle.node in live_nodes():
+        is_shared = any(other.group is bundle.group for name, other in self.by_actor.items() if name != actor and other.group is not None)
+        if is_shared and bundle.node in live_nodes():
             return
-        if not shared:
+        if not is_shared:
             _remove([bundle.group])
         del self.by_actor[actor]
 
     def on_lost_hosts(self, actors: Sequence[str]) -> list[str]:
         """Those of `actors` whose host is lost."""
-        alive = live_nodes()
-        return [actor for actor in actors if self.by_actor[actor].node not in alive]
+        live_node_ids = live_nodes()
+        return [actor for actor in actors if self.by_actor[actor].node not in live_node_ids]
 
     def compact(self, actors: Sequence[str]) -> None:
         """Reassign the bundles of actors with equal claims, so that the first actors get the bundles whose hosts are alive."""
-        alive = live_nodes()
-        ordered = sorted((self.by_actor[actor] for actor in actors), key=lambda bundle: bundle.node not in alive)
-        for actor, bundle in zip(actors, ordered, strict=True):
+        live_node_ids = live_nodes()
+        ordered_bundles = sorted((self.by_actor[actor] for actor in actors), key=lambda bundle: bundle.node not in live_node_ids)
+        for actor, bundle in zip(actors, ordered_bundles, strict=True):
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
 
-    async def try_take(self, actors: Sequence[str], *, per_host: int) -> list[ActorBundle] | None:
+    async def try_acquire(self, actors: Sequence[str], *, per_host: int) -> list[ActorBundle] | None:
         """Return the actors' bundles. Those on lost hosts are replaced, `per_host` at a time on one host. None if there is no capacity."""
-        if lost := self.on_lost_hosts(actors):
+        if lost_actors := self.on_lost_hosts(actors):
             hosts = ray_hosts()
-            free = capacities(host.free for host in hosts)
+            free_capacities = capacities(host.free for host in hosts)
             specs: list[BundleSpec] = []
-            for first in range(0, len(lost), per_host):
-                claims = [self.by_actor[actor].claim for actor in lost[first : first + per_host]]
-                allocation = allocate(free, len(claims), claims[0].cpus, claims[0].gpus)
+            for first in range(0, len(lost_actors), per_host):
+                claims = [self.by_actor[actor].claim for actor in lost_actors[first : first + per_host]]
+                allocation = allocate(free_capacities, len(claims), claims[0].cpus, claims[0].gpus)
                 if allocation is None:
                     return None
                 specs += [BundleSpec(hosts[allocation[0]].node, (claim,)) for claim in claims]
-            lost_groups = [self.by_actor[actor].group for actor in lost]
+            lost_groups = [self.by_actor[actor].group for actor in lost_actors]
             try:
                 await self.reserve(specs, planned=False)
             except BundlesUnavailable:
@@ -276,15 +278,15 @@ class Bundles:
             self.locations.pop(actor, None)
         return [self.by_actor[actor] for actor in actors]
 
-    async def take(self, *actors: str) -> list[ActorBundle]:
+    async def acquire(self, *actors: str) -> list[ActorBundle]:
         """Return the bundles of these actors, all on one host. If that host is lost, wait until another one has capacity for all."""
-        with self.awaiting(actors):
-            while (bundles := await self.try_take(actors, per_host=len(actors))) is None:
+        with self.mark_awaited(actors):
+            while (bundles := await self.try_acquire(actors, per_host=len(actors))) is None:
                 await asyncio.sleep(POLL_S)
         return bundles
 
     @contextmanager
-    def awaiting(self, actors: Sequence[str]) -> Iterator[None]:
+    def mark_awaited(self, actors: Sequence[str]) -> Iterator[None]:
         """List these actors in `awaited` while the block runs."""
         self.awaited |= dict.fromkeys(actors, time.monotonic())
         try:
@@ -299,17 +301,17 @@ class Bundles:
         if location.node != bundle.node:
             raise RuntimeFailure(f"{actor}: runs on host {host}, but the plan assigns it to {_host_name(bundle.node)}")
         self.locations[actor] = location
-        for other, other_location in self.locations.items():
-            if other == actor or other_location.node != location.node:
+        for other_actor, other_location in self.locations.items():
+            if other_actor == actor or other_location.node != location.node:
                 continue
-            if not (bundle.planned and self.by_actor[other].planned):
+            if not (bundle.planned and self.by_actor[other_actor].planned):
                 continue
-            shared = sorted({*other_location.gpu_ids} & {*location.gpu_ids})
-            same_group = bundle.group is not None and self.by_actor[other].group is bundle.group
-            if shared and not same_group:
-                raise RuntimeFailure(f"{actor}: has GPU {shared[0]} of host {host}, which the plan assigns to {other}")
-            if same_group and location.gpu_ids and not shared:
-                raise RuntimeFailure(f"{actor}: has GPU {location.gpu_ids[0]} of host {host}, but the plan shares a GPU with {other}")
+            shared_gpus = sorted({*other_location.gpu_ids} & {*location.gpu_ids})
+            same_group = bundle.group is not None and self.by_actor[other_actor].group is bundle.group
+            if shared_gpus and not same_group:
+                raise RuntimeFailure(f"{actor}: has GPU {shared_gpus[0]} of host {host}, which the plan assigns to {other_actor}")
+            if same_group and location.gpu_ids and not shared_gpus:
+                raise RuntimeFailure(f"{actor}: has GPU {location.gpu_ids[0]} of host {host}, but the plan shares a GPU with {other_actor}")
 
     def host(self, actor: str) -> str:
         """The name of an actor's host."""

@@ -34,12 +34,12 @@ def _gpu_shares(gpus: float) -> list[float]:
     return [1.0] * whole_gpus + ([gpus - whole_gpus] if gpus > whole_gpus else [])
 
 
-def allocate(free: list[Capacity], ranks: int, cpus: float, gpus: float) -> Allocation | None:
-    """Allocate CPUs and GPUs for all ranks on the first host with capacity, and subtract them from `free`. None if there is none."""
-    for host, (free_cpus, shares) in enumerate(free):
+def allocate(free_capacities: list[Capacity], ranks: int, cpus: float, gpus: float) -> Allocation | None:
+    """Allocate CPUs and GPUs for all ranks on the first host with capacity, and subtract them from its entry. None if there is no host."""
+    for host, (free_cpus, shares) in enumerate(free_capacities):
         allocated = allocate_gpus(shares, ranks, gpus)
         if free_cpus + 1e-9 >= ranks * cpus and allocated is not None:
-            free[host] = (free_cpus - ranks * cpus, allocated[0])
+            free_capacities[host] = (free_cpus - ranks * cpus, allocated[0])
             return host, allocated[1]
     return None
 
@@ -49,13 +49,13 @@ def allocate_gpus(shares: list[float], ranks: int, gpus: float) -> tuple[list[fl
 
     As in Ray, a share is taken from the GPU with the smallest sufficient free share.
     """
-    remaining, allocated = list(shares), []
+    free_shares, gpus_of_ranks = list(shares), []
     for _ in range(ranks):
-        candidates = [gpu for gpu, free in enumerate(remaining) if free + 1e-9 >= min(gpus, 1)]
-        selected = sorted(candidates, key=remaining.__getitem__)[: math.ceil(gpus)]
-        if len(selected) < gpus:
+        candidates = [gpu for gpu, free_share in enumerate(free_shares) if free_share + 1e-9 >= min(gpus, 1)]
+        selected_gpus = sorted(candidates, key=free_shares.__getitem__)[: math.ceil(gpus)]
+        if len(selected_gpus) < gpus:
             return None
-        for gpu in selected:
-            remaining[gpu] -= min(gpus, 1)
-        allocated.append(tuple(selected))
-    return remaining, allocated
+        for gpu in selected_gpus:
+            free_shares[gpu] -= min(gpus, 1)
+        gpus_of_ranks.append(tuple(selected_gpus))
+    return free_shares, gpus_of_ranks

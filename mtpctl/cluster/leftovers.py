@@ -164,14 +164,14 @@ def _vacate(folder: Path) -> bool:
 
 def _remove(folder: Path) -> bool:
     """Delete `folder` unless its process is alive, after renaming it so that it can be created again. Returns whether it was deleted."""
-    renamed = folder
+    renamed_folder = folder
     if not folder.name.startswith(_DELETING_PREFIX):
-        renamed = folder.with_name(f"{_DELETING_PREFIX}{os.getpid()}-{folder.name}")
+        renamed_folder = folder.with_name(f"{_DELETING_PREFIX}{os.getpid()}-{folder.name}")
     try:
         if not _is_abandoned(folder):
             return False
-        folder.rename(renamed)
-        delete(renamed)
+        folder.rename(renamed_folder)
+        delete(renamed_folder)
     except OSError:
         return False
     return True
@@ -223,10 +223,10 @@ def _is_abandoned(folder: Path) -> bool:
         # Shared memory belongs to this machine, and no process survives a reboot. A disk may be shared with another machine.
         return folder.parent == SHARED_MEMORY and owner["boot"] != _origin()["boot"]
     try:
-        running = _identity(owner["pid"]) == owner
+        is_running = _identity(owner["pid"]) == owner
     except ProcessLookupError:
-        running = False
-    return not running and not _named_by_a_process(folder.name)
+        is_running = False
+    return not is_running and not _named_by_a_process(folder.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,24 +358,24 @@ def kill_sessions(leaders: dict[int, int]) -> None:
         time.sleep(_PAUSE_S)
 
 
-def run_watchdog(command: int, started: int) -> None:
+def run_watchdog(command_pid: int, started: int) -> None:
     """Read the pipe on stdin until the command (given by process id and start time) closes it or ends. Then end the daemons."""
-    text = b""
+    received = b""
     while True:
         if select.select([0], [], [], _POLL_S)[0]:
             data = os.read(0, 1 << 16)
-            text += data
-            if not data or text.endswith(_CLOSED + b"\n"):
+            received += data
+            if not data or received.endswith(_CLOSED + b"\n"):
                 break
-        elif _ended(command, started):
+        elif _ended(command_pid, started):
             break
-    *lines, _ = text.split(b"\n")
-    closed = _CLOSED in lines
-    kill_sessions({int(pid): int(ticks) for pid, ticks in (line.split() for line in lines if line != _CLOSED)})
-    if closed:  # the command is running, and deletes its folders itself
+    *lines, _ = received.split(b"\n")
+    was_closed = _CLOSED in lines
+    kill_sessions({int(pid): int(start_ticks) for pid, start_ticks in (line.split() for line in lines if line != _CLOSED)})
+    if was_closed:  # the command is running, and deletes its folders itself
         return
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while not _ended(command, started) and time.monotonic() < deadline:
+    while not _ended(command_pid, started) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     remove(wait=True)
 

@@ -64,9 +64,9 @@ class Endpoint:
                 connection.settimeout(TIMEOUT_S)
                 for _ in range(ROUNDS):
                     connection.sendall(connection.recv(1))
-                remaining = TRANSFER_BYTES
-                while remaining and (received := len(connection.recv(min(remaining, 1 << 20)))):
-                    remaining -= received
+                remaining_bytes = TRANSFER_BYTES
+                while remaining_bytes and (received_bytes := len(connection.recv(min(remaining_bytes, 1 << 20)))):
+                    remaining_bytes -= received_bytes
                 connection.sendall(b"!")
 
     def measure(self, host: str, port: int) -> tuple[float, float]:
@@ -102,12 +102,15 @@ def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
 
 def find_slow(links: Sequence[Link]) -> list[Link]:
     """The links that failed, and those that are much slower than the median."""
-    measured = [link for link in links if not link.error]
-    if not measured:
+    measured_links = [link for link in links if not link.error]
+    if not measured_links:
         return list(links)
-    rate, latency = statistics.median(link.rate for link in measured), statistics.median(link.latency_s for link in measured)
-    max_latency = max(SLOW_LATENCY * latency, latency + SLOW_MARGIN_S)
-    return [link for link in links if link.error or link.rate < SLOW_SHARE * rate or link.latency_s > max_latency]
+    median_rate, median_latency_s = (
+        statistics.median(link.rate for link in measured_links),
+        statistics.median(link.latency_s for link in measured_links),
+    )
+    max_latency_s = max(SLOW_LATENCY * median_latency_s, median_latency_s + SLOW_MARGIN_S)
+    return [link for link in links if link.error or link.rate < SLOW_SHARE * median_rate or link.latency_s > max_latency_s]
 
 
 async def measure_links() -> list[Link]:

@@ -105,8 +105,8 @@ def _check_reachable(address: str) -> None:
         host, _, port = resolved.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
-        where = address if resolved == address else f"{address} ({resolved})"
-        raise EnvironmentMissing(f"cluster.address: no Ray cluster answers at {where}: {error}") from error
+        location = address if resolved == address else f"{address} ({resolved})"
+        raise EnvironmentMissing(f"cluster.address: no Ray cluster answers at {location}: {error}") from error
 
 
 def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
@@ -138,14 +138,14 @@ class Daemons:
             raise UpstreamMoved(
                 f"{__name__} was written for Ray {RAY_RELEASE}, found {ray.__version__}: compare ray._private.services first"
             )
-        moved = f"{__name__}: Ray starts its processes in another way"
+        error_message = f"{__name__}: Ray starts its processes in another way"
         previous = os.environ.get(MULTI_HOST_VARIABLE)
         os.environ[MULTI_HOST_VARIABLE] = "0"  # For child processes. Ray read the variable at import, so its constant is replaced below.
         try:
             with (
-                replace_temporarily("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", False, moved),
-                replace_temporarily("ray._private.services", "ConsolePopen", self._start, moved),
-                replace_temporarily("ray._private.utils", "set_sigterm_handler", lambda handler: None, moved),
+                replace_temporarily("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", False, error_message),
+                replace_temporarily("ray._private.services", "ConsolePopen", self._start, error_message),
+                replace_temporarily("ray._private.utils", "set_sigterm_handler", lambda handler: None, error_message),
             ):
                 yield
         finally:
@@ -165,7 +165,7 @@ class Daemons:
         self._processes[os.path.basename(command[0])] = process
         return process
 
-    def ended(self) -> str | None:
+    def describe_ended(self) -> str | None:
         """The name and exit status of a required daemon that has ended; None if all are running."""
         for name in REQUIRED_DAEMONS:
             if name in self._processes and (status := self._processes[name].poll()) is not None:

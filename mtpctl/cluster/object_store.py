@@ -159,14 +159,14 @@ class ObjectStore:
         except StoreFailed:
             raise
         except Exception as error:
-            kind = (
+            error_type = (
                 ObjectMissing
                 if isinstance(error, FileNotFoundError)
                 else AccessDenied
                 if isinstance(error, PermissionError)
                 else StoreFailed
             )
-            raise kind(f"cannot {verb} {self.url}/{name}: {_reason(error)}", _reason(error)) from error
+            raise error_type(f"cannot {verb} {self.url}/{name}: {_reason(error)}", _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

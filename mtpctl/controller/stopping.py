@@ -91,7 +91,7 @@ class StopHandler:
 
     def _cluster_error(self) -> RuntimeFailure | None:
         """The error if a daemon of the cluster has ended."""
-        problem = None if self.daemons is None else self.daemons.ended()
+        problem = None if self.daemons is None else self.daemons.describe_ended()
         return None if problem is None else RuntimeFailure(f"Ray on this machine: {problem}; start the same command again to continue")
 
 

@@ -114,7 +114,7 @@ async def start_pool(
         return await await_start(start_actor(index, f"rollout-{index}", name), recipe.cluster.actor_deadline_s, name)
 
     async def start_actor(index: int, actor: str, name: str) -> Replica:
-        options = options_of(index) if bundles is None else (await bundles.take(actor))[0].options()
+        options = options_of(index) if bundles is None else (await bundles.acquire(actor))[0].options()
         replica = await start_replica(settings(index), name=name, options=options)
         try:
             if bundles is not None:

@@ -223,7 +223,7 @@ def test_actors_are_listed_as_awaited_until_the_wait_ends(monkeypatch: pytest.Mo
     bundles = Bundles({"logprob-0-rank-0": ActorBundle(Claim("logprob-0-rank-0", 1), "bb", None)})
 
     async def wait() -> None:
-        waiting = asyncio.create_task(bundles.take("logprob-0-rank-0"))
+        waiting = asyncio.create_task(bundles.acquire("logprob-0-rank-0"))
         await asyncio.sleep(0)
         assert list(bundles.awaited) == ["logprob-0-rank-0"]
         waiting.cancel()

@@ -34,7 +34,7 @@ def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def stops(tmp_path: Path, message: list[str], ended: str | None = None) -> StopHandler:
-    daemons: Any = SimpleNamespace(ended=lambda: ended)
+    daemons: Any = SimpleNamespace(describe_ended=lambda: ended)
     return StopHandler(RunState(tmp_path, TrainConfig()), message.append, daemons)
 
 
@@ -100,7 +100,7 @@ from mtpctl.controller.state import RunState
 from mtpctl.recipe.train import TrainConfig
 
 stopping.POLL_S, stopping.CLUSTER_EXIT_S = 0.01, 0.1
-daemons = SimpleNamespace(ended=lambda: "gcs_server has ended with signal 9")
+daemons = SimpleNamespace(describe_ended=lambda: "gcs_server has ended with signal 9")
 
 async def scenario():
     with stopping.StopHandler(RunState(Path("."), TrainConfig()), print, daemons).handle_signals():

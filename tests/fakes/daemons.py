@@ -42,7 +42,7 @@ with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0) as daemons:
     print(ray.get(actor.start.remote()), flush=True)
     for line in sys.stdin:
         if line == "ask\\n":  # Python has handled the signals that came before
-            print(len(taken), ray.get(actor.start.remote()), daemons.ended(), flush=True)
+            print(len(taken), ray.get(actor.start.remote()), daemons.describe_ended(), flush=True)
         elif line == "store\\n":
             print(*ray.get(actor.store.remote()), flush=True)
         else:
