@@ -31,7 +31,7 @@ from mtpctl.bench.rollout_engines import (
     send_workload,
     write_cycle_model,
 )
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.errors import UserError
@@ -237,7 +237,7 @@ async def send_alternately(workload: Workload, senders: Mapping[str, Send], roun
     runs: dict[str, list[Run]] = {name: [] for name in senders}
     for round_number in range(-1 if warm_up else 0, rounds):
         for name in list(senders)[:: 1 if round_number % 2 == 0 else -1]:
-            run = await within(senders[name](workload), RUN_TIMEOUT_S, f"{name}, {workload.name}")
+            run = await await_within(senders[name](workload), RUN_TIMEOUT_S, f"{name}, {workload.name}")
             if round_number >= 0:
                 runs[name].append(run)
     return runs

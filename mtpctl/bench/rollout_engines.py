@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_within
 from mtpctl.errors import UserError
 from mtpctl.families.configs import hub_config, toy_config
 from mtpctl.families.reading import shape_of
@@ -209,7 +209,7 @@ async def offline_actor(recipe: Recipe, folder: Path, context: int, device: Lite
     options = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": settings.environment}}
     actor: Any = ray.remote(OfflineEngine).options(**options).remote(settings)
     try:
-        await within(actor.__ray_ready__.remote(), recipe.cluster.actor_deadline_s, "vLLM, start")
+        await await_within(actor.__ray_ready__.remote(), recipe.cluster.actor_deadline_s, "vLLM, start")
         yield actor
     finally:
         ray.kill(actor)

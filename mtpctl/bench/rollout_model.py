@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtpctl.bench.rollout_engines import Workload, engine_pool, engine_recipe, enter_all, offline_actor
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.errors import UserError
@@ -281,7 +281,7 @@ class ModelBench:
                     sending = send_workload(engine, workload, self.options.group, await engine.pids())
                 else:
                     sending = engine(workload)  # type: ignore[assignment]
-                measurement = await within(sending, RUN_TIMEOUT_S, f"{arm.name}, {workload.name}")
+                measurement = await await_within(sending, RUN_TIMEOUT_S, f"{arm.name}, {workload.name}")
                 if round_number >= 0:
                     measurements[arm.name].append(measurement)
         return measurements

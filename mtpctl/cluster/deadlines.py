@@ -11,7 +11,7 @@ from typing import Literal, cast
 from mtpctl.errors import MtpctlError, RuntimeFailure
 
 
-async def within[T](call: Awaitable[T], timeout_s: float, name: str, advice: str = "") -> T:
+async def await_within[T](call: Awaitable[T], timeout_s: float, name: str, advice: str = "") -> T:
     """Await the result of an actor call. `name`: of the actor and the call, for errors. `advice`: end of the message after a timeout.
 
     Raises RuntimeFailure after `timeout_s`, or if the actor dies or raises an error; an MtpctlError is re-raised unchanged.
@@ -26,29 +26,29 @@ async def within[T](call: Awaitable[T], timeout_s: float, name: str, advice: str
         cause = error.cause
         if isinstance(cause, MtpctlError):
             raise cause from error
-        raise RuntimeFailure(f"{name}: {one_line(error)}") from error
+        raise RuntimeFailure(f"{name}: {describe_error(error)}") from error
     except ray.exceptions.RayError as error:
-        raise RuntimeFailure(f"{name}: {one_line(error)}") from error
+        raise RuntimeFailure(f"{name}: {describe_error(error)}") from error
 
 
 async def await_start[T](call: Awaitable[T], deadline_s: float, name: str) -> T:
-    """Await the start of an actor. deadline_s: `cluster.actor_deadline_s`, which the error after a timeout names. Raises as `within`."""
-    return await within(call, deadline_s, f"{name}, start", "; raise cluster.actor_deadline_s")
+    """Await the start of an actor for at most `deadline_s` (`cluster.actor_deadline_s`). Raises like `await_within`."""
+    return await await_within(call, deadline_s, f"{name}, start", "; raise cluster.actor_deadline_s")
 
 
-async def finished_before[T](work: asyncio.Future[T], event: asyncio.Event) -> bool:
-    """Wait until `work` is done or `event` is set, which cancels `work`. Returns whether it is done; `work.result()` raises its error."""
+async def finished_before[T](task: asyncio.Future[T], event: asyncio.Event) -> bool:
+    """Wait until `task` is done or `event` is set, which cancels `task`. Returns whether it is done; `task.result()` raises its error."""
     event_set = asyncio.create_task(event.wait())
     try:
-        futures: tuple[asyncio.Future[T] | asyncio.Task[Literal[True]], ...] = (work, event_set)
+        futures: tuple[asyncio.Future[T] | asyncio.Task[Literal[True]], ...] = (task, event_set)
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        return work.done()
+        return task.done()
     finally:
-        work.cancel()
+        task.cancel()
         event_set.cancel()
 
 
-class Changes:
+class ChangeNotifier:
     """Waits for a condition of a shared state: every waiter checks its own condition again after each `notify`.
 
     Unlike `asyncio.Condition` it has no lock, because code between two awaits is not interrupted.
@@ -72,7 +72,7 @@ class Changes:
             await future
 
 
-async def in_thread[T](call: Callable[[], T]) -> T:
+async def run_in_thread[T](call: Callable[[], T]) -> T:
     """Like `asyncio.to_thread`, but a call that hangs does not delay the end of the event loop or the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -98,7 +98,7 @@ async def in_thread[T](call: Callable[[], T]) -> T:
     return await future
 
 
-def one_line(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error as `Kind: first line of its message`, without Ray's wrapper."""
     cause = getattr(error, "cause", None)  # Ray's wrapper has the traceback in its message.
     error = cause if isinstance(cause, BaseException) else error

@@ -36,17 +36,17 @@ def log_folder_variables(folder: Path) -> dict[str, str]:
 
 def log_name_variables(actor: str) -> dict[str, str]:
     """Environment variables with an actor's name, such as `rollout replica 0`."""
-    return {NAME_VARIABLE: _stem(actor)}
+    return {NAME_VARIABLE: _file_stem(actor)}
 
 
-def newest_line(folder: Path, actor: str, *, since: float) -> str:
+def newest_line(folder: Path, actor: str, *, start_time: float) -> str:
     """The last line that an actor has printed since a time, without control characters and warnings; of a progress bar, its latest state.
 
     Empty if there is no such line, or if the file is on another host.
     """
     try:
-        with (folder / f"{_stem(actor)}.log").open("rb") as file:
-            if os.fstat(file.fileno()).st_mtime < since - _CLOCK_LAG_S:
+        with (folder / f"{_file_stem(actor)}.log").open("rb") as file:
+            if os.fstat(file.fileno()).st_mtime < start_time - _CLOCK_LAG_S:
                 return ""
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
@@ -58,7 +58,7 @@ def newest_line(folder: Path, actor: str, *, since: float) -> str:
     return next((line[:_MAX_CHARACTERS] for line in reversed(lines) if line), "")
 
 
-def _stem(actor: str) -> str:
+def _file_stem(actor: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", actor.lower()).strip("-")
 
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mtpctl.cluster.deadlines import one_line
+from mtpctl.cluster.deadlines import describe_error
 from mtpctl.errors import RuntimeFailure
 
 VERSION_WAIT_S = 60.0
@@ -38,10 +38,10 @@ class Lifecycle[R]:
     Attributes:
         start: starts a replica for the slot of this index.
         catch_up: loads the weight version of the others into a new replica. Returns False if that version is not persisted yet. Updates
-            wait for it, so it is cancelled after `catch_up_s` seconds.
-        end: ends a replica that may have failed. It is cancelled after `end_s` seconds, and must not leave processes behind even then.
-        changed: called after a slot was filled, vacated or quarantined.
-        dead: exceptions after which a replica is replaced.
+            wait for it, so it is cancelled after `catch_up_timeout_s` seconds.
+        end: ends a replica that may have failed. It is cancelled after `end_timeout_s` seconds, and even then must leave no processes.
+        on_change: called after a slot was filled, vacated or quarantined.
+        fatal_errors: exceptions after which a replica is replaced.
         max_restarts: a slot with more failures within `FAILURE_WINDOW_S` is quarantined.
         log: receives failures, restarts and quarantines, one line each.
     """
@@ -49,11 +49,11 @@ class Lifecycle[R]:
     start: Callable[[int], Awaitable[R]]
     catch_up: Callable[[R], Awaitable[bool]]
     end: Callable[[R], Awaitable[None]]
-    changed: Callable[[], None]
-    dead: tuple[type[Exception], ...]
+    on_change: Callable[[], None]
+    fatal_errors: tuple[type[Exception], ...]
     max_restarts: int
-    end_s: float
-    catch_up_s: float
+    end_timeout_s: float
+    catch_up_timeout_s: float
     log: Log = no_log
 
 
@@ -65,7 +65,7 @@ class Slot[R]:
         busy: requests in progress, counted by the owner.
         failure_times: times of the failures within `FAILURE_WINDOW_S` (`time.monotonic`).
         reason: the last failure.
-        starts: number of replicas that have served in the slot.
+        num_starts: number of replicas that have served in the slot.
         occupied: False if the slot is vacant or its replica is leaving. A leaving replica gets no further work, but is still updated.
     """
 
@@ -75,8 +75,8 @@ class Slot[R]:
     failure_times: list[float] = field(default_factory=list)
     reason: str = ""
     quarantined: bool = False
-    starts: int = 0
-    restarting: asyncio.Task[None] | None = None
+    num_starts: int = 0
+    restart_task: asyncio.Task[None] | None = None
     occupied: bool = True
 
     @property
@@ -92,17 +92,17 @@ async def start_all[R](
     end: Callable[[R], Awaitable[None]],
     count: int,
     *,
-    dead: tuple[type[Exception], ...] = (),
+    fatal_errors: tuple[type[Exception], ...] = (),
     max_restarts: int = 0,
 ) -> list[R]:
-    """Start `count` replicas concurrently. A start that fails with `dead` is repeated up to `max_restarts` times.
+    """Start `count` replicas concurrently. A start that fails with `fatal_errors` is repeated up to `max_restarts` times.
 
     If a replica does not start, the others are ended and its error is raised.
     """
 
     async def start_with_retries(index: int) -> R:
         for _ in range(max_restarts):
-            with suppress(*dead):
+            with suppress(*fatal_errors):
                 return await start(index)
         return await start(index)
 
@@ -126,14 +126,14 @@ class Replicas[R]:
     def __init__(self, replicas: list[R], lifecycle: Lifecycle[R]) -> None:
         self.slots = [Slot(index, replica) for index, replica in enumerate(replicas)]
         self.updating = asyncio.Lock()
-        self.restarts = 0
+        self.num_restarts = 0
         self._lifecycle = lifecycle
         self._closed = False
         self._update_members: list[tuple[Slot[R], R]] | None = None
 
-    def live(self, where: Callable[[R], bool] = lambda _: True) -> list[tuple[Slot[R], R]]:
-        """The slots and replicas that serve and satisfy `where`."""
-        return [(slot, slot.replica) for slot in self.slots if slot.replica is not None and where(slot.replica)]
+    def live(self, condition: Callable[[R], bool] = lambda _: True) -> list[tuple[Slot[R], R]]:
+        """The slots and replicas that serve and satisfy `condition`."""
+        return [(slot, slot.replica) for slot in self.slots if slot.replica is not None and condition(slot.replica)]
 
     def quarantine_reasons(self) -> str:
         """The failure of each slot if all occupied slots are quarantined, so that no replica will serve again; else an empty string."""
@@ -149,7 +149,7 @@ class Replicas[R]:
         slot.replica = None
         if slot.occupied:  # otherwise the replica is leaving, and `leave` ends it
             self._record_failure(slot, error)
-            slot.restarting = asyncio.create_task(self._restart(slot, replica))
+            slot.restart_task = asyncio.create_task(self._restart(slot, replica))
 
     def join(self, index: int) -> None:
         """Start a replica in a slot, which is vacant or the next new one. Earlier failures of the slot are forgotten."""
@@ -159,7 +159,7 @@ class Replicas[R]:
         slot = self.slots[index]
         assert slot.state == "vacant" and slot.replica is None
         slot.occupied, slot.quarantined, slot.failure_times, slot.reason = True, False, [], ""
-        slot.restarting = asyncio.create_task(self._start_or_quarantine(slot))
+        slot.restart_task = asyncio.create_task(self._start_or_quarantine(slot))
 
     async def leave(self, index: int, drain: Callable[[Slot[R], R], Awaitable[None]]) -> None:
         """Vacate a slot in any state. This does not count as a failure.
@@ -168,21 +168,21 @@ class Replicas[R]:
         """
         slot = self.slots[index]
         slot.occupied = False
-        if slot.restarting is not None and not slot.restarting.done():
-            slot.restarting.cancel()
-            await asyncio.gather(slot.restarting, return_exceptions=True)
+        if slot.restart_task is not None and not slot.restart_task.done():
+            slot.restart_task.cancel()
+            await asyncio.gather(slot.restart_task, return_exceptions=True)
         replica = slot.replica
         async with self.updating:
             slot.replica = None
         try:
             if replica is not None:
-                with suppress(*self._lifecycle.dead, TimeoutError):
+                with suppress(*self._lifecycle.fatal_errors, TimeoutError):
                     await drain(slot, replica)
         finally:
             if replica is not None:
-                with suppress(*self._lifecycle.dead, TimeoutError):
+                with suppress(*self._lifecycle.fatal_errors, TimeoutError):
                     await self._end(replica)
-        self._lifecycle.changed()
+        self._lifecycle.on_change()
 
     @asynccontextmanager
     async def fixed_members(self) -> AsyncIterator[None]:
@@ -191,18 +191,18 @@ class Replicas[R]:
             self._update_members = None
             yield
 
-    def members(self, kind: str, ranks: int, where: Callable[[R], bool] = lambda _: True) -> list[str]:
-        """A unique name for each rank of each live replica that satisfies `where`. The next `apply_update` calls exactly these replicas."""
-        self._update_members = self.live(where)
-        return [f"{kind} {slot.index}.{slot.starts}.{rank}" for slot, _ in self._update_members for rank in range(ranks)]
+    def members(self, kind: str, ranks: int, condition: Callable[[R], bool] = lambda _: True) -> list[str]:
+        """A unique name for each rank of each live replica with `condition`. The next `apply_update` calls exactly these replicas."""
+        self._update_members = self.live(condition)
+        return [f"{kind} {slot.index}.{slot.num_starts}.{rank}" for slot, _ in self._update_members for rank in range(ranks)]
 
-    async def apply_update[T](self, call: Callable[[R], Awaitable[T]], where: Callable[[R], bool] = lambda _: True) -> list[T]:
-        """Like `each`, for the replicas that `members` named, or for the live ones that satisfy `where` if it was not called."""
+    async def apply_update[T](self, call: Callable[[R], Awaitable[T]], condition: Callable[[R], bool] = lambda _: True) -> list[T]:
+        """Like `call_each`, for the replicas that `members` named, or for the live ones that satisfy `condition` if it was not called."""
         assert self.updating.locked(), "replicas are updated in a block of `fixed_members`"
         members, self._update_members = self._update_members, None
-        return await self._call_all(self.live(where) if members is None else members, call)
+        return await self._call_all(self.live(condition) if members is None else members, call)
 
-    async def each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
+    async def call_each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
         """Call all live replicas concurrently. Dead ones are restarted. Raises the first other error after every replica has answered."""
         return await self._call_all(self.live(), call)
 
@@ -211,7 +211,7 @@ class Replicas[R]:
         errors: list[BaseException] = []
         results = await asyncio.gather(*(call(replica) for _, replica in live), return_exceptions=True)
         for (slot, replica), result in zip(live, results, strict=True):
-            if isinstance(result, self._lifecycle.dead):
+            if isinstance(result, self._lifecycle.fatal_errors):
                 self.report_failure(slot, replica, result)
             elif isinstance(result, BaseException):
                 errors.append(result)
@@ -224,17 +224,17 @@ class Replicas[R]:
     async def close(self) -> None:
         """End all replicas, including those that are being started or ended. No replica is started afterwards."""
         self._closed = True
-        restarting = [slot.restarting for slot in self.slots if slot.restarting is not None]
-        for task in restarting:
+        restart_tasks = [slot.restart_task for slot in self.slots if slot.restart_task is not None]
+        for task in restart_tasks:
             task.cancel()
         results = await asyncio.gather(*(self._end(replica) for _, replica in self.live()), return_exceptions=True)
-        await asyncio.gather(*restarting, return_exceptions=True)
+        await asyncio.gather(*restart_tasks, return_exceptions=True)
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, (*self._lifecycle.dead, TimeoutError)):
+            if isinstance(result, BaseException) and not isinstance(result, (*self._lifecycle.fatal_errors, TimeoutError)):
                 raise result
 
     async def _end(self, replica: R) -> None:
-        await asyncio.wait_for(self._lifecycle.end(replica), self._lifecycle.end_s)
+        await asyncio.wait_for(self._lifecycle.end(replica), self._lifecycle.end_timeout_s)
 
     async def _restart(self, slot: Slot[R], lost_replica: R) -> None:
         with suppress(Exception):
@@ -248,7 +248,7 @@ class Replicas[R]:
             try:
                 await self._start(slot)
                 if restart:
-                    self.restarts += 1
+                    self.num_restarts += 1
                     self._lifecycle.log(f"replica {slot.index} is back")
                 break
             except Exception as error:
@@ -256,7 +256,7 @@ class Replicas[R]:
         else:
             slot.quarantined = True
             self._lifecycle.log(f"replica {slot.index} is in quarantine: it failed {len(slot.failure_times)} time(s) within an hour")
-        self._lifecycle.changed()
+        self._lifecycle.on_change()
 
     async def _start(self, slot: Slot[R]) -> None:
         replica = await self._lifecycle.start(slot.index)
@@ -269,13 +269,13 @@ class Replicas[R]:
                 await asyncio.sleep(_POLL_S)
                 waited_s += _POLL_S
         except BaseException:
-            with suppress(*self._lifecycle.dead, TimeoutError):
+            with suppress(*self._lifecycle.fatal_errors, TimeoutError):
                 await self._end(replica)
             raise
 
     async def _catch_up(self, slot: Slot[R], replica: R) -> bool:
         async with self.updating:
-            timeout_s = self._lifecycle.catch_up_s
+            timeout_s = self._lifecycle.catch_up_timeout_s
             try:
                 caught_up = await asyncio.wait_for(self._lifecycle.catch_up(replica), timeout_s)
             except TimeoutError as error:
@@ -283,11 +283,11 @@ class Replicas[R]:
             if not caught_up:
                 return False
             slot.replica = replica
-            slot.starts += 1
+            slot.num_starts += 1
             return True
 
     def _record_failure(self, slot: Slot[R], error: Exception) -> None:
         now = time.monotonic()
         slot.failure_times = [*(failed_at for failed_at in slot.failure_times if now - failed_at < FAILURE_WINDOW_S), now]
-        slot.reason = one_line(error)
+        slot.reason = describe_error(error)
         self._lifecycle.log(f"replica {slot.index} failed: {slot.reason}")

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from mtpctl.cluster.bundles import Bundles, Claim, draining_nodes, live_nodes
-from mtpctl.cluster.deadlines import in_thread, one_line
+from mtpctl.cluster.deadlines import describe_error, run_in_thread
 from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
 from mtpctl.errors import UserError
@@ -93,12 +93,12 @@ class ElasticRollout:
                 if self._membership is not None and not self._state.stopping.is_set():
                     # In a thread, because Ray may block for a minute if the GCS server has ended, and the event loop must stay free to save
                     # a checkpoint.
-                    live_node_ids, draining_node_ids = await in_thread(lambda: (live_nodes(), draining_nodes()))
+                    live_node_ids, draining_node_ids = await run_in_thread(lambda: (live_nodes(), draining_nodes()))
                     if self._membership is not None:
                         self._reconcile(self._membership, live_node_ids, draining_node_ids)
                 await asyncio.sleep(POLL_S)
         except Exception as error:
-            self._report(f"replicas can no longer join or leave: {one_line(error)}")
+            self._report(f"replicas can no longer join or leave: {describe_error(error)}")
             raise
 
     def _answer_requests(self) -> None:
@@ -117,7 +117,7 @@ class ElasticRollout:
         except UserError as refusal:
             return Answer(str(refusal), refused=True)
         self.requested = replicas
-        num_serving = 0 if self._membership is None else self._membership.serving
+        num_serving = 0 if self._membership is None else self._membership.num_serving
         message = f"{self.requested} replica(s) are requested, and {num_serving} serve"
         self._report(message)
         return Answer(message)
@@ -152,7 +152,7 @@ class ElasticRollout:
             await membership.leave(index)
             self._report(f"replica {index} has left")
         except Exception as error:  # The replica has ended anyway, and its requests continue on others.
-            self._report(f"replica {index} left with an error: {one_line(error)}")
+            self._report(f"replica {index} left with an error: {describe_error(error)}")
         finally:
             del self._leave_tasks[index]
             self._bundles.release(_actor(index))

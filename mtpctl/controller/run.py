@@ -167,7 +167,7 @@ class Run:
             return None
         replica_range, membership = self.recipe.rollout.replica_range, self.pool.membership
         requested = replica_range.max if self.elastic is None else self.elastic.requested
-        return ReplicaCounts(membership.serving, requested, replica_range.min, replica_range.max, membership.restarts)
+        return ReplicaCounts(membership.num_serving, requested, replica_range.min, replica_range.max, membership.num_restarts)
 
     async def _run_stages(self, trainer: TrainerGroup, startup_task: ActorStartup | None) -> None:
         self.telemetry.event("start", f"trainer: {self.recipe.train.parallel.world_size} rank(s)")
@@ -260,7 +260,7 @@ class Run:
             scorer = OldLogprobScorer(server, recipe.rollout.temperature, answer_deadline(recipe.cluster), replay=replay)
 
         def service_metrics() -> dict[str, float]:
-            return {"rollout/replicas": float(rollout.membership.serving)} | ({} if scorer is None else scorer.metrics())
+            return {"rollout/replicas": float(rollout.membership.num_serving)} | ({} if scorer is None else scorer.metrics())
 
         sync = WeightSync(recipe, trainer, rollout, server, self.store.root, metrics=service_metrics)
 

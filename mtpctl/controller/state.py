@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from mtpctl.checkpoint.finding import BUFFER_FILE, RUN_FILE, check_checkpoint, choose_checkpoint, newest_checkpoint
 from mtpctl.checkpoint.listing import Damaged, Entry, entry_of_text
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_within
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.data.problems import CursorState
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
@@ -325,9 +325,9 @@ class RunState:
         if not self.within_stage or self.weights_lost:
             return None
         if self.updating or self.step == self.saved_step:
-            await within(self.publish_pending(trainer), LAST_SAVE_S, "checkpoint")
+            await await_within(self.publish_pending(trainer), LAST_SAVE_S, "checkpoint")
             return None
-        return await within(self.checkpoint(trainer), LAST_SAVE_S, "checkpoint")
+        return await await_within(self.checkpoint(trainer), LAST_SAVE_S, "checkpoint")
 
     async def publish_pending(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
         """Publish the checkpoint that is being written when it is complete; with `wait=False` only if it already is. Raises SaveFailed."""

@@ -96,7 +96,7 @@ class Wait:
 
     def describe(self, logs: Path) -> str:
         """The wait as text, such as `trainer: loading, 12 s`, with the newest line that one of the actors has logged since."""
-        lines = [line for actor in self.actors if (line := newest_line(logs, actor, since=self.wall_start))]
+        lines = [line for actor in self.actors if (line := newest_line(logs, actor, start_time=self.wall_start))]
         newest_log_line = f" · {lines[-1]}" if lines else ""
         return f"{self.reason}, {self.seconds:.0f} s{newest_log_line}"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Concatenate, Protocol
 from mtpctl.checkpoint.finding import select_checkpoint
 from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import POLL_S, ActorLocation, Bundles, Options
-from mtpctl.cluster.deadlines import await_start, one_line, within
+from mtpctl.cluster.deadlines import await_start, await_within, describe_error
 from mtpctl.cluster.process import log_name_variables
 from mtpctl.cluster.replicas import FAILURE_WINDOW_S
 from mtpctl.controller.state import RunState
@@ -152,7 +152,8 @@ class TrainerGroup:
             raise TrainerLost(f"trainer, {name}: no rank runs")
         object_refs = [getattr(actor, name).remote(*args_of_rank(rank)) for rank, actor in enumerate(self.ranks)]
         futures: list[asyncio.Future[T]] = [
-            asyncio.ensure_future(within(object_ref, deadline_s, f"trainer rank {i}, {name}")) for i, object_ref in enumerate(object_refs)
+            asyncio.ensure_future(await_within(object_ref, deadline_s, f"trainer rank {i}, {name}"))
+            for i, object_ref in enumerate(object_refs)
         ]
         try:
             return (await asyncio.gather(*futures))[0]
@@ -173,12 +174,12 @@ class TrainerGroup:
         # An MtpctlError is the rank's own error, unless another rank has died, which may have caused it.
         own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
         location_calls: list[Coroutine[None, None, ActorLocation]] = [
-            within(rank.location.remote(), LIVENESS_TIMEOUT_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
+            await_within(rank.location.remote(), LIVENESS_TIMEOUT_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
         ]
         for answer in await asyncio.gather(*location_calls, return_exceptions=True):
             has_died = isinstance(answer, BaseException) and isinstance(answer.__cause__, ray.exceptions.RayActorError)
             if has_died or (isinstance(answer, BaseException) and not own_error):
-                raise TrainerLost(f"{answer} ({one_line(error)})") from error
+                raise TrainerLost(f"{answer} ({describe_error(error)})") from error
 
     async def rl_step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
         """One policy update: each rank gets its share of the samples, which are ordered by group."""
@@ -250,13 +251,13 @@ class TrainerGroup:
         started_at, is_reported = time.monotonic(), False
         all_names = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
         self.bundles.compact(all_names)
-        with self.bundles.awaiting(all_names):
+        with self.bundles.mark_awaited(all_names):
             while True:
                 has_waited = time.monotonic() - started_at > CAPACITY_WAIT_S
                 for dp in [parallel.dp, *smaller_dp_sizes] if has_waited else [parallel.dp]:
                     layout = train.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
                     self.recipe = self._run_recipe.model_copy(update={"train": layout})
-                    bundles = await self.bundles.try_take(self.names, per_host=parallel.tp)
+                    bundles = await self.bundles.try_acquire(self.names, per_host=parallel.tp)
                     if bundles is not None:
                         return self._start([bundle.options() for bundle in bundles])
                 if has_waited and not is_reported:

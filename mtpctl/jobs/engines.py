@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from mtpctl.cluster.deadlines import within
+from mtpctl.cluster.deadlines import await_within
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.evaluate import evaluate
@@ -134,7 +134,7 @@ async def serving(recipe: Recipe, source: WeightSource, store: VersionStore, see
         pool, manifest = await asyncio.gather(pool_start, _publish(recipe, source, store))
         stack.push_async_callback(pool.close)
         if manifest is not None:
-            await within(
+            await await_within(
                 pool.update(manifest, mode=recipe.sync.pause, deadline_s=recipe.sync.deadline_s),
                 2 * recipe.sync.deadline_s,
                 "loading the checkpoint into the engines",
@@ -163,7 +163,7 @@ async def _publish(recipe: Recipe, source: WeightSource, store: VersionStore) ->
         publication = actor.publish.remote(
             recipe.model_dump_json(by_alias=True), str(source.model.path), str(source.checkpoint), source.version, str(store.root)
         )
-        manifest: Manifest = await within(publication, recipe.cluster.actor_deadline_s, f"checkpoint {source.checkpoint.name}")
+        manifest: Manifest = await await_within(publication, recipe.cluster.actor_deadline_s, f"checkpoint {source.checkpoint.name}")
         return manifest
     finally:
         ray.kill(actor)

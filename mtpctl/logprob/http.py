@@ -339,7 +339,7 @@ def prometheus(server: LogprobServer) -> str:
         Series("tokens_total", "counter", "Tokens of the forward passes.", counters.tokens),
         Series("batches_total", "counter", "Forward passes.", counters.batches),
         Series("retried_total", "counter", "Sequences retried after a failed pass.", counters.retried),
-        Series("replica_restarts_total", "counter", "Restarted replicas.", server.replicas.restarts),
+        Series("replica_restarts_total", "counter", "Restarted replicas.", server.replicas.num_restarts),
         Series("updates_total", "counter", "Weight updates applied.", counters.updates),
         Series("busy_seconds_total", "counter", "Replica seconds in forward passes.", counters.busy_s),
         Series("request_seconds_total", "counter", "Seconds from submission to answer, over all sequences.", counters.wait_s),

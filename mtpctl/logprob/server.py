@@ -40,12 +40,12 @@ class LogprobServer:
             start=start,
             catch_up=self._catch_up,
             end=Replica.end,
-            changed=lambda: self.dispatcher.dispatch_ready(),
-            dead=(ReplicaDead, TargetDirty),
+            on_change=lambda: self.dispatcher.dispatch_ready(),
+            fatal_errors=(ReplicaDead, TargetDirty),
             max_restarts=limits.max_restarts,
-            end_s=RANK_DEADLINE_S,
+            end_timeout_s=RANK_DEADLINE_S,
             # A replica may apply two versions, and a failed update may take as long again to restore the old weights.
-            catch_up_s=3 * limits.sync_deadline_s,
+            catch_up_timeout_s=3 * limits.sync_deadline_s,
             log=log,
         )
         self.replicas = Replicas(replicas, lifecycle)
@@ -62,7 +62,7 @@ class LogprobServer:
 
         `published`: newer weights for restarted replicas. `log`: receives a line for each failure and each restart.
         """
-        replicas = await start_all(start, Replica.end, count, dead=(ReplicaDead,), max_restarts=limits.max_restarts)
+        replicas = await start_all(start, Replica.end, count, fatal_errors=(ReplicaDead,), max_restarts=limits.max_restarts)
         return cls(replicas, start, published, limits, log)
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -163,7 +163,7 @@ class LogprobServer:
         try:
             reports = await self.replicas.apply_update(
                 lambda replica: cancel_on_error(manifest, update_target(replica, manifest, verify=verify, deadline_s=deadline_s)),
-                where=lambda replica: replica.version < manifest.version,
+                condition=lambda replica: replica.version < manifest.version,
             )
             self.version = manifest.version
             self.counters.updates += 1
@@ -269,7 +269,7 @@ async def start_server(
     async def start_ranks(index: int, name: str) -> Replica:
         default_options: Options = {"num_cpus": cpus, "num_gpus": gpus}
         ranks = [f"{role}-{index}" + (f".{rank}" if rank else "") for rank in range(options.parallel.world_size)]
-        reserved = None if bundles is None else await bundles.take(*ranks)
+        reserved = None if bundles is None else await bundles.acquire(*ranks)
         replica = await start_replica(
             config, name=name, options=[bundle.options() for bundle in reserved] if reserved else [default_options] * len(ranks)
         )

@@ -58,12 +58,12 @@ class ReplicaPool:
                 start=start,
                 catch_up=self._catch_up,
                 end=lambda replica: replica.shutdown(),
-                changed=lambda: self._router.changed.notify(),
-                dead=(EngineDead, TargetDirty),
+                on_change=lambda: self._router.changed.notify(),
+                fatal_errors=(EngineDead, TargetDirty),
                 max_restarts=max_restarts,
-                end_s=GRACE_S,
+                end_timeout_s=GRACE_S,
                 # A failed update may take as long again to restore the old weights.
-                catch_up_s=2 * sync_deadline_s,
+                catch_up_timeout_s=2 * sync_deadline_s,
                 log=log,
             ),
         )
@@ -102,7 +102,7 @@ class ReplicaPool:
             relays: hosts download weights from object storage through each other (`mtpctl.sync.remote`).
             log: receives a line for each failure and each restart of a replica.
         """
-        replicas = await start_all(start, lambda replica: replica.shutdown(), count, dead=(EngineDead,), max_restarts=max_restarts)
+        replicas = await start_all(start, lambda replica: replica.shutdown(), count, fatal_errors=(EngineDead,), max_restarts=max_restarts)
         options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
         return cls(replicas, start, published, **options, sync_deadline_s=sync_deadline_s, turns=turns, relays=relays, log=log)
 
@@ -301,15 +301,15 @@ class ReplicaPool:
 
     async def control_speculation(self, drafts: int | None = None) -> list[SpeculationState]:
         """See `Generator.control_speculation`; one entry per live replica."""
-        return await self._replicas.each(lambda replica: replica.control_speculation(drafts))
+        return await self._replicas.call_each(lambda replica: replica.control_speculation(drafts))
 
     async def admit_at_once(self, at_once: bool) -> None:
         """See `VllmEngine.admit_at_once`, for all live replicas."""
-        await self._replicas.each(lambda replica: replica.admit_at_once(at_once))
+        await self._replicas.call_each(lambda replica: replica.admit_at_once(at_once))
 
     async def pids(self) -> list[int]:
         """The process ids of the live replicas' actors."""
-        return await self._replicas.each(lambda replica: replica.pid())
+        return await self._replicas.call_each(lambda replica: replica.pid())
 
     async def health(self) -> list[Health]:
         """One entry per replica, including failed ones."""

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 
-from mtpctl.cluster.deadlines import Changes
+from mtpctl.cluster.deadlines import ChangeNotifier
 from mtpctl.cluster.replicas import Replicas, Slot
 from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
@@ -29,7 +29,7 @@ class Router:
     def __init__(self, replicas: Replicas[Replica], max_in_flight: int) -> None:
         self._replicas, self._max_in_flight = replicas, max_in_flight
         self._groups: Counter[tuple[int, str]] = Counter()
-        self.changed = Changes()
+        self.changed = ChangeNotifier()
 
     async def acquire(self, group: str) -> Slot[Replica]:
         """Wait until a replica has room, and count a response of `group` on it.
@@ -41,11 +41,11 @@ class Router:
             raise RuntimeFailure(f"every rollout replica failed: {reasons}")
         free_slots = self._free_slots()
         min_busy = min(slot.busy for slot in free_slots)
-        cached = [slot for slot in free_slots if self._groups[slot.index, group] and slot.busy <= min_busy + AFFINITY_SLACK]
-        chosen = min(cached or free_slots, key=lambda slot: slot.busy)
-        chosen.busy += 1
-        self._groups[chosen.index, group] += 1
-        return chosen
+        cached_slots = [slot for slot in free_slots if self._groups[slot.index, group] and slot.busy <= min_busy + AFFINITY_SLACK]
+        chosen_slot = min(cached_slots or free_slots, key=lambda slot: slot.busy)
+        chosen_slot.busy += 1
+        self._groups[chosen_slot.index, group] += 1
+        return chosen_slot
 
     def release(self, slot: Slot[Replica], group: str) -> None:
         """Undo `acquire`."""
@@ -71,29 +71,29 @@ class Membership:
     Its responses are aborted, and other replicas continue them from their tokens, as after a weight update with `mode="abort"`.
     """
 
-    def __init__(self, replicas: Replicas[Replica], changed: Changes) -> None:
+    def __init__(self, replicas: Replicas[Replica], changed: ChangeNotifier) -> None:
         self._replicas, self._changed = replicas, changed
 
     @property
-    def serving(self) -> int:
+    def num_serving(self) -> int:
         """Number of replicas that get requests."""
         return sum(slot.state == "serving" for slot in self._replicas.slots)
 
     @property
     def occupied_slots(self) -> list[int]:
         """Occupied slots in the order in which to vacate them: quarantined, restarting, serving; the newest first within each state."""
-        order = {"quarantined": 0, "restarting": 1, "serving": 2}
+        priority = {"quarantined": 0, "restarting": 1, "serving": 2}
         occupied = [slot for slot in self._replicas.slots if slot.occupied]
-        return [slot.index for slot in sorted(occupied, key=lambda slot: (order[slot.state], -slot.index))]
+        return [slot.index for slot in sorted(occupied, key=lambda slot: (priority[slot.state], -slot.index))]
 
     def is_serving(self, index: int) -> bool:
         """Whether the replica in a slot gets requests."""
         return self._replicas.slots[index].state == "serving"
 
     @property
-    def restarts(self) -> int:
+    def num_restarts(self) -> int:
         """Number of replicas that were started to replace a failed one."""
-        return self._replicas.restarts
+        return self._replicas.num_restarts
 
     def join(self, index: int) -> None:
         """Start a replica in a vacant slot, or in the next new one."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cluster.deadlines import Changes, await_start, finished_before, in_thread
+from mtpctl.cluster.deadlines import ChangeNotifier, await_start, finished_before, run_in_thread
 from mtpctl.errors import RuntimeFailure
 from mtpctl.samples import Unwanted
 from tests.fakes.event_loop import in_loop
@@ -82,16 +82,16 @@ async def test_an_error_of_the_work_is_raised_by_its_result(first: Wait) -> None
 
 @in_loop
 async def test_a_call_in_a_thread_returns_its_result_or_raises_its_error() -> None:
-    assert await in_thread(threading.get_ident) != threading.get_ident()
+    assert await run_in_thread(threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
-        await in_thread(lambda: 1 / 0)
+        await run_in_thread(lambda: 1 / 0)
 
 
 def test_a_hanging_call_in_a_thread_does_not_delay_the_end_of_the_loop() -> None:
     never = threading.Event()
 
     async def scenario() -> None:
-        await asyncio.wait_for(in_thread(never.wait), 0.01)
+        await asyncio.wait_for(run_in_thread(never.wait), 0.01)
 
     begin = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -102,7 +102,7 @@ def test_a_hanging_call_in_a_thread_does_not_delay_the_end_of_the_loop() -> None
 
 @in_loop
 async def test_each_change_lets_waiters_check_in_the_order_in_which_they_came() -> None:
-    changes, free, took = Changes(), 0, []
+    changes, free, took = ChangeNotifier(), 0, []
 
     async def take(name: str) -> None:
         nonlocal free

@@ -70,8 +70,8 @@ class Fleet:
             self.changed,
             (Gone,),
             max_restarts,
-            end_s=self.end_s,
-            catch_up_s=self.catch_up_s,
+            end_timeout_s=self.end_s,
+            catch_up_timeout_s=self.catch_up_s,
             log=self.lines.append,
         )
         return Replicas(await start_all(self.start, self.end, count), lifecycle)
@@ -92,7 +92,7 @@ async def test_a_dead_replica_is_replaced_once_despite_repeated_reports() -> Non
     assert slot.state == "restarting" and [r.index for _, r in replicas.live()] == [0]
     await until(lambda: len(replicas.live()) == 2)
     assert dead.ended and len(fleet.started) == 3 and fleet.started[-1].index == 1
-    assert (replicas.restarts, fleet.changes, slot.reason) == (1, 1, "Gone: killed")
+    assert (replicas.num_restarts, fleet.changes, slot.reason) == (1, 1, "Gone: killed")
     assert fleet.lines == ["replica 1 failed: Gone: killed", "replica 1 is back"]
 
 
@@ -112,12 +112,12 @@ async def test_a_replica_that_dies_during_start_up_is_restarted() -> None:
         return start
 
     fleet = Fleet()
-    replicas = await start_all(starter(Gone(), Gone()), fleet.end, 2, dead=(Gone,), max_restarts=2)
+    replicas = await start_all(starter(Gone(), Gone()), fleet.end, 2, fatal_errors=(Gone,), max_restarts=2)
     assert [replica.index for replica in replicas] == [0, 1]
     for errors, kind in (((Gone(), Gone(), Gone()), Gone), ((RuntimeError("no memory"),), RuntimeError)):
         fleet = Fleet()
         with pytest.raises(kind):
-            await start_all(starter(*errors), fleet.end, 2, dead=(Gone,), max_restarts=2)
+            await start_all(starter(*errors), fleet.end, 2, fatal_errors=(Gone,), max_restarts=2)
         assert [each.index for each in fleet.started if each.ended] == [0]
 
 
@@ -201,21 +201,21 @@ async def test_old_failures_are_forgotten() -> None:
         replicas.report_failure(*replicas.live()[0], Gone())
         await until(lambda: bool(replicas.live()))
         slot.failure_times = [then - module.FAILURE_WINDOW_S for then in slot.failure_times]
-    assert replicas.restarts == 4
+    assert replicas.num_restarts == 4
     for _ in range(2):
         replicas.report_failure(*replicas.live()[0], Gone())
         await until(lambda: bool(replicas.live()) or slot.quarantined)
-    assert slot.quarantined and replicas.restarts == 5
+    assert slot.quarantined and replicas.num_restarts == 5
 
 
 @in_loop
 async def test_replicas_are_called_concurrently_and_errors_raised_at_the_end() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(3)
-    assert await replicas.each(Fake.ask) == ["here"] * 3
+    assert await replicas.call_each(Fake.ask) == ["here"] * 3
     fleet.started[0].answer, fleet.started[1].answer = ValueError("other shapes"), Gone()
     with pytest.raises(ValueError, match="other shapes"):
-        await replicas.each(Fake.ask)
+        await replicas.call_each(Fake.ask)
     assert [slot.state for slot in replicas.slots] == ["serving", "restarting", "serving"]
 
 
@@ -240,7 +240,7 @@ async def test_an_update_calls_the_named_replicas_and_no_others() -> None:
     await until(lambda: len(replicas.live()) == 3)
     assert replicas.members("fake", 1) == ["fake 0.0.0", "fake 1.1.0", "fake 2.0.0"]
     async with replicas.fixed_members():
-        assert await replicas.apply_update(Fake.ask, where=lambda replica: replica.index > 1) == ["here"], (
+        assert await replicas.apply_update(Fake.ask, condition=lambda replica: replica.index > 1) == ["here"], (
             "names do not apply to another block"
         )
 
@@ -310,7 +310,7 @@ async def test_a_leaving_replica_gets_no_work_and_counts_no_failure() -> None:
     assert (slot.state, slot.failure_times, [replica.index for _, replica in replicas.live()]) == ("vacant", [], [1])
     over.set()
     await leaving
-    assert fleet.started[0].ended and replicas.restarts == 0 and len(fleet.started) == 2 and fleet.changes == 1
+    assert fleet.started[0].ended and replicas.num_restarts == 0 and len(fleet.started) == 2 and fleet.changes == 1
 
 
 @in_loop
@@ -342,7 +342,7 @@ async def test_a_joining_replica_is_caught_up_and_earlier_failures_are_forgotten
     replicas.join(0)
     replicas.join(1)
     await until(lambda: len(replicas.live()) == 2)
-    assert [replica.version for _, replica in replicas.live()] == [7, 7] and replicas.restarts == 0
+    assert [replica.version for _, replica in replicas.live()] == [7, 7] and replicas.num_restarts == 0
     assert fleet.lines == ["replica 0 failed: Gone: killed", "replica 0 is in quarantine: it failed 1 time(s) within an hour"]
 
 

@@ -76,14 +76,16 @@ class World:
     async def settled(self, *taken: int) -> None:
         """Wait until exactly these slots have replicas that serve, and for some polls longer."""
         for _ in range(3):
-            await self.until(lambda: sorted(self.pool.membership.occupied_slots) == [*taken] and self.pool.membership.serving == len(taken))
+            await self.until(
+                lambda: sorted(self.pool.membership.occupied_slots) == [*taken] and self.pool.membership.num_serving == len(taken)
+            )
             await asyncio.sleep(0.02)
 
     async def settled_on(self, hosts: str) -> None:
         """Until replicas serve on exactly these hosts, whatever their slots, and for some looks more."""
         for _ in range(3):
             await self.until(lambda: "".join(sorted(bundle.node for bundle in self.hosts.by_actor.values())) == hosts)
-            await self.until(lambda: self.pool.membership.serving == len(self.pool.membership.occupied_slots) == len(hosts))
+            await self.until(lambda: self.pool.membership.num_serving == len(self.pool.membership.occupied_slots) == len(hosts))
             await asyncio.sleep(0.02)
 
 
@@ -148,7 +150,7 @@ async def test_replicas_join_and_leave_with_hosts_up_to_the_maximum(tmp_path: Pa
         del it.hosts.room["b"], it.hosts.room["c"]
         await it.settled_on("a")
         assert_all_once(await task, 250, tokens=40)
-        assert it.pool.membership.restarts == 0
+        assert it.pool.membership.num_restarts == 0
         assert it.said[:3] == ["replica 1 joins, on host b", "replica 2 joins, on host b", "replica 1 serves"]
         assert "replica 1 leaves: its host is being drained" in it.said and "replica 3 leaves: its host is lost" in it.said
 

@@ -149,7 +149,7 @@ async def test_replica_with_an_endless_pass_is_replaced_without_a_wait(transport
     if transport == "ipc":
         assert world.trainer.members == [["rollout 0.0.0", "log-prob 1.0.0"]]
     await world.serves(1)
-    assert (await scoring).version == 1 and world.server.replicas.restarts == 1
+    assert (await scoring).version == 1 and world.server.replicas.num_restarts == 1
     await world.server.close()
 
 

@@ -136,10 +136,10 @@ async def play(family: Family, count: int, seed: int) -> tuple[list[Sample], dic
             for _ in range(chance.randint(5, 30)):
                 await asyncio.sleep(0)
             mode = chance.choice(["abort", "keep"])
-            await pool._replicas.each(lambda replica, mode=mode: replica.pause(mode))
+            await pool._replicas.call_each(lambda replica, mode=mode: replica.pause(mode))
             await asyncio.sleep(0)
             live[0] += 1
-            await pool._replicas.each(lambda replica: replica.resume())  # type: ignore[attr-defined]
+            await pool._replicas.call_each(lambda replica: replica.resume())  # type: ignore[attr-defined]
 
     syncing = asyncio.create_task(syncs())
     try:

@@ -99,15 +99,15 @@ async def kill_under_load(
                 await update()
             await asyncio.sleep(generator.uniform(0, 0.2))
             (_, victim) = generator.choice(server.replicas.live())
-            before = server.replicas.restarts
+            before = server.replicas.num_restarts
             os.kill((await pids(victim))[0], signal.SIGKILL)
-            while server.replicas.restarts == before:
+            while server.replicas.num_restarts == before:
                 await asyncio.sleep(0.05)
         ending.set()
 
     await asyncio.gather(trouble(), *(client(number) for number in range(4)))
     assert server.counters.failed == 0 and server.counters.requests == len(answers)
-    assert server.replicas.restarts == kills
+    assert server.replicas.num_restarts == kills
     assert all(message.before <= message.answer.version <= message.after for message in answers)
     return answers
 
@@ -171,7 +171,7 @@ def test_tensor_parallel_ranks_answer_as_one_does(run: Loop, ray_cluster: None, 
         os.kill((await pids(wide.replicas.slots[0].replica))[3], signal.SIGKILL)
         scored = requests(1)[0]
         a, b = await asyncio.gather(single.score(scored), wide.score(scored))
-        assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5) and wide.replicas.restarts == 1
+        assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5) and wide.replicas.num_restarts == 1
         await single.close()
         await wide.close()
 
@@ -204,7 +204,7 @@ def test_ranks_merge_an_adapter_each_into_its_part(
         assert split.replicas.slots[0].replica is not None
         os.kill((await pids(split.replicas.slots[0].replica))[1], signal.SIGKILL)
         b = await split.score(scored)
-        assert b.version == 2 and b.logprobs == pytest.approx(last, abs=2e-5) and split.replicas.restarts == 1
+        assert b.version == 2 and b.logprobs == pytest.approx(last, abs=2e-5) and split.replicas.num_restarts == 1
         await single.close()
         await split.close()
 

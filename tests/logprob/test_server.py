@@ -199,7 +199,7 @@ async def test_requests_of_a_lost_replica_are_rescheduled_and_it_restarts_at_the
     assert {answer.version for answer in answers} == {1}
     await until(lambda: all(slot.replica is not None for slot in server.replicas.slots))
     assert [slot.replica.version for slot in server.replicas.slots if slot.replica] == [1, 1]
-    assert server.replicas.restarts == 1 and server.counters.retried > 0
+    assert server.replicas.num_restarts == 1 and server.counters.retried > 0
     await server.close()
 
 
@@ -243,7 +243,7 @@ async def test_one_bad_request_fails_alone() -> None:
     server.dispatcher.resume()
     with pytest.raises(RuntimeFailure, match=r"^scoring the request failed: ValueError: not a number$"):
         await bad
-    assert len(await asyncio.gather(*tasks)) == 5 and server.replicas.restarts == 0
+    assert len(await asyncio.gather(*tasks)) == 5 and server.replicas.num_restarts == 0
     await server.close()
 
 
@@ -262,7 +262,7 @@ async def test_request_is_scored_again_if_its_pass_failed_because_a_rank_died() 
 
     first.call = call_with_a_dead_peer  # type: ignore[method-assign]
     assert (await server.score(ScoreRequest([1, 310]))).version == 0
-    assert server.replicas.restarts == 1
+    assert server.replicas.num_restarts == 1
     await server.close()
 
 
@@ -306,7 +306,7 @@ async def test_idle_replica_that_dies_is_detected() -> None:
     server = await serve(start)
     watching = asyncio.create_task(server.watch(every_s=0.01))
     start.ranks[0].kill()
-    await until(lambda: server.replicas.restarts == 1)
+    await until(lambda: server.replicas.num_restarts == 1)
     watching.cancel()
     await server.close()
 

@@ -244,7 +244,7 @@ def test_a_mixed_replica_is_replaced_by_one_at_the_published_version(
         await server.update(broken)
         path.write_bytes(content)
         answer = await server.score(ScoreRequest(IDS))
-        assert answer.version == 2 and len(started) == 2 and server.replicas.restarts == 1
+        assert answer.version == 2 and len(started) == 2 and server.replicas.num_restarts == 1
         await server.close()
 
     run(ask())

@@ -167,12 +167,12 @@ def test_engine_generates_nothing_between_pause_and_resume(pool: ReplicaPool, ru
         early = 0
         task = asyncio.ensure_future(collect(pool, requests(12, 60)))
         await asyncio.sleep(0.02)
-        await pool._replicas.each(lambda engine: engine.pause(mode))  # type: ignore[arg-type]
+        await pool._replicas.call_each(lambda engine: engine.pause(mode))  # type: ignore[arg-type]
         late = asyncio.ensure_future(collect(pool, requests(16)[12:]))
         await asyncio.sleep(0.1)
         assert not late.done()
         early = task.done()
-        await pool._replicas.each(lambda engine: engine.resume())  # type: ignore[attr-defined]
+        await pool._replicas.call_each(lambda engine: engine.resume())  # type: ignore[attr-defined]
         return early, await task | await late
 
     early, result = run(drive())

@@ -19,7 +19,7 @@ from tests.fakes.replica import FakeReplica, next_token
 
 async def until_serving(membership: Membership, count: int) -> None:
     async with asyncio.timeout(30):
-        while membership.serving != count:
+        while membership.num_serving != count:
             await asyncio.sleep(0.002)
 
 
@@ -82,7 +82,7 @@ async def test_leaving_replica_hands_over_without_sampling_a_token_twice() -> No
     assert_all_once(samples, 16, tokens=60)
     assert set(leaving.served) & set(staying.served), "some began on one and ended on the other"
     assert sampled == 16 * 60
-    assert (pool.membership.occupied_slots, pool.membership.restarts) == ([1], 0)
+    assert (pool.membership.occupied_slots, pool.membership.num_restarts) == ([1], 0)
     assert [health.alive for health in await pool.health()] == [True]
 
 
@@ -150,7 +150,7 @@ async def test_joining_replica_has_the_served_version_before_it_answers() -> Non
     task = asyncio.ensure_future(collect(pool, requests(60)))
     pool.membership.join(1)
     await asyncio.sleep(0.05)
-    assert pool.membership.serving == 1, "the version is nowhere yet"
+    assert pool.membership.num_serving == 1, "the version is nowhere yet"
     fleet.published.there = [MANIFESTS[2], MANIFESTS[3], MANIFESTS[4]]
     await until_serving(pool.membership, 2)
     more = [*await task, *await collect(pool, requests(40))]

@@ -146,10 +146,10 @@ async def play(family: Family, count: int, seed: int) -> tuple[dict[str, Work], 
             for _ in range(chance.randint(50, 400)):
                 await asyncio.sleep(0)
             mode = chance.choice(["abort", "keep"])
-            await pool._replicas.each(lambda replica, mode=mode: replica.pause(mode))
+            await pool._replicas.call_each(lambda replica, mode=mode: replica.pause(mode))
             await asyncio.sleep(0)
             live[0] += 1
-            await pool._replicas.each(lambda replica: replica.resume())  # type: ignore[attr-defined]
+            await pool._replicas.call_each(lambda replica: replica.resume())  # type: ignore[attr-defined]
 
     async with Gateway(model, tokenizer, "toy", 6, listen("127.0.0.1", 0)) as gateway:
         transport = httpx.ASGITransport(app=gateway.app)  # type: ignore[arg-type]
