@@ -144,9 +144,9 @@ def _picklable(error: Exception) -> Exception:
     Errors from other packages become a RuntimeError that names the type.
     """
     is_importable = type(error).__module__.partition(".")[0] in ("builtins", "mtpctl")
-    picklable = error if is_importable else RuntimeError(f"{type(error).__name__}: {error}")
-    picklable.add_note("".join(traceback.format_exception(error)))
-    return picklable
+    picklable_error = error if is_importable else RuntimeError(f"{type(error).__name__}: {error}")
+    picklable_error.add_note("".join(traceback.format_exception(error)))
+    return picklable_error
 
 
 def _death_message(error: Exception) -> str:
@@ -176,10 +176,10 @@ class RayReplica:
         self.name = name
         self._numbers = count()
         self._futures: dict[int, asyncio.Future[Sample]] = {}
-        self._unsent: list[tuple[int, GenerationRequest]] = []
-        self._cancelled: list[int] = []
+        self._unsent_requests: list[tuple[int, GenerationRequest]] = []
+        self._cancelled_numbers: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._collecting = False
+        self._is_collecting = False
 
     update = _control(EngineControl.update)
     serve_relay = _control(EngineControl.serve_relay)
@@ -203,17 +203,17 @@ class RayReplica:
         """See `Engine.generate`. If the caller is cancelled, the engine cancels the request."""
         number = next(self._numbers)
         self._futures[number] = asyncio.get_running_loop().create_future()
-        self._unsent.append((number, request))
-        if len(self._unsent) == 1:
+        self._unsent_requests.append((number, request))
+        if len(self._unsent_requests) == 1:
             self._start_task(self._send())
-        if not self._collecting:
-            self._collecting = True
+        if not self._is_collecting:
+            self._is_collecting = True
             self._start_task(self._collect())
         try:
             return await self._futures[number]
         except asyncio.CancelledError:
-            self._cancelled.append(number)
-            if len(self._cancelled) == 1:
+            self._cancelled_numbers.append(number)
+            if len(self._cancelled_numbers) == 1:
                 self._start_task(self._cancel_requests())
             raise
         finally:
@@ -225,7 +225,7 @@ class RayReplica:
 
     async def _send(self) -> None:
         """Submit all unsent requests in one call."""
-        requests, self._unsent = self._unsent, []
+        requests, self._unsent_requests = self._unsent_requests, []
         try:
             await self._call(RolloutActor.submit, requests)
         except Exception as error:
@@ -233,7 +233,7 @@ class RayReplica:
 
     async def _cancel_requests(self) -> None:
         """Cancel all cancelled requests in the actor, in one call."""
-        numbers, self._cancelled = self._cancelled, []
+        numbers, self._cancelled_numbers = self._cancelled_numbers, []
         with suppress(EngineDead):
             await self._call(RolloutActor.cancel_requests, numbers)
 
@@ -256,7 +256,7 @@ class RayReplica:
         except Exception as error:
             self._fail(error, list(self._futures))
         finally:
-            self._collecting = False
+            self._is_collecting = False
 
     def _fail(self, error: Exception, numbers: list[int]) -> None:
         for number in numbers:

@@ -40,9 +40,13 @@ CONTROL_DEADLINE_S = 120.0
 class GenerationChunk:
     """The output of an engine for one request: tokens, log-probs (nats), weight versions, finish reason.
 
-    A response is one chunk, or several if it was aborted and continued. `spans` are `(start, end, version)` over `tokens`. `routes` begin
-    with the first prompt token for which the sample has no routes. `cached`: number of prompt tokens in the prefix cache; None if the
-    engine has no prefix cache. `keeps_kv`: the engine keeps the KV cache across weight updates, so all spans but the first count as stale.
+    A response is one chunk, or several if it was aborted and continued.
+
+    Attributes:
+        spans: `(start, end, version)` over `tokens`.
+        routes: begin with the first prompt token for which the sample has no routes.
+        num_cached_tokens: prompt tokens that were in the prefix cache; None if the engine has no prefix cache.
+        keeps_kv: the engine keeps the KV cache across weight updates, so all spans but the first count as stale.
     """
 
     tokens: list[int]
@@ -51,7 +55,7 @@ class GenerationChunk:
     finish_reason: str | None
     speculation: Speculation = field(default_factory=Speculation)
     routes: Routes | None = None
-    cached: int | None = None
+    num_cached_tokens: int | None = None
     keeps_kv: bool = False
 
     def trim_to_shorter(self) -> None:
@@ -67,7 +71,7 @@ class Engine(ABC):
     def __init__(self, client: EngineClient, *, version: int, context: int, slots: int, sections: tuple[Section, ...]) -> None:
         """`slots`: requests that the engine runs concurrently; `sections`: sections of a manifest that it applies."""
         self._context = context
-        self._ids = count()
+        self._request_numbers = count()
         # In order of arrival, which is the order in which engines start requests. The event is set when the request gets a slot.
         self._in_flight: dict[str, asyncio.Event] = {}
         self._slots = slots
@@ -97,7 +101,7 @@ class Engine(ABC):
                 raise UserError(f"prompt {sample.prompt_id} has {len(prompt)} tokens, the context {self._context}: raise rollout.context")
             sample.finish_reason = "length"
             return sample
-        request_id = f"{sample.prompt_id}/{sample.index}/{next(self._ids)}"
+        request_id = f"{sample.prompt_id}/{sample.index}/{next(self._request_numbers)}"
         self._in_flight[request_id] = asyncio.Event()
         self._assign_slots()
         try:
@@ -170,10 +174,10 @@ class Engine(ABC):
         if len(chunk.tokens) != len(chunk.logprobs):
             raise self._mark_failed(RuntimeError(f"{len(chunk.logprobs)} log-probs came for {len(chunk.tokens)} tokens"))
         if not sample.response_ids:
-            sample.cached_tokens = chunk.cached
-        for number, (start, end, version) in enumerate(chunk.spans):
-            stale = chunk.keeps_kv and number > 0
-            sample.append(chunk.tokens[start:end], chunk.logprobs[start:end], version, stale_kv=stale)
+            sample.cached_tokens = chunk.num_cached_tokens
+        for index, (start, end, version) in enumerate(chunk.spans):
+            is_stale = chunk.keeps_kv and index > 0
+            sample.append(chunk.tokens[start:end], chunk.logprobs[start:end], version, stale_kv=is_stale)
         if chunk.routes is not None and chunk.tokens:
             sample.add_routes(chunk.routes)
         counts = sample.speculation

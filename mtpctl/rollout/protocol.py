@@ -145,10 +145,10 @@ async def as_completed(
     tasks: set[asyncio.Task[None]] = set()
     outstanding = 0
 
-    def count() -> int:
+    def get_outstanding() -> int:
         return outstanding
 
-    async def run(request: GenerationRequest) -> None:
+    async def answer_request(request: GenerationRequest) -> None:
         try:
             results.put_nowait(await answer(request))
         except Exception as error:
@@ -159,21 +159,21 @@ async def as_completed(
         try:
             async for request in requests:
                 outstanding += 1
-                tasks.add(task := asyncio.create_task(run(request)))
+                tasks.add(task := asyncio.create_task(answer_request(request)))
                 task.add_done_callback(tasks.discard)
-                await wait_for_room(count)
+                await wait_for_room(get_outstanding)
             results.put_nowait(None)
         except Exception as error:
             results.put_nowait(error)
 
-    admission, admitting = asyncio.create_task(admit()), True
+    admission, is_admitting = asyncio.create_task(admit()), True
     try:
-        while admitting or outstanding:
+        while is_admitting or outstanding:
             result = await results.get()
             if isinstance(result, BaseException):
                 raise result
             if result is None:
-                admitting = False
+                is_admitting = False
                 continue
             outstanding -= 1
             yield result

@@ -82,14 +82,14 @@ class SpeculationSwitch:
         self._reset()
 
     def _reset(self) -> None:
-        self._fixed: int | None = None
+        self._fixed_drafts: int | None = None
         self._current_drafts = self.max_drafts
         self._loads: dict[int, _Load] = {}
-        self._untried: deque[int] = deque()
+        self._untried_drafts: deque[int] = deque()
         self._timed_steps: list[Step] = []
         self._settling_steps = SETTLE_STEPS
-        self._verified = [0.0] * self.max_drafts
-        self._accepted = [0.0] * self.max_drafts
+        self._verified_counts = [0.0] * self.max_drafts
+        self._accepted_counts = [0.0] * self.max_drafts
         self._steps = 0
         self._lost_steps = 0.0
         self._first_trial_loss: float | None = None
@@ -97,60 +97,60 @@ class SpeculationSwitch:
         self._trial_requests = 0
         self._trial_steps = 0
         self._steps_at_load = 0
-        self._last_load = -1
+        self._last_load_index = -1
 
     # ------------------------------------------------------------------------------------------------- before a step
 
-    def fix(self, drafts: int | None) -> None:
+    def fix_drafts(self, drafts: int | None) -> None:
         """Always use `drafts`; None: choose automatically again. Deletes all measurements."""
         if drafts is not None and not 0 <= drafts <= self.max_drafts:
             raise ValueError(f"from 0 to {self.max_drafts} draft tokens are possible, got {drafts}")
         self._reset()
-        self._fixed = drafts
+        self._fixed_drafts = drafts
 
     def on_weight_update(self) -> None:
         """Reduce the weight of the acceptance measured so far to `WEIGHT_AFTER_UPDATE`. A trial is due as soon as `LOSS_SHARE` permits.
 
         Step times do not depend on the weights, and are kept.
         """
-        for position, verified in enumerate(self._verified):
-            weight = min(1.0, WEIGHT_AFTER_UPDATE / verified) if verified else 1.0
-            self._verified[position] *= weight
-            self._accepted[position] *= weight
+        for position, count in enumerate(self._verified_counts):
+            weight = min(1.0, WEIGHT_AFTER_UPDATE / count) if count else 1.0
+            self._verified_counts[position] *= weight
+            self._accepted_counts[position] *= weight
         self._next_trial_step = self._steps
 
     def drafts(self) -> int:
         """Draft tokens of the next step."""
-        return self._current_drafts if self._fixed is None else self._fixed
+        return self._current_drafts if self._fixed_drafts is None else self._fixed_drafts
 
     @property
     def in_trial(self) -> bool:
         """Whether a trial is in progress."""
-        return bool(self._untried)
+        return bool(self._untried_drafts)
 
     # -------------------------------------------------------------------------------------------------- after a step
 
     def observe(self, step: Step) -> None:
         """Record a step in which all requests decoded."""
         self._record_acceptance(step)
-        if self._fixed is not None:
+        if self._fixed_drafts is not None:
             return
         self._steps += 1
         load_index = _load_index(step.requests)
-        self._steps_at_load = self._steps_at_load + 1 if load_index == self._last_load else 0
-        self._last_load = load_index
-        if self._untried:
+        self._steps_at_load = self._steps_at_load + 1 if load_index == self._last_load_index else 0
+        self._last_load_index = load_index
+        if self._untried_drafts:
             self._time_step(step, load_index)
             return
         load = self._loads.setdefault(load_index, _Load())
         self._scale_times(step, load)
-        due = self._next_trial_step is None or self._steps >= self._next_trial_step
-        allowed = self._first_trial_loss is None or self._lost_steps - self._first_trial_loss <= LOSS_SHARE * self._steps
-        if allowed and self._steps_at_load >= WINDOW_STEPS and (due or load.chosen is None):
+        is_due = self._next_trial_step is None or self._steps >= self._next_trial_step
+        is_allowed = self._first_trial_loss is None or self._lost_steps - self._first_trial_loss <= LOSS_SHARE * self._steps
+        if is_allowed and self._steps_at_load >= WINDOW_STEPS and (is_due or load.chosen is None):
             self._start_trial(step.requests, load)
             return
         drafts = (
-            self._fastest(load.times, self._current_drafts)
+            self._find_fastest(load.times, self._current_drafts)
             if len(load.times) == self.max_drafts + 1
             else self._choice_for_unmeasured_load(load_index)
         )
@@ -159,16 +159,16 @@ class SpeculationSwitch:
     def _record_acceptance(self, step: Step) -> None:
         for position in range(min(step.drafts, len(step.accepted), self.max_drafts)):
             weight = max(0.0, 1 - step.requests / ACCEPTANCE_WINDOW)
-            self._verified[position] = weight * self._verified[position] + step.requests
-            self._accepted[position] = weight * self._accepted[position] + step.accepted[position]
+            self._verified_counts[position] = weight * self._verified_counts[position] + step.requests
+            self._accepted_counts[position] = weight * self._accepted_counts[position] + step.accepted[position]
 
     def _scale_times(self, step: Step, load: _Load) -> None:
         """Scale the times of all numbers of drafts towards the current step time."""
         if self._settling_steps:
             self._settling_steps -= 1
         elif step.drafts == self._current_drafts and step.drafts in load.times and _is_typical(step, load):
-            scale = 1 + (step.seconds / load.times[step.drafts] - 1) / (4 * WINDOW_STEPS)
-            load.times = {drafts: scale * seconds for drafts, seconds in load.times.items()}
+            factor = 1 + (step.seconds / load.times[step.drafts] - 1) / (4 * WINDOW_STEPS)
+            load.times = {drafts: factor * seconds for drafts, seconds in load.times.items()}
 
     def _start_trial(self, requests: int, load: _Load) -> None:
         """Start a trial: try all numbers of drafts, largest first, which measures the acceptance of all positions.
@@ -176,8 +176,10 @@ class SpeculationSwitch:
         After an aborted first trial, only the numbers without times are tried.
         """
         self._trial_requests, self._trial_steps = requests, 0
-        self._untried = deque(drafts for drafts in range(self.max_drafts, -1, -1) if load.chosen is not None or drafts not in load.times)
-        self._set_current_drafts(self._untried[0])
+        self._untried_drafts = deque(
+            drafts for drafts in range(self.max_drafts, -1, -1) if load.chosen is not None or drafts not in load.times
+        )
+        self._set_current_drafts(self._untried_drafts[0])
 
     def _time_step(self, step: Step, load_index: int) -> None:
         self._trial_steps += 1
@@ -187,7 +189,7 @@ class SpeculationSwitch:
         if self._settling_steps:
             self._settling_steps -= 1
             return
-        if step.drafts != self._untried[0]:
+        if step.drafts != self._untried_drafts[0]:
             return
         self._timed_steps.append(step)
         if len(self._timed_steps) < WINDOW_STEPS:
@@ -195,33 +197,33 @@ class SpeculationSwitch:
         trial_load = self._loads.setdefault(_load_index(self._trial_requests), _Load())
         trial_load.times[step.drafts] = statistics.median(timed_step.seconds for timed_step in self._timed_steps)
         self._timed_steps.clear()
-        self._untried.popleft()
-        if self._untried:
-            self._set_current_drafts(self._untried[0])
+        self._untried_drafts.popleft()
+        if self._untried_drafts:
+            self._set_current_drafts(self._untried_drafts[0])
             return
         self._finish_trial(step.requests, trial_load)
 
     def _abort_trial(self, load_index: int) -> None:
         """Abort a trial because the load changed. Its steps count as lost, except in the first trial."""
-        self._untried.clear()
+        self._untried_drafts.clear()
         self._timed_steps.clear()
         if self._first_trial_loss is not None:
             self._lost_steps += self._trial_steps
         self._set_current_drafts(self._choice_for_unmeasured_load(load_index))
 
     def _finish_trial(self, requests: int, load: _Load) -> None:
-        rates = self._rates(load.times)
-        best = self._fastest(load.times, load.chosen)
-        lost_steps = sum((SETTLE_STEPS + WINDOW_STEPS) * max(0.0, 1 - rate / rates[best]) for rate in rates.values())
+        rates = self._compute_rates(load.times)
+        best_drafts = self._find_fastest(load.times, load.chosen)
+        lost_steps = sum((SETTLE_STEPS + WINDOW_STEPS) * max(0.0, 1 - rate / rates[best_drafts]) for rate in rates.values())
         self._lost_steps += lost_steps
         if self._first_trial_loss is None:
             self._first_trial_loss = lost_steps
         self._next_trial_step = self._steps + max(lost_steps / LOSS_SHARE, 16.0 * WINDOW_STEPS)
         self.trials += 1
-        previous, load.chosen = load.chosen, best
-        self._set_current_drafts(best)
-        if previous != best:
-            self._record_switch(requests, best, load)
+        previous_drafts, load.chosen = load.chosen, best_drafts
+        self._set_current_drafts(best_drafts)
+        if previous_drafts != best_drafts:
+            self._record_switch(requests, best_drafts, load)
 
     def _choose(self, drafts: int, requests: int, load: _Load) -> None:
         if load.chosen is not None and drafts != load.chosen:
@@ -236,34 +238,34 @@ class SpeculationSwitch:
 
     def _record_switch(self, requests: int, drafts: int, load: _Load) -> None:
         self.switches += 1
-        self._report(Choice(requests, drafts, {k: requests * rate for k, rate in self._rates(load.times).items()}))
+        self._report(Choice(requests, drafts, {k: requests * rate for k, rate in self._compute_rates(load.times).items()}))
 
     # ------------------------------------------------------------------------------------------------------ arithmetic
 
-    def tokens(self, drafts: int) -> float:
+    def expected_tokens(self, drafts: int) -> float:
         """Tokens per request in a step with `drafts` drafts."""
-        accepted = (self._accepted[i] / self._verified[i] if self._verified[i] else 0.0 for i in range(drafts))
+        accepted = (self._accepted_counts[i] / self._verified_counts[i] if self._verified_counts[i] else 0.0 for i in range(drafts))
         return 1.0 + sum(accepted)
 
-    def _rates(self, times: dict[int, float]) -> dict[int, float]:
+    def _compute_rates(self, times: dict[int, float]) -> dict[int, float]:
         """Tokens per second and request, by number of drafts."""
-        return {drafts: self.tokens(drafts) / seconds for drafts, seconds in times.items()}
+        return {drafts: self.expected_tokens(drafts) / seconds for drafts, seconds in times.items()}
 
-    def _fastest(self, times: dict[int, float], current: int | None) -> int:
-        rates = self._rates(times)
-        best = max(rates, key=lambda drafts: rates[drafts])
-        if current is not None and current in rates and rates[current] * (1 + MIN_GAIN) >= rates[best]:
+    def _find_fastest(self, times: dict[int, float], current: int | None) -> int:
+        rates = self._compute_rates(times)
+        best_drafts = max(rates, key=lambda drafts: rates[drafts])
+        if current is not None and current in rates and rates[current] * (1 + MIN_GAIN) >= rates[best_drafts]:
             return current
-        return best
+        return best_drafts
 
     def _choice_for_unmeasured_load(self, load_index: int) -> int:
         """The fastest number of drafts by the times of the nearest measured load, or by `PRIOR_DRAFT_COST` if none is measured."""
         measured_times = {index: load.times for index, load in self._loads.items() if load.chosen is not None}
         if measured_times:
-            return self._fastest(measured_times[min(measured_times, key=lambda index: abs(index - load_index))], self._current_drafts)
-        if self._verified[0] < MIN_REQUEST_STEPS:
+            return self._find_fastest(measured_times[min(measured_times, key=lambda index: abs(index - load_index))], self._current_drafts)
+        if self._verified_counts[0] < MIN_REQUEST_STEPS:
             return self.max_drafts
-        return self._fastest({drafts: 1 + PRIOR_DRAFT_COST * drafts for drafts in range(self.max_drafts + 1)}, self._current_drafts)
+        return self._find_fastest({drafts: 1 + PRIOR_DRAFT_COST * drafts for drafts in range(self.max_drafts + 1)}, self._current_drafts)
 
 
 def _load_index(requests: int) -> int:

@@ -231,11 +231,11 @@ def test_close_decision_is_stable_while_batches_end() -> None:
 
 def test_fixed_number_of_drafts_never_changes() -> None:
     engine = Simulated(accept=0.0)
-    engine.switch.fix(2)
+    engine.switch.fix_drafts(2)
     engine.run(1000, 32)
     assert (engine.settled(), engine.switch.trials) == (2, 0)
-    engine.switch.fix(None)
+    engine.switch.fix_drafts(None)
     engine.run(300, 32)
     assert engine.settled() == 0
     with pytest.raises(ValueError, match="from 0 to 3 draft tokens are possible, got 4"):
-        engine.switch.fix(4)
+        engine.switch.fix_drafts(4)

@@ -119,8 +119,8 @@ class VllmEngine(Engine):
             raise self._mark_failed(RuntimeError(f"request {request_id} ended without an output"))
         if output.outputs[0].finish_reason == "error":
             raise UserError("response_format: vLLM cannot compile it; send a simpler schema or grammar")
-        cached = output.num_cached_tokens if self._llm.vllm_config.cache_config.enable_prefix_caching else None
-        return _chunk(output.outputs[0], self._settings.routes, cached, keeps_kv=self._settings.keep_kv)
+        num_cached_tokens = output.num_cached_tokens if self._llm.vllm_config.cache_config.enable_prefix_caching else None
+        return _chunk(output.outputs[0], self._settings.routes, num_cached_tokens, keeps_kv=self._settings.keep_kv)
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._llm.get_tokenizer().decode(tokens, skip_special_tokens=True))
@@ -306,7 +306,7 @@ def check_head_size(args: AsyncEngineArgs) -> None:
         raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; use a model with {', '.join(map(str, sizes))}")
 
 
-def _chunk(completion: CompletionOutput, layers: tuple[int, ...], cached: int | None, *, keeps_kv: bool) -> GenerationChunk:
+def _chunk(completion: CompletionOutput, layers: tuple[int, ...], num_cached_tokens: int | None, *, keeps_kv: bool) -> GenerationChunk:
     from vllm.logprobs import FlatLogprobs
 
     metrics, logprobs, routes = completion.spec_decode_metrics, completion.logprobs, completion.routed_experts
@@ -318,7 +318,7 @@ def _chunk(completion: CompletionOutput, layers: tuple[int, ...], cached: int | 
         speculation=Speculation() if metrics is None else speculation_from_histogram(metrics.histogram, metrics.num_draft_tokens),
         # vLLM's array has all layers of the decoder; those without experts are 0.
         routes=routes[:, list(layers)] if layers and routes is not None else None,
-        cached=cached,
+        num_cached_tokens=num_cached_tokens,
         keeps_kv=keeps_kv,
     )
 

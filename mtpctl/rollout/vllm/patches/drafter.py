@@ -154,7 +154,7 @@ class SwitchingScheduler(Scheduler):
         `weights_changed`: see `SpeculationSwitch.on_weight_update`.
         """
         if drafts is not None:
-            self.switch.fix(None if drafts < 0 else drafts)
+            self.switch.fix_drafts(None if drafts < 0 else drafts)
         if weights_changed:
             self.switch.on_weight_update()
         steps = dict(self._steps)
