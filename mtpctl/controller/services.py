@@ -127,9 +127,9 @@ class Services:
                 context=self.prepared.context,
                 placement=self.placement,
                 bundles=self.bundles,
-                published=self.store,
+                store=self.store,
                 tokenizer=self.prepared.tokenizer.name,
-                turns=load_turns(self.recipe.rollout, self.prepared.tokenizer),
+                turn_runner=load_turns(self.recipe.rollout, self.prepared.tokenizer),
                 routes=routes.layers if routes is not None else (),
                 log=self._report_restart,
             )
@@ -138,8 +138,8 @@ class Services:
 
     async def start_logprob(self, stack: AsyncExitStack) -> LogprobServer:
         """Start the log-prob server of the policy."""
-        published = self.store.for_logprob(self.recipe)
-        return await self._start_server(stack, self.recipe, self.prepared.model.path, "logprob", published=published)
+        store = self.store.for_logprob(self.recipe)
+        return await self._start_server(stack, self.recipe, self.prepared.model.path, "logprob", store=store)
 
     async def start_teacher(self, stack: AsyncExitStack, policy: LogprobServer | None) -> Teacher | None:
         """Start or connect to the teacher of `train.rl.teacher`; None without one. `policy`: the run's log-prob server.
@@ -182,7 +182,7 @@ class Services:
         folder: Path,
         role: Literal["logprob", "teacher"],
         *,
-        published: VersionStore | None = None,
+        store: VersionStore | None = None,
     ) -> LogprobServer:
         first_rank = self.placement.of(role)[0]
         starting = start_server(
@@ -192,7 +192,7 @@ class Services:
             cpus=first_rank.cpus,
             gpus=first_rank.gpus,
             bundles=self.bundles,
-            published=published,
+            store=store,
             role=role,
             log=self._report_restart,
         )

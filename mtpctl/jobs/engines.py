@@ -126,10 +126,10 @@ async def serving(recipe: Recipe, source: WeightSource, store: VersionStore, see
             model=str(source.model.path),
             context=source.context,
             placement=_engine_placement(recipe),
-            published=store,
+            store=store,
             seed=seed,
             tokenizer=source.tokenizer.name,
-            turns=load_turns(recipe.rollout, source.tokenizer),
+            turn_runner=load_turns(recipe.rollout, source.tokenizer),
         )
         pool, manifest = await asyncio.gather(pool_start, _publish(recipe, source, store))
         stack.push_async_callback(pool.close)

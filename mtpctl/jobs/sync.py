@@ -110,14 +110,14 @@ async def _sync(
 
 async def _start_pool(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> ReplicaPool:
     context = recipe.rollout.context or model.shape.max_positions
-    return await start_pool(recipe, model=str(model.path), context=context, placement=placement, published=store)
+    return await start_pool(recipe, model=str(model.path), context=context, placement=placement, store=store)
 
 
 async def _start_log_prob_server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
     if not recipe.logprob.standalone:
         return None
     first, published = placement.of("logprob")[0], store.for_logprob(recipe)
-    server_start = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, published=published)
+    server_start = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, store=published)
     return await await_start(server_start, recipe.cluster.actor_deadline_s, "log-prob server")
 
 

@@ -32,7 +32,7 @@ class LogprobServer:
     """Replicas behind one queue. Create with `await LogprobServer.start(…)`, and end with `await server.close()`."""
 
     def __init__(
-        self, replicas: list[Replica], start: Starter, published: PublishedVersions | None, limits: ServerLimits, log: Log = no_log
+        self, replicas: list[Replica], start: Starter, store: PublishedVersions | None, limits: ServerLimits, log: Log = no_log
     ) -> None:
         self.bounds: Bounds = replicas[0].bounds
         self.version = max(replica.version for replica in replicas)
@@ -49,21 +49,21 @@ class LogprobServer:
             log=log,
         )
         self.replicas = Replicas(replicas, lifecycle)
-        self._published = published
+        self._store = store
         self.dispatcher = Dispatcher(self.replicas, limits)
         self.limits = limits
         self.queue, self.counters = self.dispatcher.queue, self.dispatcher.counters
 
     @classmethod
     async def start(
-        cls, start: Starter, count: int, limits: ServerLimits, *, published: PublishedVersions | None = None, log: Log = no_log
+        cls, start: Starter, count: int, limits: ServerLimits, *, store: PublishedVersions | None = None, log: Log = no_log
     ) -> LogprobServer:
         """Start `count` replicas concurrently with `start(index)`.
 
-        `published`: newer weights for restarted replicas. `log`: receives a line for each failure and each restart.
+        `store`: newer weights for restarted replicas. `log`: receives a line for each failure and each restart.
         """
         replicas = await start_all(start, Replica.end, count, fatal_errors=(ReplicaDead,), max_restarts=limits.max_restarts)
-        return cls(replicas, start, published, limits, log)
+        return cls(replicas, start, store, limits, log)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -128,11 +128,11 @@ class LogprobServer:
 
         A newer version may already be published; the update in progress will apply it.
         """
-        store = self._published
-        published = store.versions() if store is not None else []
-        if store is not None and self.counters.updates and max(published, default=0) < self.version:
+        store = self._store
+        versions = store.versions() if store is not None else []
+        if store is not None and self.counters.updates and max(versions, default=0) < self.version:
             return False
-        for version in [v for v in published if replica.version < v <= self.version][-1 - replica.keep_previous :]:
+        for version in [v for v in versions if replica.version < v <= self.version][-1 - replica.keep_previous :]:
             assert store is not None
             await update_target(replica, store.open(version), deadline_s=self.limits.sync_deadline_s)
         return True
@@ -232,7 +232,7 @@ async def start_server(
     cpus: float,
     gpus: float,
     bundles: Bundles | None = None,
-    published: PublishedVersions | None = None,
+    store: PublishedVersions | None = None,
     checkpoint: Path | None = None,
     version: int = 0,
     role: Literal["logprob", "teacher"] = "logprob",
@@ -240,7 +240,7 @@ async def start_server(
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with version `version` of the weights, from the folder `model` or a checkpoint of the model.
 
-    `cpus`, `gpus`: per rank. `bundles`: the reserved bundles of the ranks; if None, Ray chooses. `published`: newer weights for restarted
+    `cpus`, `gpus`: per rank. `bundles`: the reserved bundles of the ranks; if None, Ray chooses. `store`: newer weights for restarted
     replicas. `log`: see `LogprobServer.start`; its lines begin with the replicas' role.
     """
     options = recipe.logprob
@@ -285,6 +285,4 @@ async def start_server(
         max_restarts=options.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
     )
-    return await LogprobServer.start(
-        start, options.replicas, limits, published=published, log=lambda line: log(f"{ROLE_NAMES[role]} {line}")
-    )
+    return await LogprobServer.start(start, options.replicas, limits, store=store, log=lambda line: log(f"{ROLE_NAMES[role]} {line}"))

@@ -43,13 +43,13 @@ class ReplicaPool:
         self,
         replicas: list[Replica],
         start: Starter,
-        published: PublishedVersions | None,
+        store: PublishedVersions | None,
         *,
         max_in_flight: int,
         max_restarts: int,
         sync_deadline_s: float,
-        turns: TurnRunner | None = None,
-        relays: bool = False,
+        turn_runner: TurnRunner | None = None,
+        use_relays: bool = False,
         log: Log = no_log,
     ) -> None:
         self._replicas = Replicas(
@@ -69,14 +69,14 @@ class ReplicaPool:
         )
         self._router = Router(self._replicas, max_in_flight)
         self.membership = Membership(self._replicas, self._router.changed)
-        self._published = published
+        self._store = store
         self._sync_deadline_s = sync_deadline_s
-        self._turns = turns
-        self._relays = relays
+        self._turn_runner = turn_runner
+        self._use_relays = use_relays
         self._admission_open = asyncio.Event()
         self._admission_open.set()
-        self._in_progress = 0
-        self._waiting_for_environment = 0
+        self._num_in_progress = 0
+        self._num_waiting = 0
         self._version = 0
         self._updating, self._updated_at = False, float("-inf")
 
@@ -87,24 +87,26 @@ class ReplicaPool:
         count: int,
         *,
         max_in_flight: int,
-        published: PublishedVersions | None = None,
+        store: PublishedVersions | None = None,
         max_restarts: int = 3,
         sync_deadline_s: float = 120.0,
-        turns: TurnRunner | None = None,
-        relays: bool = False,
+        turn_runner: TurnRunner | None = None,
+        use_relays: bool = False,
         log: Log = no_log,
     ) -> ReplicaPool:
         """Start `count` replicas concurrently with `start(index)`.
 
         Args:
-            published: the version that a restarted replica applies, within `sync_deadline_s`, before it serves.
-            turns: plays the environment between the turns of a response; if None, a response is one turn.
-            relays: hosts download weights from object storage through each other (`mtpctl.sync.remote`).
+            store: the version that a restarted replica applies, within `sync_deadline_s`, before it serves.
+            turn_runner: plays the environment between the turns of a response; if None, a response is one turn.
+            use_relays: hosts download weights from object storage through each other (`mtpctl.sync.remote`).
             log: receives a line for each failure and each restart of a replica.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count, fatal_errors=(EngineDead,), max_restarts=max_restarts)
         options = {"max_in_flight": max_in_flight, "max_restarts": max_restarts}
-        return cls(replicas, start, published, **options, sync_deadline_s=sync_deadline_s, turns=turns, relays=relays, log=log)
+        return cls(
+            replicas, start, store, **options, sync_deadline_s=sync_deadline_s, turn_runner=turn_runner, use_relays=use_relays, log=log
+        )
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -114,7 +116,7 @@ class ReplicaPool:
         async def wait_for_room(outstanding: Callable[[], int]) -> None:
             def has_room() -> bool:
                 capacity = self._router.capacity
-                return outstanding() - min(self._waiting_for_environment, MAX_WAITING_FACTOR * capacity) < capacity
+                return outstanding() - min(self._num_waiting, MAX_WAITING_FACTOR * capacity) < capacity
 
             await self._router.changed.wait_for(has_room)
 
@@ -129,23 +131,23 @@ class ReplicaPool:
         If the request becomes unwanted, its slot is freed, and the request's sample is returned with the finish reason `abort`.
         """
         await self._admission_open.wait()
-        self._in_progress += 1
+        self._num_in_progress += 1
         try:
             if request.unwanted is None:
                 return await self._play_turns(request)
-            generation = asyncio.ensure_future(self._play_turns(request))
-            if await request.unwanted.finished_first(generation):
-                return generation.result()
+            task = asyncio.ensure_future(self._play_turns(request))
+            if await request.unwanted.finished_first(task):
+                return task.result()
             request.sample.finish_reason = ABORTED
             return request.sample
         finally:
-            self._in_progress -= 1
+            self._num_in_progress -= 1
             self._router.changed.notify()
 
     async def _play_turns(self, request: GenerationRequest) -> Sample:
-        if self._turns is None:
+        if self._turn_runner is None:
             return await self._generate_response(request, None)
-        session, sample = self._turns.new_session(request), request.sample.copy()
+        session, sample = self._turn_runner.new_session(request), request.sample.copy()
         try:
             async with self._in_environment():
                 is_open = await session.open(sample)
@@ -211,12 +213,12 @@ class ReplicaPool:
     @asynccontextmanager
     async def _in_environment(self) -> AsyncIterator[None]:
         """Count a response as waiting for its environment while the block runs, so that another one may be admitted."""
-        self._waiting_for_environment += 1
+        self._num_waiting += 1
         try:
             self._router.changed.notify()
             yield
         finally:
-            self._waiting_for_environment -= 1
+            self._num_waiting -= 1
 
     # ------------------------------------------------------------------------------------------------- control
 
@@ -226,9 +228,9 @@ class ReplicaPool:
         A newer version may already be published; the update in progress will apply it.
         """
         if self._version:
-            if self._published is None or self._version not in self._published.versions():
+            if self._store is None or self._version not in self._store.versions():
                 return False
-            manifest = self._published.open(self._version)
+            manifest = self._store.open(self._version)
             await replica.update(manifest, mode="keep", verify=False, deadline_s=self._sync_deadline_s)
         return True
 
@@ -241,7 +243,7 @@ class ReplicaPool:
         if mode == "wait":
             self._admission_open.clear()
         try:
-            await self._router.changed.wait_for(lambda: mode != "wait" or not self._in_progress)
+            await self._router.changed.wait_for(lambda: mode != "wait" or not self._num_in_progress)
             async with self._replicas.fixed_members():
                 yield
         finally:
@@ -283,14 +285,14 @@ class ReplicaPool:
 
         Replicas that do not start a relay within `RELAY_START_S` download directly.
         """
-        if not self._relays or manifest.transport != "storage":
+        if not self._use_relays or manifest.transport != "storage":
             return {}
         url, replicas = split_address(manifest.address)[0], [replica for _, replica in self._replicas.live()]
         calls = (asyncio.wait_for(replica.serve_relay(url), RELAY_START_S) for replica in replicas)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        addresses = {id(replica): answer for replica, answer in zip(replicas, answers, strict=True) if isinstance(answer, str)}
-        upstreams = zip(addresses, upstream_of(list(addresses.values())), strict=True)
-        return {key: replace(manifest, relay=relay, hops=hops) for key, (relay, hops) in upstreams}
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        relay_addresses = {id(replica): result for replica, result in zip(replicas, results, strict=True) if isinstance(result, str)}
+        upstream_by_replica = zip(relay_addresses, upstream_of(list(relay_addresses.values())), strict=True)
+        return {replica_id: replace(manifest, relay=relay, hops=hops) for replica_id, (relay, hops) in upstream_by_replica}
 
     async def update(
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0
@@ -330,5 +332,5 @@ class ReplicaPool:
     async def close(self) -> None:
         """End every replica, and close the remaining environments."""
         await self._replicas.close()
-        if self._turns is not None:
-            await self._turns.close()
+        if self._turn_runner is not None:
+            await self._turn_runner.close()

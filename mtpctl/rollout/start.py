@@ -37,10 +37,10 @@ async def start_pool(
     context: int,
     placement: Placement,
     bundles: Bundles | None = None,
-    published: PublishedVersions | None = None,
+    store: PublishedVersions | None = None,
     seed: int | None = None,
     tokenizer: str | None = None,
-    turns: TurnRunner | None = None,
+    turn_runner: TurnRunner | None = None,
     routes: tuple[int, ...] = (),
     log: Log = no_log,
 ) -> ReplicaPool:
@@ -48,10 +48,10 @@ async def start_pool(
 
     Args:
         bundles: the reserved bundles; if None, Ray chooses.
-        published: the version that a restarted replica loads.
+        store: the version that a restarted replica loads.
         seed: replaces the recipe's seed. A restarted replica gets a new one.
         tokenizer: folder or hub id; required for stop strings, environments and agents.
-        turns: plays the recipe's environment.
+        turn_runner: plays the recipe's environment.
         routes: MoE layers whose routing decisions are recorded in samples.
         log: see `ReplicaPool.start`; its lines begin with `rollout replica`.
 
@@ -63,25 +63,25 @@ async def start_pool(
     base_seed = recipe.seed if seed is None else seed
     rank_by_index = {rank.index: rank for rank in placement.of("rollout")}
     start_count = count()
-    sized_recipe = apply_change(recipe, {"rollout.context": context})
+    recipe_with_context = apply_change(recipe, {"rollout.context": context})
 
     def options_of(index: int) -> Options:
         rank = rank_by_index.get(index, next(iter(rank_by_index.values())))
         return {"num_cpus": rank.cpus * rollout.tp, "num_gpus": rank.gpus * rollout.tp}
 
-    needs_tokenizer = bool(rollout.stop or turns is not None or rollout.uses_agents)
+    needs_tokenizer = bool(rollout.stop or turn_runner is not None or rollout.uses_agents)
     if needs_tokenizer:
         assert tokenizer is not None, "stop strings, agents and environments need a tokenizer"
 
-    def settings(index: int) -> EngineSettings:
+    def build_settings(index: int) -> EngineSettings:
         engine_seed = (base_seed + 1_000_003 * next(start_count)) % (1 << 31)
         kv_cache_bytes, outside_cache = rollout.kv_cache_bytes, None
         if kv_cache_bytes is None and (placement.device == "cpu" or shares_gpu(recipe, index)):
-            memory = engine_memory(sized_recipe, shape_of(hf_config(ModelConfig(path=model)) or {}), index)
+            engine_bytes = engine_memory(recipe_with_context, shape_of(hf_config(ModelConfig(path=model)) or {}), index)
             if placement.device == "cpu":
-                kv_cache_bytes = memory.kv_cache
+                kv_cache_bytes = engine_bytes.kv_cache
             else:
-                outside_cache = memory.weights + memory.reserve
+                outside_cache = engine_bytes.weights + engine_bytes.reserve
         engine_config = rollout.model_copy(
             update={"context": context, "kv_cache_bytes": kv_cache_bytes, "gpu_memory": engine_memory_share(recipe, index)}
         )
@@ -115,7 +115,7 @@ async def start_pool(
 
     async def start_actor(index: int, actor: str, name: str) -> Replica:
         options = options_of(index) if bundles is None else (await bundles.acquire(actor))[0].options()
-        replica = await start_replica(settings(index), name=name, options=options)
+        replica = await start_replica(build_settings(index), name=name, options=options)
         try:
             if bundles is not None:
                 bundles.check(actor, await replica.location())
@@ -129,12 +129,12 @@ async def start_pool(
     pool = ReplicaPool.start(
         start,
         rollout.replica_range.min,
-        published=published,
+        store=store,
         max_in_flight=max_in_flight,
         max_restarts=rollout.max_restarts,
         sync_deadline_s=recipe.sync.deadline_s,
-        turns=turns,
-        relays=isinstance(recipe.sync, StorageConfig) and recipe.sync.relay,
+        turn_runner=turn_runner,
+        use_relays=isinstance(recipe.sync, StorageConfig) and recipe.sync.relay,
         log=lambda line: log(f"rollout {line}"),
     )
     return await await_start(pool, recipe.cluster.actor_deadline_s, "rollout")

@@ -65,7 +65,7 @@ async def running(folder: Path, *, reward_s: float, turn_s: float) -> AsyncItera
         return engine
 
     turns = TurnSessions(environment, Bytes(), rollout.max_turns, NO_CHAT)
-    pool = await ReplicaPool.start(start, 1, max_in_flight=PLACES, turns=turns)
+    pool = await ReplicaPool.start(start, 1, max_in_flight=PLACES, turn_runner=turns)
     async with Rewarder(reward) as rewarder:
         stage = stage_of(recipe, World(), folder, generator=pool, reward=rewarder)  # type: ignore[arg-type]
         task = asyncio.create_task(stage.run())

@@ -59,7 +59,7 @@ async def answers(tokenizer: Tokenizer, name: str, problems: list[Any], *, secon
         return Caller()
 
     pool = await ReplicaPool.start(
-        start, 1, max_in_flight=64, turns=TurnSessions(found(name, **options), tokenizer, 3, ChatReplies(tokenizer))
+        start, 1, max_in_flight=64, turn_runner=TurnSessions(found(name, **options), tokenizer, 3, ChatReplies(tokenizer))
     )
 
     async def requests() -> AsyncIterator[GenerationRequest]:
@@ -168,7 +168,7 @@ def test_a_coroutine_that_blocks_stops_neither_the_pool_nor_the_environments_aft
 
         watching = asyncio.create_task(watch())
         pool = await ReplicaPool.start(
-            start, 1, max_in_flight=64, turns=TurnSessions(found("Blocks"), tokenizer, 3, ChatReplies(tokenizer))
+            start, 1, max_in_flight=64, turn_runner=TurnSessions(found("Blocks"), tokenizer, 3, ChatReplies(tokenizer))
         )
         first = asyncio.create_task(pool.sample(GenerationRequest(Sample("p", "g", [1]), 500, deadline_s=0.4, problem=2.0)))
         await asyncio.sleep(0.9)
@@ -190,7 +190,9 @@ def test_cancelled_response_closes_its_environment(tokenizer: Tokenizer) -> None
         async def start(index: int) -> Any:
             return Caller()
 
-        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=TurnSessions(found("Hangs"), tokenizer, 3, ChatReplies(tokenizer)))
+        pool = await ReplicaPool.start(
+            start, 1, max_in_flight=4, turn_runner=TurnSessions(found("Hangs"), tokenizer, 3, ChatReplies(tokenizer))
+        )
         unwanted, cancelled = Unwanted(), GenerationRequest(Sample("q", "g", [1]), 500, problem="cancelled")
         request = GenerationRequest(Sample("p", "g", [1]), 500, problem="unwanted", unwanted=unwanted)
         first, second = asyncio.create_task(pool.sample(request)), asyncio.create_task(pool.sample(cancelled))

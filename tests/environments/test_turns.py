@@ -148,7 +148,7 @@ async def play(replica: Any, kind: type, seconds: float = 60.0) -> Sample:
         return replica
 
     pool = await ReplicaPool.start(
-        start, 1, max_in_flight=4, turns=TurnSessions(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT)
+        start, 1, max_in_flight=4, turn_runner=TurnSessions(EnvironmentClass("tests:it", kind, {}), Bytes(), 8, NO_CHAT)
     )
 
     async def one() -> AsyncIterator[GenerationRequest]:
@@ -223,7 +223,7 @@ def test_real_engine_stops_at_the_stop_string_and_continues_after_the_reply(tell
             return teller.engine
 
         sessions = TurnSessions(environment, load_tokenizer(teller.folder), 8, NO_CHAT)
-        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turns=sessions)
+        pool = await ReplicaPool.start(start, 1, max_in_flight=4, turn_runner=sessions)
         return await pool.sample(GenerationRequest(Sample("p", "g", [*b"Q?"]), 64, stop_token_ids=[EOS]))
 
     sample = run(drive())

@@ -122,7 +122,7 @@ async def play(family: Family, count: int, seed: int) -> tuple[list[Sample], dic
 
     environment = EnvironmentClass("tests:Talker", Talker, {"family": family, "seed": seed})
     turns = TurnSessions(environment, tokenizer, 6, ChatReplies(tokenizer))
-    pool = await ReplicaPool.start(start, 2, max_in_flight=32, max_restarts=1000, turns=turns)
+    pool = await ReplicaPool.start(start, 2, max_in_flight=32, max_restarts=1000, turn_runner=turns)
     prompt = tokenizer.chat([{"role": "user", "content": "Look it up."}], [TOOL] if family.name != "chatml" else [])
 
     async def requests() -> AsyncIterator[GenerationRequest]:

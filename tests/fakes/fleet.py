@@ -42,7 +42,7 @@ class Fleet:
         return replica
 
     async def pool(self, count: int, **options: Any) -> ReplicaPool:
-        return await ReplicaPool.start(self.start, count, published=self.published, **{"max_in_flight": 8, **options})
+        return await ReplicaPool.start(self.start, count, store=self.published, **{"max_in_flight": 8, **options})
 
     @property
     def live(self) -> list[FakeReplica]:

@@ -101,7 +101,7 @@ def replica_config(folder: Path, **changes: Any) -> ReplicaConfig:
     return ReplicaConfig(**{**settings, **changes})
 
 
-async def serve(start: Callable[[int], Awaitable[Replica]], count: int = 1, published: Any = None, **limits: Any) -> LogprobServer:
+async def serve(start: Callable[[int], Awaitable[Replica]], count: int = 1, store: Any = None, **limits: Any) -> LogprobServer:
     """A server with small limits over replicas made by `start`."""
     settings = {"tokens_per_batch": 1024, "queue_tokens": 1 << 20, **limits}
-    return await LogprobServer.start(start, count, ServerLimits(**settings), published=published)
+    return await LogprobServer.start(start, count, ServerLimits(**settings), store=store)

@@ -52,13 +52,13 @@ async def one(ref: Any) -> Any:
     return await ref
 
 
-async def started(folder: Path, count: int, published: VersionStore | None = None, **changes: Any) -> LogprobServer:
+async def started(folder: Path, count: int, store: VersionStore | None = None, **changes: Any) -> LogprobServer:
     config = replica_config(folder, **changes)
 
     async def start(index: int) -> Replica:
         return await start_replica(config, name=f"log-prob replica {index}", options=[{"num_cpus": 0}] * config.parallel.world_size)
 
-    return await LogprobServer.start(start, count, ServerLimits(1024, 1 << 20, max_restarts=30), published=published)
+    return await LogprobServer.start(start, count, ServerLimits(1024, 1 << 20, max_restarts=30), store=store)
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def test_a_mixed_replica_is_replaced_by_one_at_the_published_version(
             started.append(replica())
             return started[-1]
 
-        server = await serve(start, published=publish.store)
+        server = await serve(start, store=publish.store)
         await server.update(publish(1, others))
         broken = publish(2, tensors)
         path = next(Path(broken.address).glob("draft-*.bin"))

@@ -58,7 +58,7 @@ def test_a_killed_actor_is_replaced_and_nothing_is_lost(tmp_path: Path, monkeypa
         return started[-1]
 
     async def drive() -> tuple[list[Sample], list[Any], dict[str, str]]:
-        pool = await ReplicaPool.start(start, 2, published=store, max_in_flight=16)
+        pool = await ReplicaPool.start(start, 2, store=store, max_in_flight=16)
         await pool.update(publisher.publish(random_tensors(CONFIG, 1).items(), 1, checksums=True), verify=True)
         victim = await started[0].pid()
 

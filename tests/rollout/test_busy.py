@@ -46,7 +46,7 @@ async def busy(kind: type | None) -> float:
         return engine
 
     turns = None if kind is None else TurnSessions(EnvironmentClass("tests:it", kind, {}), Bytes(), 3, NO_CHAT)
-    pool = await ReplicaPool.start(start, 1, max_in_flight=PLACES, turns=turns)
+    pool = await ReplicaPool.start(start, 1, max_in_flight=PLACES, turn_runner=turns)
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for number in count():
@@ -94,7 +94,7 @@ async def test_hanging_environment_does_not_admit_unlimited_requests() -> None:
         return Stops()
 
     pool = await ReplicaPool.start(
-        start, 1, max_in_flight=2, turns=TurnSessions(EnvironmentClass("tests:it", Never, {}), Bytes(), 3, NO_CHAT)
+        start, 1, max_in_flight=2, turn_runner=TurnSessions(EnvironmentClass("tests:it", Never, {}), Bytes(), 3, NO_CHAT)
     )
     requested = 0
 

@@ -174,7 +174,7 @@ async def test_pause_wait_waits_for_all_turns_on_any_replica() -> None:
             return "\x14" if self.turns == 1 else None
 
     fleet = Fleet()
-    pool = await fleet.pool(1, turns=turns_of(Slow))
+    pool = await fleet.pool(1, turn_runner=turns_of(Slow))
     wanted = [GenerationRequest(Sample("p", "g", [0]), 100, stop_token_ids=[10, 30])]
     task = asyncio.ensure_future(collect(pool, wanted))
     await asyncio.sleep(0.03)
@@ -261,7 +261,7 @@ async def test_environment_gets_the_rest_of_the_deadline() -> None:
             await asyncio.sleep(1.0)
             return chr(30)
 
-    pool = await Fleet().pool(1, turns=turns_of(Slow))
+    pool = await Fleet().pool(1, turn_runner=turns_of(Slow))
     wanted = [GenerationRequest(Sample("p", "g", [0]), 1 << 20, stop_token_ids=[10, 40], deadline_s=1.5)]
     (sample,) = await collect(pool, wanted)
     assert sample.finish_reason == DEADLINE
@@ -415,7 +415,7 @@ async def test_hosts_of_replicas_download_in_a_chain() -> None:
     stored = Manifest(1, "storage", "s3://bucket/run/v00000001-0a", {})
     for relays, expected in ((True, chain), (False, [("", 0)] * 6)):
         fleet = Fleet(lambda index: Relaying(addresses[index]))
-        pool = await fleet.pool(6, relays=relays)
+        pool = await fleet.pool(6, use_relays=relays)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("mtpctl.rollout.pool.RELAY_START_S", 0.05)
             await pool.update(stored)

@@ -44,7 +44,9 @@ def test_engines_have_a_tokenizer_if_stop_strings_are_possible(
     with pytest.raises(RuntimeFailure, match="seen"):
         turns = load_turns(recipe.rollout, byte_tokenizer())
         asyncio.run(
-            start.start_pool(recipe, model="folder", context=256, placement=place(recipe), tokenizer=byte_tokenizer().name, turns=turns)
+            start.start_pool(
+                recipe, model="folder", context=256, placement=place(recipe), tokenizer=byte_tokenizer().name, turn_runner=turns
+            )
         )
     assert observed[0].args["skip_tokenizer_init"] is not reads_text
     assert (observed[0].args.get("tokenizer") == byte_tokenizer().name) is reads_text
