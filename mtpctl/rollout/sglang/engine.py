@@ -82,10 +82,10 @@ class SglangEngine(Engine):
         )
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._settings = settings
-        self._running = asyncio.Event()
-        self._running.set()
+        self._not_paused = asyncio.Event()
+        self._not_paused.set()
         self._submitted_rids: set[str] = set()
-        self._drained = asyncio.Condition()
+        self._rids_changed = asyncio.Condition()
         self._rendezvous: TCPStore | None = None
         self._processes = [psutil.Process(pid) for pid in engine.get_all_child_pids()]
 
@@ -105,7 +105,7 @@ class SglangEngine(Engine):
         plugin.register()
         plugin.check_plugin()
         check_options("SGLang", option_names(ServerArgs), settings.args)
-        with rendezvous() as store:
+        with open_rendezvous() as store:
             # Created in the event loop's thread, to which SGLang binds its sockets.
             runtime = SglangRuntime(**settings.args | {"weight_version": str(version)})
         engine = cls(runtime, settings, version)
@@ -123,7 +123,7 @@ class SglangEngine(Engine):
         rid = f"{request_id}."
         if not await self._wait_until_running(request.deadline_s):
             return GenerationChunk([], [], [], ABORTED)
-        generation = asyncio.ensure_future(
+        task = asyncio.ensure_future(
             self._engine.async_generate(
                 input_ids=prompt,
                 sampling_params=self._sampling_params(request, max_tokens),
@@ -134,23 +134,23 @@ class SglangEngine(Engine):
         )
         self._submitted_rids.add(rid)
         try:
-            while not (await asyncio.wait([generation], timeout=LIVENESS_S))[0]:
+            while not (await asyncio.wait([task], timeout=LIVENESS_S))[0]:
                 if self._errored:
                     raise RuntimeError("an SGLang process has died")
-            output: _Output = generation.result()
+            output: _Output = task.result()
         finally:
-            if generation.cancel():
+            if task.cancel():
                 # The caller was cancelled; the scheduler would continue.
                 self._manager.abort_request(rid=rid)
-            async with self._drained:
+            async with self._rids_changed:
                 self._submitted_rids.discard(rid)
-                self._drained.notify_all()
+                self._rids_changed.notify_all()
         return self._chunk(output)
 
     async def _wait_until_running(self, timeout_s: float) -> bool:
         """Wait until the engine is not paused, for at most `timeout_s`. Returns whether it is running."""
         try:
-            await asyncio.wait_for(self._running.wait(), timeout_s)
+            await asyncio.wait_for(self._not_paused.wait(), timeout_s)
         except TimeoutError:
             return False
         return True
@@ -179,16 +179,16 @@ class SglangEngine(Engine):
         return options
 
     def _chunk(self, output: _Output) -> GenerationChunk:
-        meta = output["meta_info"]
-        logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or []]
+        meta_info = output["meta_info"]
+        logprobs = [float(entry[0]) for entry in meta_info.get("output_token_logprobs") or []]
         tokens = list(output["output_ids"])
-        reason = str(meta["finish_reason"]["type"]) if meta["finish_reason"] else None
-        spans = [(span["start"], min(span["end"], len(tokens)), int(span["version"])) for span in meta.get("weight_versions") or []]
+        finish_reason = str(meta_info["finish_reason"]["type"]) if meta_info["finish_reason"] else None
+        spans = [(span["start"], min(span["end"], len(tokens)), int(span["version"])) for span in meta_info.get("weight_versions") or []]
         if not spans:
-            spans = [(0, len(tokens), int(meta["weight_version"]))]
-        histogram = meta.get("spec_correct_drafts_histogram")
-        counts = speculation_from_histogram(list(histogram), meta["spec_num_proposed_drafts"]) if histogram else Speculation()
-        return GenerationChunk(tokens, logprobs, [span for span in spans if span[0] < span[1]], reason, counts)
+            spans = [(0, len(tokens), int(meta_info["weight_version"]))]
+        histogram = meta_info.get("spec_correct_drafts_histogram")
+        counts = speculation_from_histogram(list(histogram), meta_info["spec_num_proposed_drafts"]) if histogram else Speculation()
+        return GenerationChunk(tokens, logprobs, [span for span in spans if span[0] < span[1]], finish_reason, counts)
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._manager.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -196,8 +196,8 @@ class SglangEngine(Engine):
     async def _abort(self, request_ids: list[str]) -> None:
         # SGLang ignores aborts of requests that it has not registered yet, so aborts are repeated until the requests have ended.
         rids = {f"{request_id}." for request_id in request_ids}
-        while remaining := rids & self._submitted_rids:
-            for rid in remaining:
+        while remaining_rids := rids & self._submitted_rids:
+            for rid in remaining_rids:
                 self._manager.abort_request(rid=rid)
             await asyncio.sleep(ABORT_INTERVAL_S)
 
@@ -206,13 +206,13 @@ class SglangEngine(Engine):
     async def pause(self, mode: PauseMode = "keep") -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        self._running.clear()
+        self._not_paused.clear()
         if mode == "abort":
             await self._with_deadline(self._abort([rid.removesuffix(".") for rid in self._submitted_rids]), "aborting responses")
         if mode != "keep":
-            async with self._drained:
-                drained = self._drained.wait_for(lambda: not self._submitted_rids)
-                await (self._with_deadline(drained, "aborting responses") if mode == "abort" else drained)
+            async with self._rids_changed:
+                all_ended = self._rids_changed.wait_for(lambda: not self._submitted_rids)
+                await (self._with_deadline(all_ended, "aborting responses") if mode == "abort" else all_ended)
         await self._with_deadline(self._manager.pause_generation(PauseGenerationReqInput(mode="retract")), f"pausing ({mode})")
         self._paused = True
 
@@ -222,7 +222,7 @@ class SglangEngine(Engine):
         self._check_alive()
         await self._with_deadline(self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False)), "resuming")
         self._paused = False
-        self._running.set()
+        self._not_paused.set()
 
     async def control_speculation(self, drafts: int | None = None, *, weights_changed: bool = False) -> SpeculationState:
         raise UserError("rollout.speculation.auto: works with rollout.engine: vllm; set it to false")
@@ -237,7 +237,7 @@ class SglangEngine(Engine):
 
 
 @contextmanager
-def rendezvous() -> Iterator[TCPStore]:
+def open_rendezvous() -> Iterator[TCPStore]:
     """A rendezvous store for the ranks of an SGLang engine that is started in the block. Keep it as long as the engine.
 
     By default SGLang selects a free port, which its first rank binds many seconds later, after the model is loaded. If another program
@@ -251,12 +251,12 @@ def rendezvous() -> Iterator[TCPStore]:
         # Makes rank 0 join an existing store, as the other ranks do.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    previous = {name: os.environ.get(name) for name in variables}
+    previous_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield store
     finally:
-        for name, value in previous.items():
+        for name, value in previous_values.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -299,9 +299,9 @@ class SglangClient:
         self._selector = "draft" if draft else "target"
         await self._begin(self._selector)
 
-    async def step(self, info: UpdateStep) -> None:
+    async def step(self, step: UpdateStep) -> None:
         try:
-            await self._send(info)
+            await self._send(step)
         except BaseException:
             await self._end()
             raise
@@ -337,7 +337,7 @@ class SglangClient:
         _require_success(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
 
     async def _send(
-        self, info: UpdateStep, *, selector: str | None = None, flush: bool = False, version: str | None = None
+        self, step: UpdateStep, *, selector: str | None = None, flush: bool = False, version: str | None = None
     ) -> list[RankSums | None]:
         """Run a step on every rank, and return the results. Raises SyncError or PlanMismatch with the first error."""
         import torch
@@ -345,7 +345,7 @@ class SglangClient:
         from sglang.srt.utils import MultiprocessingSerializer
 
         with tempfile.TemporaryDirectory(prefix="mtpctl-step-") as results_folder:
-            payload_json = json.dumps({**info, "answers": results_folder}).encode()
+            payload_json = json.dumps({**step, "answers": results_folder}).encode()
             payload = [("step", torch.frombuffer(bytearray(payload_json), dtype=torch.uint8))]
             ranks = self._manager.server_args.tp_size
             request = UpdateWeightsFromTensorReqInput(

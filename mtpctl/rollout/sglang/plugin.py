@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from sglang.srt.models.mimo import MiMoForCausalLM
 
 PINNED = "0.5.21"
-GROUP = "sglang.srt.plugins"
+PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 def check_plugin() -> None:
     """Raise EnvironmentMissing if SGLang's processes would not find this plugin."""
-    if not any(entry.value == f"{__name__}:register" for entry in entry_points(group=GROUP)):
+    if not any(entry.value == f"{__name__}:register" for entry in entry_points(group=PLUGIN_GROUP)):
         raise EnvironmentMissing(
             "rollout.python: mtpctl is not installed in SGLang's environment; create it with scripts/sglang_environment.sh"
         )
@@ -72,19 +72,23 @@ def register() -> None:
     ) -> LogitsProcessorOutput:
         if get_embedding:
             return upstream(self, input_ids, positions, forward_batch, input_embeds, get_embedding)
-        before: list[torch.Tensor] = []
+        states_before_norm: list[torch.Tensor] = []
         # The norm first adds the residual, and returns the sum as its second output.
-        hook = self.model.norm.register_forward_hook(lambda module, args, output: before.append(output[1]))
+        hook = self.model.norm.register_forward_hook(lambda module, args, output: states_before_norm.append(output[1]))
         try:
-            hidden = self.model(input_ids, positions, forward_batch, input_embeds)
+            hidden_states = self.model(input_ids, positions, forward_batch, input_embeds)
         finally:
             hook.remove()
-        if not before and forward_batch.capture_hidden_mode.need_capture():
+        if not states_before_norm and forward_batch.capture_hidden_mode.need_capture():
             raise UpstreamMoved(
                 f"{__name__}: the final norm was not called, so drafts would start from its output; disable_prefill_cuda_graph"
             )
         return self.logits_processor(
-            input_ids, hidden, self.lm_head, forward_batch, hidden_states_before_norm=before[0] if before else None
+            input_ids,
+            hidden_states,
+            self.lm_head,
+            forward_batch,
+            hidden_states_before_norm=states_before_norm[0] if states_before_norm else None,
         )
 
     forward._mtpctl = True  # type: ignore[attr-defined]
@@ -148,7 +152,7 @@ class ModelReceiver:
 
         rename = getattr(self._model, "map_model_name_to_mtp_param_name", None)
         tp = TpRank(get_parallel().tp_rank, get_parallel().tp_size)
-        shared_with = _shared(cast(_Drafter, self._model)) if rename is not None else None
+        shared_with = _shared_modules(cast(_Drafter, self._model)) if rename is not None else None
         return match_shards(self._model, plan, rename=rename, shared_with=shared_with, tp=tp)
 
 
@@ -158,8 +162,8 @@ class _Drafter(Protocol):
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def _shared(drafter: _Drafter) -> nn.Module:
+def _shared_modules(drafter: _Drafter) -> nn.Module:
     """Embedding and head that a drafter shares with its target."""
-    shared = nn.Module()
-    shared.embed, shared.head = drafter.get_embed_and_head()
-    return shared
+    modules = nn.Module()
+    modules.embed, modules.head = drafter.get_embed_and_head()
+    return modules

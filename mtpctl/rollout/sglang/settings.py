@@ -37,7 +37,7 @@ def sglang_engine_settings(
     `tokenizer`: folder or hub id, required for stop strings, including those of environments. A draft tree of `speculation.num_tokens`
     nodes has `draft_steps` levels with `draft_top_k` branches each; with one branch it is a chain.
     """
-    k = rollout.speculation.num_tokens
+    num_drafts = rollout.speculation.num_tokens
     args: Arguments = {
         "model_path": model,
         "dtype": DTYPES[precision if rollout.dtype == "auto" else rollout.dtype],
@@ -54,14 +54,14 @@ def sglang_engine_settings(
         args["tokenizer_path"] = tokenizer
     if rollout.context is not None:
         args["context_length"] = rollout.context
-    if k:
+    if num_drafts:
         args |= {
             "speculative_algorithm": "EAGLE",
             "speculative_draft_model_path": model,
-            "speculative_num_steps": rollout.draft_steps or k,
+            "speculative_num_steps": rollout.draft_steps or num_drafts,
             "speculative_eagle_topk": rollout.draft_top_k,
             # SGLang also counts the verified token.
-            "speculative_num_draft_tokens": k + 1,
+            "speculative_num_draft_tokens": num_drafts + 1,
             # A replayed prefill graph only returns the hidden state after the final norm; MiMo's MTP layer needs the state before it.
             "disable_prefill_cuda_graph": True,
         }

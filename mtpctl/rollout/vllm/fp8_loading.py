@@ -42,11 +42,11 @@ def quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
     config = read_config(folder)
     if config.get("quantization_config"):
         raise UserError(f"{folder}: {QUANTIZED_FOLDER}")
-    shape, stored = shape_of(config), tensor_names(folder)
-    names = select_fp8_names(shape, drafter=drafter and any(section_of(name, shape) == "draft" for name in stored))
+    shape, stored_names = shape_of(config), tensor_names(folder)
+    names = select_fp8_names(shape, drafter=drafter and any(section_of(name, shape) == "draft" for name in stored_names))
     if not names:
         raise UserError(f"rollout.quantization: no matrix of {folder} fits blocks of 128 x 128; set rollout.quantization: none")
-    if (reason := missing_matrix(folder, stored, names)) is not None:
+    if (reason := missing_matrix(folder, stored_names, names)) is not None:
         raise UserError(reason)
     return names
 
@@ -88,11 +88,11 @@ def _loader() -> type:
         """Quantizes the matrices of an unquantized folder while it is read, on the engine's device."""
 
         def __init__(self, load_config: LoadConfig) -> None:
-            extra = dict(load_config.model_loader_extra_config)
-            self.drafter = bool(extra.pop(DRAFTER_QUANTIZED))
-            self.dtype: torch.dtype = getattr(torch, DTYPES[extra.pop(PRECISION)])
-            self.folder = Path(str(extra.pop(FOLDER)))
-            super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
+            options = dict(load_config.model_loader_extra_config)
+            self.quantize_drafter = bool(options.pop(DRAFTER_QUANTIZED))
+            self.dtype: torch.dtype = getattr(torch, DTYPES[options.pop(PRECISION)])
+            self.folder = Path(str(options.pop(FOLDER)))
+            super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=options))
 
         def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
             names = self.names(Path(model_config.model), "draft" if model_config.runner_type == "draft" else "target")
@@ -108,6 +108,6 @@ def _loader() -> type:
             if folder == self.folder / DRAFTER:
                 return set()
             shape = shape_of(read_config(folder))
-            return {name for name in quantized_names(folder, drafter=self.drafter) if section_of(name, shape) == section}
+            return {name for name in quantized_names(folder, drafter=self.quantize_drafter) if section_of(name, shape) == section}
 
     return QuantizingLoader

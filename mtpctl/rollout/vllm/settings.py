@@ -55,8 +55,8 @@ class VllmSettings:
     @property
     def has_drafter(self) -> bool:
         """Whether the engine has a drafter with weights."""
-        speculative = self.args.get("speculative_config") or {}
-        return bool(speculative) and speculative.get("method") not in WEIGHTLESS_DRAFTERS
+        speculative_config = self.args.get("speculative_config") or {}
+        return bool(speculative_config) and speculative_config.get("method") not in WEIGHTLESS_DRAFTERS
 
     @property
     def verifies_blocks(self) -> bool:
@@ -101,16 +101,16 @@ def engine_settings(
     On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
     cache of fixed size, and with the engine core in the actor's process.
     """
-    cpu = device == "cpu"
-    k = rollout.speculation.num_tokens
+    is_cpu = device == "cpu"
+    num_drafts = rollout.speculation.num_tokens
     args: Arguments = {
         "model": model,
         "dtype": DTYPES[precision if rollout.dtype == "auto" else rollout.dtype],
         "seed": seed,
         "tensor_parallel_size": rollout.tp,
         "max_num_seqs": rollout.max_in_flight,
-        "enforce_eager": rollout.eager or cpu,
-        "enable_prefix_caching": not cpu,
+        "enforce_eager": rollout.eager or is_cpu,
+        "enable_prefix_caching": not is_cpu,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "generation_config": "vllm",
@@ -120,35 +120,37 @@ def engine_settings(
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "worker_extension_cls": "mtpctl.rollout.vllm.receiver.WorkerExtension",
     }
-    if k:
+    if num_drafts:
         method = rollout.speculation.draft_method
-        speculative: dict[str, object] = {"method": "mtp", "num_speculative_tokens": k, "draft_sample_method": method}
+        speculative_config: dict[str, object] = {"method": "mtp", "num_speculative_tokens": num_drafts, "draft_sample_method": method}
         if rollout.speculation.method != "model":
-            speculative = {"method": rollout.speculation.method, "num_speculative_tokens": k} | WEIGHTLESS_DRAFTERS[
+            speculative_config = {"method": rollout.speculation.method, "num_speculative_tokens": num_drafts} | WEIGHTLESS_DRAFTERS[
                 rollout.speculation.method
             ]
         elif (drafter_method := engine_method(Path(model))) != "mtp":
-            speculative |= {"method": drafter_method, "model": str(Path(model) / DRAFTER)}
+            speculative_config |= {"method": drafter_method, "model": str(Path(model) / DRAFTER)}
         if rollout.speculation.verification == "block":
-            speculative["rejection_sample_method"] = "block"
-        args["speculative_config"] = speculative
-    if k and rollout.speculation.auto:
-        speculative["num_speculative_tokens_per_batch_size"] = _draft_schedule(k, rollout.max_in_flight)
-        async_scheduling = bool(rollout.engine_args.get("async_scheduling", not cpu))
+            speculative_config["rejection_sample_method"] = "block"
+        args["speculative_config"] = speculative_config
+    if num_drafts and rollout.speculation.auto:
+        speculative_config["num_speculative_tokens_per_batch_size"] = _draft_schedule(num_drafts, rollout.max_in_flight)
+        async_scheduling = bool(rollout.engine_args.get("async_scheduling", not is_cpu))
         args |= {"async_scheduling": async_scheduling, "scheduler_cls": SCHEDULER_CLASSES[async_scheduling]}
         if not args["enforce_eager"]:
-            args["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(k, rollout.max_in_flight)}
+            args["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(num_drafts, rollout.max_in_flight)}
     elif host_limited and not args["enforce_eager"] and adapter is None:
-        limit = rollout.engine_args.get("max_num_batched_tokens")
-        cudagraph_sizes = graph_sizes(k, rollout.max_in_flight, max_step_tokens=limit if isinstance(limit, int) else ENGINE_STEP_TOKENS)
+        max_step_tokens = rollout.engine_args.get("max_num_batched_tokens")
+        cudagraph_sizes = graph_sizes(
+            num_drafts, rollout.max_in_flight, max_step_tokens=max_step_tokens if isinstance(max_step_tokens, int) else ENGINE_STEP_TOKENS
+        )
         args["compilation_config"] = {"cudagraph_capture_sizes": cudagraph_sizes}
     if tokenizer is not None:
         args["tokenizer"] = tokenizer
     if rollout.context is not None:
         args["max_model_len"] = rollout.context
-    if rollout.kv_cache_bytes is not None or cpu:
+    if rollout.kv_cache_bytes is not None or is_cpu:
         args["kv_cache_memory_bytes"] = rollout.kv_cache_bytes or CPU_KV_CACHE_BYTES
-    if not cpu:
+    if not is_cpu:
         args["gpu_memory_utilization"] = ENGINE_MEMORY_SHARE if rollout.gpu_memory is None else rollout.gpu_memory
     if adapter is not None:
         max_rank = next(rank for rank in VLLM_ADAPTER_RANKS if rank >= adapter.rank)
@@ -156,13 +158,13 @@ def engine_settings(
         if not EXPERT_TARGETS & set(adapter.targets) or not _may_have_experts(Path(model)):
             # By default vLLM allocates adapters in every layer, including experts, and wraps the embedding. A drafter shares the embedding,
             # whose wrapper then applies the target's batch indices to the drafter's tokens.
-            args["lora_target_modules"] = sorted({leaf for target in adapter.targets for leaf in ADAPTED[target]})
+            args["lora_target_modules"] = sorted({module for target in adapter.targets for module in ADAPTED[target]})
     if rollout.quantization == "fp8":
-        drafter = rollout.drafter_quantization == "fp8"
+        quantize_drafter = rollout.drafter_quantization == "fp8"
         args |= {
-            "hf_overrides": partial(with_fp8, folder=model, drafter=drafter),
+            "hf_overrides": partial(with_fp8, folder=model, drafter=quantize_drafter),
             "load_format": LOAD_FORMAT,
-            "model_loader_extra_config": {DRAFTER_QUANTIZED: drafter, PRECISION: precision, FOLDER: model},
+            "model_loader_extra_config": {DRAFTER_QUANTIZED: quantize_drafter, PRECISION: precision, FOLDER: model},
         }
     if release_kv:
         args["enable_sleep_mode"] = True
@@ -174,7 +176,7 @@ def engine_settings(
         args["distributed_executor_backend"] = "mp"
     if numerics == "bitwise":
         args["mamba_ssm_cache_dtype"] = "float32"  # a state must not be rounded between steps
-    if numerics == "bitwise" and not cpu:
+    if numerics == "bitwise" and not is_cpu:
         # Inductor fuses operations, which changes where results are rounded. Without it, only breakable graphs cover steps with prefill.
         # Our patches replace attention, experts and linear attention of the backends that are selected here. Other expert backends pad the
         # weights, and other backends of linear attention compile kernels for minutes.
@@ -186,10 +188,10 @@ def engine_settings(
     if args.get("speculative_config"):
         # Also for n-gram and suffix drafters, whose drafts are counted in the same way.
         args.setdefault("per_request_spec_decode_metrics", "summary")
-    in_loop = cpu and args["tensor_parallel_size"] == 1
-    environment = _environment(cpu, in_loop, rollout.threads) | ({ADMIT_AT_ONCE: "1"} if admit_at_once else {})
+    in_loop = is_cpu and args["tensor_parallel_size"] == 1
+    environment = _environment(is_cpu, in_loop, rollout.threads) | ({ADMIT_AT_ONCE: "1"} if admit_at_once else {})
     environment[NUMERICS] = numerics
-    if numerics == "bitwise" and not cpu:
+    if numerics == "bitwise" and not is_cpu:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # The patches replace the sampler of this model runner.
         # The remaining all-reduces (vLLM's own kernel and NCCL) round the sum of two ranks once.
         environment |= {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
@@ -207,36 +209,37 @@ def engine_settings(
     )
 
 
-def _draft_schedule(k: int, requests: int) -> list[tuple[int, int, int]]:
-    """A schedule `(min requests, max requests, drafts)` with every number of drafts up to `k`, so that vLLM captures CUDA graphs for each.
+def _draft_schedule(num_drafts: int, max_requests: int) -> list[tuple[int, int, int]]:
+    """A schedule `(min requests, max requests, drafts)` with every number of drafts, so that vLLM captures CUDA graphs for each.
 
-    Raises UserError if `requests` is too small.
+    Raises UserError if `max_requests` is too small.
     """
-    if requests <= k:
-        raise UserError(f"rollout.max_in_flight: {requests} is too small for speculation.auto with num_tokens: {k}; set it above {k}")
-    return [(drafts + 1, drafts + 1, drafts) for drafts in range(k)] + [(k + 1, requests, k)]
+    if max_requests <= num_drafts:
+        need = f"speculation.auto with num_tokens: {num_drafts}; set it above {num_drafts}"
+        raise UserError(f"rollout.max_in_flight: {max_requests} is too small for {need}")
+    return [(drafts + 1, drafts + 1, drafts) for drafts in range(num_drafts)] + [(num_drafts + 1, max_requests, num_drafts)]
 
 
-def capture_sizes(k: int, requests: int) -> list[int]:
-    """Step sizes in tokens for CUDA graphs: up to `requests` requests with 0 to `k` drafts each."""
-    counts = {1, 2, 4, *range(8, min(requests, 256) + 1, 8), *range(256, requests + 1, 16), requests}
-    return sorted({count * (drafts + 1) for count in counts if count <= requests for drafts in range(k + 1)})
+def capture_sizes(num_drafts: int, max_requests: int) -> list[int]:
+    """Step sizes in tokens for CUDA graphs: up to `max_requests` requests with 0 to `num_drafts` drafts each."""
+    request_counts = {1, 2, 4, *range(8, min(max_requests, 256) + 1, 8), *range(256, max_requests + 1, 16), max_requests}
+    return sorted({requests * (drafts + 1) for requests in request_counts if requests <= max_requests for drafts in range(num_drafts + 1)})
 
 
-def graph_sizes(k: int, requests: int, *, max_step_tokens: int) -> list[int]:
+def graph_sizes(num_drafts: int, max_requests: int, *, max_step_tokens: int) -> list[int]:
     """Step sizes in tokens for CUDA graphs of a model whose steps the host limits.
 
-    They cover up to `requests` requests with `k` drafts each, and steps with prefill of up to `MAX_GRAPH_TOKENS` tokens, but no step of
-    more than `max_step_tokens`. By default vLLM captures at most 512 tokens on Hopper, and launches each kernel of a larger step from
-    Python. For a small model this takes longer than padding to a multiple of 128 tokens.
+    They cover up to `max_requests` requests with `num_drafts` drafts each, and steps with prefill of up to `MAX_GRAPH_TOKENS` tokens, both
+    within `max_step_tokens`. By default vLLM captures at most 512 tokens on Hopper, and launches each kernel of a larger step from Python.
+    For a small model this takes longer than padding to a multiple of 128 tokens.
     """
-    counts = {1, 2, 4, *range(8, min(requests, 256) + 1, 8), *range(256, requests + 1, 32), requests}
-    decode = {count * (k + 1) for count in counts if count <= requests}
-    mixed = {*range(8, 257, 8), *range(256, 513, 32), *range(512, MAX_GRAPH_TOKENS + 1, 128)}
-    return sorted(size for size in decode | mixed if size <= max_step_tokens)
+    request_counts = {1, 2, 4, *range(8, min(max_requests, 256) + 1, 8), *range(256, max_requests + 1, 32), max_requests}
+    decode_sizes = {requests * (num_drafts + 1) for requests in request_counts if requests <= max_requests}
+    prefill_sizes = {*range(8, 257, 8), *range(256, 513, 32), *range(512, MAX_GRAPH_TOKENS + 1, 128)}
+    return sorted(size for size in decode_sizes | prefill_sizes if size <= max_step_tokens)
 
 
-def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
+def _environment(is_cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     """Variables that must be set before vLLM or torch is imported."""
     variables = {
         ENGINE_MARKER: "1",
@@ -245,21 +248,21 @@ def _environment(cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
-    if not cpu:
+    if not is_cpu:
         # A process that has used CUDA cannot be forked.
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         # More threads gain nothing in a step, and idle ones spin and slow down the thread that launches kernels. This overrides a
         # launcher's value, which is meant for training.
         variables["OMP_NUM_THREADS"] = str(threads or 1)
-    if cpu:
+    if is_cpu:
         # vLLM compiles some functions even in eager mode, which takes seconds and needs a C++ compiler.
         variables["TORCH_COMPILE_DISABLE"] = "1"
     if in_loop:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    elif cpu:
+    elif is_cpu:
         # vLLM would bind each rank to its own NUMA node, and fails if there are fewer nodes.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if cpu and threads:
+    if is_cpu and threads:
         # Idle threads sleep immediately; spinning would take cores from a trainer on the same machine.
         variables |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
     return variables

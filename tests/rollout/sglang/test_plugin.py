@@ -102,8 +102,8 @@ def test_a_processor_that_takes_no_such_state_is_refused(sglang: type[MiMo], mon
 
 
 def test_environment_without_the_plugin_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = [EntryPoint("mtpctl", "mtpctl.rollout.sglang.plugin:register", plugin.GROUP)]
-    monkeypatch.setattr(plugin, "entry_points", lambda group: result if group == plugin.GROUP else [])
+    result = [EntryPoint("mtpctl", "mtpctl.rollout.sglang.plugin:register", plugin.PLUGIN_GROUP)]
+    monkeypatch.setattr(plugin, "entry_points", lambda group: result if group == plugin.PLUGIN_GROUP else [])
     plugin.check_plugin()
     result.clear()
     with pytest.raises(EnvironmentMissing, match=r"rollout\.python: mtpctl is not installed in SGLang"):
