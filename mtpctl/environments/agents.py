@@ -248,7 +248,7 @@ def _require_chat_template(tokenizer: Tokenizer) -> HfTokenizer:
 
 def _load_tool_parser(rollout: RolloutBase, tokenizer: HfTokenizer) -> Any:
     """The parser of tool calls; None if the chat template has no format for them."""
-    from mtpctl.rollout.vllm.serving import load_parser, parser_for
+    from mtpctl.rollout.vllm.serving import find_parser_name, load_parser
 
-    name = rollout.tool_parser or parser_for(tokenizer.chat_template)
+    name = rollout.tool_parser or find_parser_name(tokenizer.chat_template)
     return None if name is None else load_parser(name, tokenizer.inner)

@@ -40,10 +40,10 @@ class VllmClient:
     async def start(self, *, draft: bool) -> None:
         await (self._llm.start_draft_weight_update() if draft else self._llm.start_weight_update())
 
-    async def step(self, info: UpdateStep) -> None:
+    async def step(self, step: UpdateStep) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"step": info}))
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"step": step}))
 
     async def finish(self, version: int) -> None:
         await self._llm.finish_weight_update(str(version))
@@ -52,18 +52,18 @@ class VllmClient:
         return list(await self._llm.collective_rpc(method, args=args))
 
     async def load_adapter(self, name: str, number: int, folder: str) -> None:
-        await self._llm.add_lora(adapter_request(name, number, folder, replaces=True))
+        await self._llm.add_lora(adapter_request(name, number, folder, reload=True))
 
 
-def adapter_request(name: str, number: int, folder: str, *, replaces: bool = False) -> LoRARequest:
-    """vLLM's reference to an adapter, in requests and for loading; `replaces`: reload the adapter with this number."""
+def adapter_request(name: str, number: int, folder: str, *, reload: bool = False) -> LoRARequest:
+    """vLLM's reference to an adapter, in requests and for loading; `reload`: reload the adapter with this number."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(name, number, folder, load_inplace=replaces)
+    return LoRARequest(name, number, folder, load_inplace=reload)
 
 
-_TIMEOUT_S = 300.0
-_WORKER = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
+TIMEOUT_S = 300.0
+_WORKER_ERROR = re.compile(r"Worker failed with error '(?P<error>.*)', please check the stack trace", re.DOTALL)
 START_HINT = (
     'start it with VLLM_SERVER_DEV_MODE=1 vllm serve … --weight-transfer-config \'{"backend": "mtpctl"}\' '
     "--worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension"
@@ -76,7 +76,7 @@ def _error_message(body: str) -> str:
     """The message of vLLM's error response, reduced to the worker's error if it contains one."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         body = json.loads(body)["error"]["message"]
-    worker_error = _WORKER.search(body)
+    worker_error = _WORKER_ERROR.search(body)
     return (worker_error["error"] if worker_error else body).strip()[:400]
 
 
@@ -100,7 +100,7 @@ class HttpClient:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
                 response_body, content_type = response.read(), response.headers.get_content_type()
         except urllib.error.HTTPError as error:
             body_text = error.read().decode(errors="replace")
@@ -108,7 +108,7 @@ class HttpClient:
                 raise UserError(f"--to: {self.url} has no {path}; {hint}") from error
             raise SyncError(f"{self.url}{path}: {_error_message(body_text) or error}") from error
         except TimeoutError as error:
-            raise SyncError(f"{self.url}{path}: no answer within {_TIMEOUT_S:g} s") from error
+            raise SyncError(f"{self.url}{path}: no answer within {TIMEOUT_S:g} s") from error
         except (urllib.error.URLError, OSError) as error:
             raise UserError(f"--to: {self.url} does not answer: {getattr(error, 'reason', error)}") from error
         result = json.loads(response_body) if content_type == "application/json" else {}
@@ -117,8 +117,8 @@ class HttpClient:
     async def start(self, *, draft: bool) -> None:
         await self.request("/start_draft_weight_update" if draft else "/start_weight_update")
 
-    async def step(self, info: UpdateStep) -> None:
-        await self.request("/update_weights", {"update_info": {"step": info}})
+    async def step(self, step: UpdateStep) -> None:
+        await self.request("/update_weights", {"update_info": {"step": step}})
 
     async def finish(self, version: int) -> None:
         await self.request("/finish_weight_update", {"weight_version": str(version)})
@@ -136,11 +136,11 @@ class ServedEngine:
     """A server that the user started. Create with `await ServedEngine.connect(url)`."""
 
     def __init__(
-        self, client: HttpClient, version: int, ranks: int, drafts: bool, *, release_kv: bool = False, keep_kv: bool = False
+        self, client: HttpClient, version: int, ranks: int, has_drafter: bool, *, release_kv: bool = False, keep_kv: bool = False
     ) -> None:
         self.client, self.ranks, self._paused = client, ranks, False
         self._release_kv, self._keep_kv = release_kv, keep_kv
-        self._sections: tuple[Section, ...] = ("target", "draft", "adapter") if drafts else ("target", "adapter")
+        self._sections: tuple[Section, ...] = ("target", "draft", "adapter") if has_drafter else ("target", "adapter")
         # The folder depends only on the server's URL, so that the next process replaces the adapter.
         self.target = EngineTarget(
             client,
@@ -160,25 +160,27 @@ class ServedEngine:
         `release_kv`: free its KV cache during a sync. `keep_kv`: running requests keep their KV cache.
         """
         client = HttpClient(url)
-        info = await client.request("/weight_info", method="GET")
-        ranks = await client.request("/get_world_size", method="GET")
+        weight_info = await client.request("/weight_info", method="GET")
+        world_size = await client.request("/get_world_size", method="GET")
         if "target" in sections and "adapter" not in sections:
             models = await client.request("/v1/models", method="GET")
-            if loaded := [model["id"] for model in models["data"] if model.get("parent")]:
+            if loaded_adapters := [model["id"] for model in models["data"] if model.get("parent")]:
                 raise UserError(
-                    f"--to: {client.url} has the adapter {', '.join(loaded)} loaded, which would apply on top of full weights; "
+                    f"--to: {client.url} has the adapter {', '.join(loaded_adapters)} loaded, which would apply on top of full weights; "
                     "unload it (POST /v1/unload_lora_adapter), or set sync.sections: [adapter, draft]"
                 )
-        drafts = await client.rpc("mtpctl_drafts")
-        version = str(info["weight_version"])
-        known = int(version) if version.isdigit() else 0
-        return cls(client, known, int(ranks["world_size"]), str(drafts[0]) == "True", release_kv=release_kv, keep_kv=keep_kv)
+        drafter_answers = await client.rpc("mtpctl_drafts")
+        version = str(weight_info["weight_version"])
+        known_version = int(version) if version.isdigit() else 0
+        return cls(
+            client, known_version, int(world_size["world_size"]), str(drafter_answers[0]) == "True", release_kv=release_kv, keep_kv=keep_kv
+        )
 
     async def _with_deadline[T](self, step: Awaitable[T], action: str) -> T:
         try:
-            return await asyncio.wait_for(step, _TIMEOUT_S)
+            return await asyncio.wait_for(step, TIMEOUT_S)
         except TimeoutError as error:
-            raise SyncError(f"{self.client.url}: {action} took longer than {_TIMEOUT_S:g} s") from error
+            raise SyncError(f"{self.client.url}: {action} took longer than {TIMEOUT_S:g} s") from error
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport:
         """Pause, apply the update, resume.
@@ -188,7 +190,7 @@ class ServedEngine:
         started_at = time.monotonic()
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": "false" if self._keep_kv else "true"})
         was_paused = bool((await self.client.request("/is_paused", method="GET"))["is_paused"])
-        released = applied = False
+        kv_released = update_applied = False
         try:
             if was_paused:
                 # End the session of the killed sync, which would block a new one.
@@ -199,9 +201,9 @@ class ServedEngine:
             self._paused = True
             if self._release_kv:
                 await self.client.request("/release_kv_cache_memory", hint=SLEEP_HINT)
-                released = True
+                kv_released = True
             report = await update_target(self.target, manifest, verify=verify, deadline_s=deadline_s, sections=self._sections)
-            applied = True
+            update_applied = True
         except SyncError as error:
             if was_paused:
                 raise SyncError(
@@ -210,8 +212,8 @@ class ServedEngine:
             raise
         finally:
             # A server whose weights are a mix of two versions stays paused until it is restarted.
-            if not self.target.dirty and (applied or not was_paused):
-                if released:
+            if not self.target.dirty and (update_applied or not was_paused):
+                if kv_released:
                     await self.client.request("/wake_up?tags=kv_cache", hint=SLEEP_HINT)
                 await self.client.request("/resume")
                 self._paused = False

@@ -24,7 +24,7 @@ from mtpctl.rollout.vllm import plugin
 from mtpctl.rollout.vllm.client import VllmClient, adapter_request
 from mtpctl.rollout.vllm.fp8_loading import LOAD_FORMAT
 from mtpctl.rollout.vllm.patches import NUMERICS, cores, logprobs, pauses
-from mtpctl.rollout.vllm.serving import rejection, sampling_of
+from mtpctl.rollout.vllm.serving import format_rejection, sampling_args
 from mtpctl.rollout.vllm.settings import Arguments, VllmSettings
 from mtpctl.samples import GenerationRequest, Speculation
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID
@@ -88,7 +88,7 @@ class VllmEngine(Engine):
             with core_in_loop():
                 llm = AsyncLLM.from_engine_args(args, usage_context=usage_context)
         else:
-            with root_cause_in_failures():
+            with add_root_cause():
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, usage_context=usage_context)
         engine = cls(llm, settings, version)
         try:
@@ -114,7 +114,7 @@ class VllmEngine(Engine):
             async for step in self._llm.generate(tokens_input(prompt), sampling_params, request_id, lora_request=self._adapter_request()):
                 output = step
         except VLLMClientError as error:
-            raise UserError(rejection(error)) from error
+            raise UserError(format_rejection(error)) from error
         if output is None:
             raise self._mark_failed(RuntimeError(f"request {request_id} ended without an output"))
         if output.outputs[0].finish_reason == "error":
@@ -141,7 +141,7 @@ class VllmEngine(Engine):
         if request.stop and self._settings.args["skip_tokenizer_init"]:
             raise UserError("stop strings need the engine's tokenizer: name them in rollout.stop, or stop by token ids")
         extra_sampling = (
-            sampling_of(request.extra_sampling, drafts="speculative_config" in self._settings.args) if request.extra_sampling else {}
+            sampling_args(request.extra_sampling, drafts="speculative_config" in self._settings.args) if request.extra_sampling else {}
         )
         # A continued response must not reuse the random numbers of its first part.
         seed = None if request.seed is None else (request.seed + 1_000_003 * len(request.sample.response_ids)) % (1 << 62)
@@ -220,14 +220,14 @@ def set_environment(variables: Mapping[str, str]) -> None:
     for name in [name for name, (_, engine_value) in _replaced_variables.items() if os.environ.get(name) != engine_value]:
         del _replaced_variables[name]
     for name in _replaced_variables.keys() - variables.keys():
-        previous, _ = _replaced_variables.pop(name)
-        if previous is None:
+        previous_value, _ = _replaced_variables.pop(name)
+        if previous_value is None:
             del os.environ[name]
         else:
-            os.environ[name] = previous
+            os.environ[name] = previous_value
     for name, value in variables.items():
-        previous = _replaced_variables[name][0] if name in _replaced_variables else os.environ.get(name)
-        _replaced_variables[name] = previous, value
+        previous_value = _replaced_variables[name][0] if name in _replaced_variables else os.environ.get(name)
+        _replaced_variables[name] = previous_value, value
         os.environ[name] = value
 
 
@@ -237,21 +237,21 @@ def check_plugin() -> None:
         raise EnvironmentMissing("mtpctl: vLLM finds its plugin through the package's entry point; install mtpctl (pip install -e .)")
 
 
-def check_verification(rules: list[object]) -> None:
+def check_verification(worker_rules: list[object]) -> None:
     """Raise UserError if a worker does not use the requested block verification. vLLM ignores it silently if it is not supported.
 
-    rules: the rule of each worker (`WorkerExtension.mtpctl_verification`).
+    worker_rules: the rule of each worker (`WorkerExtension.mtpctl_verification`).
     """
-    if any(rule != "block" for rule in rules):
+    if any(rule != "block" for rule in worker_rules):
         raise UserError(
             "rollout.speculation.verification: vLLM ignores block here and verifies token by token, because it uses its first model runner "
             "(on a CPU, or with VLLM_USE_V2_MODEL_RUNNER=0); set token, or unset the variable on a GPU"
         )
 
 
-def check_kernels(reasons: list[object]) -> None:
+def check_kernels(worker_reasons: list[object]) -> None:
     """Raise UserError if a worker's kernels pack FP8 weights. reasons: the result of `WorkerExtension.mtpctl_packed_fp8` of each worker."""
-    if (reason := next(filter(None, reasons), None)) is not None:
+    if (reason := next(filter(None, worker_reasons), None)) is not None:
         raise UserError(f"rollout.quantization: {reason}")
 
 
@@ -282,15 +282,15 @@ def kv_cache_option(settings: VllmSettings) -> Arguments:
         return {}
     from vllm.platforms import current_platform
 
-    share = settings.args["gpu_memory_utilization"]
+    memory_share = settings.args["gpu_memory_utilization"]
     # This reads NVML. Initializing CUDA would allocate a context in this process.
-    cache = int(current_platform.get_device_total_memory() * share) - settings.outside_cache
-    if cache <= 0:
+    cache_bytes = int(current_platform.get_device_total_memory() * memory_share) - settings.outside_cache
+    if cache_bytes <= 0:
         raise UserError(
-            f"rollout.gpu_memory: {share:g} of the GPU leaves no memory for a KV cache after {settings.outside_cache / GIB:.1f} GiB of "
-            "weights, activations and CUDA graphs; use fewer engines per GPU, or lower train.gpus"
+            f"rollout.gpu_memory: {memory_share:g} of the GPU leaves no memory for a KV cache after {settings.outside_cache / GIB:.1f} GiB "
+            "of weights, activations and CUDA graphs; use fewer engines per GPU, or lower train.gpus"
         )
-    return {"kv_cache_memory_bytes": cache}
+    return {"kv_cache_memory_bytes": cache_bytes}
 
 
 def check_head_size(args: AsyncEngineArgs) -> None:
@@ -301,9 +301,11 @@ def check_head_size(args: AsyncEngineArgs) -> None:
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    model, sizes = args.create_model_config(), CPUAttentionBackend.get_supported_head_sizes()
-    if not model.use_mla and (size := model.get_head_size()) not in sizes:
-        raise UserError(f"model: on a CPU vLLM has no attention for heads of {size}; use a model with {', '.join(map(str, sizes))}")
+    model, head_sizes = args.create_model_config(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model.use_mla and (head_size := model.get_head_size()) not in head_sizes:
+        raise UserError(
+            f"model: on a CPU vLLM has no attention for heads of {head_size}; use a model with {', '.join(map(str, head_sizes))}"
+        )
 
 
 def _chunk(completion: CompletionOutput, layers: tuple[int, ...], num_cached_tokens: int | None, *, keeps_kv: bool) -> GenerationChunk:
@@ -337,22 +339,22 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 
 
 @contextmanager
-def root_cause_in_failures(stderr: Path = STDERR) -> Iterator[None]:
+def add_root_cause(stderr: Path = STDERR) -> Iterator[None]:
     """Add the root cause to the error of an engine core that fails to start in the block.
 
     The core runs in a separate process. If it dies during startup, `AsyncLLM` only reports that it died; the traceback is in the inherited
     stderr, which in a Ray actor is a file in Ray's session folder. If `stderr` is not a file, or has no traceback, the error is unchanged.
     """
-    start = _size(stderr)
+    start = _file_size(stderr)
     try:
         yield
     except RuntimeError as error:
-        if CORE_FAILED not in str(error) or start is None or (cause := root_cause(_tail(stderr, start))) is None:
+        if CORE_FAILED not in str(error) or start is None or (root_cause := find_root_cause(_read_tail(stderr, start))) is None:
             raise
-        raise RuntimeError(f"{error}; root cause: {cause}") from error
+        raise RuntimeError(f"{error}; root cause: {root_cause}") from error
 
 
-def root_cause(text: str) -> str | None:
+def find_root_cause(text: str) -> str | None:
     """The exception in `text` that caused the failure, as `Name: message`; None if `text` has no traceback.
 
     This is the last exception before an error in `_SECONDARY_FAILURES`. Only the first line of a message is used.
@@ -376,7 +378,7 @@ def root_cause(text: str) -> str | None:
     return root_exception
 
 
-def _size(path: Path) -> int | None:
+def _file_size(path: Path) -> int | None:
     """Size of a regular file; None for anything else."""
     try:
         status = path.stat()
@@ -385,7 +387,7 @@ def _size(path: Path) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _tail(path: Path, start: int) -> str:
+def _read_tail(path: Path, start: int) -> str:
     """The end of the file, from `start` on."""
     try:
         with path.open("rb") as file:

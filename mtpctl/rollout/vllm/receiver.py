@@ -80,19 +80,19 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
             elif step["section"] == "adapter":
                 self._steps.begin_with(step, lambda plan: self._adapter_receiver(replace(plan, config=step["config"])))
             else:
-                self._steps.begin(step, self._match)
+                self._steps.begin(step, self._match_shards)
         except BaseException as error:
             self._steps.fail(str(error))
             raise
 
     def _adapter_receiver(self, plan: SectionPlan) -> AdapterReceiver:
-        previous, lora = self._steps.received.get("adapter"), self.vllm_config.lora_config
-        receiver = AdapterReceiver(plan, previous=previous if isinstance(previous, AdapterReceiver) else None)
+        previous_receiver, lora = self._steps.received.get("adapter"), self.vllm_config.lora_config
+        receiver = AdapterReceiver(plan, previous=previous_receiver if isinstance(previous_receiver, AdapterReceiver) else None)
         max_rank = None if lora is None else int(lora.max_lora_rank)
         check_fits(plan, self.model, rename=weights.name_mapper(self.model), tp=_tp_rank(), max_rank=max_rank)
         return receiver
 
-    def _match(self, plan: SectionPlan) -> dict[str, Shard]:
+    def _match_shards(self, plan: SectionPlan) -> dict[str, Shard]:
         weights.check_quantization(self.vllm_config.quant_config, self.model, {entry.dtype for entry in plan.tensors().values()})
         if self.parallel_config.pipeline_parallel_size > 1:
             raise PlanMismatch("weights of an engine with pipeline stages cannot be updated in place")
@@ -122,11 +122,11 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         if get_tensor_model_parallel_rank() == 0:
             receiver.write(Path(folder))
 
-    def drop_adapters(self, current: str) -> None:
+    def drop_adapters(self, current_folder: str) -> None:
         """Delete all other adapter folders (rank 0 only)."""
         if get_tensor_model_parallel_rank() == 0:
-            for folder in Path(current).parent.iterdir():
-                if folder != Path(current) and folder.is_dir():
+            for folder in Path(current_folder).parent.iterdir():
+                if folder != Path(current_folder) and folder.is_dir():
                     shutil.rmtree(folder)
 
     def sums(self) -> RankSums:
@@ -178,14 +178,14 @@ class WorkerExtension:
         """Write the last received adapter to `folder`."""
         self.weight_transfer_engine.write_adapter(folder)
 
-    def mtpctl_drop_adapters(self, current: str) -> None:
+    def mtpctl_drop_adapters(self, current_folder: str) -> None:
         """Delete all adapter folders except this one."""
-        self.weight_transfer_engine.drop_adapters(current)
+        self.weight_transfer_engine.drop_adapters(current_folder)
 
     def mtpctl_load_zero_adapter(self) -> None:
         """Load a zero-initialized adapter (see `EngineTarget.load_zero_adapter`)."""
-        adapters = self.model_runner.lora_manager
-        adapters.add_dummy_lora(adapter_request(ADAPTER, ADAPTER_ID, str(ZERO_ADAPTER)), adapters.get_dummy_lora_warmup_rank(1))
+        lora_manager = self.model_runner.lora_manager
+        lora_manager.add_dummy_lora(adapter_request(ADAPTER, ADAPTER_ID, str(ZERO_ADAPTER)), lora_manager.get_dummy_lora_warmup_rank(1))
 
     def mtpctl_drafts(self) -> bool:
         """Whether this engine has a drafter whose weights can be updated."""
@@ -239,11 +239,11 @@ class LayerCapture:
     def __init__(self, model: nn.Module, max_tokens: int) -> None:
         """max_tokens: number of positions, with those of rejected drafts. Raises UserError for a model whose layers have other norms."""
         self._model: Any = model
-        self._limit = max_tokens
+        self._max_tokens = max_tokens
         self._rows: dict[str, Tensor] = {}
-        self._count = 0
+        self._num_tokens = 0
         self._positions: Tensor | None = None  # of the rows in the current forward pass
-        self._has_normed = False
+        self._norm_was_called = False
         layers = {int(match[1]): (name, module) for name, module in model.named_modules() if (match := _LAYER.search(name))}
         if not layers or any(not hasattr(layer, "post_attention_layernorm") for _, layer in layers.values()):
             raise UserError(f"model: {type(model).__name__} has layers whose modules mtpctl cannot compare")
@@ -265,17 +265,17 @@ class LayerCapture:
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         positions = (positions[0] if positions.dim() > 1 else positions).cpu()
         # Positions of padding rows do not continue those of the request.
-        steps = (positions[1:] != positions[:-1] + 1).nonzero()
-        count = int(steps[0]) + 1 if len(steps) else len(positions)
+        gaps = (positions[1:] != positions[:-1] + 1).nonzero()
+        count = int(gaps[0]) + 1 if len(gaps) else len(positions)
         self._positions = positions[:count]
-        self._count = max(self._count, int(self._positions[-1]) + 1)
-        self._has_normed = False
+        self._num_tokens = max(self._num_tokens, int(self._positions[-1]) + 1)
+        self._norm_was_called = False
 
-    def _end(self, _: nn.Module, args: tuple[Any, ...], out: Tensor | tuple[Any, ...]) -> None:
-        out = out[0] if isinstance(out, tuple) else out
-        self._store(OUTPUT, out)
-        if not self._has_normed:  # MiMo's model returns the stream; its LM head applies the norm.
-            self._final_norm(out)
+    def _end(self, _: nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        self._store(OUTPUT, output)
+        if not self._norm_was_called:  # MiMo's model returns the stream; its LM head applies the norm.
+            self._final_norm(output)
         self._positions = None
 
     def _input_hook(self, source: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -286,15 +286,15 @@ class LayerCapture:
         return record
 
     def _layer_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], tuple[Tensor, Tensor]], None]:
-        return lambda _, args, out: self._store(name, out[0])
+        return lambda _, args, output: self._store(name, output[0])
 
     def _norm_hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor | tuple[Tensor, Tensor]], None]:
-        def record(_: nn.Module, args: tuple[Tensor, ...], out: Tensor | tuple[Tensor, Tensor]) -> None:
+        def record(_: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
             # Without a residual, the stream is the input itself.
-            normed, stream = out if isinstance(out, tuple) else (out, args[0])
-            self._has_normed |= name == FINAL
-            self._store(name, normed)
-            self._store(f"{name}.{STREAM}", stream)
+            norm_output, residual = output if isinstance(output, tuple) else (output, args[0])
+            self._norm_was_called |= name == FINAL
+            self._store(name, norm_output)
+            self._store(f"{name}.{STREAM}", residual)
 
         return record
 
@@ -302,7 +302,7 @@ class LayerCapture:
         if self._positions is None:  # The LM head applies MiMo's final norm to some of the rows.
             return
         if name not in self._rows:
-            self._rows[name] = torch.zeros(self._limit, rows.shape[-1], dtype=rows.dtype)
+            self._rows[name] = torch.zeros(self._max_tokens, rows.shape[-1], dtype=rows.dtype)
         self._rows[name][self._positions] = rows[: len(self._positions)].detach().to("cpu", copy=True)
 
     @torch.no_grad()
@@ -315,15 +315,15 @@ class LayerCapture:
         for handle in self._handles:
             handle.remove()
         count = len(tokens) - 1
-        if self._count < count:
-            raise RuntimeError(f"the engine computed {self._count} of {count} tokens")
-        rows = {name: values[:count].clone() for name, values in self._rows.items()}
+        if self._num_tokens < count:
+            raise RuntimeError(f"the engine computed {self._num_tokens} of {count} tokens")
+        rows = {name: rows_of_layer[:count].clone() for name, rows_of_layer in self._rows.items()}
         device = next(self._model.parameters()).device
         logits: Tensor = self._model.compute_logits(rows.pop(OUTPUT).to(device)).float() / temperature
         rows["logit_scale"] = logits.abs().amax(-1).cpu()
         labels = torch.tensor(tokens[1:], device=device)
-        bitwise = invariant.log_softmax if logits.is_cuda else exact.log_softmax
-        log_softmax = bitwise if is_bitwise() else partial(torch.log_softmax, dim=-1)
+        exact_log_softmax = invariant.log_softmax if logits.is_cuda else exact.log_softmax
+        log_softmax = exact_log_softmax if is_bitwise() else partial(torch.log_softmax, dim=-1)
         rows["logprob"] = log_softmax(logits).gather(-1, labels[:, None]).squeeze(-1).cpu()
         if path is not None:
             save_file(rows, path)

@@ -17,7 +17,7 @@ WITHOUT_DRAFTS = ("min_p", "logit_bias")
 """Rejected by vLLM 0.32 while it speculates, because its rejection sampler does not apply them (`SamplingParams._validate_spec_decode`)."""
 
 
-def sampling_of(extra_sampling: ExtraSampling, *, drafts: bool) -> dict[str, Any]:
+def sampling_args(extra_sampling: ExtraSampling, *, drafts: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's `SamplingParams`. `drafts`: whether the engine speculates.
 
     Raises UserError for settings that vLLM rejects while it speculates, and for a grammar that vLLM cannot parse.
@@ -25,19 +25,19 @@ def sampling_of(extra_sampling: ExtraSampling, *, drafts: bool) -> dict[str, Any
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import StructuredOutputsParams
 
-    changed = extra_sampling.changed
-    if drafts and (names := [name for name in WITHOUT_DRAFTS if name in changed]):
+    changed_names = extra_sampling.changed
+    if drafts and (names := [name for name in WITHOUT_DRAFTS if name in changed_names]):
         raise UserError(f"{names[0]}: vLLM cannot apply it while it speculates; leave it out, or set rollout.speculation.num_tokens: 0")
-    settings = {name: getattr(extra_sampling, name) for name in changed if name != "grammar"}
+    settings = {name: getattr(extra_sampling, name) for name in changed_names if name != "grammar"}
     if extra_sampling.grammar:
         try:
             settings["structured_outputs"] = StructuredOutputsParams(**extra_sampling.grammar)  # type: ignore[arg-type]
         except VLLMClientError as error:
-            raise UserError(f"response_format: {rejection(error)}") from error
+            raise UserError(f"response_format: {format_rejection(error)}") from error
     return settings
 
 
-def rejection(error: Exception) -> str:
+def format_rejection(error: Exception) -> str:
     """Format vLLM's reason for rejecting a request as one line that begins with the field."""
     text = " ".join(str(error.args[0] if error.args else error).split())[:400]
     field = getattr(error, "parameter", None)
@@ -48,9 +48,9 @@ _FORMATS = (("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<｜tool▁
 """Markers of a tool-call format in chat templates, and vLLM's parser of the format."""
 
 
-def parser_for(template: str) -> str | None:
+def find_parser_name(template: str) -> str | None:
     """The name of the parser for a chat template's format of tool calls; None for an unknown format."""
-    return next((name for mark, name in _FORMATS if mark in template), None)
+    return next((name for marker, name in _FORMATS if marker in template), None)
 
 
 def load_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolCallParser:
@@ -63,14 +63,14 @@ def load_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolCallParser
     try:
         parser = ToolParserManager.get_tool_parser(name)
     except KeyError as error:
-        known = ", ".join(sorted(ToolParserManager.list_registered()))
-        raise UserError(f"rollout.tool_parser: vLLM has no parser {name!r}; it has {known}") from error
+        known_parsers = ", ".join(sorted(ToolParserManager.list_registered()))
+        raise UserError(f"rollout.tool_parser: vLLM has no parser {name!r}; it has {known_parsers}") from error
 
-    def read(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+    def parse_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
         params = [ChatCompletionToolsParam.model_validate(tool) for tool in tools]
         request = ChatCompletionRequest(messages=[], model="", tools=params)
         result = parser(cast(Any, tokenizer), [*params]).extract_tool_calls(text, request)
         calls = [(call.function.name, call.function.arguments) for call in result.tool_calls] if result.tools_called else []
         return (result.content or "", calls) if calls else (text, [])
 
-    return read
+    return parse_calls

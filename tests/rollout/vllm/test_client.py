@@ -81,7 +81,7 @@ async def update(server: Server, sent: Manifest = SENT) -> None:
 
 def test_pause_that_times_out_is_undone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Responses that have to end first may take longer than the deadline."""
-    monkeypatch.setattr(client, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.5)
     server.slow.add("/pause")
     with pytest.raises(SyncError, match=r"/pause\?mode=wait&clear_cache=true: no answer within 0\.5 s"):
         asyncio.run(update(server))

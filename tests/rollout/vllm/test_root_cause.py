@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.rollout.vllm.engine import CORE_FAILED, root_cause, root_cause_in_failures
+from mtpctl.rollout.vllm.engine import CORE_FAILED, add_root_cause, find_root_cause
 from tests.environment import with_tree
 from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
 
@@ -52,16 +52,16 @@ KeyError: '/psm_5bf0'
     ids=["alone", "logged", "a worker's", "none"],
 )
 def test_root_cause_is_the_last_exception_before_a_referring_error(text: str, cause: str | None) -> None:
-    assert root_cause(text) == cause
+    assert find_root_cause(text) == cause
 
 
 def test_only_output_of_the_block_is_searched(tmp_path: Path) -> None:
     stderr = tmp_path / "worker.err"
     stderr.write_text(ALONE)
-    with pytest.raises(RuntimeError, match=rf"^{CORE_FAILED}$"), root_cause_in_failures(stderr):
+    with pytest.raises(RuntimeError, match=rf"^{CORE_FAILED}$"), add_root_cause(stderr):
         raise RuntimeError(CORE_FAILED)
     message = rf"^{CORE_FAILED}; root cause: torch\.OutOfMemoryError: CUDA out of memory\.$"
-    with pytest.raises(RuntimeError, match=message), root_cause_in_failures(stderr):
+    with pytest.raises(RuntimeError, match=message), add_root_cause(stderr):
         with stderr.open("a") as file:
             file.write(LOGGED)
         raise RuntimeError(CORE_FAILED)
@@ -70,11 +70,11 @@ def test_only_output_of_the_block_is_searched(tmp_path: Path) -> None:
 def test_other_errors_and_other_kinds_of_stderr_are_unchanged(tmp_path: Path) -> None:
     stderr = tmp_path / "worker.err"
     stderr.touch()
-    with pytest.raises(RuntimeError, match=r"^no such model$"), root_cause_in_failures(stderr):
+    with pytest.raises(RuntimeError, match=r"^no such model$"), add_root_cause(stderr):
         stderr.write_text(ALONE)
         raise RuntimeError("no such model")
     reads, writes = os.pipe()
-    with pytest.raises(RuntimeError, match=rf"^{CORE_FAILED}$"), root_cause_in_failures(Path(f"/proc/self/fd/{writes}")):
+    with pytest.raises(RuntimeError, match=rf"^{CORE_FAILED}$"), add_root_cause(Path(f"/proc/self/fd/{writes}")):
         os.write(writes, ALONE.encode())
         raise RuntimeError(CORE_FAILED)
     os.close(reads)
