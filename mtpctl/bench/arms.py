@@ -233,7 +233,7 @@ def _has_ended(recipe: Recipe) -> bool:
 def _check_recipe(recipe: Recipe, *derived: Path, ignored_keys: Collection[tuple[str, ...]] = ()) -> None:
     """Raise UserError if the existing run has another recipe: its figures would be reported for this one.
 
-    derived: folders created from the run, for the message. irrelevant: sections and keys in which the recipes may differ.
+    derived: folders created from the run, which the message names. ignored_keys: sections and keys in which the recipes may differ.
     """
     file = RunDirectory(recipe.run_path).recipe
     if not file.exists():

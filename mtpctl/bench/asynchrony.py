@@ -33,15 +33,15 @@ ARMS = (
     ),
     Arm(
         "stale",
-        "samples ahead by the recipe's threshold; a sync waits for those in flight",
+        "samples generated ahead, up to the recipe's staleness threshold; a sync waits for responses in flight",
         ("async.partial_rollout=false", _WITHOUT_SERVER),
     ),
     Arm(PARTIAL, "the same; responses in flight continue under new weights", ("async.partial_rollout=true", _WITHOUT_SERVER)),
     Arm(PARTIAL_SERVER, "the same; old log-probs by the log-prob server", ("async.partial_rollout=true", "logprob.standalone=true")),
 )
 TIMED_WORK = (
-    "RL from its first update, all waiting and syncs included; evaluations excluded, an update after one counting as the mean of the "
-    "others until the next; and separately the wall time with evaluations"
+    "RL from its first update, waiting and syncs included, evaluations excluded; the first update after an evaluation counts as the mean "
+    "of the other updates before the next one. The wall time with evaluations is reported separately"
 )
 NUM_EVALUATIONS = 16
 """Number of evaluations during RL if the recipe sets none. There is at most one every two updates."""

@@ -114,7 +114,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. `ratio` is the time relative to the floor; `measure_peak_gib` is None on a CPU."""
+    """One row of the table. `ratio` is the time relative to the floor; `peak_gib` is None on a CPU."""
 
     shape: str
     what: str

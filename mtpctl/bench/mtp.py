@@ -1,5 +1,4 @@
-"""`mtpctl bench mtp`: the gain from training and syncing the drafter in RL; or a comparison of draft
-losses, draft methods and numbers of draft tokens.
+"""`mtpctl bench mtp`: the gain from training and syncing the drafter in RL, or a comparison of draft losses, methods and token counts.
 
 The four default arms differ only in the MTP layers: not used; frozen; trained and synced with the target; trained, but only the target is
 synced. The engine measures acceptance over the last updates, when policies and drafters have changed most, and on the held-out problems

@@ -59,7 +59,7 @@ def make_workload(
     """Make a workload of `count` random prompts for a cycle model.
 
     Answer lengths are uniform in `mean_answer_length * (1 ± spread)`.
-    wrong_drafts: use answers in the upper half of the vocabulary, with which all drafts are wrong, instead of the lower half.
+    wrong_drafts: use answers from the upper half of the vocabulary, for which all drafts are wrong.
     """
     draw = random.Random(f"{name} {batch} {count} {wrong_drafts}")
     half_vocab, max_start = vocab // 2, vocab // 2 - 2 * mean_answer_length
@@ -256,7 +256,7 @@ def cycle_config(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
 def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: float, device: str) -> Path:
     """Write the model into `folder`, unless it already exists.
 
-    acceptance: share of the tokens in the vocabulary's lower half that are followed by a right draft.
+    acceptance: share of the tokens in the vocabulary's lower half after which the draft is correct.
 
     Raises UserError if the shape is not MiMo's with one MTP layer, or if the folder contains another model.
     """

@@ -174,7 +174,7 @@ class RequestLoad:
             turn += 1
 
     def check(self) -> None:
-        """Raise the error of a failed request, because fewer requests are another load."""
+        """Raise the error of a failed request: the remaining requests would be a lower load."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -184,14 +184,14 @@ class RequestLoad:
         return sum(count for arrived_at, count in self.arrivals if start <= arrived_at < stop) / (stop - start)
 
     def recent_rate(self, seconds: float) -> float:
-        """Tokens per second in the last `seconds`. Raises RuntimeFailure if there were none: a sync would stall nothing."""
+        """Tokens per second in the last `seconds`. Raises RuntimeFailure if there were none, because a stall could not be measured."""
         now = time.perf_counter()
         if rate := self.rate(now - seconds, now):
             return rate
         raise RuntimeFailure(f"the engine generated nothing in {seconds:g} s, with {self._options.batch} requests in flight")
 
     def recovery(self, since: float, rate: float) -> float:
-        """Seconds from `since` to the end of the first window with a rate of at least `RECOVERED * rate`; infinite if there is none yet."""
+        """Seconds from `since` to the end of the first window with a rate of `RECOVERED_SHARE * rate` or more; infinite without one."""
         window = self._options.window_s
         last_arrival = self.arrivals[-1][0]
         window_start = since

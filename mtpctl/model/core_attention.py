@@ -9,8 +9,8 @@ In training, the query of depth d at token i, from which an engine would draft, 
 The second part has a few keys per query. For a DFlash block (`mtpctl.model.drafters`), the first part is the context up to token i, and the
 second part has all inputs of the block that begins after token i.
 
-The parts are combined by their log-sum-exps. If a flash kernel's backward pass gets the combined output and log-sum-exp instead of the
-first part's, it returns the first part's gradients under the whole softmax (as in ring attention, arXiv 2310.01889).
+The parts are combined by their log-sum-exps. The flash kernel's backward pass gets the combined output and log-sum-exp, so it returns the
+gradients of the first part under the whole softmax (as in ring attention, arXiv 2310.01889).
 
 A sink of a query head (arXiv 2309.17453; as in gpt-oss and MiMo-V2-Flash) is one more score in the softmax of each query, without a value.
 It is combined in the same way, so windows and sinks use the same kernel as full attention, without a mask.

@@ -33,12 +33,10 @@ from mtpctl.model.packing import Packing
 
 
 class ExpertChoice:
-    """The experts of one pass: selected by the router or replayed. The pass sets `router_experts` (the router's selection) and
-    `used_experts`, [T, k].
+    """The experts of one pass, [T, k]: the pass sets `router_experts`, the router's selection, and `used_experts`, which may be replayed.
 
     Implements the method of upstream's `RouterReplay` that `topk_routing_with_score_function` calls. recorded: whether the caller reads
-    `used_experts` after the pass. softmax_bias [E]: added to the softmax of the scores to select experts. Upstream supports a bias only
-    with other score functions.
+    `used_experts` after the pass. softmax_bias [E]: added to the softmax of the scores to select experts, which upstream does not support.
     """
 
     def __init__(self, replay: ReplayedRoutes | None, *, recorded: bool = True) -> None:

@@ -1,8 +1,8 @@
 """Plans the buckets of a sender, and packs exported tensors, or their changes since the last version, into them.
 
 The plan is computed once from names, shapes and dtypes. `pack` then streams every export into the buffers of a transport, so no export is
-completely in memory. `HostCopy` stores the last version in the buckets of the complete version; a tensor that is larger than a bucket spans
-several of them.
+completely in memory. `HostCopy` stores the last version, in the same buckets as a complete transfer. A tensor that is larger than a bucket
+spans several of them.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Comparison:
             return torch.cat(parts) if len(parts) > 1 else parts[0]
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        # Memory of the current stream, so that the other one does not cache any. Earlier kernels may still use it.
+        # Allocated on the current stream, so that the allocator caches no memory for the second one. Earlier kernels may still use it.
         old = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):

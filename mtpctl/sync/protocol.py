@@ -47,8 +47,7 @@ class Delta:
 class SectionPlan:
     """Buckets of one section in the order of transfer, and the checksum of each tensor, if computed.
 
-    `config`, for the section `adapter`, is the content of PEFT's `adapter_config.json`. If there is a `delta`, its buckets
-    are sent instead.
+    `config`: for the section `adapter`, the content of PEFT's `adapter_config.json`. If there is a `delta`, its buckets are sent instead.
     `changed`: number of elements that differ from the previous version, None if they were not compared.
     """
 

@@ -255,7 +255,7 @@ def compute_digests(files: Sequence[Path]) -> dict[str, str]:
 
 
 def make_host_folder(name: str, nbytes: int) -> Path:
-    """Create a folder that is marked with this process, in shared memory if `nbytes` fit, else on disk. Returns an existing one."""
+    """The folder of this name; created in shared memory if `nbytes` fit, else on disk, and marked with this process as its owner."""
     if (existing := _find_host_folder(name)) is not None:
         return existing
     fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > nbytes
@@ -333,7 +333,7 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
         with_retries(lambda: store.append(f"{version}/{name}", part, files[name]))
         if is_relayed and compute_digest(part) != link.digests[name]:
             relay_failed.set()
-            _LOG.warning("%s from the relay %s has other bytes; downloading it from the store", name, link.relay)
+            _LOG.warning("%s from the relay %s does not match its digest; downloading it from the store", name, link.relay)
             part.unlink()
             with_retries(lambda: store.append(f"{version}/{name}", part, files[name]))
         part.rename(folder / name)

@@ -79,7 +79,9 @@ class Publisher(Packer):
         if self._upload is not None:
             self._upload.check()
         folder = self.store.prepare(version)
-        files = folder.absolute() if self.store.remote is None else self._scratch(version)
+        files = folder.absolute()
+        if self.store.remote is not None:
+            files = make_host_folder(f"upload-{self._token}-{version}", 2 * self.complete_nbytes)  # until the files are uploaded
         try:
             manifest = Manifest(version, SHM, str(files), {}, str(self.store.root.absolute()))
             if self._copy is None:
@@ -120,10 +122,6 @@ class Publisher(Packer):
                 writer.put(section, bucket, copy.buckets[section, bucket.index], lambda: None)
         self._changed_bytes = 0
         return manifest if manifest.base is not None else replace(manifest, sections=self.section_plans(sums, changes))
-
-    def _scratch(self, version: int) -> Path:
-        """An empty folder for the files of a version until they are uploaded."""
-        return make_host_folder(f"upload-{self._token}-{version}", 2 * self.complete_nbytes)
 
     def _upload_files(self, manifest: Manifest, remote: ObjectStore, folder: Path) -> Manifest:
         """Upload the version's files, and start to upload the files in `COMPLETE`, which only later receivers need."""

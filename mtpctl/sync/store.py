@@ -36,7 +36,7 @@ _MANIFEST = "manifest.json"
 _BASE = "base"
 """A file with the number of the base, so that it is known without reading the manifest."""
 _UNQUANTIZED = "unquantized"
-"""Subfolder of a store whose versions are quantized: a store of the unquantized ones, which the log-prob server loads."""
+"""Subfolder with the unquantized versions for the log-prob server, if the store's versions are quantized."""
 COMPLETE = "complete"
 """The folder of all buckets of a version that also has changes."""
 

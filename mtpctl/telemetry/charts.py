@@ -146,7 +146,7 @@ def render_chart(chart: Chart) -> str:
     curves = [
         ((i if s.color is None else s.color) % NUM_COLORS, s, pts)
         for i, s in enumerate(chart.series)
-        if (pts := _drawable_points(s.points, chart.scale))
+        if (pts := [(x, y) for x, y in s.points if math.isfinite(y) and (chart.scale != "log" or y > 0)])
     ]
     if not curves:
         return ""
@@ -234,10 +234,6 @@ def downsample(points: Points, limit: int) -> Points:
     edges = [round(i * len(points) / limit) for i in range(limit + 1)]
     bins = [points[a:b] for a, b in pairwise(edges)]
     return [*((sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in bins[:-1]), points[-1]]
-
-
-def _drawable_points(points: Points, scale: str) -> Points:
-    return [(x, y) for x, y in points if math.isfinite(y) and (scale != "log" or y > 0)]
 
 
 def _split_by_phase(points: Points, phases: Sequence[Phase]) -> list[Points]:

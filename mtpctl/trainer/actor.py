@@ -220,8 +220,8 @@ class TrainerRank(WeightExporter):
             sample_advantages = [0.0] * len(sample_advantages)
         if replay == "off":
             sequences = [replace(s, routes=None) for s in sequences]
-        # If old log-probs are not recomputed, the loss compares the behaviour policy with the trained one, but only in the first minibatch:
-        # afterwards, the weights match no published version.
+        # If old log-probs are not recomputed, the loss measures the mismatch between engine and trainer. This is possible only in the first
+        # minibatch: later weights match no published version.
         mismatch_masks = (
             None
             if recompute

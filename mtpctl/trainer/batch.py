@@ -27,7 +27,7 @@ _ALIGNMENT = 16
 
 @dataclass
 class Sequence:
-    """A prompt with its response. Accepts anything that numpy can convert to the arrays.
+    """A prompt with its response. Array arguments may be anything that numpy can convert.
 
     loss_mask and the columns have one row per response token. A mask of 0 marks tokens that the policy did not sample (tool output); they
     are excluded from all losses. routes: experts of the first tokens (see `mtpctl.routes`). name: used in error messages.

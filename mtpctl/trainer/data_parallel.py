@@ -64,9 +64,9 @@ def _layer_index(name: str, layers: int) -> int:
 def bucket_layout(index_of: Mapping[Tensor, int], *, distributed_optimizer: bool) -> FullParamLayout:
     """The order of parameters in gradient buffers, as in megatron-core, with buckets that end at layers.
 
-    A weight that the first and last pipeline stage share (`shared_embedding`) has a separate bucket. megatron-core adds its gradients of
-    the two stages shard by shard, and the distributed optimizer shards whole buckets: only in a separate bucket are the shards of both
-    stages the same rows.
+    A weight that the first and last pipeline stage share (`shared_embedding`) has a separate bucket. megatron-core adds the gradients of
+    the two stages shard by shard, and the distributed optimizer shards whole buckets. In a separate bucket, the shards of both stages
+    contain the same rows.
     """
     layouts = {}
     for key, (parameters, indices) in group_params_for_buffers([p for p in index_of if p.requires_grad], True).items():
@@ -126,8 +126,10 @@ class GradReduceOverlap:
             layer.register_forward_pre_hook(partial(self._hook_input_grad, index), with_kwargs=True)
 
     def begin(self, microbatches: int) -> None:
-        """Start an update with this number of backward passes. Raises RuntimeError if the previous update failed in the middle of its
-        reductions, which other ranks may not have started."""
+        """Start an update with this number of backward passes.
+
+        Raises RuntimeError if the previous update failed during its reductions, because other ranks may not have started the same ones.
+        """
         if any(group.grad_reduce_handle is not None for _, group in self._groups):
             raise RuntimeError("the previous update failed while its gradients were being reduced; start the trainer again")
         self._microbatches, self._started_count, self._input_grad_counts = microbatches, 0, {}

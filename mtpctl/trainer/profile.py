@@ -1,7 +1,7 @@
 """`telemetry.profile`: timings of an update, and a trace of its collectives.
 
-Ranks of a process group must run the same collectives in the same order; otherwise they wait for each other until a timeout. The plan lists
-a rank's collectives in order, as text that can be compared across ranks. It is recorded in torch's dispatcher, so it includes the
+Ranks of a process group must run the same collectives in the same order; otherwise they wait for each other until a timeout. The trace
+lists a rank's collectives in order, as text that can be compared across ranks. It is recorded in torch's dispatcher, so it includes the
 collectives of Megatron-core and of backward passes. Recording slows down all operations.
 """
 

@@ -46,7 +46,7 @@ class WeightExporter:
         self.recipe, self.rank = recipe, rank
         if engine is not None:
             self.engine = engine
-        # The sender of the version being sent, and one for each store. A run may have a second store, of unquantized versions.
+        # The sender of the version being sent, and all senders by store. A run may have a second store, for unquantized versions.
         self._sender: Publisher | Sender | None = None
         self._senders: dict[str, Publisher | Sender] = {}
         self._planned_stores: set[str] = set()

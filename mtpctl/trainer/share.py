@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -173,18 +173,9 @@ class Share:
     @property
     def nbytes(self) -> int:
         """Bytes of the token arrays, routes included."""
-        columns = (
-            self.ids,
-            self.mask,
-            self.behaviour_logprobs,
-            self.old_logprobs,
-            self.teacher_logprobs,
-            self.candidates,
-            self.candidate_logprobs,
-        )
-        return sum(column.nbytes for column in columns) + sum(
-            0 if sample_routes is None else sample_routes.nbytes for sample_routes in self.routes
-        )
+        columns: list[npt.NDArray[Any]] = [self.ids, self.mask, self.behaviour_logprobs, self.old_logprobs, self.teacher_logprobs]
+        columns += [self.candidates, self.candidate_logprobs, *(routes for routes in self.routes if routes is not None)]
+        return sum(column.nbytes for column in columns)
 
     def sequences(self) -> list[batch.Sequence]:
         """The samples as sequences for the engine.
@@ -198,24 +189,19 @@ class Share:
         )
         teacher_logprobs, candidates, candidate_logprobs = map(_Reader, (self.teacher_logprobs, self.candidates, self.candidate_logprobs))
         sequences = []
-        for number, name in enumerate(self.names):
-            prompt_length, response_length, candidate_count = (
-                int(self.prompt_lengths[number]),
-                int(self.response_lengths[number]),
-                int(self.candidate_counts[number]),
-            )
+        counts = zip(self.prompt_lengths.tolist(), self.response_lengths.tolist(), self.candidate_counts.tolist(), strict=True)
+        for number, (prompt_length, response_length, candidate_count) in enumerate(counts):
             columns = {"behaviour": behaviour_logprobs.next(response_length)}
             if self.scored[number]:
                 columns["old"] = old_logprobs.next(response_length)
             if self.has_teacher[number]:
                 columns["teacher"] = teacher_logprobs.next(response_length)
             if candidate_count:
-                columns["candidates"] = candidates.next(response_length * candidate_count).reshape(response_length, candidate_count)
-                columns["candidate_logprobs"] = candidate_logprobs.next(response_length * candidate_count).reshape(
-                    response_length, candidate_count
-                )
+                shape = response_length, candidate_count
+                columns["candidates"] = candidates.next(response_length * candidate_count).reshape(shape)
+                columns["candidate_logprobs"] = candidate_logprobs.next(response_length * candidate_count).reshape(shape)
             tokens, loss_mask = ids.next(prompt_length + response_length), mask.next(response_length)
-            sequences.append(Sequence(tokens, prompt_length, loss_mask, columns, self.routes[number], name))
+            sequences.append(Sequence(tokens, prompt_length, loss_mask, columns, self.routes[number], self.names[number]))
         return sequences
 
     def versions(self) -> list[Ints]:
@@ -332,7 +318,6 @@ def _check_logprobs(sample: Sample) -> None:
 
 
 def _concatenate[T: np.generic](columns: list[array], dtype: type[T]) -> npt.NDArray[T]:
-    """Concatenate the arrays."""
     return np.concatenate([np.asarray(column, dtype) for column in columns]) if columns else np.zeros(0, dtype)
 
 

@@ -148,12 +148,6 @@ def open_writer(transport: str, control: Control, device: torch.device, largest:
     return writer
 
 
-def cancel(manifest: Manifest, reason: str) -> None:
-    """End a transfer for its whole group, on behalf of a member that was lost and cannot report it."""
-    if manifest.transport in PUSH_TRANSPORTS:
-        report_failure(manifest.address, reason)
-
-
 _CHECK_INTERVAL_S = 0.02
 """Interval of checks for failures, in seconds."""
 
@@ -256,11 +250,11 @@ def join(address: Address) -> tuple[Control, int]:
     return control, rank
 
 
-def report_failure(text: str, reason: str) -> None:
-    """Report a failure to the group at this address, without being a member."""
+def cancel(manifest: Manifest, reason: str) -> None:
+    """End a transfer for its whole group, on behalf of a member that was lost and cannot report it."""
     from mtpctl.cluster.rendezvous import join_store
 
-    address = Address.parse(text)
-    with contextlib.suppress(OSError, RuntimeError):
-        store = join_store(f"{address.host}:{address.port}")
-        Control(store, address).fail(reason)
+    if manifest.transport in PUSH_TRANSPORTS:
+        address = Address.parse(manifest.address)
+        with contextlib.suppress(OSError, RuntimeError):
+            Control(join_store(f"{address.host}:{address.port}"), address).fail(reason)

@@ -12,7 +12,6 @@ import os
 import pickle
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -22,6 +21,7 @@ import torch
 from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import SyncError
 from mtpctl.sync.transports.base import Address, BucketReader, Control, PushWriter, TransferStats, join
+from mtpctl.sync.transports.shm import map_file
 
 NAME = "ipc"
 _DEVICE_ARGUMENT = 6
@@ -62,10 +62,7 @@ def _map_buffers(handles: bytes, device: torch.device) -> list[torch.Tensor]:
     if device.type != "cuda":
         path, nbytes = unpickled
         with open(path, "rb") as file:
-            mapping = mmap.mmap(file.fileno(), 2 * nbytes, access=mmap.ACCESS_READ)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            memory = torch.frombuffer(mapping, dtype=torch.uint8)
+            memory = map_file(file.fileno(), 2 * nbytes)
         return [memory[:nbytes], memory[nbytes:]]
     buffers = []
     with torch.cuda.device(device):

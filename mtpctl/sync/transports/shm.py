@@ -128,7 +128,8 @@ def _fill(part: torch.Tensor, file: int, offset: int) -> None:
         remaining, offset = remaining[nbytes:], offset + nbytes
 
 
-def _map(file: int, nbytes: int) -> torch.Tensor:
+def map_file(file: int, nbytes: int) -> torch.Tensor:
+    """Map the first bytes of a file, read-only."""
     mapping = mmap.mmap(file, nbytes, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -162,7 +163,7 @@ class Reader(BucketReader):
         for bucket, file in zip(buckets, files, strict=True):
             with file:
                 try:
-                    data = (staged.read if staged is not None else _map)(file.fileno(), bucket.nbytes)
+                    data = (staged.read if staged is not None else map_file)(file.fileno(), bucket.nbytes)
                 except (OSError, ValueError) as error:
                     raise _read_error(_path(self.folder, section, bucket), section, bucket, error) from error
             yield bucket, data

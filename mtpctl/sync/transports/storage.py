@@ -1,7 +1,6 @@
 """Buckets as objects in object storage, or on another file system of fsspec.
 
-The sender writes a version as `shm` does, and uploads the files. Receivers read the files that their host
-downloaded, as with `shm`.
+The sender writes the files of a version as `shm` does, and uploads them. Receivers read them from the copy that their host downloaded.
 """
 
 from __future__ import annotations
