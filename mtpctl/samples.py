@@ -86,7 +86,7 @@ class EnvironmentUse:
     """The environment's calls for one response: `turns` that it answered, and total `seconds`.
 
     `errors` and `timeouts` count calls that failed or exceeded the response's deadline; `failure` describes the last of them in one line.
-    With an agent, `turns` counts the model's answers, `samples` the samples of the trajectory, and `rewritten` the samples that were
+    With an agent, `turns` counts the model's answers, and `samples` the samples of the trajectory. `rewritten` counts the samples that
     started because the agent had changed earlier messages.
     """
 

@@ -35,7 +35,7 @@ def load(text: str, field: str) -> object:
     """Load the object that `text` names. `field`: the recipe field, for errors.
 
     The folder of a file is appended to `sys.path`, so that the file can import modules next to it. Raises UserError if the reference is
-    invalid, if the file or module is missing or cannot be imported, or if it does not define the name.
+    invalid, if the file or module cannot be imported, or if it does not define the name.
     """
     source, _, name = text.rpartition(":")
     if not source or not name.isidentifier():

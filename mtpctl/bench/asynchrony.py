@@ -1,8 +1,8 @@
 """`mtpctl bench async`: one recipe with increasing asynchrony, from fully synchronous to partial rollouts with a log-prob server.
 
 The time per update alone is misleading: stale samples may be less useful, and an unstable run may reach an accuracy early and lose it
-again. So runs are evaluated every few updates. They are compared by the mean of their late evaluations, their worst fall, the area under
-their curve, and the seconds and updates until they reach an accuracy (the level) and hold it.
+again. So runs are evaluated every few updates. They are compared by the mean of their late evaluations, their worst fall, and the area
+under their curve; and by the seconds and updates until they reach an accuracy (the level) and hold it.
 """
 
 from __future__ import annotations

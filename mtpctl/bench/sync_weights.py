@@ -78,8 +78,8 @@ def compute_extra_gib(before: dict[str, int], after: dict[str, int], *, exclusiv
 
     `before`, `after`: results of `gpu_memory` before and after the syncs; the first call resets the peaks.
 
-    Counts the peak of tensors, memory that torch's allocator reserved beyond that peak due to fragmentation, and, if `exclusive` (no other
-    process uses the GPU), the memory of NCCL's buffers and CUDA's kernels.
+    Counts the peak of tensors, and memory that torch's allocator reserved beyond that peak due to fragmentation. If no other process uses
+    the GPU (`exclusive`), also counts the memory of NCCL's buffers and CUDA's kernels.
     """
     tensor_growth = after["peak"] - before["allocated"]
     reserved_growth = after["peak_reserved"] - before["reserved"]

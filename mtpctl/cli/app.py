@@ -127,8 +127,8 @@ def _global_options(
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    Exit codes: those of `mtpctl.errors`, 2 for a wrong command line, 128 plus the signal number after a stop signal (130 for
-    Ctrl-C), 1 for a bug, with its traceback.
+    Exit codes: those of `mtpctl.errors`; 2 for a wrong command line; 1 for a bug, with its traceback. After a stop signal: 128 plus the
+    signal's number (130 for Ctrl-C).
     """
     if os.getpid() == 1:
         fork_command()

@@ -1,8 +1,8 @@
 """A folder's weights under the names of `families.tensors`, independent of how the folder stores them.
 
-Published folders differ: a wrapper may prefix the names of the language model, experts may be packed into one tensor per layer, weights
-may be FP8 with a scale per block, and a tied head or the MTP layers' copies of embedding and head may or may not be stored. `ModelWeights`
-hides these differences, and its `layout` records them for the conversion back.
+Published folders differ. Names may have the prefix of a multimodal wrapper, experts may be packed into one tensor per layer, and weights
+may be FP8 with a scale per block. Some folders store a tied head, or copies of embedding and head for the MTP layers. `ModelWeights` hides
+these differences, and its `layout` records them for the conversion back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tokens that end a response: one set for a whole run, each token with its sources.
 
-The set has the tokens that the model names (the tokenizer's EOS token, and `eos_token_id` of generation_config.json and config.json), the
-token that closes an assistant turn in the chat template, and `rollout.stop_ids`. `rollout.end_ids` replaces all of these except
-`rollout.stop_ids`. Engines receive the set with each request. Readers of responses and the supervised stage use the same set.
+The set has the tokenizer's EOS token, `eos_token_id` of generation_config.json and config.json, the token that closes an assistant turn in
+the chat template, and `rollout.stop_ids`. `rollout.end_ids` replaces all of these except `rollout.stop_ids`. Engines receive the set with
+each request. Readers of responses and the supervised stage use the same set.
 """
 
 from __future__ import annotations

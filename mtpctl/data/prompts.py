@@ -2,8 +2,8 @@
 
 A conversation of the supervised stage is rendered once by the tokenizer's chat template, and this text is tokenized once. To locate an
 assistant turn, the messages before it are also rendered, with and without the turn. Both texts must be prefixes of the whole text; the turn
-is their difference. The tokens that start in the turn are trained, up to the token that ends it. The text that the template adds before a
-turn (its header) and after it (a line break) is not trained, because a model does not generate it.
+is their difference. The tokens that start in the turn are trained, up to the token that ends it. The template's header before a turn and
+its line break after it are not trained, because a model does not generate them.
 
 The token that ends a turn is one of the run's end tokens. In some templates, the header of the next role ends the turn. Then the first
 token of this header is trained with the turn, and an end token is appended after the last turn.
@@ -159,8 +159,8 @@ def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence
     A turn with `weight: 0` is not trained. `ends`: the run's end tokens; default: the tokenizer's.
 
     Raises:
-        UserError: if the template renders a turn differently when other turns follow, if it drops a part of the
-            conversation, or if the conversation begins with the assistant or has no trained token.
+        UserError: if the template drops a part of the conversation, or renders a turn differently when other turns follow. Also if the
+            conversation begins with the assistant, or has no trained token.
     """
     messages, tools = [*system, *problem.messages], problem.tools or ()
     ends = end_tokens(tokenizer) if ends is None else ends

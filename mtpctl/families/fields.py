@@ -5,8 +5,8 @@ Rotary embeddings are read as transformers and the engines read them. A config m
 the config itself.
 
 A field is rejected if it changes what a model computes and the trainer does not implement it: an engine that applies the field would serve
-another policy than the trained one. A field that neither transformers nor the engines read in the model's family is rejected as well,
-because they would not compute the model that the config describes.
+another policy than the trained one. A field that neither transformers nor the engines read in the model's family is rejected as well: it
+would have no effect.
 """
 
 from __future__ import annotations

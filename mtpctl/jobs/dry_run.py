@@ -414,8 +414,7 @@ def check_weights(recipe: Recipe) -> None:
 def check_rows(recipe: Recipe, shape: ModelShape) -> None:
     """Load the tokenizer and render the first row of each set, as the run will.
 
-    Raises UserError if the tokenizer is missing or does not match the model, if the chat template is missing or rejects the row, or if the
-    row is too long.
+    Raises UserError if tokenizer or chat template are missing, if they do not fit the model or the row, or if the row is too long.
     """
     if recipe.model.tokenizer == "bytes" and recipe.data.task is not None:
         return  # both are created by mtpctl and match

@@ -85,9 +85,9 @@ def quantize_kernel(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Quantize one block per program, by arithmetic on the bits of fp32 numbers, because Triton converts to e4m3 only on newer GPUs.
+    """Quantize one block per program. Computes with the bits of fp32 numbers, because Triton converts to e4m3 only on newer GPUs.
 
-    2^k has the bits (k + 127) << 23, and positive numbers have the same order as their bits.
+    The number 2^k has the bits (k + 127) << 23. Positive numbers have the same order as their bits.
     """
     index = tl.program_id(0)
     blocks = tl.cdiv(columns, BLOCK)
@@ -97,7 +97,7 @@ def quantize_kernel(
     weight = tl.load(weight_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
     magnitude = weight & 0x7FFFFFFF
     max_abs = tl.max(magnitude)  # as bits, NaN > infinity > finite numbers
-    # The smallest power of two that is at least max_abs / 464. 464 is 1.8125 · 2^8, so the sum carries if the fraction exceeds 0.8125.
+    # The smallest power of two that is at least max_abs / 464. Since 464 = 1.8125 · 2^8, the sum carries if the fraction is above 0.8125.
     exponent = tl.maximum(((max_abs + (0x7FFFFF - 0x680000)) >> 23) - 8, 127 - 22)
     scale = tl.where(max_abs < 0x7F800000, exponent << 23, max_abs)
     tl.store(scales_ptr + index, scale.to(tl.float32, bitcast=True))

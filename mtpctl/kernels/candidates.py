@@ -6,8 +6,8 @@ and S = Σ c_j + c_r. The gradient of a scaled logit is then
 named    c_j − S p_j
 others   (c_r − S p_r) p_v / p_r
 
-If the policy is close to its teacher, these are small differences of large terms. Each is therefore computed in fp32 or wider before it is
-rounded for the matrix products, and the named entries' part of the hidden gradient accumulates in fp32 as well. p_r is a sum over the other
+If the policy is close to its teacher, these are small differences of large terms. They are therefore computed in fp32 or wider before they
+are rounded for the matrix products. The named entries' part of the hidden gradient accumulates in fp32, too. p_r is a sum over the other
 entries, which is more precise than 1 minus the named probabilities.
 
 Shape legend: N tokens, n of them with nonzero weight, k named entries, H hidden size, V vocabulary entries of this rank.
@@ -67,8 +67,8 @@ def candidate_loss(
     """Compute the loss `term` from hidden states `hidden` [N, H] and this rank's rows of the LM head, `weight` [V, H].
 
     group: ranks that share the vocabulary. All pass the same hidden and term, and all get the complete gradient of hidden. Other arguments:
-    as in `linear_policy_loss`. Raises ValueError if the shape of `term.ids` does not match `hidden`, and, in the backward pass if there is
-    one, if the logits are not finite.
+    as in `linear_policy_loss`. Raises ValueError if the shape of `term.ids` does not match `hidden`, or if the logits are not finite. The
+    latter is raised in the backward pass, if there is one.
     """
     if term.ids.dim() != 2 or len(term.ids) != len(hidden):
         raise ValueError(f"ids: shape {tuple(term.ids.shape)} does not fit hidden {tuple(hidden.shape)}: expected [{len(hidden)}, k]")

@@ -4,9 +4,9 @@ An engine computes a token's row alone, among drafts, in a chunk of a prompt or 
 libraries select kernels by shape, and kernels sum in different orders, so the last bits of a row depend on the other rows of the call.
 
 Here only the factors of a sum are rounded, not the sum itself. Each row of factors becomes a row of integers times a power of two. The
-integers have so few bits that all partial sums of their products are below 2⁵³. Float64 adds such integers without rounding, so the order
-does not matter, nor the matrix library, the number of threads and the CPU (error-free matrix products by slicing: Ozaki et al., Numerical
-Algorithms 59, 2012). The result is rounded once, to its dtype. The row's largest element sets the power of two, and the number of terms
+integers have so few bits that all partial sums of their products are below 2⁵³. Float64 adds such integers without rounding, so the result
+depends neither on the order nor on matrix library, threads and CPU. (Error-free matrix products by slicing: Ozaki et al., Numerical
+Algorithms 59, 2012.) The result is rounded once, to its dtype. The row's largest element sets the power of two, and the number of terms
 sets the number of bits: 19 to 24.
 
 All other operations are elementwise: additions, products, quotients and square roots, which IEEE 754 defines to the last bit.
@@ -146,9 +146,10 @@ def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Attention of query [n, h, q, d] to key and value [n, g, k, d], in the dtype of the query.
 
-    visible: bool, broadcast to [n, q, k]; every query must see a key. Other keys do not affect its result, whatever their finite values.
+    visible: bool, broadcast to [n, q, k]; every query must see a key. Invisible keys do not affect its result if they are finite.
 
-    k must be at most `MAX_CONTEXT`, which determines the bits of the factors, so that a result does not depend on the number of other keys.
+    k must be at most `MAX_CONTEXT`. This maximum, not k, determines the bits of the factors, so a result does not depend on the number of
+    invisible keys.
     """
     keys, (samples, heads, queries, width), groups = key.shape[2], query.shape, key.shape[1]
     assert keys <= MAX_CONTEXT, f"{keys} keys, at most {MAX_CONTEXT}"

@@ -4,8 +4,8 @@ Chunked kernels sum over the tokens of a chunk, in other orders than a decoding 
 
     S ← S · decay,   S ← S + k ⊗ (v − k S) · rate,   output q S
 
-with sums over key channels in an order that depends on their number only. The state between two tokens can be stored and loaded without
-rounding, so engine (prefill, decoding and steps that verify drafts) and trainer compute the same values.
+with sums over key channels in an order that depends on their number only. The state is stored between tokens without rounding. Prefill,
+decoding, steps that verify drafts, and the trainer therefore compute the same values.
 
 The inputs are those of the chunked form: q, k and v pass a causal convolution of a few taps, in a fixed order, and SiLU; q and k are
 normed. These functions have no gradients; `mtpctl.kernels.exact_grad` adds those of the chunked form.
@@ -50,8 +50,8 @@ class DeltaCache(NamedTuple):
     slots [n, 1 + drafts]: a sequence's window is in its first slot. With one column, its state is in that slot, too, before and after the
     step. With several, for steps that verify drafts, the state after token t of the step is stored in column t.
 
-    accepted [n]: number of tokens of a sequence's previous step that were accepted; 1 if that step had no drafts, 0 for a sequence without
-    earlier tokens, whose slots are ignored. A step begins with the state in column `accepted` − 1, and with the window from that column on.
+    accepted [n]: number of accepted tokens of a sequence's previous step, 1 if that step had no drafts. 0: the sequence has no earlier
+    tokens, and its slots are ignored. A step begins with the state in column `accepted` − 1, and with the window from that column on.
     """
 
     windows: Tensor

@@ -36,8 +36,7 @@ ROW_BYTES = 16
 class WeightStack:
     """The weights of a grouped linear layer: E parameters [out, in] in the order of the groups.
 
-    All addresses are read again only if the first or last tensor has moved, because reading hundreds of addresses takes longer on the host
-    than the products take on the GPU.
+    Addresses are cached until the first or last tensor moves: reading hundreds of them takes longer than the products on the GPU.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:

@@ -2,9 +2,9 @@
 
 A policy loss takes three matrix products. The gradient of a logit depends on its row's softmax and on two numbers: the derivatives of the
 loss with respect to the token's log-prob and entropy. If the loss is separable (each token's term depends on that token only), both
-are known as soon as the row's logits are. Rows are therefore processed in slices. Each slice computes the logits, their statistics, the
-loss and its two derivatives, the logit gradient (which overwrites the logits), and the two products with it. Nothing is computed twice, and
-only gradients and a few numbers per row outlive a slice.
+are known as soon as the row's logits are. Rows are therefore processed in slices. Each slice computes the logits and their statistics, then
+the loss and its two derivatives. The logit gradient overwrites the logits, and two products with it complete the slice. Nothing is computed
+twice, and only gradients and a few numbers per row outlive a slice.
 
 A draft adds to each slice its own logits, the sums over both distributions, its logit gradient, and the two products with it. Learning from
 the trunk's whole distribution thus takes as many products as learning from the sampled tokens.

@@ -4,10 +4,10 @@ An idle replica gets a batch immediately, even if the batch is not full. A busy 
 waits for its next batch. Queued tokens are split evenly over free replicas. Batches of a replica that dies go to the others. A batch
 is scored with one weight version, and its answers contain the version.
 
-Callers share the server by tokens. Each caller has a queue and an account of the tokens that were scored for it, and the next request is
-from the caller with the smallest account (start-time fair queueing, Goyal et al. 1996). A caller that returns after a pause starts with the
-current account level, so callers cannot accumulate a share. A batch is filled up to its budget. A request that does not fit waits at the
-head of its queue and is first in the next batch, so a long request does not wait forever.
+Callers get equal shares of tokens (start-time fair queueing, Goyal et al. 1996). Each caller has a queue, and an account of the tokens that
+were scored for it. The next request is from the caller with the smallest account. A caller that returns after a pause starts with the
+current account level, so callers cannot accumulate a share. A batch is filled up to its budget. A request that does not fit is first in the
+next batch, so a long request does not wait forever.
 """
 
 from __future__ import annotations

@@ -218,9 +218,9 @@ def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
 class PackedAttention(torch.nn.Module):
     """Causal attention of each packed sample within itself.
 
-    query [t, 1, heads, dim], key and value [t, 1, kv heads, dim], or all without the 1 → [t, 1, heads * value dim], for the t tokens of
-    this rank. Queries and keys are already rotated. With context parallelism, keys and values are gathered from all ranks and their
-    gradients are reduced. Half precision on CUDA uses one variable-length flash kernel; other cases use one
+    query [t, 1, heads, dim], key and value [t, 1, kv heads, dim] → [t, 1, heads * value dim], for the t tokens of this rank. Inputs may
+    lack the dimension 1. Queries and keys are already rotated. With context parallelism, keys and values are gathered from all ranks and
+    their gradients are reduced. Half precision on CUDA uses one variable-length flash kernel; other cases use one
     `scaled_dot_product_attention` per group of samples of similar length. If the packing has `earlier` depths, computes a drafter's
     attention (see the module docstring).
 
@@ -276,7 +276,7 @@ class PackedAttention(torch.nn.Module):
         return k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: LaterKeysValues | None = None) -> Tensor:
-        """Attention of q [t, h, d] to the visible keys and values [s, g, ·], and at each token to `later` → [t, 1, h · w]."""
+        """Attention of q [t, h, d] to the visible keys and values [s, g, ·] and, if given, to `later` → [t, 1, h · w]."""
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             out = self._flash(q, k, v, packing, later)
         else:

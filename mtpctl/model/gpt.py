@@ -112,10 +112,12 @@ class MtpLayer(MultiTokenPredictionLayer):
 class MtpModel(GPTModel):
     """`GPTModel` whose last stage returns `Hidden`.
 
-    Set per model family: `mtp_reads_prenorm` (MiMo's MTP head reads the trunk's state before the final norm, DeepSeek's after it) and
-    `mtp_masks_first_embedding` (MTP layers read 0 instead of the embedding at position 0; a repeated layer does so at its first depth
-    only). `boundary_states` has the states that an EAGLE-3 or DFlash drafter reads; `block_drafter` is a DFlash drafter. Set by the recipe:
-    `mtp_isolated` detaches all embeddings, but the state only at the first depth, so that gradients flow through the depths.
+    Attributes:
+        mtp_reads_prenorm: the MTP head reads the trunk's state before the final norm (MiMo) instead of after it (DeepSeek).
+        mtp_masks_first_embedding: MTP layers read 0 instead of the embedding at position 0; a repeated layer only at its first depth.
+        mtp_isolated: detach all embeddings, and the state at the first depth. Gradients still flow through the depths.
+        boundary_states: the states that an EAGLE-3 or DFlash drafter reads.
+        block_drafter: a DFlash drafter.
     """
 
     mtp_reads_prenorm: bool = False

@@ -307,8 +307,8 @@ class DeltaPlan:
     """Planned sizes of syncs with `sync.delta`.
 
     nbytes: bytes of a sync in which `share` of every tensor's elements changed; the full size if they exceed `MAX_DELTA_SHARE` of it. copy:
-    bytes of the additional copy of the last version in the host memory of trainer rank 0; 0 for transports that push, which have such a
-    copy for the version store.
+    bytes of an additional copy of the last version in the host memory of trainer rank 0. It is 0 for transports that push: they have a copy
+    without `sync.delta` as well, for the version store.
     """
 
     share: float

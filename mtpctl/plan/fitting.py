@@ -157,7 +157,7 @@ def _shared_gpu_excess(recipe: Recipe) -> int:
 
 
 def _fullest_shared_gpu(recipe: Recipe) -> tuple[float, int, dict[str, float]]:
-    """The used share of the fullest GPU with an engine, its number of engines, and the shares of the other ranks on it by recipe field.
+    """Of the fullest GPU with an engine: its used share, its number of engines, and the shares of other ranks by recipe field.
 
     Excludes engines of `rollout.on_trainer_gpus`: their memory follows from the trainer's share.
     """

@@ -164,11 +164,13 @@ def head_widths(
 ) -> tuple[float, float]:
     """Elements per token of states around the LM head, which are not part of a layer: during the loss, and in the layers' backward pass.
 
-    Every token is assumed to be trained. Until the end of the backward pass there are the inputs of the final norms, and the rows that the
-    LM head reads, because the check of its logits may have to name their maximum. The final norms' outputs and the rows' gradients, which
-    are computed with the loss, are freed before. A depth also saves its embedding and its projection's input, unless it is recomputed; the
-    embedding then has a gradient instead. A drafter that reads states of several layers saves them. A loss over a teacher's candidates has
-    separate rows.
+    Every token is assumed to be trained.
+
+    - Kept until the end of the backward pass: the inputs of the final norms, and the rows that the LM head reads, because the check of its
+      logits may have to name their maximum.
+    - Freed before the layers' backward pass: the final norms' outputs, and the rows' gradients, which are computed with the loss.
+    - An MTP depth saves its embedding and its projection's input. If it is recomputed, it has a gradient of the embedding instead.
+    - A drafter that reads states of several layers saves them. A loss over a teacher's candidates has separate rows.
     """
     rows, state = shape.hidden, shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     gathered = rows if parallel.sequence_parallel else 0
@@ -199,14 +201,14 @@ def peak_transient(shape: ModelShape, parallel: ParallelConfig, layers: range, *
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements per token that a layer with full attention, and experts if there are any, saves for its backward pass.
 
-    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is saved), grouped queries and a gated MLP, minus the
+    After Korthikanti et al. 2022, section 4, for flash attention (nothing quadratic is saved), grouped queries and a gated MLP. Excludes
     tensors that the backward pass recomputes (`mtpctl.model.layers`).
 
     - Split over tp only with sequence parallelism: the inputs of both norms, and the parts of latent attention that all heads share.
     - Always split over tp: q, k, v, the attention's output, gate and up.
-    - Replicated: the sine and cosine of latent attention (other attention has one table for all layers), three indices and a weight for
-      each selected expert, and the tokens that ranks gather if tp splits each expert.
-    - With expert parallelism also the tokens from all ranks, one copy per rank that has an expert of the token, with even routing.
+    - Replicated: the sine and cosine of latent attention (other attention has one table for all layers); three indices and a weight for
+      each selected expert; the gathered tokens, if tp splits each expert.
+    - With expert parallelism: the tokens from all ranks, one copy per rank that has an expert of the token. Routing is assumed to be even.
     """
     latent, moe = shape.latent, shape.moe
     split_width = 2 * shape.hidden
@@ -246,8 +248,8 @@ def _routing_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 def _block_width(shape: ModelShape, mamba: MambaShape, layer: int, parallel: ParallelConfig) -> float:
     """Elements per token that one layer of Nemotron-H, a mixer or an MLP without a gate, saves for its backward pass.
 
-    A Mamba-2 layer saves the output of its input projection, the convolution before and after its activation, decays in fp32, the input
-    and output projections of the state for every head, and the scan's output before and after the norm.
+    A Mamba-2 layer saves the output of its input projection, the convolution before and after its activation, and the scan's output before
+    and after the norm. It also saves decays in fp32, and the state's input and output projections for every head.
     """
     if shape.mlp_of(layer) == "sparse":
         return _expert_width(shape, parallel)
@@ -282,8 +284,8 @@ def _transient_widths(shape: ModelShape, parallel: ParallelConfig, layers: range
 def transient_width(shape: ModelShape, parallel: ParallelConfig) -> float:
     """Elements per token of a layer's temporaries, in addition to what it saves: the normed input and the activation's output.
 
-    Routed experts peak in the backward pass of their first product, with rows (copies of their tokens' states), the rows' gradients, and
-    the product (gate and up); with expert parallelism also with the received tokens. Routing is assumed to be even.
+    Routed experts peak in the backward pass of their first product. They then have the rows (copies of their tokens' states), the rows'
+    gradients, the product (gate and up) and, with expert parallelism, the received tokens. Routing is assumed to be even.
     """
     width = shape.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     if not shape.moe:

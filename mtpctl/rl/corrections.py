@@ -10,8 +10,8 @@ mask       ρ if low <= ρ <= high, else 0        IcePop (arXiv 2510.18855) per 
 Weights carry no gradient. Masked tokens still count in the denominator of the loss, which is fixed before the weights are known. Masking
 therefore makes the update smaller and does not change the weight of the remaining tokens.
 
-The mismatch between the two policies is logged as `rollout_corr/*`. With d = log p_old - log p_behaviour, ρ = exp(d), and w the weight of
-the correction (ρ with the mode off), over the trained tokens:
+The mismatch between the two policies is logged as `rollout_corr/*`, over the trained tokens. d = log p_old - log p_behaviour, ρ = exp(d),
+and w is the weight of the correction, or ρ if the mode is off:
 
 kl               mean of -d: estimate of KL(behaviour ‖ old)
 k3               mean of ρ - 1 - d: a nonnegative estimate of the same KL

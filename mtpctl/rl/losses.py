@@ -1,7 +1,7 @@
 """The policy loss on packed tokens, split into two parts so that a fused kernel can compute the second.
 
 `token_terms` computes the constants of each token, including everything that depends on a whole response. `token_policy_loss` is
-separable: the loss of a token depends only on its own log-prob, entropy and constants, so a kernel can evaluate and differentiate it in
+separable: a token's loss depends only on its own log-prob, entropy and constants. A kernel can therefore evaluate and differentiate it in
 chunks while it computes the log-probs.
 
 With r = exp(logprob - anchor), A the advantage, w the weight, a the aggregation weight:

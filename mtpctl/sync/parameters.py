@@ -1,10 +1,10 @@
 """Matches tensors on the wire to the parameters of an engine's live model, and to the shards on this rank.
 
 Tensors have Hugging Face names and full shapes on the wire. A live model packs some of them (`q_proj`, `k_proj` and `v_proj` in
-`qkv_proj`, the experts of a layer in two tensors), wraps layers that have an adapter (`.base_layer`), and renames layers by its own rules.
-`resolve` maps a name to the live parameter, `find_shard` finds the part of it on a rank of a tensor-parallel engine, and `match_shards`
-does both for a section and checks it. This happens once per plan. Parts of a tensor that is split over buckets are written directly to the
-shard.
+`qkv_proj`, the experts of a layer in two tensors). It wraps layers that have an adapter (`.base_layer`), and renames layers by its own
+rules. `resolve` maps a name to the live parameter, and `find_shard` finds the part of it on a rank of a tensor-parallel engine.
+`match_shards` does both for a section and checks it, once per plan. Parts of a tensor that is split over buckets are written directly to
+the shard.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 All receivers of a host share the folder of downloaded files, which is in shared memory if they fit.
 
 With relays, hosts form a chain, so that object storage sends each version once. The first host downloads from the store, every other host
-from the host before it. Hosts serve files while they download them, so each host adds a short delay instead of the time of a download. If
-the previous host fails, or sends nothing for some seconds, a host downloads the rest of the file, and the remaining files, from the store.
-Each host waits `HOP_S` longer than the host before it. In that time the host before it has begun to download from the store, so its file
-grows again and the later hosts stay in the chain. A relayed file is compared with its digest in the manifest before it gets its final name.
-If it differs, it is downloaded from the store. A file is requested by its path, which contains the random token of the version. Files
-cannot be listed.
+from the host before it. Hosts serve files while they download them, so each host adds a short delay instead of the time of a download.
+
+If the previous host fails or sends nothing for some seconds, a host downloads all remaining bytes from the store. Each host waits `HOP_S`
+longer than the host before it. By then, the host before it downloads from the store, its file grows again, and later hosts stay in the
+chain. A relayed file is compared with its digest in the manifest before it gets its final name. If it differs, it is downloaded from the
+store. A file is requested by its path, which contains the random token of the version. Files cannot be listed.
 """
 
 from __future__ import annotations

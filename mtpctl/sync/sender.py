@@ -43,9 +43,9 @@ PAUSE_S = 1.0
 class Publisher(Packer):
     """Publishes versions into a `VersionStore`, or uploads them if the store has a remote.
 
-    With `delta`, a version has only the changes since the previous one, unless they exceed `MAX_DELTA_SHARE` of the full size, or the
-    previous version could not be stored. When the accumulated changes reach this share, the version is also stored completely. This bounds
-    the bytes that a receiver that starts later reads.
+    With `delta`, a version has only the changes since the previous one. It is complete if the changes exceed `MAX_DELTA_SHARE` of the full
+    size, or if the previous version could not be stored. When the changes since the last complete version add up to this share, all buckets
+    are stored in addition. This bounds the bytes that a receiver that starts later reads.
     """
 
     def __init__(

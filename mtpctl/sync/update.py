@@ -287,8 +287,8 @@ class WeightUpdate:
     async def transfer(self) -> None:
         """Transfer the buckets, and wait until every target has committed.
 
-        If the sender fails with an error other than SyncError, such as weights that are not finite, that error is raised, because it causes
-        the receivers' errors, and a second transfer would fail too. Otherwise the error of a target takes precedence.
+        An error of the sender that is no SyncError, such as weights that are not finite, takes precedence: it causes the receivers' errors,
+        and a second transfer would fail too. Otherwise the error of a target is raised.
         """
         assert self.state is State.PLAN
         self.state, started_at = State.TRANSFER, time.perf_counter()

@@ -5,11 +5,11 @@ Rate per depth: the mean probability over all tokens that a draft is accepted, g
 Rate per position, as an engine counts it (`rollout/spec_accept_rate_k`): a draft is reached only if the drafts before it were accepted. A
 step begins where the previous step ended: after a rejected draft, or after all drafts and the bonus token.
 
-Let x be a sampled token, p the trunk's distribution and q the head's. Given that rejection sampling emitted x, it accepted a draft with
-probability w = min(1, q(x) / p(x)) for sampled drafts, and w = [x = argmax q] for greedy ones. Within a step, draft d is reached with the
-product of w over the drafts before it, and is accepted with probability Σ min(p, q) if sampled, or p(argmax q) if greedy. If it is
-rejected, a step begins there. The probability that a step begins at a token therefore follows exactly from those of earlier tokens, in one
-pass over the response.
+Let x be a sampled token, p the trunk's distribution and q the head's. Rejection sampling emits x either as an accepted draft or after a
+rejection. Given x, the draft was accepted with probability w = min(1, q(x) / p(x)) if drafts are sampled, and w = [x = argmax q] if they
+are greedy. Within a step, draft d is reached with the product of w over the drafts before it. It is then accepted with probability
+Σ min(p, q) if sampled, or p(argmax q) if greedy. If it is rejected, a step begins there. One pass over the response therefore computes the
+probability that a step begins at each token.
 
 The multi-step loss `e2e_tv` weights the rows of all MTP depths to maximize the expected number of accepted drafts per step.
 
@@ -29,9 +29,10 @@ detached (`mtp.mode: isolated`), because the gradient of its weight is a sum ove
 
 If a turn ends before depth k, the chain has α_j = 0 from the first missing depth on. Its earlier terms are unchanged.
 
-Greedy drafts: α_j = p(argmax q) is piecewise constant in q. The weights c_j use it, but a row's gradient is that of Σ p q, the expected
-α_j if the draft x is sampled from q and, like a greedy draft, accepted with probability p(x). Σ p q ≤ max p, with equality only if q is
-concentrated on the most likely entries of p, so both have the same maximum. As q becomes concentrated, Σ p q approaches p(argmax q).
+Greedy drafts: α_j = p(argmax q) is piecewise constant in q, so it has no useful gradient. The weights c_j use it, but a row's gradient is
+that of Σ p q: the expected α_j if the draft x were sampled from q and accepted with probability p(x). Both have the same maximum, because
+Σ p q ≤ max p, with equality only if q is concentrated on the most likely entries of p. As q becomes concentrated, Σ p q approaches
+p(argmax q).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Gradient buffers and expert loads, and their reduction over ranks.
 
-Reductions of gradients overlap with the last backward pass of an update. megatron-core can start the reduction of a bucket when autograd
-has visited all of its parameters, but it requires a gradient from autograd for each of them in every update. The gradients of this
-package's layers bypass autograd, and some parameters have no gradient in some updates. Therefore a bucket's reduction starts when the
-backward pass has left the layers of the bucket in all microbatches. Buckets are reduced in the same order on all ranks; the remaining
-buckets are reduced after the backward pass. The embedding's bucket is the last, and its reduction overlaps with nothing, so only the rows
-that have a gradient are exchanged.
+Reductions of gradients overlap with the last backward pass of an update. megatron-core starts the reduction of a bucket when autograd has
+computed a gradient of each of its parameters. That does not work here: the gradients of this package's layers bypass autograd, and some
+parameters have no gradient in some updates. Therefore a bucket's reduction starts when the backward pass has left the layers of the bucket
+in all microbatches. Buckets are reduced in the same order on all ranks; the remaining buckets are reduced after the backward pass. The
+embedding's bucket is the last, and its reduction overlaps with nothing, so only the rows that have a gradient are exchanged.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ class Head:
     ) -> tuple[Tensor, Sums, list[DraftLossOut]]:
         """Like `loss`, plus the losses of MTP depths against the trunk's distribution, each times its weight and `scale`.
 
-        drafts: for each depth its rows, its draft, with all of this rank's states [t, H] as `hidden`, and factors for the gradients of its
-        rows, or None for 1. The factors are read in the backward pass only. Also returns each depth's token statistics.
+        drafts: for each depth its rows, its draft, and factors for the gradients of its rows (None: 1), which only the backward pass reads.
+        A draft's `hidden` has all of this rank's states [t, H]. Also returns each depth's token statistics.
         """
         out = linear_policy_loss(
             distinct_rows(self._gather_sequence(state), rows),

@@ -108,8 +108,8 @@ class WebServer(uvicorn.Server):
 def with_timeouts(header_s: float, stalled_s: float = HttpBounds.stalled_s) -> type[H11Protocol]:
     """uvicorn's HTTP protocol with timeouts.
 
-    A connection is closed if no request head arrives within `header_s` seconds, or if the client reads a response more slowly than
-    `MIN_RATE` for `stalled_s` seconds.
+    A connection is closed if no request head arrives within `header_s` seconds, or if a client reads more slowly than `MIN_RATE` for
+    `stalled_s` seconds.
     """
 
     class TimeoutProtocol(H11Protocol):

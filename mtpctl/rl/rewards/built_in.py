@@ -113,9 +113,9 @@ async def llm_judge(
     temperature: float = 0.0,
     max_tokens: int = 512,
 ) -> dict[str, float]:
-    """Score a response: the last match of `pattern` in the judge's reply (its first group), divided by `scale` and clamped to [0, 1].
+    """Score a response by a judge's reply: the number in its last match of `pattern`, divided by `scale` and clamped to [0, 1].
 
-    "3/10" and "30%" are 0.3 for every `scale`. The part `out_of_range` is 1 if the score was clamped.
+    The number is the match's first group. "3/10" and "30%" are 0.3 for every `scale`. The part `out_of_range` is 1 for a clamped score.
 
     Args:
         url: base URL (`http://host:8000/v1`), to which `/chat/completions` is appended.

@@ -7,8 +7,8 @@ A hung call must not delay other calls, even before its time limit. A call that 
 number of processes, and a call that uses much more CPU time than usual runs at idle priority. After the first hung call, a spare process is
 kept ready.
 
-Existing executors do not provide this. With pebble 5.2 and a time limit of 3 s, 200 calls after 3 hung calls take 3.2 s instead
-of 0.2 s, errors do not name the line that hangs, and child processes of hung calls survive. loky has no time limits.
+Existing executors do not provide this. With pebble 5.2 and a time limit of 3 s, 200 calls after 3 hung calls take 3.2 s instead of 0.2 s.
+Its errors do not name the line that hangs, and child processes of hung calls survive. loky has no time limits.
 """
 
 from __future__ import annotations
