@@ -116,13 +116,12 @@ def end_tokens(
             sources.setdefault(closing, []).append(TEMPLATE)
     for token in rollout.stop_ids if rollout is not None else ():
         sources.setdefault(token, []).append(STOP_IDS)
+    texts: dict[int, str] = {}
     if tokenizer is not None:
         texts = {token: tokenizer.decode([token], special=True) for token in sources if token < tokenizer.vocab_size}
         if isinstance(tokenizer, HfTokenizer):
             # A stop id that only the recipe names may be part of the answer, which a reward reads.
             tokenizer.hide(token for token, names in sources.items() if names != [STOP_IDS])
-    else:
-        texts = {}
     tokens = tuple(EndToken(token, texts.get(token, ""), tuple(names)) for token, names in sources.items())
     before_user, before_tool = (token if token in sources else None for token in (before_user, before_tool))
     return EndTokens(tokens, closing, before_user, before_tool)
@@ -156,13 +155,9 @@ def recipe_end_tokens(model: ModelConfig, rollout: RolloutBase, *, vocab: int | 
     tokenizer, config = _load_local_tokenizer(model), hf_config(model, fetch=False)
     config_ids = config_end_ids(model, config or {})
     name = model.tokenizer or model.path or "model.config"
-    note = (
-        ""
-        if tokenizer is not None
-        else f"{name} has no tokenizer"
-        if Path(name).is_dir()
-        else f"the tokenizer of {name} is not downloaded yet"
-    )
+    note = ""
+    if tokenizer is None:
+        note = f"{name} has no tokenizer" if Path(name).is_dir() else f"the tokenizer of {name} is not downloaded yet"
     return end_tokens(tokenizer, rollout, config_ids, vocab=vocab), note
 
 

@@ -156,11 +156,9 @@ def load_problem_sets(
 def _find_seen_prompts(trained: Iterable[Problem], held_out: Sequence[Sequence[Problem]]) -> frozenset[bytes]:
     """The hashes of the held-out prompts that occur in `trained`. Training sets may be large, so other hashes are not kept."""
     held_out_hashes = {problem.prompt_hash for problems in held_out for problem in problems}
-    return (
-        frozenset(prompt_hash for problem in trained if (prompt_hash := problem.prompt_hash) in held_out_hashes)
-        if held_out_hashes
-        else frozenset()
-    )
+    if not held_out_hashes:
+        return frozenset()
+    return frozenset(prompt_hash for problem in trained if (prompt_hash := problem.prompt_hash) in held_out_hashes)
 
 
 def first_problems(
@@ -309,7 +307,7 @@ class RowReader:
     def _adapt_to(self, first_row: Row) -> RowReader:
         """The reader for rows like `first_row`.
 
-        In the supervised stage, a parse_conversation column becomes the prompt if there is no column `prompt_column`.
+        In the supervised stage, a column with conversations becomes the prompt if there is no column `prompt`.
         """
         prompt_column = self.columns.prompt
         conversation_column = next((name for name in CONVERSATIONS if first_row.columns.get(name) is not None), None)
@@ -459,10 +457,7 @@ def _column_names(columns: Mapping[str, object], prefix: str = "") -> list[str]:
 def _closest_column(role: str, name: str, names: list[str], excluded: tuple[str, ...]) -> str | None:
     """The column with the most similar name, else the first one with a usual name; None if there is neither."""
     unused = [column for column in names if column not in excluded]
-    similar = difflib.get_close_matches(name, unused, n=1, cutoff=0.7)
+    if similar := difflib.get_close_matches(name, unused, n=1, cutoff=0.7):
+        return similar[0]
     by_lower_case = {column.lower(): column for column in reversed(unused)}
-    return (
-        similar[0]
-        if similar
-        else next((by_lower_case[usual_name] for usual_name in _USUAL_COLUMNS[role] if usual_name in by_lower_case), None)
-    )
+    return next((by_lower_case[usual_name] for usual_name in _USUAL_COLUMNS[role] if usual_name in by_lower_case), None)

@@ -120,21 +120,11 @@ class HfTokenizer:
         if not special:
             return ids
         ids_with_special: list[int] = self.inner.encode(text, add_special_tokens=True)
-        prefix = (
-            next(
-                (
-                    ids_with_special[:length]
-                    for length in range(len(ids_with_special) - len(ids) + 1)
-                    if ids_with_special[length : length + len(ids)] == ids
-                ),
-                None,
-            )
-            if ids
-            else None
-        )
-        if prefix is not None:
-            # The prefix (bos) is not added twice. The suffix of some tokenizers (eos) is dropped, because a model stops there.
-            return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+        for length in range(len(ids_with_special) - len(ids) + 1) if ids else ():
+            if ids_with_special[length : length + len(ids)] == ids:
+                # The prefix (bos) is not added twice. The suffix of some tokenizers (eos) is dropped, because a model stops there.
+                prefix = ids_with_special[:length]
+                return ids if ids[:length] == prefix else [*prefix, *ids]
         return ids_with_special[:-1] if ids_with_special[-1:] == [self.eos_id] != ids[-1:] else ids_with_special
 
     def hide(self, ids: Iterable[int]) -> None:

@@ -79,14 +79,10 @@ def rollout(
         report(f"model: {source.name}")
         if source.end_tokens.disagreement:
             report(source.end_tokens.disagreement)
-        environment, chat, deadline_s = (
-            load_environment_class(recipe.rollout),
-            uses_chat_template(recipe.data, problems),
-            recipe.rollout.deadline_s,
-        )
         tools: Sequence[object] = ()
-        if environment is not None:
-            trial = try_environment(environment, problems, chat=chat, deadline_s=deadline_s)
+        if (environment := load_environment_class(recipe.rollout)) is not None:
+            chat = uses_chat_template(recipe.data, problems)
+            trial = try_environment(environment, problems, chat=chat, deadline_s=recipe.rollout.deadline_s)
             trial.check_text(source.tokenizer)
             tools = trial.tools
         prompt_rows = []

@@ -90,8 +90,12 @@ async def _sync(
         if engines:
             counts = await trainer.build(model.path)
         else:
-            starts = (_start_pool(recipe, model, placement, store), _start_log_prob_server(recipe, model, placement, store))
-            counts, pool, server = await asyncio.gather(trainer.build(model.path), *starts)
+            context = recipe.rollout.context or model.shape.max_positions
+            counts, pool, server = await asyncio.gather(
+                trainer.build(model.path),
+                start_pool(recipe, model=str(model.path), context=context, placement=placement, store=store),
+                _start_log_prob_server(recipe, model, placement, store),
+            )
         for actor in (pool, server):
             if actor is not None:
                 stack.push_async_callback(actor.close)
@@ -106,11 +110,6 @@ async def _sync(
             await _measure_sync(sync, version, verify or version == first_version, targets)
             for version in range(first_version, first_version + repeat)
         ]
-
-
-async def _start_pool(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> ReplicaPool:
-    context = recipe.rollout.context or model.shape.max_positions
-    return await start_pool(recipe, model=str(model.path), context=context, placement=placement, store=store)
 
 
 async def _start_log_prob_server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:

@@ -303,10 +303,9 @@ def teacher_gain(kl: Kl, teacher: Tensor, behaviour: Tensor) -> Tensor:
 def candidate_kl(kl: Kl, policy: Tensor, rest: Tensor, teacher: Tensor) -> Tensor:
     """KL [T] over k candidate tokens, given as log-probs [T, k], and over all other tokens merged into one outcome.
 
-    `rest` [T] is the policy's log-prob of the merged outcome. It is passed separately, because computing it as 1 minus the candidates'
-    probabilities loses precision if it is small. The result is at most the KL of the full distributions, and differentiable in `policy` and
-    `rest`.
-    reverse: KL(policy ‖ teacher), forward: KL(teacher ‖ policy).
+    `rest` [T] is the policy's log-prob of the merged outcome. It is passed separately, because 1 minus the candidates' probabilities is
+    imprecise if it is small. The result is at most the KL of the full distributions, and differentiable in `policy` and `rest`. reverse:
+    KL(policy ‖ teacher), forward: KL(teacher ‖ policy).
     """
     teacher = teacher.double()
     teacher_rest = (1 - teacher.exp().sum(-1)).clamp(min=MIN_REST if kl == "reverse" else 0)

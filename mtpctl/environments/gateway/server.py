@@ -361,10 +361,8 @@ class Completion:
         return f"data: {json.dumps({**self._head, 'object': 'chat.completion.chunk', 'choices': choices, **fields})}\n\n"
 
     def _usage(self) -> dict[str, int]:
-        prompt_tokens, completion_tokens = (
-            max(answer.prompt_length for answer in self._answers),
-            sum(len(answer.tokens) for answer in self._answers),
-        )
+        prompt_tokens = max(answer.prompt_length for answer in self._answers)
+        completion_tokens = sum(len(answer.tokens) for answer in self._answers)
         return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
 
     def _logprobs_json(self, answer: Answer) -> dict[str, object] | None:

@@ -15,10 +15,10 @@ import psutil
 
 from mtpctl.user_code import innermost
 
-_MIN_S, _MEDIAN_FACTOR = 0.05, 10  # a call is long if it exceeds this many seconds and this many times the median
-_MIN_FIRST_S, _MIN_VERY_FIRST_S = 1.0, 2.0  # minimum for the first call of a process, and of the pool: it may load modules
-_MIN_CPU_S, _PERCENTILE_FACTOR = 0.01, 3  # the same for CPU time: seconds, and times the percentile `_PERCENTILE`
-_WARM_UP_CALLS, _WARM_UP_CPU_S = 5, 0.25  # first calls of a process, compared only with each other, and the maximum of their CPU bound
+_MIN_S, _MEDIAN_FACTOR = 0.05, 10  # a call is long if it exceeds both `_MIN_S` and the median times this factor
+_MIN_FIRST_S, _MIN_VERY_FIRST_S = 1.0, 2.0  # instead of `_MIN_S`, for the first call of a process, and of the pool: it may load modules
+_MIN_CPU_S, _PERCENTILE_FACTOR = 0.01, 3  # a call uses much CPU time if it exceeds both `_MIN_CPU_S` and `_PERCENTILE` times this factor
+_WARM_UP_CALLS, _WARM_UP_CPU_S = 5, 0.25  # the first calls of a process are compared with each other; the maximum of their CPU bound
 _HISTORY, _WARM_UP_HISTORY = 64, 16
 _PERCENTILE = 0.95
 _MIN_FREE_MEMORY = 0.1  # share of memory that must be free to start an additional process
