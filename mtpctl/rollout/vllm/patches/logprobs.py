@@ -80,29 +80,29 @@ def install_logprobs() -> None:
     """Store the log-probs of `DEFERRED` requests in the scheduler until they finish."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    add, finish, update = Scheduler.add_request, Scheduler.finish_requests, Scheduler.update_from_output
+    upstream_add, upstream_finish, upstream_update = Scheduler.add_request, Scheduler.finish_requests, Scheduler.update_from_output
 
     def add_request(self: Scheduler, request: Request) -> None:
         if is_deferred(request):
             _pending(self)[request.request_id] = PendingLogprobs()
-        add(self, request)
+        upstream_add(self, request)
 
     def finish_requests(self: Scheduler, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        finished = finish(self, request_ids, finished_status)
-        for request in finished:
+        finished_requests = upstream_finish(self, request_ids, finished_status)
+        for request in finished_requests:
             _pending(self).pop(request.request_id, None)
-        return finished
+        return finished_requests
 
     def update_from_output(
         self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         pending = _pending(self)
         if model_runner_output.logprobs is None or not pending:
-            return update(self, scheduler_output, model_runner_output)
+            return upstream_update(self, scheduler_output, model_runner_output)
         step = _StepLogprobs(model_runner_output.logprobs)
         model_runner_output.logprobs = cast("LogprobsLists", step)
-        by_client = update(self, scheduler_output, model_runner_output)
-        _distribute(by_client, step, pending)
+        by_client = upstream_update(self, scheduler_output, model_runner_output)
+        _add_to_outputs(by_client, step, pending)
         return by_client
 
     assign(Scheduler, add_request=add_request, finish_requests=finish_requests, update_from_output=update_from_output)
@@ -122,19 +122,19 @@ def _install_in_front_end() -> None:
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    create, update = LogprobsProcessor.from_new_request, LogprobsProcessor._update_sample_logprobs
+    upstream_create, upstream_update = LogprobsProcessor.from_new_request, LogprobsProcessor._update_sample_logprobs
 
     def from_new_request(cls: type[LogprobsProcessor], tokenizer: TokenizerLike | None, request: EngineCoreRequest) -> LogprobsProcessor:
-        processor = create(tokenizer, request)
+        processor = upstream_create(tokenizer, request)
         if is_deferred(request) and request.sampling_params is not None and request.sampling_params.flat_logprobs:
             setattr(processor, _IS_DEFERRED, True)
         return processor
 
     def _update_sample_logprobs(self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
         if hasattr(self, _IS_DEFERRED):
-            _append(self, logprobs_lists)
+            _append_rows(self, logprobs_lists)
         else:
-            update(self, logprobs_lists)
+            upstream_update(self, logprobs_lists)
 
     assign(LogprobsProcessor, from_new_request=classmethod(from_new_request), _update_sample_logprobs=_update_sample_logprobs)
 
@@ -144,12 +144,12 @@ def is_deferred(request: Request | EngineCoreRequest) -> bool:
     return request.sampling_params is not None and (request.sampling_params.extra_args or {}).keys() >= DEFERRED.keys()
 
 
-def _append(processor: LogprobsProcessor, rows: LogprobsLists) -> None:
+def _append_rows(processor: LogprobsProcessor, rows: LogprobsLists) -> None:
     """Append the sampled tokens' log-probs to the request's, one per position."""
     flat_logprobs = cast("FlatLogprobs", processor.logprobs)
-    first, logprobs = len(flat_logprobs.logprobs), rows.logprobs[:, 0].tolist()
-    flat_logprobs.start_indices.extend(range(first, first + len(logprobs)))
-    flat_logprobs.end_indices.extend(range(first + 1, first + 1 + len(logprobs)))
+    first_index, logprobs = len(flat_logprobs.logprobs), rows.logprobs[:, 0].tolist()
+    flat_logprobs.start_indices.extend(range(first_index, first_index + len(logprobs)))
+    flat_logprobs.end_indices.extend(range(first_index + 1, first_index + 1 + len(logprobs)))
     flat_logprobs.token_ids += rows.logprob_token_ids[:, 0].tolist()
     flat_logprobs.logprobs += logprobs
     flat_logprobs.ranks += rows.sampled_token_ranks.tolist()
@@ -157,7 +157,7 @@ def _append(processor: LogprobsProcessor, rows: LogprobsLists) -> None:
     processor.cumulative_logprob = (processor.cumulative_logprob or 0.0) + sum(logprobs)
 
 
-def _distribute(by_client: dict[int, EngineCoreOutputs], step: _StepLogprobs, pending: dict[str, PendingLogprobs]) -> None:
+def _add_to_outputs(by_client: dict[int, EngineCoreOutputs], step: _StepLogprobs, pending: dict[str, PendingLogprobs]) -> None:
     """Store the rows of `DEFERRED` requests, add all stored rows to the last output, and restore vLLM's slices for other requests."""
     for outputs in by_client.values():
         for output in outputs.outputs:
@@ -166,16 +166,16 @@ def _distribute(by_client: dict[int, EngineCoreOutputs], step: _StepLogprobs, pe
                 continue
             if not isinstance(reference, _RowReference):
                 raise UpstreamMoved(f"{__name__}: vLLM's scheduler no longer gets log-probs from slice_request")
-            stored = pending.get(output.request_id)
-            if stored is None:
+            stored_logprobs = pending.get(output.request_id)
+            if stored_logprobs is None:
                 output.new_logprobs = step.upstream.slice_request(*reference)
                 continue
-            stored.tokens.extend(output.new_token_ids)
-            stored.logprobs.extend(step.rows_of(reference))
+            stored_logprobs.tokens.extend(output.new_token_ids)
+            stored_logprobs.logprobs.extend(step.rows_of(reference))
             output.new_logprobs = None
             if output.finish_reason is not None:
                 del pending[output.request_id]
-                output.new_logprobs = to_logprobs_lists(stored.tokens, stored.logprobs)
+                output.new_logprobs = to_logprobs_lists(stored_logprobs.tokens, stored_logprobs.logprobs)
 
 
 def to_logprobs_lists(tokens: Sequence[int], logprobs: Sequence[float]) -> LogprobsLists:
@@ -186,7 +186,7 @@ def to_logprobs_lists(tokens: Sequence[int], logprobs: Sequence[float]) -> Logpr
     return LogprobsLists(ids, values, np.zeros(len(tokens), np.int64), None)
 
 
-def pending_of(scheduler: SchedulerInterface, request_ids: list[str]) -> dict[str, Columns]:
+def stored_logprobs_of(scheduler: SchedulerInterface, request_ids: list[str]) -> dict[str, Columns]:
     """Return the stored log-probs of these requests.
 
     They are not removed, because a request may finish before the abort arrives. Its last output then needs all of its log-probs.
@@ -199,7 +199,7 @@ def pending_of(scheduler: SchedulerInterface, request_ids: list[str]) -> dict[st
     }
 
 
-def replace(processor: LogprobsProcessor, tokens: list[int], logprobs: list[float]) -> None:
+def replace_logprobs(processor: LogprobsProcessor, tokens: list[int], logprobs: list[float]) -> None:
     """Replace the log-probs in a request's `LogprobsProcessor`."""
     from vllm.logprobs import create_sample_logprobs
 

@@ -48,7 +48,11 @@ def _partial_outputs(self: EngineCore, request_ids: list[str]) -> PartialOutputs
         for request_id, metric in metrics.items()
         if metric is not None
     }
-    return counts, deferred_logprobs.pending_of(self.scheduler, request_ids), deferred_routes.pending_of(self.scheduler, request_ids)
+    return (
+        counts,
+        deferred_logprobs.stored_logprobs_of(self.scheduler, request_ids),
+        deferred_routes.unsent_rows_of(self.scheduler, request_ids),
+    )
 
 
 async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
@@ -71,7 +75,7 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
             state.spec_decode_metrics = RequestSpecDecodeMetrics(num_spec_tokens, list(histogram), num_draft_tokens)
     for internal_id, columns in logprobs.items():
         if (state := processor.request_states.get(internal_id)) is not None and state.logprobs_processor is not None:
-            deferred_logprobs.replace(state.logprobs_processor, *columns)
+            deferred_logprobs.replace_logprobs(state.logprobs_processor, *columns)
     for internal_id, rows in routes.items():
         if (state := processor.request_states.get(internal_id)) is not None:
             state.routed_experts_chunks = [deferred_routes.rows_from_bytes(*rows)]
@@ -103,20 +107,20 @@ def install_prefix_eras() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    finish_pause, add_request = EngineCore._finish_pause, Scheduler.add_request
+    upstream_finish_pause, upstream_add_request = EngineCore._finish_pause, Scheduler.add_request
 
     def _finish_pause(self: EngineCore, clear_cache: bool) -> None:
-        finish_pause(self, clear_cache)
+        upstream_finish_pause(self, clear_cache)
         if not clear_cache:
             start_era(cast("Scheduler", self.scheduler))
 
-    def add(self: Scheduler, request: Request) -> None:
+    def add_request(self: Scheduler, request: Request) -> None:
         if era := self.__dict__.get(_ERA, 0):
-            _salt(request, era)
-        add_request(self, request)
+            _set_salt(request, era)
+        upstream_add_request(self, request)
 
     assign(EngineCore, _finish_pause=_finish_pause)
-    assign(Scheduler, add_request=add)
+    assign(Scheduler, add_request=add_request)
 
 
 def start_era(scheduler: Scheduler) -> None:
@@ -127,18 +131,18 @@ def start_era(scheduler: Scheduler) -> None:
     """
     era = scheduler.__dict__[_ERA] = scheduler.__dict__.get(_ERA, 0) + 1
     # Otherwise the first token of such a request would be attributed to the new weights alone, although older ones computed its cache.
-    prefilling = [request for request in scheduler.running if not request.num_output_tokens]
+    prefilling_requests = [request for request in scheduler.running if not request.num_output_tokens]
     scheduler.running = [request for request in scheduler.running if request.num_output_tokens]
     now = time.monotonic()
-    for request in reversed(prefilling):
+    for request in reversed(prefilling_requests):
         scheduler._preempt_request(request, now, drop_stale_output=True)
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     for request in scheduler.requests.values():
         if not request.num_computed_tokens:
-            _salt(request, era)
+            _set_salt(request, era)
 
 
-def _salt(request: Request, era: int) -> None:
+def _set_salt(request: Request, era: int) -> None:
     request_salt = request.__dict__.setdefault(_REQUEST_SALT, request.cache_salt or "")
     request.cache_salt = f"mtpctl-{era}:{request_salt}"
     request.block_hashes.clear()

@@ -66,27 +66,27 @@ def full_attention_group(config: KVCacheConfig) -> int:
 class PreemptedRows:
     """Rows that were read when their request was preempted, beginning with position `first`.
 
-    Rows from position `settled` on are of steps in flight: their tokens may still be appended to the request, or be computed again.
+    Rows from position `settled_end` on are of steps in flight: their tokens may still be appended to the request, or be computed again.
     """
 
     first: int
-    settled: int
+    settled_end: int
     rows: Routes
 
 
 class SlotConnector:
     """Replaces vLLM's connector in the scheduler: fetches the rows that a step's outputs need, and adds them to the outputs."""
 
-    fetch_here: ClassVar[Fetch | None] = None
+    process_fetch: ClassVar[Fetch | None] = None
     """Reads rows in the workers of this process's engine core."""
 
     def __init__(self) -> None:
         self.fetch: Fetch | None = None
         self.scheduler: Scheduler | None = None
         self._group, self._block_size = 0, 0
-        self._sent_until: dict[str, int] = {}
-        self._preempted: dict[str, PreemptedRows] = {}
-        self._requested: list[tuple[str, Routes | None, Span]] = []
+        self._sent_end: dict[str, int] = {}
+        self._preemptions: dict[str, PreemptedRows] = {}
+        self._requested_rows: list[tuple[str, Routes | None, Span]] = []
 
     def attach(self, scheduler: Scheduler, fetch: Fetch) -> None:
         """Attach the connector to a scheduler, and read rows with `fetch`."""
@@ -103,26 +103,26 @@ class SlotConnector:
         if is_deferred(request) and not request.is_finished():
             return
         start, end = self._first_unsent(request), request.num_tokens - 1
-        preempted = self._preempted.get(request.request_id)
+        preemption = self._preemptions.get(request.request_id)
         saved_rows: Routes | None = None
-        if preempted is not None:
+        if preemption is not None:
             blocks = self._blocks(request)
             # A request without blocks is still preempted. It ended with a token of a step that was in flight when it was preempted.
-            saved_until = preempted.settled if blocks else min(end, preempted.first + len(preempted.rows))
-            saved_rows, start = preempted.rows[start - preempted.first : saved_until - preempted.first], max(start, saved_until)
+            saved_end = preemption.settled_end if blocks else min(end, preemption.first + len(preemption.rows))
+            saved_rows, start = preemption.rows[start - preemption.first : saved_end - preemption.first], max(start, saved_end)
         if end > start or saved_rows is not None:
-            self._requested.append((request.request_id, saved_rows, self._span(request, start, max(end, start))))
-            self._sent_until[request.request_id] = max(end, start)
+            self._requested_rows.append((request.request_id, saved_rows, self._span(request, start, max(end, start))))
+            self._sent_end[request.request_id] = max(end, start)
 
-    def deliver(self, by_client: Iterable[EngineCoreOutputs]) -> None:
+    def add_to_outputs(self, by_client: Iterable[EngineCoreOutputs]) -> None:
         """Add the rows requested during a step to its outputs."""
-        if not self._requested:
+        if not self._requested_rows:
             return
         assert self.fetch is not None
-        requested, self._requested = self._requested, []
-        rows, offset = self.fetch([span for _, _, span in requested], False), 0
+        requested_rows, self._requested_rows = self._requested_rows, []
+        rows, offset = self.fetch([span for _, _, span in requested_rows], False), 0
         by_request: dict[str, Routes] = {}
-        for request_id, saved_rows, (_, start, end) in requested:
+        for request_id, saved_rows, (_, start, end) in requested_rows:
             new_rows = rows[offset : offset + end - start]
             offset += end - start
             by_request[request_id] = new_rows if saved_rows is None else np.concatenate([saved_rows, new_rows])
@@ -135,34 +135,34 @@ class SlotConnector:
         """Called when a request ends or is preempted. Reads the rows of a preempted request before its blocks are reused."""
         request_id = request.request_id
         if request.is_finished():
-            self._sent_until.pop(request_id, None)
-            self._preempted.pop(request_id, None)
+            self._sent_end.pop(request_id, None)
+            self._preemptions.pop(request_id, None)
             return
-        start, computed = self._first_unsent(request), request.num_computed_tokens
-        if request.num_tokens == request.num_prompt_tokens and computed < request.num_tokens:
+        start, computed_end = self._first_unsent(request), request.num_computed_tokens
+        if request.num_tokens == request.num_prompt_tokens and computed_end < request.num_tokens:
             # Preempted during prefill. The prefill is repeated, perhaps with newer weights, before the first token is sampled.
             return
-        preempted, settled = self._preempted.get(request_id), max(min(request.num_tokens - 1, computed), start)
+        preemption, settled_end = self._preemptions.get(request_id), max(min(request.num_tokens - 1, computed_end), start)
         saved_rows: Routes | None = None
-        if preempted is not None:
-            saved_rows, start = preempted.rows[: preempted.settled - preempted.first], preempted.settled
-            settled = max(settled, start)
-        if computed > start:
-            rows = self._read([self._span(request, start, computed)])
+        if preemption is not None:
+            saved_rows, start = preemption.rows[: preemption.settled_end - preemption.first], preemption.settled_end
+            settled_end = max(settled_end, start)
+        if computed_end > start:
+            rows = self._read([self._span(request, start, computed_end)])
             rows = rows if saved_rows is None else np.concatenate([saved_rows, rows])
-            self._preempted[request_id] = PreemptedRows(start if preempted is None else preempted.first, settled, rows)
+            self._preemptions[request_id] = PreemptedRows(start if preemption is None else preemption.first, settled_end, rows)
 
     def reset(self) -> None:
         """Called when the prefix cache is cleared. Rows of running requests are unaffected."""
 
-    def pending(self, request: Request) -> Routes:
+    def unsent_rows(self, request: Request) -> Routes:
         """The unsent rows of a request that is about to be aborted."""
         start, end = self._first_unsent(request), min(request.num_tokens - 1, request.num_computed_tokens)
-        preempted = self._preempted.get(request.request_id)
+        preemption = self._preemptions.get(request.request_id)
         chunks = []
-        if preempted is not None:
-            chunks.append(preempted.rows[start - preempted.first : preempted.settled - preempted.first])
-            start = preempted.settled
+        if preemption is not None:
+            chunks.append(preemption.rows[start - preemption.first : preemption.settled_end - preemption.first])
+            start = preemption.settled_end
         if end > start or not chunks:
             chunks.append(self._read([self._span(request, start, max(start, end))]))
         return np.concatenate(chunks)
@@ -171,7 +171,7 @@ class SlotConnector:
         """The position of the first unsent row."""
         assert request.sampling_params is not None
         first = min(request.sampling_params.routed_experts_prompt_start, request.num_prompt_tokens)
-        return self._sent_until.get(request.request_id, first)
+        return self._sent_end.get(request.request_id, first)
 
     def _blocks(self, request: Request) -> list[int]:
         assert self.scheduler is not None
@@ -188,7 +188,7 @@ class SlotConnector:
         return self.fetch(spans, True)
 
 
-def pending_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple[bytes, str, tuple[int, ...]]]:
+def unsent_rows_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple[bytes, str, tuple[int, ...]]]:
     """The unsent rows of requests that are about to be aborted, serialized as bytes, type and shape."""
     connector = getattr(scheduler, "aux_output_connector", None)
     if not isinstance(connector, SlotConnector):
@@ -196,12 +196,12 @@ def pending_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple[byt
     requests = cast("Scheduler", scheduler).requests
     # Rows of other requests were sent with each output.
     deferred = [requests[each] for each in request_ids if each in requests and is_deferred(requests[each])]
-    pending = {each.request_id: connector.pending(each) for each in deferred}
+    pending = {each.request_id: connector.unsent_rows(each) for each in deferred}
     return {each: (rows.tobytes(), rows.dtype.name, rows.shape) for each, rows in pending.items()}
 
 
 def rows_from_bytes(data: bytes, dtype: str, shape: Iterable[int]) -> Routes:
-    """Deserialize one result of `pending_of`."""
+    """Deserialize one result of `unsent_rows_of`."""
     return np.frombuffer(data, dtype).reshape(tuple(shape))
 
 
@@ -232,7 +232,7 @@ def _connect() -> None:
     @wraps(initialize_kv_caches)
     def _initialize_kv_caches(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
         # Plugins are loaded in the core's `__init__`, so that cannot be wrapped. The scheduler is created after this call.
-        SlotConnector.fetch_here = partial(_fetch_from_first_rank, self.model_executor)
+        SlotConnector.process_fetch = partial(_fetch_from_first_rank, self.model_executor)
         return initialize_kv_caches(self, *args, **kwargs)
 
     @wraps(upstream_update)
@@ -241,11 +241,11 @@ def _connect() -> None:
     ) -> dict[int, EngineCoreOutputs]:
         connector: object = self.aux_output_connector
         if isinstance(connector, SlotConnector) and connector.scheduler is None:
-            assert SlotConnector.fetch_here is not None, "the core has sized its caches"
-            connector.attach(self, SlotConnector.fetch_here)
+            assert SlotConnector.process_fetch is not None, "the core has sized its caches"
+            connector.attach(self, SlotConnector.process_fetch)
         by_client = upstream_update(self, scheduler_output, model_runner_output)
         if isinstance(connector, SlotConnector):
-            connector.deliver(by_client.values())
+            connector.add_to_outputs(by_client.values())
         return by_client
 
     def mtpctl_fetch_routes(self: Worker, spans: list[Span], in_flight: bool) -> Routes | None:

@@ -68,14 +68,14 @@ def check_random_numbers(source: str) -> None:
         raise UpstreamMoved(f"{__name__}: vLLM's rejection kernel draws its random numbers in another way; check whether steps share them")
 
 
-def step_seeds(seeds: torch.Tensor, requests: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def step_seeds(seeds: torch.Tensor, requests: torch.Tensor, start_positions: torch.Tensor) -> torch.Tensor:
     """Return a copy of `seeds` in which the seed of each request in the batch also depends on the position at which its step begins.
 
     seeds [slots], int64. requests [n]: the slots of the requests. starts [n]: the position of each request's first row.
     """
     result = seeds.clone()
     slots = requests.long()
-    result[slots] = seeds[slots] ^ ((starts.long() + 1) * _MULTIPLIER)
+    result[slots] = seeds[slots] ^ ((start_positions.long() + 1) * _MULTIPLIER)
     return result
 
 
@@ -87,9 +87,11 @@ def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(upstream)
     def rejection_sample(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        bound = call.arguments
-        if bound.get("use_block_verification"):
-            bound["seed"] = step_seeds(bound["seed"], bound["idx_mapping"], bound["pos"][bound["cu_num_logits"][:-1].long()])
+        arguments = call.arguments
+        if arguments.get("use_block_verification"):
+            arguments["seed"] = step_seeds(
+                arguments["seed"], arguments["idx_mapping"], arguments["pos"][arguments["cu_num_logits"][:-1].long()]
+            )
         return upstream(*call.args, **call.kwargs)
 
     return rejection_sample
@@ -105,20 +107,20 @@ def propose_with_fresh_noise(upstream: Callable[..., torch.Tensor]) -> Callable[
         if self.speculative_config.rejection_sample_method != "block":
             return upstream(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
-        bound = call.arguments
-        if not bound.get("dummy_run"):
-            batch: InputBatch = bound["input_batch"]
+        arguments = call.arguments
+        if not arguments.get("dummy_run"):
+            batch: InputBatch = arguments["input_batch"]
             first_rows = batch.logits_indices[batch.cu_num_logits[:-1].long()]
-            bound["seeds"] = step_seeds(bound["seeds"], batch.idx_mapping, batch.positions[first_rows.long()])
+            arguments["seeds"] = step_seeds(arguments["seeds"], batch.idx_mapping, batch.positions[first_rows.long()])
         return upstream(*call.args, **call.kwargs)
 
     return propose
 
 
 def _require_parameters(signature: inspect.Signature, function: str, *parameters: str) -> None:
-    if missing := [parameter for parameter in parameters if parameter not in signature.parameters]:
+    if missing_parameters := [parameter for parameter in parameters if parameter not in signature.parameters]:
         raise UpstreamMoved(
-            f"{__name__}: vLLM's {function} no longer takes {', '.join(missing)}; find the new way to set its random numbers"
+            f"{__name__}: vLLM's {function} no longer takes {', '.join(missing_parameters)}; find the new way to set its random numbers"
         )
 
 
@@ -135,11 +137,11 @@ def install_draft_counts() -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-    observe, append, update = RequestSpecDecodeMetrics.observe, Scheduler._update_request_with_output, Scheduler.update_from_output
-    trim = OutputProcessor._trim_surplus_tokens
+    upstream_observe, upstream_trim = RequestSpecDecodeMetrics.observe, OutputProcessor._trim_surplus_tokens
+    upstream_append, upstream_update = Scheduler._update_request_with_output, Scheduler.update_from_output
 
     def observe_last_step(self: RequestSpecDecodeMetrics, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        observe(self, num_draft_tokens, num_accepted, detailed)
+        upstream_observe(self, num_draft_tokens, num_accepted, detailed)
         if not detailed:
             _set_last_step(self, num_draft_tokens, num_accepted)
             setattr(self, _HAS_NEW_COUNTS, True)
@@ -147,22 +149,22 @@ def install_draft_counts() -> None:
     def update_request_with_output(
         self: Scheduler, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        tokens, stopped = append(self, request, new_token_ids, is_stale)
+        tokens, has_stopped = upstream_append(self, request, new_token_ids, is_stale)
         counts = request.spec_decode_metrics
         if counts is None or self.spec_decode_metrics_level != "summary":
-            return tokens, stopped
+            return tokens, has_stopped
         if not counts.__dict__.pop(_HAS_NEW_COUNTS, False):
             _set_last_step(counts)
-        elif stopped:
+        elif has_stopped:
             trim_last_step(counts, len(tokens))
-        if not stopped and request.sampling_params is not None and request.sampling_params.stop:
-            self.__dict__.setdefault(_UNSENT_COUNTS, {})[request.request_id] = snapshot(counts)
-        return tokens, stopped
+        if not has_stopped and request.sampling_params is not None and request.sampling_params.stop:
+            self.__dict__.setdefault(_UNSENT_COUNTS, {})[request.request_id] = copy_counts(counts)
+        return tokens, has_stopped
 
     def update_from_output(
         self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        by_client = update(self, scheduler_output, model_runner_output)
+        by_client = upstream_update(self, scheduler_output, model_runner_output)
         if unsent_counts := self.__dict__.pop(_UNSENT_COUNTS, None):
             for outputs in by_client.values():
                 for output in outputs.outputs:
@@ -170,7 +172,7 @@ def install_draft_counts() -> None:
         return by_client
 
     def trim_surplus_tokens(req_state: RequestState, output: EngineCoreOutput, num_prev_tokens: int) -> None:
-        trim(req_state, output, num_prev_tokens)
+        upstream_trim(req_state, output, num_prev_tokens)
         if req_state.spec_decode_metrics is not None:
             trim_last_step(req_state.spec_decode_metrics, len(output.new_token_ids))
 
@@ -195,7 +197,7 @@ def trim_last_step(counts: RequestSpecDecodeMetrics, length: int) -> None:
     _set_last_step(counts, min(drafted, length), min(accepted, length))
 
 
-def snapshot(counts: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
+def copy_counts(counts: RequestSpecDecodeMetrics) -> RequestSpecDecodeMetrics:
     """An independent copy: if core and front end share a process, they share objects."""
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 

@@ -70,12 +70,12 @@ def test_stored_logprobs_stay_until_the_response_ends() -> None:
     mine.logprobs.extend([-0.5, -0.25])
     scheduler.mtpctl_pending_logprobs["cut"] = mine
     for _ in range(2):
-        assert logprobs.pending_of(scheduler, ["cut", "ended"]) == {"cut": ([7, 8], [-0.5, -0.25])}
+        assert logprobs.stored_logprobs_of(scheduler, ["cut", "ended"]) == {"cut": ([7, 8], [-0.5, -0.25])}
 
 
 def test_aborted_response_gets_its_stored_logprobs() -> None:
     mine = processor(late=True)
     for _ in range(2):
-        logprobs.replace(mine, [7, 8, 9], [-0.5, -0.25, -1.0])
+        logprobs.replace_logprobs(mine, [7, 8, 9], [-0.5, -0.25, -1.0])
         assert mine.logprobs.token_ids == [7, 8, 9] and mine.logprobs.logprobs == [-0.5, -0.25, -1.0]
         assert mine.cumulative_logprob == -1.75

@@ -18,9 +18,9 @@ from mtpctl.rollout.vllm.patches.routes import (
     SlotRecorder,
     Span,
     full_attention_group,
-    pending_of,
     rows_from_bytes,
     slots_of,
+    unsent_rows_of,
 )
 
 BLOCK, BLOCKS = 4, 40
@@ -88,7 +88,7 @@ class Gpu:
         """What the output of this step carries."""
         output = SimpleNamespace(request_id=request.request_id, routed_experts=None)
         self.connector.take_output(request, None)
-        self.connector.deliver([SimpleNamespace(outputs=[output])])  # type: ignore[list-item]
+        self.connector.add_to_outputs([SimpleNamespace(outputs=[output])])  # type: ignore[list-item]
         return output.routed_experts
 
 
@@ -145,7 +145,7 @@ def test_a_preempted_request_keeps_the_rows_of_the_pass_that_sampled_its_tokens(
     # The last one was under way when its request was preempted: whether its token would come was not known.
     assert np.array_equal(rows, rows_of([*tokens[:8], 522]))
     gpu.connector.request_finished(request)
-    assert not gpu.connector._preempted and not gpu.connector._sent_until
+    assert not gpu.connector._preemptions and not gpu.connector._sent_end
 
 
 def test_request_preempted_within_its_prefill_has_the_rows_of_the_second_pass() -> None:
@@ -175,13 +175,13 @@ def test_pending_rows_are_read_before_an_abort() -> None:
     request, tokens = request_of(5, start=2), [10, 11, 12, 13, 14, 20]
     gpu.run(request, 0, tokens[:5])
     request.num_tokens = 6
-    assert np.array_equal(gpu.connector.pending(request), rows_of(tokens[2:5]))
+    assert np.array_equal(gpu.connector.unsent_rows(request), rows_of(tokens[2:5]))
     gpu.run(request, 5, [20, 99])
-    assert np.array_equal(gpu.connector.pending(request), rows_of(tokens[2:5])), (
+    assert np.array_equal(gpu.connector.unsent_rows(request), rows_of(tokens[2:5])), (
         "token 20 has another one behind it, which is not known yet"
     )
     gpu.give_up(request)
-    assert np.array_equal(gpu.connector.pending(request), rows_of(tokens[2:5]))
+    assert np.array_equal(gpu.connector.unsent_rows(request), rows_of(tokens[2:5]))
 
 
 def test_pending_rows_survive_serialization() -> None:
@@ -191,9 +191,9 @@ def test_pending_rows_survive_serialization() -> None:
     request.num_tokens = 4
     others = request_of(3, deferred=False)
     scheduler = SimpleNamespace(aux_output_connector=gpu.connector, requests={"r-1": request, "others": others})
-    result = pending_of(scheduler, ["r-1", "others", "gone"])
+    result = unsent_rows_of(scheduler, ["r-1", "others", "gone"])
     assert list(result) == ["r-1"] and np.array_equal(rows_from_bytes(*result["r-1"]), rows_of(tokens[:3]))
-    assert pending_of(SimpleNamespace(aux_output_connector=None), ["r-1"]) == {}
+    assert unsent_rows_of(SimpleNamespace(aux_output_connector=None), ["r-1"]) == {}
 
 
 def test_a_step_that_warms_up_writes_nothing() -> None:
