@@ -27,7 +27,7 @@ from mtpctl.errors import UserError
 from mtpctl.kernels import exact, invariant
 from mtpctl.rollout.vllm.client import adapter_request
 from mtpctl.rollout.vllm.patches import weights
-from mtpctl.rollout.vllm.patches.drafter import TIMES
+from mtpctl.rollout.vllm.patches.drafter import DRAFT_TIMES
 from mtpctl.rollout.vllm.patches.exact import is_bitwise
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID, ZERO_ADAPTER
@@ -204,7 +204,7 @@ class WorkerExtension:
 
     def mtpctl_draft_s(self) -> dict[int, float]:
         """Median drafting seconds per step since the last call, by number of draft tokens."""
-        return TIMES.take()
+        return DRAFT_TIMES.take_medians()
 
     def mtpctl_memory(self, reset: str = "") -> dict[str, int]:
         """Memory of this worker's GPU in bytes. `reset`: reset the peaks."""

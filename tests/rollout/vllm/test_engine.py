@@ -113,7 +113,7 @@ def test_logprobs_travel_with_the_end_of_a_response(engine: VllmEngine, run: Loo
 
 def test_delayed_requests_get_the_same_responses(engine: VllmEngine, run: Loop, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     """160 requests for 64 slots: the first cycles hold back for different numbers of steps, whatever that is worth."""
-    hold, holds = AdmissionBursts.hold, []
+    hold, holds = AdmissionBursts.should_hold, []
 
     def count(self: AdmissionBursts, now: float, running: int, waiting: int) -> bool:
         holds_back = hold(self, now, running, waiting)
@@ -124,7 +124,7 @@ def test_delayed_requests_get_the_same_responses(engine: VllmEngine, run: Loop, 
         return await asyncio.gather(*(engine.generate(request(200 + index, 5 + index % 30)) for index in range(160)))
 
     run(engine.admit_at_once(True))
-    monkeypatch.setattr(AdmissionBursts, "hold", count)
+    monkeypatch.setattr(AdmissionBursts, "should_hold", count)
     at_once = run(many())
     assert not holds
     run(engine.admit_at_once(False))

@@ -59,41 +59,41 @@ OUTLIER_FACTOR = 4.0
 
 
 class AdmissionBursts:
-    """Decides before each step whether to hold requests back. Call `hold` before a step, and `record_step` after it is scheduled."""
+    """Decides before each step whether to hold requests back. Call `should_hold` before a step, and `record_step` after it is scheduled."""
 
     def __init__(self, slots: int) -> None:
         self.step_s, self.prefill_s = 0.0, 0.0
         self._slots = slots
         self._cycles: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)  # seconds, steps, prefilled tokens
-        self._since_fit = self._since_trial = 0
+        self._cycles_since_fit = self._cycles_since_trial = 0
         self._trials: deque[int] = deque()
         self._cycle_started_at: float | None = None
-        self._steps = self._tokens = 0
-        self._held_steps, self._hold_began, self._cost_s = 0, 0.0, 0.0
+        self._cycle_steps = self._cycle_tokens = 0
+        self._held_steps, self._hold_started_at, self._held_cost_s = 0, 0.0, 0.0
 
-    def hold(self, now: float, running: int, waiting: int) -> bool:
+    def should_hold(self, now: float, running: int, waiting: int) -> bool:
         """Whether to hold requests back in the next step. now: monotonic seconds. running, waiting: numbers of requests."""
-        admissible = min(waiting, self._slots - running)
+        num_admissible = min(waiting, self._slots - running)
         if (
             self._slots < MIN_SLOTS
-            or admissible <= 0
+            or num_admissible <= 0
             or running + waiting < MIN_LOAD * self._slots
-            or admissible >= MAX_HELD_SHARE * self._slots
+            or num_admissible >= MAX_HELD_SHARE * self._slots
         ):
-            return self._admit()
+            return self._end_hold()
         if not self._held_steps:
-            self._hold_began = now
-        elif now - self._hold_began >= MAX_HOLD_S:
-            return self._admit()
-        self._cost_s += self.step_s * admissible / running
-        ends = self._held_steps >= self._trials[0] if self._trials else self._cost_s >= self.prefill_s
-        if ends:
-            return self._admit()
+            self._hold_started_at = now
+        elif now - self._hold_started_at >= MAX_HOLD_S:
+            return self._end_hold()
+        self._held_cost_s += self.step_s * num_admissible / running
+        is_due = self._held_steps >= self._trials[0] if self._trials else self._held_cost_s >= self.prefill_s
+        if is_due:
+            return self._end_hold()
         self._held_steps += 1
         return True
 
-    def _admit(self) -> bool:
-        self._held_steps, self._cost_s = 0, 0.0
+    def _end_hold(self) -> bool:
+        self._held_steps, self._held_cost_s = 0, 0.0
         return False
 
     def record_step(self, now: float, running: int, prefilled: int) -> None:
@@ -104,20 +104,20 @@ class AdmissionBursts:
         if prefilled:
             if self._cycle_started_at is not None:
                 self._end_cycle(now - self._cycle_started_at)
-            self._cycle_started_at, self._steps, self._tokens = now, 0, prefilled
-        self._steps += 1
+            self._cycle_started_at, self._cycle_steps, self._cycle_tokens = now, 0, prefilled
+        self._cycle_steps += 1
 
     def _end_cycle(self, seconds: float) -> None:
-        self._cycles.append((seconds, float(self._steps), float(self._tokens)))
+        self._cycles.append((seconds, float(self._cycle_steps), float(self._cycle_tokens)))
         if self._trials:
             self._trials.popleft()
-        self._since_fit += 1
-        self._since_trial += 1
-        if len(self._cycles) >= MIN_CYCLES and self._since_fit >= FIT_EVERY:
-            self._since_fit = 0
+        self._cycles_since_fit += 1
+        self._cycles_since_trial += 1
+        if len(self._cycles) >= MIN_CYCLES and self._cycles_since_fit >= FIT_EVERY:
+            self._cycles_since_fit = 0
             self.step_s, self.prefill_s = fit_costs(list(self._cycles))
-        if not self._trials and (len(self._cycles) < MIN_CYCLES or self._since_trial >= TRIAL_EVERY):
-            self._since_trial = 0
+        if not self._trials and (len(self._cycles) < MIN_CYCLES or self._cycles_since_trial >= TRIAL_EVERY):
+            self._cycles_since_trial = 0
             self._trials.extend(TRIAL_HOLD_STEPS)
 
 
@@ -145,7 +145,7 @@ _STATE = "mtpctl_bursts"
 
 @patch
 def install_admission() -> None:
-    """Hold requests back before a step if `AdmissionBursts.hold` returns true."""
+    """Hold requests back before a step if `AdmissionBursts.should_hold` returns true."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
@@ -157,13 +157,13 @@ def install_admission() -> None:
         bursts, now = _bursts(self), time.perf_counter()
         if bursts is None or self._pause_state != PauseState.UNPAUSED:
             return upstream(self, throttle_prefills)
-        held_back = bursts.hold(now, running, waiting)
-        if held_back:
+        holds_back = bursts.should_hold(now, running, waiting)
+        if holds_back:
             self._pause_state = PauseState.PAUSED_NEW
         try:
             output = upstream(self, throttle_prefills)
         finally:
-            if held_back:
+            if holds_back:
                 self._pause_state = PauseState.UNPAUSED
         bursts.record_step(now, len(output.num_scheduled_tokens), prefilled_tokens(self, output))
         return output

@@ -43,8 +43,8 @@ def install_rotary() -> None:
     def forward_cpu(self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         if query.dim() == 2 and (key is None or key.dim() == 2):
             return upstream(self, positions, query, key)
-        rotated, rotated_key = self.forward_native(positions, query, key)
-        query.copy_(rotated)
+        rotated_query, rotated_key = self.forward_native(positions, query, key)
+        query.copy_(rotated_query)
         if key is not None and rotated_key is not None:
             key.copy_(rotated_key)
         return query, key
@@ -85,10 +85,10 @@ def install_context_norms() -> None:
         raise UpstreamMoved(f"{__name__}: vLLM's CPU kernel for norms no longer shows the fault patched here; remove the patch")
 
     def normalize(self: _ContextNorms, all_k: Tensor) -> Tensor:
-        normed = torch.empty_like(all_k)
-        for out, keys, weight in zip(normed, all_k, self._k_norm_weights, strict=True):
+        normed_keys = torch.empty_like(all_k)
+        for out, keys, weight in zip(normed_keys, all_k, self._k_norm_weights, strict=True):
             ops.rms_norm(out, keys, weight, self._rms_norm_eps)
-        return normed
+        return normed_keys
 
     assign(DFlashQwen3Model, _normalize_context_k=normalize)
 
@@ -140,21 +140,21 @@ def install_short_queries() -> None:
         width: int,
         state_len: int,
     ) -> Tensor:
-        bounds, slots, accepted = metadata.spec_query_start_loc, metadata.spec_state_indices_tensor, metadata.num_accepted_tokens
-        assert bounds is not None and slots is not None and accepted is not None
+        bounds, slots, accepted_counts = metadata.spec_query_start_loc, metadata.spec_state_indices_tensor, metadata.num_accepted_tokens
+        assert bounds is not None and slots is not None and accepted_counts is not None
         sequences = metadata.num_spec_decodes
-        bounds, slots, accepted = bounds[: sequences + 1], slots[:sequences], accepted[:sequences]
+        bounds, slots, accepted_counts = bounds[: sequences + 1], slots[:sequences], accepted_counts[:sequences]
         lengths = bounds.diff().tolist()
         if all(tokens == state_len - width + 2 for tokens in lengths):
             return upstream(layer, metadata, mixed_TD, b, a, conv_buffers, recurrent_states, width, state_len)
         # Padding sequences have no tokens, and no state to read.
-        active = [index for index, tokens in enumerate(lengths) if tokens]
-        first_slots, previous_accepted = slots[:, 0].tolist(), accepted.tolist()
+        active_sequences = [index for index, tokens in enumerate(lengths) if tokens]
+        first_slots, previous_accepted = slots[:, 0].tolist(), accepted_counts.tolist()
         convolved = convolve(
             mixed_TD,
-            [lengths[index] for index in active],
-            [previous_accepted[index] for index in active],
-            [conv_buffers[first_slots[index]] for index in active],
+            [lengths[index] for index in active_sequences],
+            [previous_accepted[index] for index in active_sequences],
+            [conv_buffers[first_slots[index]] for index in active_sequences],
             gdn_attention._unpacked_conv_weight(layer)[:, None],
             layer.conv1d.bias,
         )
@@ -170,7 +170,7 @@ def install_short_queries() -> None:
             b=b,
             initial_state_source=recurrent_states,
             spec_state_indices=slots.int().contiguous(),
-            num_accepted_tokens=accepted.int().contiguous(),
+            num_accepted_tokens=accepted_counts.int().contiguous(),
             cu_seqlens=bounds.int().contiguous(),
             use_qk_l2norm_in_kernel=True,
         )
@@ -179,14 +179,14 @@ def install_short_queries() -> None:
 
 
 def convolve(
-    inputs_TD: Tensor, lengths: list[int], accepted: list[int], buffers_NDS: list[Tensor], taps_D1W: Tensor, bias_D: Tensor | None
+    inputs_TD: Tensor, lengths: list[int], accepted_counts: list[int], buffers_NDS: list[Tensor], taps_D1W: Tensor, bias_D: Tensor | None
 ) -> Tensor:
     """Causal convolution of each sequence's query, without activation, and the update of its buffer in place.
 
     Args:
         inputs_TD: the queries of all sequences, one after another: T tokens, D channels.
         lengths: tokens of each query, at least 1.
-        accepted: number of accepted tokens in each sequence's previous step, at least 1.
+        accepted_counts: number of accepted tokens in each sequence's previous step, at least 1.
         buffers_NDS: one buffer [D, S] per sequence.
         taps_D1W: weights of the depthwise convolution over W inputs.
         bias_D: bias, if the layer has one.
@@ -196,7 +196,7 @@ def convolve(
     """
     width = taps_D1W.shape[-1]
     outputs = []
-    for query_TD, previous_accepted, buffer_DS in zip(inputs_TD.split(lengths), accepted, buffers_NDS, strict=True):
+    for query_TD, previous_accepted, buffer_DS in zip(inputs_TD.split(lengths), accepted_counts, buffers_NDS, strict=True):
         history_DW = buffer_DS[:, previous_accepted - 1 : previous_accepted + width - 2]
         window = torch.cat([history_DW, query_TD.T.to(buffer_DS.dtype)], dim=1)
         outputs.append(functional.conv1d(window[None], taps_D1W, bias_D, groups=len(window))[0].T)
@@ -227,8 +227,8 @@ def install_narrow_values() -> None:
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             padding = self.head_size - self.value_width
-            padded = functional.pad(value.unflatten(-1, (-1, self.value_width)), (0, padding)).flatten(-2)
-            heads = super().forward(query, key, padded, *args, **kwargs).unflatten(-1, (-1, self.head_size))
+            padded_values = functional.pad(value.unflatten(-1, (-1, self.value_width)), (0, padding)).flatten(-2)
+            heads = super().forward(query, key, padded_values, *args, **kwargs).unflatten(-1, (-1, self.head_size))
             return heads[..., : self.value_width].flatten(-2)
 
     assign(mimo_v2, Attention=PaddedAttention)
@@ -253,10 +253,10 @@ def install_experts() -> None:
         )
 
     @wraps(upstream)
-    def select(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[FusedMoEExperts] | None]:
+    def select_backend(moe_config: FusedMoEConfig) -> tuple[UnquantizedMoeBackend, type[FusedMoEExperts] | None]:
         return upstream(replace(moe_config, is_lora_enabled=False))  # type: ignore[no-any-return]
 
-    assign(moe_method, select_unquantized_moe_backend=select)
+    assign(moe_method, select_unquantized_moe_backend=select_backend)
 
 
 # ------------------------------------------------------------------------------------------------- experts one by one
@@ -284,11 +284,13 @@ class SequentialExperts:
         """vLLM's call of the kernel, with `topk_weights` and `topk_ids` [T, k]."""
         if apply_router_weight_on_input:
             raise NotImplementedError("the router's weights are applied to the outputs")
-        local = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
-        output.copy_(sum_experts(hidden_states, topk_weights, local, lambda states, expert: self.run_expert(states, w1, w2, expert)))
+        local_experts = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
+        output.copy_(
+            sum_experts(hidden_states, topk_weights, local_experts, lambda states, expert: self.run_expert(states, w1, w2, expert))
+        )
 
 
-def sum_experts(states: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, int], Tensor]) -> Tensor:
+def sum_experts(states: Tensor, weights: Tensor, experts: Tensor, run_expert: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Sum the outputs of each token's experts.
 
     states [T, H]; weights, experts [T, k]: routing weight and index of each selected expert, -1 for experts of other ranks → [T, H] fp32.
@@ -297,7 +299,7 @@ def sum_experts(states: Tensor, weights: Tensor, experts: Tensor, run: Callable[
     for expert in experts.unique().tolist():
         if expert >= 0:
             tokens, choice = (experts == expert).nonzero(as_tuple=True)
-            total.index_add_(0, tokens, run(states[tokens], expert).float() * weights[tokens, choice, None].float())
+            total.index_add_(0, tokens, run_expert(states[tokens], expert).float() * weights[tokens, choice, None].float())
     return total
 
 

@@ -111,13 +111,13 @@ class SwitchingScheduler(Scheduler):
         self.switch = SpeculationSwitch(self.num_spec_tokens, self._log_choice)
         size = len(self.dynamic_sd_lookup)
         self._tables = [[drafts] * size for drafts in range(self.num_spec_tokens + 1)]
-        self._last: tuple[float, int] | None = None
-        self._choice = ""
+        self._last_step: tuple[float, int] | None = None
+        self._last_choice = ""
         self._steps: Counter[int] = Counter()
         self._step_s: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=STEP_TIMES))
 
     def _log_choice(self, choice: Choice) -> None:
-        self._choice = str(choice)
+        self._last_choice = str(choice)
         log.warning("%s", choice)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -138,15 +138,15 @@ class SwitchingScheduler(Scheduler):
         requests = len(scheduled.num_scheduled_tokens)
         drafts = scheduled.num_spec_tokens_to_schedule
         # Runs between steps, for hundreds of requests: sets and counters are faster than a loop.
-        drafting = sum(map(bool, scheduled.scheduled_spec_decode_tokens.values()))
-        decodes_only = set(scheduled.num_scheduled_tokens.values()) == {1 + drafts} and drafting == (requests if drafts else 0)
-        previous, self._last = self._last, (now, drafts) if decodes_only else None
-        if not decodes_only or previous is None or previous[1] != drafts:
+        num_drafting = sum(map(bool, scheduled.scheduled_spec_decode_tokens.values()))
+        decodes_only = set(scheduled.num_scheduled_tokens.values()) == {1 + drafts} and num_drafting == (requests if drafts else 0)
+        previous_step, self._last_step = self._last_step, (now, drafts) if decodes_only else None
+        if not decodes_only or previous_step is None or previous_step[1] != drafts:
             return
         lengths = Counter(map(len, output.sampled_token_ids))
         accepted = tuple(sum(count for length, count in lengths.items() if length > position + 1) for position in range(drafts))
-        self._step_s[drafts].append(now - previous[0])
-        self.switch.observe(Step(requests, drafts, now - previous[0], accepted))
+        self._step_s[drafts].append(now - previous_step[0])
+        self.switch.observe(Step(requests, drafts, now - previous_step[0], accepted))
 
     def speculation(self, drafts: int | None, weights_changed: bool) -> SpeculationState:
         """Fix the number of drafts (None: unchanged; -1: automatic), and return the state. Resets `steps` and `step_s`.
@@ -168,7 +168,7 @@ class SwitchingScheduler(Scheduler):
             "in_trial": self.switch.in_trial,
             "trials": self.switch.trials,
             "switches": self.switch.switches,
-            "message": self._choice,
+            "message": self._last_choice,
         }
 
 
@@ -196,14 +196,14 @@ def install_drafter() -> None:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     assign(EngineCore, mtpctl_speculation=_speculation)
-    _patch_propose(SpecDecodeBaseProposer, _without_drafts)
-    _sample_plainly()
+    _patch_propose(SpecDecodeBaseProposer, _empty_drafts)
+    _patch_sample()
     if HAS_TRITON:
         from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
         for speculator in (MultiModuleMTPSpeculator, TargetDependentARSpeculator):
-            _patch_propose(speculator, _without_drafts_v2)
+            _patch_propose(speculator, _empty_drafts_v2)
 
 
 def _speculation(self: EngineCore, drafts: int | None, weights_changed: bool) -> SpeculationState:
@@ -213,8 +213,8 @@ def _speculation(self: EngineCore, drafts: int | None, weights_changed: bool) ->
     return {**state, "draft_s": times[0]}
 
 
-def _patch_propose(owner: type, without_drafts: Propose) -> None:
-    """Make `owner.propose` call `without_drafts` in steps that request no drafts, and time all other steps."""
+def _patch_propose(owner: type, empty_drafts: Propose) -> None:
+    """Make `owner.propose` call `empty_drafts` in steps that request no drafts, and time all other steps."""
     upstream: Propose = vars(owner)["propose"]
     if "num_speculative_tokens" not in inspect.signature(upstream).parameters:
         raise UpstreamMoved(f"{__name__}: {owner.__name__}.propose no longer takes num_speculative_tokens; find the new way to skip it")
@@ -222,12 +222,12 @@ def _patch_propose(owner: type, without_drafts: Propose) -> None:
     @wraps(upstream)
     def propose(self: Drafter, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafts = kwargs.get("num_speculative_tokens")
-        dynamic = self.speculative_config.uses_dynamic_speculative_decoding()
-        if not dynamic or drafts is None or kwargs.get("dummy_run") or kwargs.get("is_profile"):
+        is_dynamic = self.speculative_config.uses_dynamic_speculative_decoding()
+        if not is_dynamic or drafts is None or kwargs.get("dummy_run") or kwargs.get("is_profile"):
             return upstream(self, *args, **kwargs)
         if drafts == 0:
-            return without_drafts(self, *args, **kwargs)
-        end = TIMES.begin(drafts, self.device)
+            return empty_drafts(self, *args, **kwargs)
+        end = DRAFT_TIMES.begin(drafts, self.device)
         result = upstream(self, *args, **kwargs)
         end()
         return result
@@ -235,7 +235,7 @@ def _patch_propose(owner: type, without_drafts: Propose) -> None:
     assign(owner, propose=propose)
 
 
-def _sample_plainly() -> None:
+def _patch_sample() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     upstream = GPUModelRunner._sample
@@ -249,14 +249,14 @@ def _sample_plainly() -> None:
     assign(GPUModelRunner, _sample=sample)
 
 
-def _without_drafts(self: DrafterV1, *_: object, common_attn_metadata: CommonAttentionMetadata, **__: object) -> torch.Tensor:
+def _empty_drafts(self: DrafterV1, *_: object, common_attn_metadata: CommonAttentionMetadata, **__: object) -> torch.Tensor:
     """No draft tokens `[requests, 0]`, in the form of the first model runner."""
     self.num_speculative_tokens = 0
     self._last_draft_probs = None
     return torch.empty(common_attn_metadata.batch_size(), 0, device=self.device, dtype=torch.int64)
 
 
-def _without_drafts_v2(self: DrafterV2, input_batch: InputBatch, *_: object, **__: object) -> torch.Tensor:
+def _empty_drafts_v2(self: DrafterV2, input_batch: InputBatch, *_: object, **__: object) -> torch.Tensor:
     """The second model runner's buffer of draft tokens, marked empty `[requests, limit]`."""
     return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
 
@@ -265,7 +265,7 @@ class DraftTimes:
     """Seconds of drafting per step, by number of drafts.
 
     On a GPU, a pair of events in the stream around the drafter measures it, idle gaps between its kernels included. The events are read
-    only in `take`, and only those that have completed, so no step waits.
+    only in `take_medians`, and only those that have completed, so no step waits.
     """
 
     def __init__(self) -> None:
@@ -290,14 +290,14 @@ class DraftTimes:
 
         return end
 
-    def take(self) -> dict[int, float]:
+    def take_medians(self) -> dict[int, float]:
         """Return the median by number of drafts, and reset."""
         times = {drafts: [seconds for read in readers if (seconds := read()) is not None] for drafts, readers in self._readers.items()}
         self._readers.clear()
         return {drafts: statistics.median(samples) for drafts, samples in times.items() if samples}
 
 
-TIMES = DraftTimes()
+DRAFT_TIMES = DraftTimes()
 """Times of this process's drafter."""
 
 
@@ -322,8 +322,8 @@ def install_depths() -> None:
 
     if _takes_later_depths(MiMoMTP.forward):
         raise UpstreamMoved(f"{__name__}: MiMoMTP takes later depths by itself; remove this part of the patch")
-    compiled: Callable[..., Any] | None = vars(DeepSeekMTP).get("__call__")
-    if compiled is None:
+    compiled_call: Callable[..., Any] | None = vars(DeepSeekMTP).get("__call__")
+    if compiled_call is None:
         raise UpstreamMoved(f"{__name__}: DeepSeekMTP is no longer compiled as a whole; remove this part of the patch")
 
     def forward(
@@ -337,9 +337,9 @@ def install_depths() -> None:
     ) -> torch.Tensor:
         return self.model(input_ids, positions, hidden_states, inputs_embeds, spec_step_idx)  # type: ignore[no-any-return]
 
-    @wraps(compiled)
+    @wraps(compiled_call)
     def call(self: DeepSeekMTP, *args: Any, **kwargs: Any) -> Any:
-        run = self.forward if kwargs.get("spec_step_idx") else compiled.__get__(self)
+        run = self.forward if kwargs.get("spec_step_idx") else compiled_call.__get__(self)
         return run(*args, **kwargs)
 
     assign(MiMoMTP, forward=forward)
@@ -364,10 +364,10 @@ def install_mimo_v2_layers() -> None:
     predictor = mimo_v2_mtp.MiMoV2MultiTokenPredictor
     if mimo_v2_mtp._MIMO_V2_FLASH_NUM_MTP_LAYERS != 1:
         raise UpstreamMoved(f"{__name__}: vLLM serves several MTP layers of MiMo-V2-Flash; remove the patch")
-    build = predictor.__init__
+    upstream_init = predictor.__init__
 
     def init(self: MiMoV2MultiTokenPredictor, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        build(self, vllm_config=vllm_config, prefix=prefix)
+        upstream_init(self, vllm_config=vllm_config, prefix=prefix)
         assert vllm_config.speculative_config is not None
         config = vllm_config.speculative_config.draft_model_config.hf_config
         name = f"{prefix}.mtp.layers".removeprefix(".")

@@ -56,27 +56,27 @@ def install_exact() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.sample.sampler import Sampler
 
-    replaced = ((utils, "dispatch_cpu_unquantized_gemm"), (CPUAttentionBackend, "get_impl_cls"), (Sampler, "sample"))
-    for owner, name in replaced:
+    required_methods = ((utils, "dispatch_cpu_unquantized_gemm"), (CPUAttentionBackend, "get_impl_cls"), (Sampler, "sample"))
+    for owner, name in required_methods:
         if not hasattr(owner, name):
             raise UpstreamMoved(f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not exact")
-    dispatch, attention_class = utils.dispatch_cpu_unquantized_gemm, CPUAttentionBackend.get_impl_cls
+    upstream_dispatch, upstream_attention_class = utils.dispatch_cpu_unquantized_gemm, CPUAttentionBackend.get_impl_cls
 
-    @wraps(dispatch)
+    @wraps(upstream_dispatch)
     def dispatch_gemm(layer: nn.Module, remove_weight: bool) -> None:
-        dispatch(layer, remove_weight)
+        upstream_dispatch(layer, remove_weight)
         if is_bitwise() and layer.get_parameter("weight").ndim == 2:
             layer.__dict__["cpu_linear"] = linear
 
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return exact_attention_class() if is_bitwise() else attention_class()
+        return exact_attention_class() if is_bitwise() else upstream_attention_class()
 
     assign(utils, dispatch_cpu_unquantized_gemm=dispatch_gemm)
     assign(CPUAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
     replace_forward(RMSNorm, rms_norm)
     replace_forward(SiluAndMul, silu_and_mul)
     replace_row_parallel(summed_linear)
-    assign(RotaryEmbedding, forward_cpu=_rotary(RotaryEmbedding.forward_cpu))
+    assign(RotaryEmbedding, forward_cpu=_with_exact_table(RotaryEmbedding.forward_cpu))
     _patch_log_softmax(Sampler)
 
 
@@ -165,7 +165,7 @@ def rotary_table(layer: RotaryEmbedding, positions: int = 0) -> tuple[Tensor, Te
 Rotation = Callable[["RotaryEmbedding", Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-def _rotary(upstream: Rotation) -> Rotation:
+def _with_exact_table(upstream: Rotation) -> Rotation:
     """Rotate with an exact table of cosines and sines. All engines of a process share these layers, so each call reads `NUMERICS`."""
 
     @wraps(upstream)
@@ -210,9 +210,9 @@ def exact_attention_class() -> type[CPUAttentionBackendImpl]:
 
         def do_kv_cache_update(self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
             rows = (slot_mapping >= 0).nonzero().squeeze(1)  # others are padding
-            slots, size = slot_mapping[rows], kv_cache.shape[2]
-            for plane, new in zip(_key_value_views(kv_cache), (key, value), strict=True):
-                plane[slots // size, :, slots % size] = new[rows]
+            slots, block_size = slot_mapping[rows], kv_cache.shape[2]
+            for cache_view, new_rows in zip(_key_value_views(kv_cache), (key, value), strict=True):
+                cache_view[slots // block_size, :, slots % block_size] = new_rows[rows]
 
     return ExactAttention
 
@@ -231,13 +231,14 @@ def paged_attention(
     Requests with equal numbers of queries are computed in batches, within the limit of temporary memory.
     """
     assert metadata.causal is True, "bidirectional attention has no exact sums"
-    starts, lengths, (_, groups, size, width) = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), key_blocks.shape
-    for count, requests in _batches(starts, lengths, 8 * groups * width):
+    query_starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    _, num_kv_heads, block_size, width = key_blocks.shape
+    for count, requests in _batch_by_query_count(query_starts, lengths, 8 * num_kv_heads * width):
         batch_lengths = torch.tensor([lengths[request] for request in requests])[:, None]
         max_length = int(batch_lengths.max())
-        blocks = metadata.block_table[requests, : -(-max_length // size)].long()
-        keys, values = (plane[blocks].transpose(1, 2).flatten(2, 3)[:, :, :max_length] for plane in (key_blocks, value_blocks))
-        rows = torch.tensor([starts[request] for request in requests])[:, None] + torch.arange(count)
+        blocks = metadata.block_table[requests, : -(-max_length // block_size)].long()
+        keys, values = (cache_view[blocks].transpose(1, 2).flatten(2, 3)[:, :, :max_length] for cache_view in (key_blocks, value_blocks))
+        rows = torch.tensor([query_starts[request] for request in requests])[:, None] + torch.arange(count)
         slot_indices = torch.arange(max_length)
         # Slots beyond a request's tokens have arbitrary contents.
         keys, values = (x.masked_fill((slot_indices >= batch_lengths)[:, None, :, None], 0.0) for x in (keys, values))
@@ -246,16 +247,16 @@ def paged_attention(
         output[rows] = out.transpose(1, 2).reshape(*rows.shape, *output.shape[1:])
 
 
-def _batches(starts: list[int], lengths: list[int], key_bytes: int) -> Iterator[tuple[int, list[int]]]:
+def _batch_by_query_count(query_starts: list[int], lengths: list[int], key_bytes: int) -> Iterator[tuple[int, list[int]]]:
     """Batches of requests with equal numbers of queries, as (queries per request, requests).
 
     The padded keys of a batch, of `key_bytes` each, take at most `exact.BLOCK_BYTES`.
     """
-    by_count: dict[int, list[int]] = {}
+    requests_by_count: dict[int, list[int]] = {}
     for request in range(len(lengths)):
-        by_count.setdefault(starts[request + 1] - starts[request], []).append(request)
-    by_count.pop(0, None)
-    for count, requests in by_count.items():
+        requests_by_count.setdefault(query_starts[request + 1] - query_starts[request], []).append(request)
+    requests_by_count.pop(0, None)
+    for count, requests in requests_by_count.items():
         batch_size = max(1, exact.BLOCK_BYTES // (key_bytes * max(lengths[request] for request in requests)))
         for first in range(0, len(requests), batch_size):
             yield count, requests[first : first + batch_size]
@@ -270,11 +271,11 @@ def _patch_log_softmax(sampler: type[Sampler]) -> None:
     For a token after accepted drafts, vLLM's rejection sampler requests logits from the sampler, but gets log-probs, and applies
     log-softmax again, which rounds. The patched samplers return logits when they are requested.
     """
-    build, forward, sample = sampler.__init__, sampler.forward, sampler.sample
+    upstream_init, upstream_forward, upstream_sample = sampler.__init__, sampler.forward, sampler.sample
 
-    @wraps(build)
+    @wraps(upstream_init)
     def __init__(self: Sampler, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
+        upstream_init(self, *args, **kwargs)
         if is_bitwise():
             self.__dict__["compute_logprobs"] = exact.log_softmax
             self.__dict__["forward"] = _forward.__get__(self)
@@ -283,10 +284,10 @@ def _patch_log_softmax(sampler: type[Sampler]) -> None:
 
     def _forward(self: Sampler, *args: Any, **kwargs: Any) -> object:
         self.__dict__["mtpctl_wants_logits"] = kwargs.get("logprobs_mode_override") == "processed_logits"
-        return forward(self, *args, **kwargs)
+        return upstream_forward(self, *args, **kwargs)
 
     def _sample(self: Sampler, logits: Tensor, sampling_metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
-        tokens, processed = sample(self, logits, sampling_metadata, logprobs_mode_override="processed_logits")
+        tokens, processed = upstream_sample(self, logits, sampling_metadata, logprobs_mode_override="processed_logits")
         if processed is not None and not self.__dict__["mtpctl_wants_logits"]:
             processed = exact.log_softmax(processed)
         return tokens, processed
@@ -308,8 +309,8 @@ def install_exact_experts() -> None:
 
     if not (current_platform.is_cpu() or is_bitwise()):
         return
-    replaced = ((GateLinear, "forward"), (MoERunner, "_apply_quant_method"), (UnquantizedFusedMoEMethod, "_setup_kernel"))
-    for owner, name in replaced:
+    required_methods = ((GateLinear, "forward"), (MoERunner, "_apply_quant_method"), (UnquantizedFusedMoEMethod, "_setup_kernel"))
+    for owner, name in required_methods:
         if name not in vars(owner):
             raise UpstreamMoved(f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes experts, or they are not exact")
     upstream_gate, upstream_experts, upstream_setup = (

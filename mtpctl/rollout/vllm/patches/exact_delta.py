@@ -60,8 +60,8 @@ def rms_norm(self: GemmaRMSNorm, x: Tensor, residual: Tensor | None = None) -> T
     """Return the norm of x; with a residual, the norm of x + residual, and this sum."""
     if residual is not None:
         x = x + residual
-    norm = invariant.rms_norm if x.is_cuda else exact.rms_norm
-    out = norm(x, self.weight.data, self.variance_epsilon, 1.0)
+    compute_norm = invariant.rms_norm if x.is_cuda else exact.rms_norm
+    out = compute_norm(x, self.weight.data, self.variance_epsilon, 1.0)
     return out if residual is None else (out, x)
 
 
@@ -74,10 +74,10 @@ def gated_attention(self: Qwen3NextAttention, positions: Tensor, hidden_states: 
     self.use_fused_qk_norm_rope_gate = False
     qkv, _ = self.qkv_proj(hidden_states)
     query, key, value, gate = self._project_qkv_gate(qkv, positions)
-    attended = self.attn(query, key, value)
+    attention_output = self.attn(query, key, value)
     if gate is not None:  # on CUDA, an element of PyTorch's sigmoid does not depend on others
-        attended = attended * (gate.sigmoid() if gate.is_cuda else exact.sigmoid(gate))
-    out: Tensor = self.o_proj(attended)[0]
+        attention_output = attention_output * (gate.sigmoid() if gate.is_cuda else exact.sigmoid(gate))
+    out: Tensor = self.o_proj(attention_output)[0]
     return out
 
 
@@ -85,17 +85,17 @@ def delta_net(self: QwenGatedDeltaNetAttention, hidden_states: Tensor) -> Tensor
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
     assert not self.gqa_interleaved_layout and self.tp_size == 1, "this layout of linear attention is not exact"
-    inner = self.num_v_heads * self.head_v_dim
-    mixed_qkv, gate = self.in_proj_qkvz(hidden_states)[0].split([self.conv_dim, inner], dim=-1)
+    value_width = self.num_v_heads * self.head_v_dim
+    mixed_qkv, gate = self.in_proj_qkvz(hidden_states)[0].split([self.conv_dim, value_width], dim=-1)
     beta, alpha = self.in_proj_ba(hidden_states)[0].chunk(2, dim=-1)
     out = hidden_states.new_zeros(len(hidden_states), self.num_v_heads, self.head_v_dim)
     # CUDA graphs of steps with prefill are interrupted here, because the number of sequences differs from step to step.
-    eager_break_during_capture(recur)(self, mixed_qkv, alpha.contiguous(), beta.contiguous(), out)
+    eager_break_during_capture(run_recurrence)(self, mixed_qkv, alpha.contiguous(), beta.contiguous(), out)
     output: Tensor = self._output_projection(out, gate.reshape(out.shape))
     return output
 
 
-def recur(layer: QwenGatedDeltaNetAttention, mixed_qkv: Tensor, alpha: Tensor, beta: Tensor, out: Tensor) -> None:
+def run_recurrence(layer: QwenGatedDeltaNetAttention, mixed_qkv: Tensor, alpha: Tensor, beta: Tensor, out: Tensor) -> None:
     """Write the recurrence's outputs [T, value heads, value dim] of the current step to `out`, and its states to the cache."""
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -137,13 +137,13 @@ def _split_by_drafts(metadata: GDNAttentionMetadata) -> Iterator[tuple[Tensor | 
         )
 
 
-def _with_new_sequences(build: Callable[..., GDNAttentionMetadata]) -> Callable[..., GDNAttentionMetadata]:
+def _with_new_sequences(upstream_build: Callable[..., GDNAttentionMetadata]) -> Callable[..., GDNAttentionMetadata]:
     """Set the number of accepted tokens of new sequences to 0, so that they start without a state.
 
     If a prompt has one token, vLLM adds drafts to its first step, and continues from the state that its slot happens to contain.
     """
 
-    @wraps(build)
+    @wraps(upstream_build)
     def build_metadata(
         self: GDNAttentionMetadataBuilder,
         common_prefix_len: int,
@@ -155,6 +155,6 @@ def _with_new_sequences(build: Callable[..., GDNAttentionMetadata]) -> Callable[
         if is_bitwise() and num_accepted_tokens is not None:
             num_computed = common_attn_metadata.compute_num_computed_tokens()[: len(num_accepted_tokens)]
             num_accepted_tokens = num_accepted_tokens.clamp(min=1).where(num_computed > 0, 0)
-        return build(self, common_prefix_len, common_attn_metadata, num_accepted_tokens, *args, **kwargs)
+        return upstream_build(self, common_prefix_len, common_attn_metadata, num_accepted_tokens, *args, **kwargs)
 
     return build_metadata

@@ -82,20 +82,20 @@ def install_fp8_experts() -> None:
         raise UpstreamMoved(f"{__name__}: {fp8.__name__}.select_fp8_moe_backend is gone; find where the expert kernel is chosen")
     experts = _experts_kernel()
 
-    def select(
+    def select_backend(
         config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None, allow_vllm_cutlass: bool = False
     ) -> tuple[Fp8MoeBackend, type[FusedMoEExperts]]:
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 
-        supported, reason = experts.is_supported_config(experts, config, weight_key, activation_key, FusedMoEActivationFormat.Standard)
-        if not supported:
+        is_supported, reason = experts.is_supported_config(experts, config, weight_key, activation_key, FusedMoEActivationFormat.Standard)
+        if not is_supported:
             raise ValueError(
                 f"rollout.quantization: no FP8 kernel on a CPU computes these experts, because the {reason}; set rollout.quantization: none"
             )
         # The backend for which vLLM changes neither weights nor scales.
         return Fp8MoeBackend.EMULATION, experts
 
-    assign(fp8, select_fp8_moe_backend=select)
+    assign(fp8, select_fp8_moe_backend=select_backend)
 
 
 def _experts_kernel() -> type[CPUExpertsFp8]:

@@ -63,7 +63,7 @@ def replace_operations() -> None:
     from vllm.v1.worker.gpu.sample import logprob
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-    replaced = (
+    required_methods = (
         (UnquantizedLinearMethod, "apply"),
         (UnquantizedEmbeddingMethod, "apply"),
         (RotaryEmbedding, "_compute_inv_freq"),
@@ -71,7 +71,7 @@ def replace_operations() -> None:
         (logprob, "compute_token_logprobs"),
         (DraftModelSpeculator, "draft_logits_spec"),
     )
-    for owner, name in replaced:
+    for owner, name in required_methods:
         if not hasattr(owner, name):
             raise UpstreamMoved(
                 f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not bitwise"
@@ -91,8 +91,8 @@ def replace_operations() -> None:
         """Dtype and initial value of the buffer for the logits of sampled drafts. Its dtype must be that of the LM head's output."""
         return (torch.float32, 0.0) if is_bitwise() else upstream_draft_logits_spec(self, vllm_config)
 
-    assign(UnquantizedLinearMethod, apply=_apply(UnquantizedLinearMethod.apply, linear))
-    assign(UnquantizedEmbeddingMethod, apply=_apply(UnquantizedEmbeddingMethod.apply, logits))
+    assign(UnquantizedLinearMethod, apply=_with_product(UnquantizedLinearMethod.apply, linear))
+    assign(UnquantizedEmbeddingMethod, apply=_with_product(UnquantizedEmbeddingMethod.apply, logits))
     assign(FlashAttentionBackend, get_impl_cls=staticmethod(get_impl_cls))
     assign(logprob, compute_token_logprobs=token_logprobs)
     assign(DraftModelSpeculator, draft_logits_spec=draft_logits_spec)
@@ -103,7 +103,7 @@ def replace_operations() -> None:
     assign(RotaryEmbedding, __init__=_with_rotary_table(RotaryEmbedding.__init__))
 
 
-def _apply(upstream: Apply, product: Apply) -> Apply:
+def _with_product(upstream: Apply, product: Apply) -> Apply:
     """Wrap the method of a linear layer or LM head without quantization."""
 
     @wraps(upstream)
@@ -144,20 +144,20 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
     return invariant.swiglu(x)
 
 
-def _with_rotary_table(build: Callable[..., None]) -> Callable[..., None]:
+def _with_rotary_table(upstream_init: Callable[..., None]) -> Callable[..., None]:
     """Make rotary embeddings store a table for all positions of requests, because `rotate` does not support positions beyond the table."""
     from vllm.config import get_current_vllm_config
 
-    @wraps(build)
+    @wraps(upstream_init)
     def __init__(self: RotaryEmbedding, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
+        upstream_init(self, *args, **kwargs)
         if is_bitwise():
-            self.__dict__[_ROTARY_TABLE] = rotary_table(self, _positions(get_current_vllm_config()))
+            self.__dict__[_ROTARY_TABLE] = rotary_table(self, _max_positions(get_current_vllm_config()))
 
     return __init__
 
 
-def _positions(config: VllmConfig) -> int:
+def _max_positions(config: VllmConfig) -> int:
     """Maximum number of positions of a request, drafts included; 0 if the config has no model."""
     drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
     return 0 if config.model_config is None else int(config.model_config.max_model_len) + drafts
@@ -180,15 +180,15 @@ def invariant_attention_class() -> type[FlashAttentionImpl]:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
     signature = inspect.signature(FlashAttentionImpl.__init__)
-    if unknown := _UNSUPPORTED - signature.parameters.keys():
-        raise UpstreamMoved(f"{__name__}: FlashAttentionImpl has no option {', '.join(sorted(unknown))}; find what replaces it")
-    unset = (None, 0, signature.parameters["attn_type"].default)
+    if unknown_options := _UNSUPPORTED - signature.parameters.keys():
+        raise UpstreamMoved(f"{__name__}: FlashAttentionImpl has no option {', '.join(sorted(unknown_options))}; find what replaces it")
+    default_values = (None, 0, signature.parameters["attn_type"].default)
 
     class InvariantAttention(FlashAttentionImpl):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             options = signature.bind(self, *args, **kwargs).arguments
             for name in sorted(_UNSUPPORTED & options.keys()):
-                if isinstance(options[name], Tensor) or options[name] not in unset:
+                if isinstance(options[name], Tensor) or options[name] not in default_values:
                     raise UserError(
                         f"model: numerics: bitwise does not support attention with {name}; use another model, or set numerics: default"
                     )
@@ -213,8 +213,8 @@ def invariant_attention_class() -> type[FlashAttentionImpl]:
             # [pages, key-value heads, slots of a page, key and value]
             keys, values = kv_cache.split(self.head_size, dim=-1)
             pages = PagedKV(keys, values, attn_metadata.block_table, attn_metadata.seq_lens)
-            starts, max_query_len = attn_metadata.query_start_loc, attn_metadata.max_query_len
-            invariant.paged_attention(query[:count], pages, starts, max_query_len, self.scale, output[:count])
+            query_starts, max_query_len = attn_metadata.query_start_loc, attn_metadata.max_query_len
+            invariant.paged_attention(query[:count], pages, query_starts, max_query_len, self.scale, output[:count])
             return output
 
     return InvariantAttention

@@ -42,9 +42,9 @@ class LoopCore(InprocClient):
     def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool) -> None:
         super().__init__(vllm_config, executor_class, log_stats)
         self.resources = _Resources()
-        self._ready: deque[EngineCoreOutputs] = deque()
-        self._wake = asyncio.Event()
-        self._drained = asyncio.Event()
+        self._ready_outputs: deque[EngineCoreOutputs] = deque()
+        self._wake_event = asyncio.Event()
+        self._drained_event = asyncio.Event()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Run the next step and return its outputs. Other tasks run before each step.
@@ -53,49 +53,49 @@ class LoopCore(InprocClient):
         """
         while True:
             await asyncio.sleep(0)
-            if self._ready:
-                return self._ready.popleft()
+            if self._ready_outputs:
+                return self._ready_outputs.popleft()
             if self.engine_core.scheduler.has_requests():
                 try:
                     return self.get_output()
                 except Exception:
                     self.resources.engine_dead = True
                     raise
-            self._drained.set()
-            self._wake.clear()
-            await self._wake.wait()
+            self._drained_event.set()
+            self._wake_event.clear()
+            await self._wake_event.wait()
 
     async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
         return self.get_supported_tasks()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         self.add_request(request)
-        self._wake.set()
+        self._wake_event.set()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.abort_requests(request_ids)
-        self._wake.set()
+        self._wake_event.set()
 
     async def pause_scheduler_async(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stop scheduling. `wait` returns when running requests have finished; the other modes return immediately."""
         core = self.engine_core
         if mode == "wait":
             core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-            self._drained.clear()
-            self._wake.set()
-            await self._drained.wait()
+            self._drained_event.clear()
+            self._wake_event.set()
+            await self._drained_event.wait()
             core._finish_pause(clear_cache)
             return
         if mode == "abort":
-            aborted = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-            outputs = [EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT) for request in aborted]
-            self._ready.append(EngineCoreOutputs(outputs=outputs))
-            self._wake.set()
+            aborted_requests = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            outputs = [EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT) for request in aborted_requests]
+            self._ready_outputs.append(EngineCoreOutputs(outputs=outputs))
+            self._wake_event.set()
         core.pause_scheduler(mode=mode, clear_cache=clear_cache)
 
     async def resume_scheduler_async(self) -> None:
         self.engine_core.resume_scheduler()
-        self._wake.set()
+        self._wake_event.set()
 
     async def is_scheduler_paused_async(self) -> bool:
         return self.engine_core.is_scheduler_paused()

@@ -39,8 +39,8 @@ def install_log_decays() -> None:
     def composed_weight_loader(
         loader: Callable[[Tensor, Tensor], None], transform: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor, Tensor], None]:
-        def load(parameter: Tensor, loaded: Tensor) -> None:
-            loader(parameter, loaded)
+        def load(parameter: Tensor, loaded_tensor: Tensor) -> None:
+            loader(parameter, loaded_tensor)
             setattr(parameter, LOG_DECAY, parameter.data.clone())
             parameter.data.copy_(transform(parameter))
 
@@ -108,21 +108,21 @@ def install_ungated_experts() -> None:
         def run_expert(self, states: Tensor, w1: Tensor, w2: Tensor, expert: int) -> Tensor:
             return run_ungated(states, w1[expert], w2[expert])
 
-    check, kernels = FusedMoEConfig.__post_init__, unquantized.backend_to_kernel_cls
+    upstream_post_init, upstream_kernels = FusedMoEConfig.__post_init__, unquantized.backend_to_kernel_cls
 
-    @wraps(check)
+    @wraps(upstream_post_init)
     def post_init(self: FusedMoEConfig) -> None:
         try:
-            check(self)
+            upstream_post_init(self)
         except NotImplementedError as error:
             # This is the last check of the method, so nothing after it is skipped.
             if "is_act_and_mul" not in str(error):
                 raise
 
-    @wraps(kernels)
+    @wraps(upstream_kernels)
     def backend_to_kernel_cls(backend: UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
-        ungated = [UngatedExperts] if backend.name == "CPU" else []
-        return [*kernels(backend), *ungated]
+        ungated_experts = [UngatedExperts] if backend.name == "CPU" else []
+        return [*upstream_kernels(backend), *ungated_experts]
 
     assign(FusedMoEConfig, __post_init__=post_init)
     assign(unquantized, backend_to_kernel_cls=backend_to_kernel_cls)
@@ -166,14 +166,14 @@ def install_mamba_drafts() -> None:
                 x, conv_state, weight, bias, activation, conv_state_indices=conv_state_indices, query_start_loc=query_start_loc, **options
             )
             return result
-        lengths, accepted, slots = query_start_loc.diff().tolist(), num_accepted_tokens.tolist(), conv_state_indices[:, 0].tolist()
+        lengths, accepted_counts, slots = query_start_loc.diff().tolist(), num_accepted_tokens.tolist(), conv_state_indices[:, 0].tolist()
         # Padding sequences have no tokens, and no state to read.
-        active = [index for index, tokens in enumerate(lengths) if tokens]
+        active_sequences = [index for index, tokens in enumerate(lengths) if tokens]
         convolved = convolve(
             x,
-            [lengths[index] for index in active],
-            [accepted[index] for index in active],
-            [conv_state[slots[index]] for index in active],
+            [lengths[index] for index in active_sequences],
+            [accepted_counts[index] for index in active_sequences],
+            [conv_state[slots[index]] for index in active_sequences],
             weight[:, None],
             bias,
         )

@@ -93,8 +93,8 @@ def install_seeds() -> None:
     def sample_tokens(self: CPUModelRunner, grammar_output: GrammarOutput | None) -> SamplingOutput:
         # The sampler reads this dictionary, which is keyed by row of the batch.
         batch = self.input_batch
-        discarded = self.discard_request_mask.np[: batch.num_reqs]
-        generators = {row: batch.generators.pop(row) for row in list(batch.generators) if discarded[row]}
+        is_discarded = self.discard_request_mask.np[: batch.num_reqs]
+        generators = {row: batch.generators.pop(row) for row in list(batch.generators) if is_discarded[row]}
         try:
             return upstream(self, grammar_output)
         finally:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
     from vllm.platforms.cpu import CpuPlatform
 
-_LOADED = "_mtpctl_loaded"
+_LOADED_WEIGHTS = "_mtpctl_loaded"
 """Attribute of a layer with experts: the object that packs them, and the loaded weights by name."""
 LOG_DECAY = "_mtpctl_log_decay"
 """Attribute of a Mamba-2 layer's parameter `A`: the logarithm `A_log` that folders store, with `A` = −exp(`A_log`)."""
@@ -137,13 +137,13 @@ def install_gemm() -> None:
             upstream(layer, remove_weight)
         # Mamba-2's convolution, which has a bias, is computed with a view of the loaded weight; packing would detach it from updates.
 
-    configure = CpuPlatform.__dict__["check_and_update_config"].__func__
+    upstream_configure = CpuPlatform.__dict__["check_and_update_config"].__func__
 
     def check_and_update_config(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
         attention, model = vllm_config.attention_config, vllm_config.model_config
         if attention.backend is None and model is not None and model.use_mla:
             attention.backend = AttentionBackendEnum.CPU_MLA
-        configure(cls, vllm_config)
+        upstream_configure(cls, vllm_config)
 
     assign(utils, dispatch_cpu_unquantized_gemm=dispatch)
     assign(CpuPlatform, check_and_update_config=classmethod(check_and_update_config))
@@ -169,10 +169,10 @@ def install_packed() -> None:
 
 def save_loaded_weights(experts: CPUUnquantizedExperts, layer: nn.Module) -> None:
     """Keep a copy of the weights of `layer` as loaded, once. experts: the object that packs them."""
-    if _LOADED not in layer.__dict__:
+    if _LOADED_WEIGHTS not in layer.__dict__:
         # The layer has the router's bias too, which is updated in the router.
         leaves = [leaf for leaf, _ in layer.named_parameters(recurse=False) if leaf.startswith(("w13_", "w2_"))]
-        layer.__dict__[_LOADED] = (experts, {leaf: layer.get_parameter(leaf).data.clone() for leaf in leaves})
+        layer.__dict__[_LOADED_WEIGHTS] = (experts, {leaf: layer.get_parameter(leaf).data.clone() for leaf in leaves})
 
 
 def check_quantization(config: QuantizationConfig | None, model: nn.Module, dtypes: Collection[str]) -> None:
@@ -193,21 +193,21 @@ def check_quantization(config: QuantizationConfig | None, model: nn.Module, dtyp
         raise PlanMismatch(
             "the engine's weights are FP8, but the weights are sent unquantized: set rollout.quantization: fp8 in their recipe"
         )
-    if (packed := packed_fp8(model)) is not None:
-        raise PlanMismatch(f"rollout.quantization: {packed}")
+    if (reason := packed_fp8(model)) is not None:
+        raise PlanMismatch(f"rollout.quantization: {reason}")
 
 
 def packed_fp8(model: nn.Module) -> str | None:
     """The reason why FP8 weights of a model cannot be updated in place, as one line; None if they can."""
-    packed: Counter[tuple[str, str, str]] = Counter()
+    packed_layers: Counter[tuple[str, str, str]] = Counter()
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if (linear := getattr(method, "fp8_linear", None)) is not None:
-            kind, kernel, option = "matrices", type(linear).__name__, "linear_backend"
-            updatable = kernel in UPDATABLE_KERNELS
+            layer_kind, kernel, engine_option = "matrices", type(linear).__name__, "linear_backend"
+            is_updatable = kernel in UPDATABLE_KERNELS
         elif (experts := getattr(method, "fp8_backend", None)) is not None:
-            kind, kernel, option = "layers with experts", experts.name, "moe_backend"
-            updatable = kernel in UPDATABLE_EXPERTS
+            layer_kind, kernel, engine_option = "layers with experts", experts.name, "moe_backend"
+            is_updatable = kernel in UPDATABLE_EXPERTS
         else:
             continue
         scales = {
@@ -215,14 +215,14 @@ def packed_fp8(model: nn.Module) -> str | None:
             for name, parameter in layer.named_parameters(recurse=False)
             if name.endswith(SCALE_SUFFIX)
         }
-        if not updatable:
-            packed[kind, kernel, option] += 1
+        if not is_updatable:
+            packed_layers[layer_kind, kernel, engine_option] += 1
         elif other_dtypes := sorted(scales - {"float32"}):
-            packed[kind, f"{kernel} (scales in {other_dtypes[0]})", option] += 1
-    if not packed:
+            packed_layers[layer_kind, f"{kernel} (scales in {other_dtypes[0]})", engine_option] += 1
+    if not packed_layers:
         return None
-    layers = ", ".join(f"{count} {kind} for {kernel}" for (kind, kernel, _), count in packed.items())
-    options = ", ".join(dict.fromkeys(f"{option}: triton" for _, _, option in packed))
+    layers = ", ".join(f"{count} {layer_kind} for {kernel}" for (layer_kind, kernel, _), count in packed_layers.items())
+    options = ", ".join(dict.fromkeys(f"{engine_option}: triton" for _, _, engine_option in packed_layers))
     return f"vLLM packs {layers}; a sync cannot update packed weights; set rollout.engine_args: {{{options}}}"
 
 
@@ -237,9 +237,9 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
             setattr(decay, LOG_DECAY, decay.data.neg().log())
         logarithm: torch.Tensor = getattr(decay, LOG_DECAY)
         return logarithm
-    if _LOADED in layer.__dict__:
-        loaded: torch.Tensor = layer.__dict__[_LOADED][1][leaf]
-        return loaded
+    if _LOADED_WEIGHTS in layer.__dict__:
+        loaded_weights: torch.Tensor = layer.__dict__[_LOADED_WEIGHTS][1][leaf]
+        return loaded_weights
     method = getattr(layer, "quant_method", None)
     backend = getattr(method, "unquantized_backend", None)
     if backend is not None and backend.name not in _UNPACKED_BACKENDS:
@@ -262,9 +262,9 @@ def repack(model: nn.Module) -> None:
         if hasattr(layer, _DECAY) and hasattr(getattr(layer, _DECAY), LOG_DECAY):
             decay = layer.get_parameter(_DECAY)
             decay.data.copy_(getattr(decay, LOG_DECAY).exp().neg())
-        if _LOADED in layer.__dict__:
-            experts, loaded = layer.__dict__[_LOADED]
-            for leaf, weight in loaded.items():
+        if _LOADED_WEIGHTS in layer.__dict__:
+            experts, loaded_weights = layer.__dict__[_LOADED_WEIGHTS]
+            for leaf, weight in loaded_weights.items():
                 layer.register_parameter(leaf, nn.Parameter(weight.clone(), requires_grad=False))
             experts.process_weights_after_loading(layer)
 

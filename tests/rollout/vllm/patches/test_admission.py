@@ -35,7 +35,7 @@ def simulate(
     held_since: float | None = None
     for _ in range(steps):
         waiting = max(waiting, slots + slots // 16 - len(lengths))
-        holds_back = holds and bursts.hold(now, len(lengths), waiting)
+        holds_back = holds and bursts.should_hold(now, len(lengths), waiting)
         held_since = (now if held_since is None else held_since) if holds_back else None
         longest = max(longest, now - held_since) if held_since is not None else longest
         admitted = 0 if holds_back else min(waiting, slots - len(lengths))
@@ -78,15 +78,15 @@ def test_a_hold_is_limited_in_time() -> None:
 def test_requests_are_admitted_at_once_unless_the_engine_is_full() -> None:
     full = simulate(0.02, 0.01, 0.0).bursts
     full._trials.clear()
-    full._admit()
-    assert full.hold(0.0, 250, 20), "few of the slots are empty, and more requests than those wait"
-    full._admit()
-    assert not full.hold(0.0, 100, 1), "a lone request next to others that do not fill the engine"
-    assert not full.hold(0.0, 0, 256), "nothing decodes"
-    assert not full.hold(0.0, 256, 20), "no slot is empty"
-    assert not full.hold(0.0, 256 - 64, 64), "enough for the largest burst"
+    full._end_hold()
+    assert full.should_hold(0.0, 250, 20), "few of the slots are empty, and more requests than those wait"
+    full._end_hold()
+    assert not full.should_hold(0.0, 100, 1), "a lone request next to others that do not fill the engine"
+    assert not full.should_hold(0.0, 0, 256), "nothing decodes"
+    assert not full.should_hold(0.0, 256, 20), "no slot is empty"
+    assert not full.should_hold(0.0, 256 - 64, 64), "enough for the largest burst"
     small = AdmissionBursts(16)
-    assert not any(small.hold(now, 15, 3) for now in range(50))
+    assert not any(small.should_hold(now, 15, 3) for now in range(50))
 
 
 def test_costs_that_the_cycles_do_not_separate_are_unknown() -> None:
