@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from mtpctl.controller.state import ended_stages
+from mtpctl.controller.state import read_ended_stages
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe.checks import validate
@@ -226,7 +226,7 @@ def _has_ended(recipe: Recipe) -> bool:
     """Whether the run has ended, according to its checkpoint or, if it writes none, to its number of RL updates."""
     train, path = recipe.train, recipe.run_path
     if train.keep_checkpoints or train.stages != ["rl"] or not RunDirectory(path).recipe.exists():
-        return set(train.stages) <= set(ended_stages(path / "checkpoints"))
+        return set(train.stages) <= set(read_ended_stages(path / "checkpoints"))
     return load_history(path).last_step("rl") >= train.rl.steps
 
 

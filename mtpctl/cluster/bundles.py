@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from mtpctl.cluster.hosts import Host, allocate, capacities
+from mtpctl.cluster.hosts import Host, allocate, list_capacities
 from mtpctl.errors import RuntimeFailure
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ class RayHost:
         return self.total.name
 
 
-def ray_hosts() -> list[RayHost]:
+def list_ray_hosts() -> list[RayHost]:
     """The hosts that are alive: the head first, the others ordered by address."""
     from ray._private.state import available_resources_per_node
 
-    free_resources, draining = available_resources_per_node(), draining_nodes()
+    free_resources, draining = available_resources_per_node(), list_draining_nodes()
     nodes = sorted(_alive_nodes(), key=_host_order)
     addresses = [str(node["NodeManagerAddress"]) for node in nodes]
     hosts = []
@@ -65,14 +65,14 @@ def ray_hosts() -> list[RayHost]:
     return hosts
 
 
-def draining_nodes() -> set[str]:
+def list_draining_nodes() -> set[str]:
     """Node ids of the hosts that are being drained: they are alive, but will be removed soon."""
     from ray._private.state import state
 
     return set(state.get_draining_nodes())
 
 
-def live_nodes() -> set[str]:
+def list_live_nodes() -> set[str]:
     """Node ids of the hosts that are alive."""
     return {str(node["NodeID"]) for node in _alive_nodes()}
 
@@ -169,7 +169,7 @@ class ActorLocation:
     gpu_ids: tuple[str, ...]
 
 
-def current_location() -> ActorLocation:
+def get_current_location() -> ActorLocation:
     import ray
 
     context = ray.get_runtime_context()
@@ -219,11 +219,11 @@ class Bundles:
     async def add(self, claim: Claim) -> ActorBundle | None:
         """Return the existing bundle of a joining actor, or reserve one. Returns None if no host has capacity."""
         bundle = self.by_actor.get(claim.actor)
-        if bundle is not None and bundle.node in live_nodes() - draining_nodes():
+        if bundle is not None and bundle.node in list_live_nodes() - list_draining_nodes():
             return bundle
         self.release(claim.actor)
-        hosts = ray_hosts()
-        allocation = allocate(capacities(host.free for host in hosts), 1, claim.cpus, claim.gpus)
+        hosts = list_ray_hosts()
+        allocation = allocate(list_capacities(host.free for host in hosts), 1, claim.cpus, claim.gpus)
         if allocation is None:
             return None
         try:
@@ -238,7 +238,7 @@ class Bundles:
         if (bundle := self.by_actor.get(actor)) is None:
             return
         is_shared = any(other.group is bundle.group for name, other in self.by_actor.items() if name != actor and other.group is not None)
-        if is_shared and bundle.node in live_nodes():
+        if is_shared and bundle.node in list_live_nodes():
             return
         if not is_shared:
             _remove([bundle.group])
@@ -246,12 +246,12 @@ class Bundles:
 
     def on_lost_hosts(self, actors: Sequence[str]) -> list[str]:
         """Those of `actors` whose host is lost."""
-        live_node_ids = live_nodes()
+        live_node_ids = list_live_nodes()
         return [actor for actor in actors if self.by_actor[actor].node not in live_node_ids]
 
     def compact(self, actors: Sequence[str]) -> None:
         """Reassign the bundles of actors with equal claims, so that the first actors get the bundles whose hosts are alive."""
-        live_node_ids = live_nodes()
+        live_node_ids = list_live_nodes()
         ordered_bundles = sorted((self.by_actor[actor] for actor in actors), key=lambda bundle: bundle.node not in live_node_ids)
         for actor, bundle in zip(actors, ordered_bundles, strict=True):
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
@@ -259,8 +259,8 @@ class Bundles:
     async def try_acquire(self, actors: Sequence[str], *, per_host: int) -> list[ActorBundle] | None:
         """Return the actors' bundles. Those on lost hosts are replaced, `per_host` at a time on one host. None if there is no capacity."""
         if lost_actors := self.on_lost_hosts(actors):
-            hosts = ray_hosts()
-            free_capacities = capacities(host.free for host in hosts)
+            hosts = list_ray_hosts()
+            free_capacities = list_capacities(host.free for host in hosts)
             specs: list[BundleSpec] = []
             for first in range(0, len(lost_actors), per_host):
                 claims = [self.by_actor[actor].claim for actor in lost_actors[first : first + per_host]]
@@ -334,4 +334,4 @@ def _remove(groups: Sequence[PlacementGroup | None]) -> None:
 
 
 def _host_name(node: str) -> str:
-    return next((host.name for host in ray_hosts() if host.node == node), node[:6])
+    return next((host.name for host in list_ray_hosts() if host.node == node), node[:6])

@@ -23,7 +23,7 @@ Allocation = tuple[int, list[tuple[int, ...]]]
 """The index of a host, and for each rank the indices of its GPUs there."""
 
 
-def capacities(hosts: Iterable[Host], max_gpus: float = math.inf) -> list[Capacity]:
+def list_capacities(hosts: Iterable[Host], max_gpus: float = math.inf) -> list[Capacity]:
     """The capacity of each host, with at most `max_gpus` GPUs."""
     return [(host.cpus, _gpu_shares(min(host.gpus, max_gpus))) for host in hosts]
 

@@ -109,7 +109,7 @@ def delete(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def namespace() -> str:
+def process_namespace() -> str:
     """An id of the process namespace. Each container has its own, unless it shares its host's."""
     return str(os.stat(_NAMESPACE).st_ino)
 
@@ -179,8 +179,8 @@ def _remove(folder: Path) -> bool:
 
 def _folders() -> Iterator[Path]:
     yield from _user_paths(SHARED_MEMORY, f"{PREFIX}*")
-    yield from (path for path in _user_paths(sessions(), "session_*") if not path.is_symlink())
-    for root in (SHARED_MEMORY, sessions()):
+    yield from (path for path in _user_paths(sessions_folder(), "session_*") if not path.is_symlink())
+    for root in (SHARED_MEMORY, sessions_folder()):
         yield from _user_paths(root, f".{PREFIX}*")  # The process was killed while it created or deleted the folder.
 
 
@@ -194,7 +194,7 @@ def _user_paths(root: Path, pattern: str) -> list[Path]:
     return paths
 
 
-def sessions() -> Path:
+def sessions_folder() -> Path:
     """The folder for sessions of local Ray clusters. Its parent is private to the user, since Ray makes this folder world-writable."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / f"{PREFIX}{os.getuid()}" / "ray"
 
@@ -239,7 +239,7 @@ class Process:
     started: int
 
 
-def process_of(pid: int) -> Process:
+def read_process(pid: int) -> Process:
     """Read a process from `/proc`. Raises ProcessLookupError if no running process has that id."""
     try:
         # The second field is the program's name in parentheses, which may contain blanks and parentheses.
@@ -251,14 +251,14 @@ def process_of(pid: int) -> Process:
     return Process(pid, int(parent), int(session), int(fields[15]))
 
 
-def start_time(pid: int) -> int:
+def read_start_time(pid: int) -> int:
     """The start time of a running process, in clock ticks after the boot. Raises ProcessLookupError if no running process has that id."""
-    return process_of(pid).started
+    return read_process(pid).started
 
 
 def _identity(pid: int) -> Owner:
     """The mark that identifies a running process. Raises ProcessLookupError if no running process has that id."""
-    return {"pid": pid, "started": start_time(pid), **_origin()}
+    return {"pid": pid, "started": read_start_time(pid), **_origin()}
 
 
 def _origin() -> Origin:
@@ -298,7 +298,7 @@ class Watchdog:
         try:
             self._process = subprocess.Popen(
                 # -P: do not import modules from the working directory.
-                [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(start_time(os.getpid()))],
+                [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(read_start_time(os.getpid()))],
                 stdin=read_end,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -314,7 +314,7 @@ class Watchdog:
 
     def register(self) -> None:
         """Register the calling process, the leader of its session. A daemon calls it before its program begins."""
-        os.write(self._pipe, b"%d %d\n" % (os.getpid(), start_time(os.getpid())))
+        os.write(self._pipe, b"%d %d\n" % (os.getpid(), read_start_time(os.getpid())))
 
     def close(self) -> None:
         """End all processes of the daemons' sessions, and wait for the watchdog."""
@@ -331,7 +331,7 @@ class Watchdog:
             self._process.wait()
 
 
-def session_members(leaders: dict[int, int]) -> list[Process]:
+def find_session_members(leaders: dict[int, int]) -> list[Process]:
     """The processes of these sessions and their descendants. `leaders`: start time of each session's leader, by process id.
 
     The id of a session is not reused while it has a member. If its leader has another start time, it is another session.
@@ -339,7 +339,7 @@ def session_members(leaders: dict[int, int]) -> list[Process]:
     processes = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(ProcessLookupError):
-            processes[int(path.name)] = process_of(int(path.name))
+            processes[int(path.name)] = read_process(int(path.name))
     sessions = {leader for leader, started in leaders.items() if leader not in processes or processes[leader].started == started}
     pids = {process.pid for process in processes.values() if process.session in sessions}
     while children := {process.pid for process in processes.values() if process.parent in pids} - pids:
@@ -350,10 +350,10 @@ def session_members(leaders: dict[int, int]) -> list[Process]:
 def kill_sessions(leaders: dict[int, int]) -> None:
     """Kill the members of the sessions until none is left, for at most `KILL_TIMEOUT_S`."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (members := session_members(leaders)) and time.monotonic() < deadline:
+    while (members := find_session_members(leaders)) and time.monotonic() < deadline:
         for process in members:
             with suppress(ProcessLookupError, PermissionError):
-                if start_time(process.pid) == process.started:
+                if read_start_time(process.pid) == process.started:
                     os.kill(process.pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)
 
@@ -382,7 +382,7 @@ def run_watchdog(command_pid: int, started: int) -> None:
 
 def _ended(pid: int, started: int) -> bool:
     try:
-        return start_time(pid) != started
+        return read_start_time(pid) != started
     except ProcessLookupError:
         return True
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtpctl.cluster.bundles import ray_hosts
+from mtpctl.cluster.bundles import list_ray_hosts
 
 TRANSFER_BYTES = 64 << 20
 ROUNDS = 20
@@ -88,7 +88,7 @@ class Endpoint:
             return statistics.median(round_trips), TRANSFER_BYTES / (time.perf_counter() - start)
 
 
-def pair_rounds(count: int) -> list[list[tuple[int, int]]]:
+def schedule_pairs(count: int) -> list[list[tuple[int, int]]]:
     """All pairs of `count` hosts, in rounds in which each host is in at most one pair (the circle method of round-robin tournaments)."""
     circle: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     rounds = []
@@ -118,7 +118,7 @@ async def measure_links() -> list[Link]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    hosts = ray_hosts()
+    hosts = list_ray_hosts()
     remote = ray.remote(Endpoint)
     endpoints: list[Any] = [
         remote.options(num_cpus=0, max_concurrency=2, scheduling_strategy=NodeAffinitySchedulingStrategy(host.node, soft=False)).remote()
@@ -138,7 +138,7 @@ async def measure_links() -> list[Link]:
             return Link(*names, latency, rate)
 
         links: list[Link] = []
-        for pairs in pair_rounds(len(hosts)):
+        for pairs in schedule_pairs(len(hosts)):
             links += await asyncio.gather(*(measure(*pair) for pair in pairs))
         return links
     finally:

@@ -202,7 +202,7 @@ def make_private_sessions() -> Path:
 
     Raises EnvironmentMissing if its parent belongs to another user, or if it cannot be created.
     """
-    sessions = leftovers.sessions()
+    sessions = leftovers.sessions_folder()
     user_folder = sessions.parent
     try:
         user_folder.mkdir(mode=0o700, exist_ok=True)

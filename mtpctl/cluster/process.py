@@ -39,7 +39,7 @@ def log_name_variables(actor: str) -> dict[str, str]:
     return {NAME_VARIABLE: _file_stem(actor)}
 
 
-def newest_line(folder: Path, actor: str, *, start_time: float) -> str:
+def read_newest_line(folder: Path, actor: str, *, start_time: float) -> str:
     """The last line that an actor has printed since a time, without control characters and warnings; of a progress bar, its latest state.
 
     Empty if there is no such line, or if the file is on another host.

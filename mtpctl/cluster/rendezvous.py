@@ -17,7 +17,7 @@ _CONNECT_S = 20.0
 
 def host_store(host: str = "") -> TCPStore:
     """Start a store at a free port of `host` (default: this host's address). It has no authentication. Deleting the object ends it."""
-    host = host or own_address()
+    host = host or get_own_address()
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     address, port = listener.getsockname()[:2]
     # The store closes the socket.
@@ -26,7 +26,7 @@ def host_store(host: str = "") -> TCPStore:
     )
 
 
-def own_address() -> str:
+def get_own_address() -> str:
     """The address of this host in the Ray cluster. Without Ray, the address that its name resolves to, which is often the loopback."""
     import ray
 
@@ -35,7 +35,7 @@ def own_address() -> str:
 
 def use_own_interface() -> None:
     """Make gloo use the interface of this host's address, unless the environment names another; its default is often the loopback."""
-    address = own_address()
+    address = get_own_address()
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -144,7 +144,7 @@ class CheckpointCopier:
         return num_failures
 
 
-def store_of(recipe: Recipe) -> ObjectStore | None:
+def open_copy_store(recipe: Recipe) -> ObjectStore | None:
     """The object store for the recipe's copies; None if none is configured. Raises the errors of `ObjectStore`."""
     return None if recipe.copy_url is None else ObjectStore(recipe.copy_url, COPY_URL_FIELD)
 
@@ -161,7 +161,7 @@ def check_copies(recipe: Recipe) -> None:
     Raises UserError if the bucket does not exist, or has the copy of another run, and EnvironmentMissing if the store cannot be used. A
     store that does not answer is accepted if the run has a local checkpoint.
     """
-    store = store_of(recipe)
+    store = open_copy_store(recipe)
     if store is None:
         return
     try:
@@ -194,7 +194,7 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
 
     Raises UserError if no checkpoint of the copy is complete, EnvironmentMissing if the store fails.
     """
-    store, directory = store_of(recipe), RunDirectory(recipe.run_path)
+    store, directory = open_copy_store(recipe), RunDirectory(recipe.run_path)
     if store is None or _has_checkpoint(directory):
         return ""
     for attempt in range(1, FETCH_ATTEMPTS + 1):
@@ -215,7 +215,7 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
 
 def start_copier(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, report: Report) -> CheckpointCopier | None:
     """Start copying for a run, first the checkpoint that it resumes from. None if the recipe configures no copies."""
-    store = store_of(recipe)
+    store = open_copy_store(recipe)
     if store is None:
         return None
     copier = CheckpointCopier(store, directory.path, recipe.train.keep_checkpoints, report)

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
-from mtpctl.cluster.bundles import Bundles, Claim, draining_nodes, live_nodes
+from mtpctl.cluster.bundles import Bundles, Claim, list_draining_nodes, list_live_nodes
 from mtpctl.cluster.deadlines import describe_error, run_in_thread
 from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
@@ -93,7 +93,7 @@ class ElasticRollout:
                 if self._membership is not None and not self._state.stopping.is_set():
                     # In a thread, because Ray may block for a minute if the GCS server has ended, and the event loop must stay free to save
                     # a checkpoint.
-                    live_node_ids, draining_node_ids = await run_in_thread(lambda: (live_nodes(), draining_nodes()))
+                    live_node_ids, draining_node_ids = await run_in_thread(lambda: (list_live_nodes(), list_draining_nodes()))
                     if self._membership is not None:
                         self._reconcile(self._membership, live_node_ids, draining_node_ids)
                 await asyncio.sleep(POLL_S)

@@ -134,7 +134,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
         if folder.is_dir() and not (folder / LISTING).exists():
             write_listing(folder, 0, {})
     check_fits_model(tokenizer, model.shape.vocab)
-    ends = end_tokens_of(recipe, model, tokenizer)
+    ends = find_end_tokens(recipe, model, tokenizer)
     context = recipe.rollout.context or model.shape.max_positions
     if context > model.shape.max_positions:
         raise UserError(
@@ -162,7 +162,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     return Prepared(model, tokenizer, problems, context, warnings, tools, teacher, ends)
 
 
-def end_tokens_of(recipe: Recipe, model: HfFolder, tokenizer: Tokenizer) -> EndTokens:
+def find_end_tokens(recipe: Recipe, model: HfFolder, tokenizer: Tokenizer) -> EndTokens:
     """The tokens that end a response of `model`, which may be in a run directory. Raises UserError like `config_end_ids`."""
     return end_tokens(tokenizer, recipe.rollout, config_end_ids(recipe.model, model.config), vocab=model.shape.vocab)
 
@@ -173,7 +173,7 @@ def _open_teacher(config: TeacherConfig, tokenizer: Tokenizer) -> HfFolder:
 
     assert config.path is not None
     field = "train.rl.teacher.path"
-    folder = HfFolder.open(local_folder(config.path, field), field=field)
+    folder = HfFolder.open(resolve_model_folder(config.path, field), field=field)
     ModelWeights(folder.path, mtp=False)
     if folder.shape.vocab < (policy_vocab := tokenizer.vocab_size):
         raise UserError(
@@ -212,7 +212,7 @@ def open_model(recipe: Recipe, run_dir: Path) -> HfFolder:
         assert config_fields is not None, "the hub was contacted"
         return create_hf_folder(config_fields, folder, recipe.seed)
     assert config.path is not None, "the recipe's checks reject a model without path and config"
-    source = local_folder(config.path, "model.path")
+    source = resolve_model_folder(config.path, "model.path")
     if folder is None or folder.exists():
         return HfFolder.open(folder or source)
     from mtpctl.convert.drafter import add_drafter, derive_folder
@@ -257,7 +257,7 @@ def open_version_store(folder: Path, recipe: Recipe, shape: ModelShape) -> Versi
     return VersionStore(default_root(store_name(folder), nbytes, folder / "versions"), object_store)
 
 
-def local_folder(name: str, field: str) -> Path:
+def resolve_model_folder(name: str, field: str) -> Path:
     """The absolute path of a model folder, given by its path or hub id. `field`: its recipe key, for messages.
 
     Raises UserError if there is neither, EnvironmentMissing if the hub does not answer.

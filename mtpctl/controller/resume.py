@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from mtpctl.checkpoint.copying import newest_copy
 from mtpctl.checkpoint.finding import check_checkpoint, choose_checkpoint, select_checkpoint
 from mtpctl.checkpoint.listing import Damaged
-from mtpctl.controller.copies import start_copier, store_of
+from mtpctl.controller.copies import open_copy_store, start_copier
 from mtpctl.controller.state import SavedState, check_stages, load_resume_state
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.recipe import yaml12
@@ -97,7 +97,7 @@ def report_completed_run(recipe: Recipe, directory: RunDirectory, checkpoint: Pa
     """If all stages have ended, print the summary of the run, update its copy, and return True."""
     if checkpoint is None or not set(recipe.train.stages) <= set(state["ended"]):
         return False
-    changed_keys = changed_task_keys(recipe, directory)
+    changed_keys = find_changed_task_keys(recipe, directory)
     hint = _changed_task_hint(changed_keys) if changed_keys else _continue_hint(recipe, state["stage"])
     print_completed_run(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
     if (copier := start_copier(recipe, directory, checkpoint, report)) is not None:
@@ -125,7 +125,7 @@ def start_over(recipe: Recipe, shared_folders: Sequence[str] = ()) -> Path | Non
     path = recipe.run_path.absolute()
     if not RunDirectory(path).recipe.exists():
         return None
-    store = store_of(recipe)
+    store = open_copy_store(recipe)
     try:
         if store is not None and (name := newest_copy(store)) is not None:
             raise UserError(
@@ -176,7 +176,7 @@ def _init_keys(tree: Mapping[str, object]) -> dict[KeyPath, object]:
     return {**init_keys, ("model", "path"): absolute_path(None if path is None else str(path))}
 
 
-def old_logprobs_change(recipe: Recipe, run: RunDirectory) -> str:
+def describe_old_logprobs_change(recipe: Recipe, run: RunDirectory) -> str:
     """A message if the source of old log-probs for the policy ratio has changed since the last session; empty otherwise.
 
     It changes without a change of the user's recipe if a release has another default.
@@ -196,7 +196,7 @@ def old_logprobs_change(recipe: Recipe, run: RunDirectory) -> str:
     )
 
 
-def changed_task_keys(recipe: Recipe, run: RunDirectory) -> list[str]:
+def find_changed_task_keys(recipe: Recipe, run: RunDirectory) -> list[str]:
     """The keys in which the recipe's task differs from the task of the run. Files are compared by name, because a run may be moved."""
     if (tree := run.read_recipe()) is None:
         return []

@@ -20,10 +20,10 @@ from mtpctl.controller.prepare import Prepared, open_version_store
 from mtpctl.controller.resume import REFERENCE, Start
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import OldLogprobScorer
-from mtpctl.controller.services import Services, engine_claim, reserve_bundles, start_rewards
+from mtpctl.controller.services import Services, create_engine_claim, reserve_bundles, start_rewards
 from mtpctl.controller.sft import SAMPLES_FILE, DraftStage, SftStage
 from mtpctl.controller.state import RunState, load_state
-from mtpctl.controller.status import Waits, status_app
+from mtpctl.controller.status import Waits, create_status_app
 from mtpctl.controller.stopping import StopHandler
 from mtpctl.controller.trainers import TrainerGroup, TrainerLost, TrainerRecovery
 from mtpctl.controller.weights import WeightSync
@@ -96,7 +96,7 @@ class Run:
                 self.gateway = stack.enter_context(contextlib.closing(gateway))
             stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
             if self.status is not None:
-                await stack.enter_async_context(serving(status_app(self.telemetry.live, self._replica_counts), self.status))
+                await stack.enter_async_context(serving(create_status_app(self.telemetry.live, self._replica_counts), self.status))
                 self.telemetry.event("start", f"status page: {address_of(self.status)}")
             report_copy = partial(self.telemetry.event, "copy")
             if (copier := start_copier(self.recipe, self.directory, self.start.checkpoint, report_copy)) is not None:
@@ -158,7 +158,7 @@ class Run:
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
         self.pool = await self.services.start_rollout(stack)
         if self.elastic is not None:
-            await stack.enter_async_context(self.elastic.scaling(self.pool.membership, engine_claim(self.placement)))
+            await stack.enter_async_context(self.elastic.scaling(self.pool.membership, create_engine_claim(self.placement)))
         return self.pool
 
     def _replica_counts(self) -> ReplicaCounts | None:

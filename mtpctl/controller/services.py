@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mtpctl.cluster.bundles import POLL_S, Bundles, BundleSpec, BundlesUnavailable, Claim, ray_hosts
+from mtpctl.cluster.bundles import POLL_S, Bundles, BundleSpec, BundlesUnavailable, Claim, list_ray_hosts
 from mtpctl.cluster.deadlines import await_start
 from mtpctl.controller.prepare import Prepared
 from mtpctl.controller.scoring import HintRenderer, LocalSource, RemoteSource, Teacher, TeacherSource
@@ -58,7 +58,7 @@ async def reserve_bundles(recipe: Recipe, waits: Waits, stopping: asyncio.Event)
 
 
 async def _try_reserve(recipe: Recipe, start_time: float) -> tuple[Placement, Bundles] | None:
-    hosts = ray_hosts()
+    hosts = list_ray_hosts()
     try:
         placement = place(recipe, [host.free for host in hosts])
     except ClusterResources:
@@ -70,18 +70,18 @@ async def _try_reserve(recipe: Recipe, start_time: float) -> tuple[Placement, Bu
         return None
     bundles = Bundles()
     try:
-        await bundles.reserve([BundleSpec(hosts[bundle.host].node, claims_of(bundle.actors)) for bundle in placement.bundles()])
+        await bundles.reserve([BundleSpec(hosts[bundle.host].node, create_claims(bundle.actors)) for bundle in placement.bundles()])
     except BundlesUnavailable:
         return None
     return placement, bundles
 
 
-def engine_claim(placement: Placement) -> Claim:
+def create_engine_claim(placement: Placement) -> Claim:
     """The CPUs and GPUs of one rollout engine, including all its ranks."""
-    return claims_of(tuple(actor for actor in placement.of("rollout") if actor.index == 0))[0]
+    return create_claims(tuple(actor for actor in placement.of("rollout") if actor.index == 0))[0]
 
 
-def claims_of(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
+def create_claims(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
     """A claim for each Ray actor. The ranks of an engine share one claim, because they are processes of one actor."""
     claims: dict[str, Claim] = {}
     for actor in actors:

@@ -50,12 +50,12 @@ class SavedState(TypedDict):
     ended: list[str]
 
 
-def ended_stages(root: Path) -> list[str]:
+def read_ended_stages(root: Path) -> list[str]:
     """The stages that had ended at the newest checkpoint under `root`. Raises UserError if all checkpoints are damaged."""
     return list(load_state(newest_checkpoint(root))["ended"])
 
 
-def newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
+def find_newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
     """The newest checkpoint whose checksums match, and its weight version; (None, 0) without a checkpoint. Reports newer, damaged ones."""
     choice = choose_checkpoint(root, verify_checksums=True)
     for line in choice.lines:
@@ -83,7 +83,7 @@ def resolve_checkpoint(text: str, *other_kinds: str, report: Report) -> tuple[Pa
     if not recipe.is_file():
         accepted_kinds = (f"a run directory ({recipe.name})", f"a checkpoint ({RUN_FILE})", *other_kinds)
         raise UserError(f"--from: {text} is neither {' nor '.join(accepted_kinds)}")
-    checkpoint, version = newest_version(RunDirectory(path).checkpoints, report)
+    checkpoint, version = find_newest_version(RunDirectory(path).checkpoints, report)
     if checkpoint is None:
         raise UserError(f"--from: {text} has no checkpoint yet")
     return path, checkpoint, version

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from mtpctl.cluster.process import newest_line
+from mtpctl.cluster.process import read_newest_line
 from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.telemetry.names import describe
 from mtpctl.telemetry.runs import LiveStatus, ReplicaCounts, render_status
@@ -31,13 +31,13 @@ GetReplicaCounts = Callable[[], ReplicaCounts | None]
 """Returns the counts of rollout replicas; None before they are started."""
 
 
-def status_socket(telemetry: TelemetryConfig) -> socket.socket | None:
+def bind_status_socket(telemetry: TelemetryConfig) -> socket.socket | None:
     """The bound socket of the status page; None without `telemetry.http`. Raises UserError if the address is in use or not local."""
     address = telemetry.http_address
     return None if address is None else listen(*address, fields=("telemetry.http", "telemetry.http"))
 
 
-def status_app(live_status: LiveStatus, get_counts: GetReplicaCounts) -> Guard:
+def create_status_app(live_status: LiveStatus, get_counts: GetReplicaCounts) -> Guard:
     """The ASGI application with the routes `/`, `/status.json` and `/metrics`."""
 
     async def page(_: Request) -> Response:
@@ -96,7 +96,7 @@ class Wait:
 
     def describe(self, logs: Path) -> str:
         """The wait as text, such as `trainer: loading, 12 s`, with the newest line that one of the actors has logged since."""
-        lines = [line for actor in self.actors if (line := newest_line(logs, actor, start_time=self.wall_start))]
+        lines = [line for actor in self.actors if (line := read_newest_line(logs, actor, start_time=self.wall_start))]
         newest_log_line = f" · {lines[-1]}" if lines else ""
         return f"{self.reason}, {self.seconds:.0f} s{newest_log_line}"
 

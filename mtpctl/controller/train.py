@@ -12,10 +12,10 @@ from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import check_capacity, cluster
 from mtpctl.controller.copies import check_copies, check_sync_url, fetch_if_lost
 from mtpctl.controller.prepare import prepare
-from mtpctl.controller.resume import check_random_init, find_start, old_logprobs_change, report_completed_run
+from mtpctl.controller.resume import check_random_init, describe_old_logprobs_change, find_start, report_completed_run
 from mtpctl.controller.run import Run
 from mtpctl.controller.state import check_stages, load_resume_state
-from mtpctl.controller.status import status_socket
+from mtpctl.controller.status import bind_status_socket
 from mtpctl.errors import MtpctlError
 from mtpctl.plan.placement import place
 from mtpctl.recipe.loading import dump_resolved
@@ -53,13 +53,13 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     is_new = not recipe.run_path.exists()
     check_stages(checkpoint, state, recipe.train.stages)
     check_random_init(recipe, earlier_run)
-    old_logprobs_note = old_logprobs_change(recipe, earlier_run)
+    old_logprobs_note = describe_old_logprobs_change(recipe, earlier_run)
     resolved_recipe = dump_resolved(recipe)
     # Actors get absolute paths: in a joined cluster they have another working directory.
     recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
     with RunDirectory.create(recipe.run_path, resolved_recipe) as directory, contextlib.ExitStack() as open_sockets:
         try:
-            status = status_socket(recipe.telemetry)
+            status = bind_status_socket(recipe.telemetry)
             if status is not None:
                 open_sockets.enter_context(contextlib.closing(status))
             prepared = prepare(recipe, directory.path)

@@ -212,10 +212,10 @@ def _cluster_hosts(recipe: Recipe) -> list[tuple[str, Host]]:
 
     Raises EnvironmentMissing if no cluster answers.
     """
-    from mtpctl.cluster.bundles import ray_hosts
+    from mtpctl.cluster.bundles import list_ray_hosts
 
     with cluster(recipe.cluster, cpus=0, gpus=0, remove_leftovers=False):
-        hosts = ray_hosts()
+        hosts = list_ray_hosts()
     try:
         place(recipe, [host.free for host in hosts])
     except ClusterResources:

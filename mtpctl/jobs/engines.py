@@ -16,9 +16,9 @@ from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.evaluate import evaluate
 from mtpctl.controller.preflight import check_sandbox
-from mtpctl.controller.prepare import Prepared, end_tokens_of, open_model, open_tokenizer, open_version_store
+from mtpctl.controller.prepare import Prepared, find_end_tokens, open_model, open_tokenizer, open_version_store
 from mtpctl.controller.services import start_rewards
-from mtpctl.controller.state import newest_version, resolve_checkpoint
+from mtpctl.controller.state import find_newest_version, resolve_checkpoint
 from mtpctl.data.end_tokens import EndTokens
 from mtpctl.data.prompts import check_lengths
 from mtpctl.data.sets import load_held_out
@@ -75,7 +75,7 @@ def find_weights(recipe: Recipe, from_weights: str | None, scratch: Path, report
     elif from_weights is not None:
         run, checkpoint, version = resolve_checkpoint(from_weights, "a model's folder (config.json)", report=report)
     else:
-        checkpoint, version = newest_version(run / "checkpoints", report)
+        checkpoint, version = find_newest_version(run / "checkpoints", report)
     if recipe.model.randomly_initialized and not (run / "model").is_dir():
         raise UserError(
             f"model.{'init' if recipe.model.config is None else 'config'}: the model is created by training, and {run} is not a run of "
@@ -85,7 +85,7 @@ def find_weights(recipe: Recipe, from_weights: str | None, scratch: Path, report
     model_folder = open_model(recipe, run_dir)
     tokenizer = open_tokenizer(recipe, model_folder, run_dir)
     check_fits_model(tokenizer, model_folder.shape.vocab)
-    end_tokens = end_tokens_of(recipe, model_folder, tokenizer)
+    end_tokens = find_end_tokens(recipe, model_folder, tokenizer)
     return WeightSource(
         model_folder, tokenizer, end_tokens, recipe.rollout.context or model_folder.shape.max_positions, checkpoint, version
     )

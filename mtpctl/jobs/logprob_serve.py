@@ -14,7 +14,7 @@ from mtpctl.cluster.deadlines import await_start
 from mtpctl.cluster.local import cluster
 from mtpctl.cluster.process import freeze_heap
 from mtpctl.controller.prepare import open_model, open_tokenizer
-from mtpctl.controller.state import newest_version
+from mtpctl.controller.state import find_newest_version
 from mtpctl.data.tokenizers import Tokenizer, load_tokenizer
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.reading import shape_of
@@ -162,7 +162,7 @@ def find_served_model(recipe: Recipe, run: Path | None, scratch: Path) -> Served
     else:
         tokenizer = open_tokenizer(recipe, folder, run or scratch)
     if run is not None:
-        checkpoint, version = newest_version(run.absolute() / "checkpoints", print_progress)
+        checkpoint, version = find_newest_version(run.absolute() / "checkpoints", print_progress)
         if checkpoint is not None:
             return ServedModel(f"run {run}, checkpoint {checkpoint.name}", run.absolute().name, folder.path, tokenizer, checkpoint, version)
         return ServedModel(f"run {run}, its initial model", run.absolute().name, folder.path, tokenizer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpctl.cluster.bundles import ActorLocation, current_location
+from mtpctl.cluster.bundles import ActorLocation, get_current_location
 from mtpctl.cluster.process import freeze_heap, gc_paused_for_imports, redirect_output
 from mtpctl.logprob.protocol import Bounds, Scored, ScoreRequest
 from mtpctl.plan.buckets import Bucket, Entry
@@ -70,7 +70,7 @@ class ScoreRank:
         self._finished: set[str] = set()
 
     def location(self) -> ActorLocation:
-        return current_location()
+        return get_current_location()
 
     def address(self) -> str:
         """Create the ranks' rendezvous store and return its address; an empty string on ranks other than 0."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from mtpctl.cluster.hosts import Capacity, Host, allocate, capacities
+from mtpctl.cluster.hosts import Capacity, Host, allocate, list_capacities
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.schema import Recipe
 
@@ -122,7 +122,7 @@ def place(recipe: Recipe, hosts: Sequence[Host] | None = None, *, engines: int |
     groups = _actor_groups(recipe, device, engines)
     if hosts is None:
         hosts = _planned_hosts(recipe, device, sum(cpus * n for _, _, n, cpus, _ in groups), sum(n for _, _, n, _, _ in groups))
-    free_capacity = capacities(hosts, sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups))
+    free_capacity = list_capacities(hosts, sum(n * math.ceil(gpus) for _, _, n, _, gpus in groups))
     actors: list[Actor] = []
     for role, index, ranks, cpus, gpus in groups:
         if role == "rollout" and device == "cuda" and index < recipe.rollout.on_trainer_gpus:
@@ -168,7 +168,7 @@ def max_engines(recipe: Recipe, hosts: Sequence[Host] | None) -> int:
 
 def _fits_one_host(hosts: Sequence[Host], ranks: int, cpus: float, gpus: float) -> bool:
     """Whether this many ranks fit one of the hosts when it is empty."""
-    return any(allocate([capacity], ranks, cpus, gpus) is not None for capacity in capacities(hosts, ranks * math.ceil(gpus)))
+    return any(allocate([capacity], ranks, cpus, gpus) is not None for capacity in list_capacities(hosts, ranks * math.ceil(gpus)))
 
 
 def _allocate_group(free: list[Capacity], ranks: int, cpus: float, gpus: float, *, split: bool) -> list[tuple[int, tuple[int, ...]]] | None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Concatenate, Protocol
 
-from mtpctl.cluster.bundles import ActorLocation, current_location
+from mtpctl.cluster.bundles import ActorLocation, get_current_location
 from mtpctl.cluster.process import freeze_heap, log_name_variables, redirect_output
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpeculationState
@@ -130,7 +130,7 @@ class RolloutActor:
         return os.getpid()
 
     async def location(self) -> ActorLocation:
-        return current_location()
+        return get_current_location()
 
     async def shutdown(self) -> None:
         """End the engine; the owner ends the actor."""

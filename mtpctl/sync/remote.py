@@ -195,9 +195,9 @@ def _receive(link: ChainLink, name: str, nbytes: int) -> Generator[bytes]:
 @cache
 def start_relay(url: str) -> str:
     """Start this process's relay for downloads from the store at `url`. Returns its `host:port`."""
-    from mtpctl.cluster.rendezvous import own_address
+    from mtpctl.cluster.rendezvous import get_own_address
 
-    return RelayServer(lambda: find_cache(url), own_address()).address
+    return RelayServer(lambda: find_cache(url), get_own_address()).address
 
 
 def upstream_of(addresses: Sequence[str]) -> list[tuple[str, int]]:

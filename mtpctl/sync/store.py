@@ -57,7 +57,7 @@ def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
     Readers must be on this machine or have access to `fallback`. Removes a folder of this name that a killed process left in shared memory.
     If another container with the same run path uses the name in the same shared memory, the folder gets another name.
     """
-    roots = [SHARED_MEMORY / f"{PREFIX}{name}", SHARED_MEMORY / f"{PREFIX}{name}-{leftovers.namespace()}"]
+    roots = [SHARED_MEMORY / f"{PREFIX}{name}", SHARED_MEMORY / f"{PREFIX}{name}-{leftovers.process_namespace()}"]
     free_roots = [root for root in roots if leftovers.vacate(root)]
     nbytes = (RETAINED_VERSIONS + 1) * needed_bytes
     if free_roots and on_one_host() and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > nbytes:

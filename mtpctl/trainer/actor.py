@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtpctl.checkpoint.listing import Entry
-from mtpctl.cluster.bundles import ActorLocation, current_location
+from mtpctl.cluster.bundles import ActorLocation, get_current_location
 from mtpctl.cluster.process import freeze_heap, gc_paused_for_imports, redirect_output
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.schema import Recipe
@@ -72,7 +72,7 @@ class TrainerRank(WeightExporter):
 
     def location(self) -> ActorLocation:
         """Return the host and devices of this rank. Actor calls are ordered, so this also waits for the preceding calls."""
-        return current_location()
+        return get_current_location()
 
     def address(self) -> str:
         """Start the rendezvous store and return its address."""

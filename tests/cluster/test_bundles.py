@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from mtpctl.cluster.bundles import ActorBundle, ActorLocation, Bundles, Claim, current_location, draining_nodes, live_nodes, ray_hosts
+from mtpctl.cluster.bundles import (
+    ActorBundle,
+    ActorLocation,
+    Bundles,
+    Claim,
+    get_current_location,
+    list_draining_nodes,
+    list_live_nodes,
+    list_ray_hosts,
+)
 from mtpctl.controller.services import reserve_bundles
 from mtpctl.controller.status import Waits
 from mtpctl.errors import ClusterResources, RuntimeFailure
@@ -59,7 +68,7 @@ class Probe:
     """An actor that reports its location."""
 
     def location(self) -> ActorLocation:
-        return current_location()
+        return get_current_location()
 
 
 async def reserve(recipe: Recipe, lines: list[str], stopping: asyncio.Event | None = None) -> tuple[Placement, Bundles] | None:
@@ -152,7 +161,7 @@ def test_a_joined_host_offers_bundles_until_it_is_drained(hosts: Any) -> None:
         accepted, why = client.drain_node(large.node_id, DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "test", 0)
         assert accepted, why
         async with asyncio.timeout(30):
-            while large.node_id in live_nodes() - draining_nodes():
+            while large.node_id in list_live_nodes() - list_draining_nodes():
                 await asyncio.sleep(0.1)
         assert await bundles.add(claim) is None
         hosts.remove_node(large)
@@ -168,19 +177,19 @@ def test_a_host_counts_as_lost_as_soon_as_its_raylet_is_killed(hosts: Any) -> No
     assert bundles.on_lost_hosts(["rollout-9"]) == []
     joined.kill_raylet()
     assert bundles.on_lost_hosts(["rollout-9"]) == ["rollout-9"]
-    assert joined.node_id not in {host.node for host in ray_hosts()}
+    assert joined.node_id not in {host.node for host in list_ray_hosts()}
     hosts.remove_node(joined)
 
 
 def test_host_names_are_unique(hosts: Any) -> None:
-    assert len({host.name for host in ray_hosts()}) == 3
-    assert [host.total.gpus for host in ray_hosts()] == [0, 2, 2], "the head comes first"
+    assert len({host.name for host in list_ray_hosts()}) == 3
+    assert [host.total.gpus for host in list_ray_hosts()] == [0, 2, 2], "the head comes first"
 
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Bundles:
     """Two ranks and an engine on a host; the engine shares the second rank's GPU."""
-    monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", lambda: [])
+    monkeypatch.setattr("mtpctl.cluster.bundles.list_ray_hosts", lambda: [])
     first, second = object(), object()
     of = {"trainer-0": first, "trainer-1": second, "rollout-0": second}
     return Bundles({name: ActorBundle(Claim(name, 1, 0.5), "aaaaaaaa", group) for name, group in of.items()})  # type: ignore[arg-type]
@@ -202,7 +211,7 @@ def test_gpus_shared_against_the_plan_are_an_error(plan: Bundles) -> None:
 
 
 def test_compact_moves_bundles_on_live_hosts_to_the_first_actors(plan: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpctl.cluster.bundles.live_nodes", lambda: {"cc"})
+    monkeypatch.setattr("mtpctl.cluster.bundles.list_live_nodes", lambda: {"cc"})
     bundles = Bundles(
         {f"trainer-{i}": ActorBundle(Claim(f"trainer-{i}", 1), node, None) for i, node in enumerate(["bb", "bb", "cc", "cc"])}
     )
@@ -218,8 +227,8 @@ def test_compact_moves_bundles_on_live_hosts_to_the_first_actors(plan: Bundles, 
 
 def test_actors_are_listed_as_awaited_until_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ElasticRollout` leaves free capacity to the actors that wait."""
-    monkeypatch.setattr("mtpctl.cluster.bundles.live_nodes", set)
-    monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", list)
+    monkeypatch.setattr("mtpctl.cluster.bundles.list_live_nodes", set)
+    monkeypatch.setattr("mtpctl.cluster.bundles.list_ray_hosts", list)
     bundles = Bundles({"logprob-0-rank-0": ActorBundle(Claim("logprob-0-rank-0", 1), "bb", None)})
 
     async def wait() -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from mtpctl.cli.app import main
 from mtpctl.cluster import leftovers
-from mtpctl.cluster.leftovers import MARK, Watchdog, session_members
+from mtpctl.cluster.leftovers import MARK, Watchdog, find_session_members
 from mtpctl.cluster.local import cluster
 from mtpctl.recipe.schema import ClusterConfig
 from tests.environment import with_tree
@@ -47,7 +47,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    leftovers.sessions().mkdir(parents=True)
+    leftovers.sessions_folder().mkdir(parents=True)
     return tmp_path / "shm"
 
 
@@ -55,7 +55,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(memory: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has created a folder of versions and one of a Ray session."""
     # Pass the folders on stdin, since a folder on a process's command line counts as in use.
-    folders = json.dumps([str(memory / "mtpctl-run"), str(leftovers.sessions() / "session_1")])
+    folders = json.dumps([str(memory / "mtpctl-run"), str(leftovers.sessions_folder() / "session_1")])
     process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(folders + "\n")
@@ -72,7 +72,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def test_folders_are_removed_only_after_the_run_was_killed(run: subprocess.Popen[str], memory: Path) -> None:
-    versions, session = memory / "mtpctl-run", leftovers.sessions() / "session_1"
+    versions, session = memory / "mtpctl-run", leftovers.sessions_folder() / "session_1"
     assert leftovers.find() == leftovers.remove() == []
     assert versions.is_dir() and session.is_dir()
     kill(run)
@@ -121,7 +121,7 @@ def test_folder_of_another_container_is_listed_and_not_removed(
 
 def test_shared_memory_of_an_earlier_boot_is_removed(run: subprocess.Popen[str], memory: Path) -> None:
     """Ray's folders may be on a disk shared by several machines, where another boot may be another machine."""
-    versions, session = memory / "mtpctl-run", leftovers.sessions() / "session_1"
+    versions, session = memory / "mtpctl-run", leftovers.sessions_folder() / "session_1"
     for folder in (versions, session):
         change_mark(folder, boot="another")
     assert [left.path for left in leftovers.remove()] == [versions]
@@ -196,7 +196,7 @@ def test_a_folder_of_another_user_is_not_removed(run: subprocess.Popen[str], mem
 
 def test_a_session_with_a_living_ray_process_is_not_removed(run: subprocess.Popen[str], memory: Path) -> None:
     kill(run)
-    session = leftovers.sessions() / "session_1"
+    session = leftovers.sessions_folder() / "session_1"
     with subprocess.Popen([sys.executable, "-c", "input()", f"--session-dir={session}"], stdin=subprocess.PIPE) as raylet:
         assert session not in [left.path for left in leftovers.remove()]
         raylet.kill()
@@ -223,7 +223,7 @@ class Ray(types.ModuleType):
 
 @pytest.fixture
 def ray(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Ray:
-    result = Ray(leftovers.sessions() / "session_2")
+    result = Ray(leftovers.sessions_folder() / "session_2")
     monkeypatch.setitem(sys.modules, "ray", result)
     monkeypatch.setattr("mtpctl.cluster.local.Daemons.start_in_sessions", lambda self: nullcontext())
     return result
@@ -371,10 +371,10 @@ def test_a_session_with_another_leader_has_no_members() -> None:
     """The id of a process that has ended may have been given to another one."""
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
         try:
-            started = leftovers.start_time(process.pid)
+            started = leftovers.read_start_time(process.pid)
             poll(lambda: os.getsid(process.pid) == process.pid)
-            assert [each.pid for each in session_members({process.pid: started})] == [process.pid]
-            assert session_members({process.pid: started - 1}) == []
+            assert [each.pid for each in find_session_members({process.pid: started})] == [process.pid]
+            assert find_session_members({process.pid: started - 1}) == []
         finally:
             process.kill()
 

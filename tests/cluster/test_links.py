@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from mtpctl.cluster import links
-from mtpctl.cluster.links import Endpoint, Link, find_slow, pair_rounds
+from mtpctl.cluster.links import Endpoint, Link, find_slow, schedule_pairs
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
 def test_every_pair_is_measured_once_and_no_host_twice_in_a_round(count: int) -> None:
-    rounds = pair_rounds(count)
+    rounds = schedule_pairs(count)
     pairs = [pair for each in rounds for pair in each]
     assert sorted(pairs) == list(itertools.combinations(range(count), 2))
     for each in rounds:

@@ -97,8 +97,8 @@ async def world(path: Path, room: dict[str, int], *, least: int = 1, most: int =
         assert await hosts.add(Claim(f"rollout-{index}", 1.0)) is not None
     with pytest.MonkeyPatch.context() as patch, RunDirectory.create(path / "run", "name: t\n") as run:
         patch.setattr("mtpctl.controller.elastic.POLL_S", 0.005)
-        patch.setattr("mtpctl.controller.elastic.live_nodes", lambda: set(hosts.room))
-        patch.setattr("mtpctl.controller.elastic.draining_nodes", lambda: set(hosts.drained))
+        patch.setattr("mtpctl.controller.elastic.list_live_nodes", lambda: set(hosts.room))
+        patch.setattr("mtpctl.controller.elastic.list_draining_nodes", lambda: set(hosts.drained))
         fleet = Fleet(lambda index: FakeReplica(tick_s=0.001))
         pool = await fleet.pool(least, **options)
         said: list[str] = []
@@ -130,7 +130,7 @@ async def test_slow_host_reports_do_not_block_the_loop(tmp_path: Path) -> None:
         async with world(tmp_path, {"a": 1}) as it:
             await it.settled_on("a")
             looking = threading.Event()
-            patch.setattr("mtpctl.controller.elastic.live_nodes", lambda: looking.set() or (never.wait() and set()))
+            patch.setattr("mtpctl.controller.elastic.list_live_nodes", lambda: looking.set() or (never.wait() and set()))
             await it.until(looking.is_set)
             await collect(it.pool, requests(20, max_tokens=10))
     never.set()

@@ -16,7 +16,15 @@ import pytest
 from mtpctl.checkpoint.listing import entry_of_text
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.sft import count_skipped
-from mtpctl.controller.state import FAILURE_PERIOD_S, RETRY_S, RunState, ended_stages, load_resume_state, newest_version, resolve_checkpoint
+from mtpctl.controller.state import (
+    FAILURE_PERIOD_S,
+    RETRY_S,
+    RunState,
+    find_newest_version,
+    load_resume_state,
+    read_ended_stages,
+    resolve_checkpoint,
+)
 from mtpctl.controller.trainers import TrainerGroup
 from mtpctl.errors import RuntimeFailure, SaveFailed, UserError
 from mtpctl.recipe.train import TrainConfig
@@ -259,17 +267,17 @@ def test_checkpoint_without_the_controllers_part_is_abandoned(tmp_path: Path, mo
 def test_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
     message: list[str] = []
     root = tmp_path / "checkpoints"
-    assert (ended_stages(root), newest_version(root, message.append)) == ([], (None, 0))
+    assert (read_ended_stages(root), find_newest_version(root, message.append)) == ([], (None, 0))
     path = write_checkpoint(tmp_path, "rl-000004", version=3)
-    assert (ended_stages(root), newest_version(root, message.append)) == (["sft"], (path, 3))
+    assert (read_ended_stages(root), find_newest_version(root, message.append)) == (["sft"], (path, 3))
     write_checkpoint(tmp_path, "rl-000006", version=5)
     flip(root / "rl-000006" / SHARD)
-    assert newest_version(root, message.append) == (path, 3)
+    assert find_newest_version(root, message.append) == (path, 3)
     (line,) = message
     assert line.startswith(f"{root}/rl-000006/{SHARD} has changed since") and line.endswith("; rl-000004 is used instead")
     for each in (path, root / "rl-000006"):
         os.truncate(each / SHARD, BYTES - 1)
-    for read in (ended_stages, lambda root: newest_version(root, message.append)):
+    for read in (read_ended_stages, lambda root: find_newest_version(root, message.append)):
         with pytest.raises(
             UserError, match=r"rl-000006/__0_0\.distcp has 4,095 bytes, .*: the checkpoint is incomplete, and so is the 1 before"
         ):

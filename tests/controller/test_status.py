@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from mtpctl.controller import status
-from mtpctl.controller.status import Waits, status_app, status_socket
+from mtpctl.controller.status import Waits, bind_status_socket, create_status_app
 from mtpctl.errors import UserError
 from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.telemetry.run_directory import RunDirectory
@@ -40,9 +40,12 @@ def with_client(telemetry: Telemetry, counts: ReplicaCounts | None, use: Callabl
     """Serve the page of this run, and use it."""
 
     async def main() -> None:
-        bound = status_socket(TelemetryConfig(http="127.0.0.1:0"))
+        bound = bind_status_socket(TelemetryConfig(http="127.0.0.1:0"))
         assert bound is not None
-        async with serving(status_app(telemetry.live, lambda: counts), bound), httpx.AsyncClient(base_url=address_of(bound)) as client:
+        async with (
+            serving(create_status_app(telemetry.live, lambda: counts), bound),
+            httpx.AsyncClient(base_url=address_of(bound)) as client,
+        ):
             await use(client)
 
     asyncio.run(asyncio.wait_for(main(), 20))
@@ -118,10 +121,10 @@ def test_resumed_run_shows_its_previous_values(tmp_path: Path) -> None:
 def test_unusable_address_is_reported_with_its_key() -> None:
     taken = r"^telemetry\.http: cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\); choose another address or port$"
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UserError, match=taken):
-        status_socket(TelemetryConfig(http=f"127.0.0.1:{other.getsockname()[1]}"))
+        bind_status_socket(TelemetryConfig(http=f"127.0.0.1:{other.getsockname()[1]}"))
     with pytest.raises(UserError, match=r"^telemetry\.http: cannot listen on 192\.0\.2\.77:80 "):
-        status_socket(TelemetryConfig(http="192.0.2.77:80"))
-    assert status_socket(TelemetryConfig()) is None
+        bind_status_socket(TelemetryConfig(http="192.0.2.77:80"))
+    assert bind_status_socket(TelemetryConfig()) is None
 
 
 def test_status_json_is_valid_for_any_metric(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from mtpctl.checkpoint.listing import write_latest
 from mtpctl.controller import run, train
 from mtpctl.controller.prepare import open_model
-from mtpctl.controller.resume import check_random_init, old_logprobs_change
+from mtpctl.controller.resume import check_random_init, describe_old_logprobs_change
 from mtpctl.errors import ClusterResources, UserError
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
@@ -138,10 +138,10 @@ STALE = "async.staleness_threshold=0.5"
 def test_changed_old_log_probs_are_reported(tmp_path: Path, then: list[str], now: list[str], said: str) -> None:
     """Also if the default has changed instead of the recipe: the run's resolved recipe contains the old default."""
     requested = recipe(tmp_path / "run", STALE, *now)
-    assert old_logprobs_change(requested, RunDirectory(requested.run_path)) == "", "there is no run yet"
+    assert describe_old_logprobs_change(requested, RunDirectory(requested.run_path)) == "", "there is no run yet"
     begun = recipe(tmp_path / "run", STALE, *then)
     RunDirectory.create(begun.run_path, dump_resolved(begun)).close()
-    messages = old_logprobs_change(requested, RunDirectory(requested.run_path))
+    messages = describe_old_logprobs_change(requested, RunDirectory(requested.run_path))
     assert said in messages and bool(messages) == bool(said)
 
 

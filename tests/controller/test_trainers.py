@@ -87,8 +87,8 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: dict[str, float]) -> None:
         self.free = free
         self.bundles = Bundles({f"trainer-{i}": ActorBundle(Claim(f"trainer-{i}", 1), "bbcc"[i], None) for i in range(4)})
-        monkeypatch.setattr("mtpctl.cluster.bundles.live_nodes", lambda: set(self.free))
-        monkeypatch.setattr("mtpctl.cluster.bundles.ray_hosts", self._hosts)
+        monkeypatch.setattr("mtpctl.cluster.bundles.list_live_nodes", lambda: set(self.free))
+        monkeypatch.setattr("mtpctl.cluster.bundles.list_ray_hosts", self._hosts)
         monkeypatch.setattr(Bundles, "reserve", lambda bundles, specs, *, planned: self._reserve(bundles, specs))
         monkeypatch.setattr(trainers, "CAPACITY_WAIT_S", 0.1)
         monkeypatch.setattr(trainers, "POLL_S", 0.02)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mtpctl.controller.status import status_app
+from mtpctl.controller.status import create_status_app
 from mtpctl.environments.gateway.requests import FieldRules
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.logprob.http import make_app
@@ -88,7 +88,7 @@ async def logprobs(tmp_path: Path) -> AsyncIterator[Target]:
 @contextlib.asynccontextmanager
 async def status(tmp_path: Path) -> AsyncIterator[Target]:
     bound = listen("127.0.0.1", 0)
-    async with serving(status_app(LiveStatus(tmp_path, {}, History([], [])), lambda: None), bound):
+    async with serving(create_status_app(LiveStatus(tmp_path, {}, History([], [])), lambda: None), bound):
         yield Target(address_of(bound), "/status.json", None, [])
 
 

@@ -67,7 +67,7 @@ def test_sessions_of_ray_are_out_of_reach_of_other_users(command: Command) -> No
 def test_directory_of_another_user_is_not_used_for_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever made it could replace what is in it."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    private = leftovers.sessions().parent
+    private = leftovers.sessions_folder().parent
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     private.symlink_to(elsewhere)

@@ -165,7 +165,7 @@ def change_mark(root: Path, **changed: object) -> None:
 
 def test_a_store_of_another_container_is_not_removed(memory: Path, tmp_path: Path) -> None:
     """Containers that share memory may have run directories with the same path."""
-    for place in ("mtpctl-run", f"mtpctl-run-{leftovers.namespace()}"):
+    for place in ("mtpctl-run", f"mtpctl-run-{leftovers.process_namespace()}"):
         root = default_root("run", 1, tmp_path)
         assert root == memory / place
         VersionStore(root).claim()  # again, as a run does
