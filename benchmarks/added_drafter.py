@@ -24,7 +24,7 @@ from harness import parser, print_environment
 from mtpctl.data.tokenizers import load_tokenizer
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.protocol import SpecStats
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.vllm.settings import build_engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ async def measure(options: Options, drafts: int, method: Literal["greedy", "prob
         threads=1 if options.device == "cpu" else 0,
         speculation=SpeculationConfig(num_tokens=drafts, draft_method=method),
     )
-    engine = await VllmEngine.start(engine_settings(config, model=options.model, precision=options.precision, device=options.device))
+    engine = await VllmEngine.start(build_engine_settings(config, model=options.model, precision=options.precision, device=options.device))
     try:
         await send_load(engine, options, max(options.in_flight), warm=True)
         return [await send_load(engine, options, in_flight) for in_flight in options.in_flight]

@@ -220,7 +220,7 @@ def run_engine(options: argparse.Namespace) -> None:
 async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, float]:
     from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
     from mtpctl.rollout.vllm.engine import VllmEngine
-    from mtpctl.rollout.vllm.settings import engine_settings
+    from mtpctl.rollout.vllm.settings import build_engine_settings
     from mtpctl.samples import GenerationRequest, Sample, ids_of
 
     cuda, is_large = options.device == "cuda", options.size == "large"
@@ -238,7 +238,7 @@ async def _generate(options: argparse.Namespace) -> tuple[list[Any], float, floa
         | ({} if is_large else {"max_num_batched_tokens": 256}),
         **fields,
     )
-    settings = engine_settings(
+    settings = build_engine_settings(
         rollout, model=str(options.folder), precision="bf16" if cuda else "fp32", device=options.device, numerics=options.numerics
     )
     if options.graphs == "decode" and options.numerics == "bitwise" and cuda:

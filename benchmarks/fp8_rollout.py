@@ -41,7 +41,7 @@ WITH_DEEP_GEMM = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
 
 def make_settings(order: dict[str, Any]) -> Any:
     from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
-    from mtpctl.rollout.vllm.settings import engine_settings
+    from mtpctl.rollout.vllm.settings import build_engine_settings
 
     device = "cpu" if order["toy"] else "cuda"
     sizes: dict[str, Any] = {"context": 128} if order["toy"] else {"context": 1024, "gpu_memory": 0.05}
@@ -57,7 +57,7 @@ def make_settings(order: dict[str, Any]) -> Any:
         engine_args=args,
         **sizes,
     )  # type: ignore[arg-type]
-    return engine_settings(
+    return build_engine_settings(
         config,
         model=order["folder"],
         precision="bf16",

@@ -131,7 +131,7 @@ async def measure_phase(llm: AsyncLLM, options: argparse.Namespace, turn: int, m
 
 async def compare_speed(options: argparse.Namespace) -> None:
     from mtpctl.rollout.vllm.engine import VllmEngine
-    from mtpctl.rollout.vllm.settings import engine_settings
+    from mtpctl.rollout.vllm.settings import build_engine_settings
 
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="mtpctl-kept-cache-") as temporary:
@@ -149,7 +149,7 @@ async def compare_speed(options: argparse.Namespace) -> None:
             speculation=SpeculationConfig(num_tokens=1),
             engine_args={"load_format": "dummy", "enable_prefix_caching": True},
         )
-        settings = engine_settings(
+        settings = build_engine_settings(
             rollout, model=temporary, precision="bf16" if cuda else "fp32", device="cuda" if cuda else "cpu", admit_at_once=True
         )
         engine = await VllmEngine.start(settings)

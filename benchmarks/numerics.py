@@ -30,7 +30,7 @@ from mtpctl.recipe.rl import OptimizerConfig
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.recipe.section import ParallelConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.vllm.settings import build_engine_settings
 from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.trainer.batch import Sequence
 from mtpctl.trainer.config import EngineConfig
@@ -44,7 +44,7 @@ PROMPT, RESPONSE = 12, 48
 async def sampled(folder: Path, numerics: Numerics, drafts: int, requests: int, rounds: int) -> tuple[list[Sample], list[float]]:
     """The last round's responses, and each round's tokens per CPU second, after a warm-up round."""
     rollout = VllmConfig(max_in_flight=requests, threads=1, kv_cache_bytes=64 << 20, speculation=SpeculationConfig(num_tokens=drafts))
-    engine = await VllmEngine.start(engine_settings(rollout, model=str(folder), precision="fp32", device="cpu", numerics=numerics))
+    engine = await VllmEngine.start(build_engine_settings(rollout, model=str(folder), precision="fp32", device="cpu", numerics=numerics))
     draw = random.Random(0)
     prompts = [[draw.randrange(256) for _ in range(PROMPT)] for _ in range(requests)]
     rates: list[float] = []

@@ -39,7 +39,7 @@ from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import SpecStats
 from mtpctl.rollout.start import start_pool
-from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
+from mtpctl.rollout.vllm.settings import VllmSettings, build_engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 
 
@@ -199,7 +199,7 @@ async def offline_actor(recipe: Recipe, folder: Path, context: int, device: Lite
     """A Ray actor with vLLM's offline engine, with the settings of the recipe's engines. gpus: its share of a GPU."""
     import ray
 
-    settings = engine_settings(
+    settings = build_engine_settings(
         recipe.rollout.model_copy(update={"context": context}),  # type: ignore[arg-type]
         model=str(folder),
         precision=recipe.train.precision,

@@ -179,7 +179,7 @@ async def measure(options: Options, report: Callable[[str], None]) -> list[Resul
     from safetensors.torch import save_file
 
     from mtpctl.rollout.vllm.engine import VllmEngine
-    from mtpctl.rollout.vllm.settings import engine_settings
+    from mtpctl.rollout.vllm.settings import build_engine_settings
 
     model = options.folder / "model"
     model.mkdir(parents=True)
@@ -203,7 +203,7 @@ async def measure(options: Options, report: Callable[[str], None]) -> list[Resul
     try:
         if options.shared:
             await trainer.ready()
-        settings = engine_settings(recipe.rollout, model=str(model), precision=options.precision, device=options.device, seed=0)  # type: ignore[arg-type]
+        settings = build_engine_settings(recipe.rollout, model=str(model), precision=options.precision, device=options.device, seed=0)  # type: ignore[arg-type]
         engine = await VllmEngine.start(settings)
         try:
             if not options.shared:

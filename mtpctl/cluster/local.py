@@ -28,7 +28,7 @@ from typing import Any
 
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import Watchdog
-from mtpctl.cluster.process import log_folder_variables
+from mtpctl.cluster.process import make_log_folder_variables
 from mtpctl.compat import replace_temporarily
 from mtpctl.errors import ClusterResources, EnvironmentMissing, UpstreamMoved
 from mtpctl.recipe.schema import ClusterConfig
@@ -116,7 +116,7 @@ def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
         # On one host the loopback suffices, and other hosts cannot reach the ports, which have no authentication.
         interface, names = LOOPBACK, names - os.environ.keys()
     interfaces = {} if interface is None else dict.fromkeys(sorted(names), interface)
-    return interfaces | (log_folder_variables(logs) if logs else {})
+    return interfaces | (make_log_folder_variables(logs) if logs else {})
 
 
 class Daemons:

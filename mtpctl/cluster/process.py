@@ -29,12 +29,12 @@ _WARNING = re.compile(r"^(.*Warning: .*(\n[ \t].*)?|W\d{4} \d\d:\d\d:\d\d.*)$", 
 _TAIL_BYTES, _MAX_CHARACTERS = 8192, 120
 
 
-def log_folder_variables(folder: Path) -> dict[str, str]:
+def make_log_folder_variables(folder: Path) -> dict[str, str]:
     """Environment variables with the log folder, for all actors of a Ray job."""
     return {FOLDER_VARIABLE: str(folder.absolute())}
 
 
-def log_name_variables(actor: str) -> dict[str, str]:
+def make_log_name_variables(actor: str) -> dict[str, str]:
     """Environment variables with an actor's name, such as `rollout replica 0`."""
     return {NAME_VARIABLE: _file_stem(actor)}
 

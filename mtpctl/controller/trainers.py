@@ -12,7 +12,7 @@ from mtpctl.checkpoint.finding import select_checkpoint
 from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import POLL_S, ActorLocation, Bundles, Options
 from mtpctl.cluster.deadlines import await_start, await_within, describe_error
-from mtpctl.cluster.process import log_name_variables
+from mtpctl.cluster.process import make_log_name_variables
 from mtpctl.cluster.replicas import FAILURE_WINDOW_S
 from mtpctl.controller.state import RunState
 from mtpctl.controller.status import Waits
@@ -94,7 +94,7 @@ class TrainerGroup:
             threads = {"OMP_NUM_THREADS": str(self.recipe.train.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         self.ranks = []
         for rank, option in enumerate(options):
-            environment = {"env_vars": threads | log_name_variables(f"trainer rank {rank}")}
+            environment = {"env_vars": threads | make_log_name_variables(f"trainer rank {rank}")}
             actor = ray.remote(TrainerRank).options(runtime_env=environment, **option).remote(payload, rank, len(options))
             assert isinstance(actor, ActorHandle)
             self.ranks.append(actor)

@@ -104,7 +104,7 @@ def generate(folder: Path) -> dict[str, object]:
 async def _start(request: Request, *, eager: bool) -> VllmEngine:
     from mtpctl.convert.hf_folder import HfFolder
     from mtpctl.rollout.vllm.engine import VllmEngine
-    from mtpctl.rollout.vllm.settings import engine_settings
+    from mtpctl.rollout.vllm.settings import build_engine_settings
 
     recipe = Recipe.model_validate_json(request.recipe)
     rollout, shape = recipe.rollout, HfFolder.open(request.model).shape
@@ -112,7 +112,7 @@ async def _start(request: Request, *, eager: bool) -> VllmEngine:
     routes = RouteShape.of(shape) if recipe.replay(shape) == "rollout" else None
     # On a GPU, bitwise log-probs require the same tensor-parallel size, and this trainer runs on one rank.
     ranks = 1 if recipe.numerics == "bitwise" and request.device == "cuda" else rollout.tp
-    settings = engine_settings(
+    settings = build_engine_settings(
         rollout.model_copy(update={"eager": eager, "context": rollout.context or shape.max_positions, "tp": ranks}),
         model=request.model,
         precision=recipe.train.precision,

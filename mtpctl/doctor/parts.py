@@ -265,7 +265,7 @@ async def _generate(model: Path, device: Literal["cpu", "cuda"], precision: Lite
     """Sample from the model. Returns the samples and the seconds of generation."""
     from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
     from mtpctl.rollout.vllm.engine import VllmEngine
-    from mtpctl.rollout.vllm.settings import engine_settings
+    from mtpctl.rollout.vllm.settings import build_engine_settings
 
     rollout = VllmConfig(
         context=128,
@@ -276,7 +276,7 @@ async def _generate(model: Path, device: Literal["cpu", "cuda"], precision: Lite
         threads=1 if device == "cpu" else 0,
         speculation=SpeculationConfig(num_tokens=1),
     )
-    engine = await VllmEngine.start(engine_settings(rollout, model=str(model), precision=precision, device=device))
+    engine = await VllmEngine.start(build_engine_settings(rollout, model=str(model), precision=precision, device=device))
     began = time.perf_counter()
     # Many lengths of prompts and responses, so that engine steps mix prefill, drafts and single tokens.
     requests = [

@@ -24,7 +24,7 @@ from mtpctl.environments.environment import (
 )
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
-from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR, find_stop_length, last_turn_start
+from mtpctl.rollout.protocol import DEADLINE, ENVIRONMENT_ERROR, find_last_turn_start, find_stop_length
 from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
 
 
@@ -84,7 +84,7 @@ class TurnSession:
         return await self._call_with_deadline(sample, self._instance.create(), lambda _: True)
 
     async def append_reply(self, sample: Sample) -> bool:
-        start = last_turn_start(sample)
+        start = find_last_turn_start(sample)
         length = self._turn_length(sample, start)
         if length is None or count_turns(sample) >= self._turns.limit:
             return False

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Protocol, cast
 
 from mtpctl.cluster.bundles import ActorLocation, Options
-from mtpctl.cluster.process import log_name_variables
+from mtpctl.cluster.process import make_log_name_variables
 from mtpctl.logprob.protocol import Bounds, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.rank import ReplicaConfig, ScoreRank
 from mtpctl.plan.buckets import Bucket
@@ -150,7 +150,7 @@ async def start_replica(config: ReplicaConfig, *, name: str, options: Sequence[O
     threads = {"OMP_NUM_THREADS": str(config.threads)} if config.threads else {}
 
     def start_actor(rank: int) -> ActorHandle[ScoreRank]:
-        environment = {"env_vars": threads | log_name_variables(f"{name} rank {rank}")}
+        environment = {"env_vars": threads | make_log_name_variables(f"{name} rank {rank}")}
         actor = ray.remote(kind).options(runtime_env=environment, **options[rank])
         return cast("ActorHandle[ScoreRank]", actor.remote(config, rank))
 

@@ -18,7 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Concatenate, Protocol
 
 from mtpctl.cluster.bundles import ActorLocation, get_current_location
-from mtpctl.cluster.process import freeze_heap, log_name_variables, redirect_output
+from mtpctl.cluster.process import freeze_heap, make_log_name_variables, redirect_output
 from mtpctl.errors import MtpctlError
 from mtpctl.rollout.protocol import EngineDead, Health, SpeculationState
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -289,7 +289,7 @@ async def start_replica(settings: EngineSettings, *, name: str, options: Mapping
     """
     import ray
 
-    runtime_env: dict[str, object] = {"env_vars": settings.environment | log_name_variables(name)}
+    runtime_env: dict[str, object] = {"env_vars": settings.environment | make_log_name_variables(name)}
     if isinstance(settings, SglangSettings) and settings.python is not None:
         runtime_env["py_executable"] = settings.python
     actor_class = ray.remote(RolloutActor).options(max_concurrency=CONCURRENCY, runtime_env=runtime_env, **(options or {}))

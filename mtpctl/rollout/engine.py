@@ -23,8 +23,8 @@ from mtpctl.rollout.protocol import (
     Occupancy,
     SpeculationState,
     add_positions,
+    find_last_turn_start,
     find_stop_length,
-    last_turn_start,
 )
 from mtpctl.routes import Routes
 from mtpctl.samples import GenerationRequest, Sample, Speculation
@@ -119,7 +119,7 @@ class Engine(ABC):
 
     def _truncate_at_stop(self, chunk_start: int, sample: Sample, stop: Sequence[str]) -> None:
         """End a response at a stop string that spans `chunk_start`, the start of this chunk. The engine itself searches only this chunk."""
-        turn_start, max_stop_bytes = last_turn_start(sample), max(len(string.encode()) for string in stop)
+        turn_start, max_stop_bytes = find_last_turn_start(sample), max(len(string.encode()) for string in stop)
         if chunk_start <= turn_start:
             return
         # A token is at least one byte of text.

@@ -198,7 +198,7 @@ def find_stop_length(decode: Callable[[list[int]], str], tokens: list[int], stop
     return low
 
 
-def last_turn_start(sample: Sample) -> int:
+def find_last_turn_start(sample: Sample) -> int:
     """Index in the response at which the model's last turn begins."""
     return sample.loss_mask.tobytes().rfind(0) + 1
 

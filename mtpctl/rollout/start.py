@@ -20,8 +20,8 @@ from mtpctl.recipe.sync import StorageConfig
 from mtpctl.rollout.actor import EngineSettings, Replica, start_replica
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import TurnRunner
-from mtpctl.rollout.sglang.settings import sglang_engine_settings
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.sglang.settings import build_sglang_settings
+from mtpctl.rollout.vllm.settings import build_engine_settings
 from mtpctl.sync.protocol import PublishedVersions
 
 MAX_HOST_LIMITED_WEIGHTS = 4 << 30
@@ -87,10 +87,10 @@ async def start_pool(
         )
         precision = recipe.train.precision
         if isinstance(engine_config, SglangConfig):
-            return sglang_engine_settings(
+            return build_sglang_settings(
                 engine_config, model=model, precision=precision, seed=engine_seed, tokenizer=tokenizer if needs_tokenizer else None
             )
-        return engine_settings(
+        return build_engine_settings(
             engine_config,
             model=model,
             precision=precision,

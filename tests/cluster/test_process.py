@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtpctl.cluster import process
-from mtpctl.cluster.process import log_folder_variables, log_name_variables, redirect_output, rotate_if_large
+from mtpctl.cluster.process import make_log_folder_variables, make_log_name_variables, redirect_output, rotate_if_large
 
 PROGRAM = """
 import os, subprocess, sys
@@ -24,7 +24,7 @@ subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
 
 
 def run(folder: Path, name: str = "rollout replica 0") -> str:
-    environment = {**os.environ, **log_folder_variables(folder), **log_name_variables(name)}
+    environment = {**os.environ, **make_log_folder_variables(folder), **make_log_name_variables(name)}
     return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True).stdout
 
 
@@ -70,7 +70,7 @@ def test_an_actor_writes_to_the_log_folder_of_its_run(tmp_path: Path) -> None:
 import ray
 from pathlib import Path
 from mtpctl.cluster.local import cluster
-from mtpctl.cluster.process import log_name_variables, redirect_output
+from mtpctl.cluster.process import make_log_name_variables, redirect_output
 from mtpctl.recipe.schema import ClusterConfig
 
 class Actor:
@@ -80,7 +80,7 @@ class Actor:
         print("said")
 
 with cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0, remove_leftovers=False, logs=Path({str(tmp_path)!r})):
-    actor = ray.remote(Actor).options(runtime_env={{"env_vars": log_name_variables("trainer rank 3")}}).remote()
+    actor = ray.remote(Actor).options(runtime_env={{"env_vars": make_log_name_variables("trainer rank 3")}}).remote()
     ray.get(actor.say.remote())
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)

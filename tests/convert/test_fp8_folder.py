@@ -20,7 +20,7 @@ from mtpctl.errors import ThresholdMissed, UserError
 from mtpctl.families.quantization import FP8_BLOCK, list_unquantized_modules, select_fp8_names
 from mtpctl.families.tensors import aliases
 from mtpctl.kernels.block_fp8 import dequantize, quantize
-from mtpctl.rollout.vllm.fp8_loading import quantized_names
+from mtpctl.rollout.vllm.fp8_loading import find_quantized_names
 from tests.fakes.convert_found import pack
 from tests.fakes.convert_models import converted, model, tensors, write
 from tests.fakes.fp8_models import SIZES, fp8_model
@@ -99,7 +99,7 @@ def test_packed_experts_are_unpacked_by_the_conversion_that_the_error_suggests(t
     fp8_model("qwen3-moe", hf)
     write(hf, pack(tensors(hf), 6))
     with pytest.raises(UserError) as error:
-        quantized_names(hf, drafter=True)
+        find_quantized_names(hf, drafter=True)
     parts = re.search(r"; to unpack them, which also rounds them to FP8, run `(.*)`, and set model\.path: (\S+)$", str(error.value))
     assert parts is not None, error.value
     monkeypatch.chdir(tmp_path)
@@ -109,7 +109,7 @@ def test_packed_experts_are_unpacked_by_the_conversion_that_the_error_suggests(t
             main(arguments)
         assert program == "mtpctl" and not ended.value.code, command
     unpacked = ModelWeights(tmp_path / parts[2])
-    names = quantized_names(tmp_path / parts[2], drafter=True)
+    names = find_quantized_names(tmp_path / parts[2], drafter=True)
     for name, value in ModelWeights(hf).items():
         expected = dequantize(*quantize(value, name), torch.bfloat16) if name in names else value.bfloat16()
         assert torch.equal(unpacked[name], expected), name

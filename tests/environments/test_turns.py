@@ -15,7 +15,7 @@ import torch
 from mtpctl.data.tokenizers import load_tokenizer, make_byte_tokenizer
 from mtpctl.environments.built_in import Calculator
 from mtpctl.environments.environment import EnvironmentClass
-from mtpctl.environments.turns import TurnSessions, count_turns, last_turn_start
+from mtpctl.environments.turns import TurnSessions, count_turns, find_last_turn_start
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, EngineDead
 from mtpctl.rollout.vllm.engine import VllmEngine
@@ -70,7 +70,7 @@ def test_an_answer_is_appended_masked_and_under_the_version_of_its_turn() -> Non
     assert sample.loss_mask.tolist() == [1] * 18 + [0] * answer
     assert sample.behaviour_logprobs.tolist() == [-0.5] * 18 + [0.0] * answer
     assert sample.version_spans == [VersionSpan(0, 18 + answer, 3)]
-    assert (last_turn_start(sample), count_turns(sample)) == (18 + answer, 1)
+    assert (find_last_turn_start(sample), count_turns(sample)) == (18 + answer, 1)
 
 
 def test_text_after_the_call_is_dropped() -> None:

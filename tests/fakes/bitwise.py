@@ -31,7 +31,7 @@ from mtpctl.recipe.section import ParallelConfig
 from mtpctl.rollout.protocol import ABORTED
 from mtpctl.rollout.vllm.engine import VllmEngine
 from mtpctl.rollout.vllm.plugin import install
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.vllm.settings import build_engine_settings
 from mtpctl.routes import RouteShape
 from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.sync.sender import Publisher
@@ -183,7 +183,7 @@ async def generate(
         engine_args=ENGINE_ARGS | {"enable_prefix_caching": has_cache},
     )
     routes = RouteShape.of(folders[0].shape)
-    settings = engine_settings(
+    settings = build_engine_settings(
         rollout,
         model=str(folders[0].path),
         precision=PRECISIONS[device],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpctl.rollout.vllm.patches.verification import step_seeds
+from mtpctl.rollout.vllm.patches.verification import derive_step_seeds
 
 REQUESTS, VOCAB = 400, 7
 
@@ -42,7 +42,7 @@ def transitions(toy: Toy, drafts: int, tokens: int, *, fresh: bool) -> tuple[Ten
     slots, last, begin = torch.arange(REQUESTS), torch.zeros(REQUESTS, dtype=torch.long), torch.zeros(REQUESTS, dtype=torch.long)
     counts, steps, previous = torch.zeros(VOCAB, VOCAB), 0, base
     while counts.sum() < tokens:
-        seeds = step_seeds(base, slots, begin) if fresh else base
+        seeds = derive_step_seeds(base, slots, begin) if fresh else base
         row, ratio = [last], [torch.ones(REQUESTS, dtype=torch.float64)]
         for number in range(drafts):
             # Drafts are sampled at the end of the step before, whose seeds they use.

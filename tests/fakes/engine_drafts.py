@@ -14,7 +14,7 @@ import torch
 from mtpctl.convert.hf_folder import HfFolder
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.vllm.settings import build_engine_settings
 from mtpctl.routes import Routes, RouteShape
 from mtpctl.samples import GenerationRequest, Sample
 
@@ -61,7 +61,7 @@ async def response(folder: Path, precision: str) -> tuple[list[int], list[Drafti
     """The tokens of a prompt and its response, one `Drafting` for each step of the drafter within the response, and the tokens' routes."""
     routes = RouteShape.of(HfFolder.open(folder).shape)
     options = VllmConfig(max_in_flight=4, context=128, threads=1, kv_cache_bytes=64 << 20, speculation=SpeculationConfig(num_tokens=DRAFTS))
-    settings = engine_settings(
+    settings = build_engine_settings(
         options,
         model=str(folder),
         precision=precision,  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from mtpctl.recipe.rollout import SglangConfig, SpeculationConfig, VllmConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.actor import EngineSettings
 from mtpctl.rollout.engine import Engine
-from mtpctl.rollout.sglang.settings import SglangSettings, sglang_engine_settings
-from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
+from mtpctl.rollout.sglang.settings import SglangSettings, build_sglang_settings
+from mtpctl.rollout.vllm.settings import VllmSettings, build_engine_settings
 
 T = TypeVar("T")
 
@@ -31,14 +31,14 @@ def cpu_settings(
     """Settings of a tiny engine on one CPU thread. `routes`: see `VllmSettings`."""
     options: dict[str, Any] = {"max_in_flight": 64, "context": 256, "threads": 1, "kv_cache_bytes": 64 << 20}
     config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
-    return engine_settings(config, model=str(folder), precision=precision, device="cpu", seed=0, routes=routes, adapter=adapter)
+    return build_engine_settings(config, model=str(folder), precision=precision, device="cpu", seed=0, routes=routes, adapter=adapter)
 
 
 def gpu_settings(folder: Path, *, k: int = 1, adapter: LoraConfig | None = None, **rollout: Any) -> VllmSettings:
     """Settings of a tiny vLLM engine on a GPU."""
     options: dict[str, Any] = {"max_in_flight": 16, "context": 4096, "kv_cache_bytes": 1 << 30, "gpu_memory": 0.2, "eager": True}
     config = VllmConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
-    return engine_settings(config, model=str(folder), precision="bf16", device="cuda", seed=0, adapter=adapter)
+    return build_engine_settings(config, model=str(folder), precision="bf16", device="cuda", seed=0, adapter=adapter)
 
 
 def sglang_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettings:
@@ -46,7 +46,7 @@ def sglang_settings(folder: Path, *, k: int = 1, **rollout: Any) -> SglangSettin
     engine_args = {"attention_backend": "triton", "mem_fraction_static": 0.2, "max_total_tokens": 1 << 16}
     options: dict[str, Any] = {"max_in_flight": 16, "context": 4096, "engine_args": engine_args}
     config = SglangConfig(**options | {"speculation": SpeculationConfig(num_tokens=k)} | rollout)
-    return sglang_engine_settings(config, model=str(folder), precision="bf16")
+    return build_sglang_settings(config, model=str(folder), precision="bf16")
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

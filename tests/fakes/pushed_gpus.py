@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
-from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
+from mtpctl.rollout.vllm.settings import VllmSettings, build_engine_settings
 from tests.fakes.engine_checkpoints import Tensors, random_tensors, tiny_config
 
 GPUS = torch.cuda.device_count()
@@ -44,4 +44,4 @@ def settings(folder: Path, *, tp: int = 1, **options: Any) -> VllmSettings:
         tp=tp,
         speculation=SpeculationConfig(num_tokens=1),
     )
-    return engine_settings(config, model=str(folder), precision="bf16" if GPUS else "fp32", device=DEVICE, **options)  # type: ignore[arg-type]
+    return build_engine_settings(config, model=str(folder), precision="bf16" if GPUS else "fp32", device=DEVICE, **options)  # type: ignore[arg-type]

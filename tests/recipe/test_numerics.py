@@ -16,7 +16,7 @@ from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.model import hf_config, read_config
 from mtpctl.recipe.numerics import sent_in_fp8
 from mtpctl.recipe.schema import Recipe
-from mtpctl.rollout.vllm.fp8_loading import quantized_names
+from mtpctl.rollout.vllm.fp8_loading import find_quantized_names
 from tests.fakes.convert_models import change_config, tensors, write
 from tests.fakes.fp8_models import fp8_model
 from tests.fakes.toys import NEMOTRON_H
@@ -136,7 +136,7 @@ def test_folder_with_packed_experts_is_refused(tmp_path: Path) -> None:
     )
     assert expected in lines, lines
     with pytest.raises(UserError, match="packs its experts"):
-        quantized_names(tmp_path / "hf", drafter=True)
+        find_quantized_names(tmp_path / "hf", drafter=True)
 
 
 def test_folder_without_a_matrix_is_refused(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_folder_with_fp8_weights_is_refused_for_every_stage(stages: str, tmp_pat
     lines = list(list_complaints(recipe(*FP8[-2:], "model={path: " + str(tmp_path / "hf") + "}", f"train.stages={stages}")))
     assert any(line.startswith("model.path: its weights are quantized, and rollout.quantization: fp8 quantizes") for line in lines), lines
     with pytest.raises(UserError, match=r"hf: its weights are quantized, and rollout.quantization: fp8 quantizes unquantized ones"):
-        quantized_names(tmp_path / "hf", drafter=True)
+        find_quantized_names(tmp_path / "hf", drafter=True)
 
 
 def test_folder_without_its_mtp_layers_is_accepted_if_mtp_is_off(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_folder_without_its_mtp_layers_is_accepted_if_mtp_is_off(tmp_path: Path)
     created = recipe(*FP8[-2:], "model={path: " + str(folder) + "}", "mtp.mode=off", "rollout.speculation.num_tokens=0")
     assert not [line for line in list_complaints(created) if "FP8" in line or "fp8" in line]
     shape = shape_of(read_config(folder))
-    names = quantized_names(folder, drafter=True)
+    names = find_quantized_names(folder, drafter=True)
     assert names == sent_in_fp8(created, shape) == select_fp8_names(shape, drafter=False) and names <= stored.keys()
     plan = plan_quantization(created, shape)
     assert plan is not None and plan.matrices == len(names)

@@ -26,7 +26,7 @@ BATCH, STEP_S = 64, 0.02
 def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Engines have a core in a separate process, as with a GPU. Returns where their workers log their steps."""
     (log := tmp_path / "steps").mkdir()
-    upstream = engines.engine_settings
+    upstream = engines.build_engine_settings
     # Both admit at once: holding requests back would change the steps that are compared.
     extra = {runner.STEP_S: str(STEP_S), runner.LOG: str(log), ADMIT_AT_ONCE: "1", "PYTHONPATH": with_tree()["PYTHONPATH"]}
 
@@ -36,8 +36,8 @@ def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         worker = {"worker_cls": "tests.fakes.runner.FixedWorker"}
         return replace(created, in_loop=False, environment=environment, args=created.args | worker)
 
-    monkeypatch.setattr(engines, "engine_settings", settings)
-    monkeypatch.setattr(start, "engine_settings", settings)
+    monkeypatch.setattr(engines, "build_engine_settings", settings)
+    monkeypatch.setattr(start, "build_engine_settings", settings)
     return log
 
 

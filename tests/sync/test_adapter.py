@@ -17,7 +17,7 @@ from mtpctl.plan.buckets import ADAPTER_PREFIX
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import LoraConfig
 from mtpctl.rollout.vllm.engine import VllmEngine
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.vllm.settings import build_engine_settings
 from mtpctl.sync.engine_target import EngineTarget
 from mtpctl.sync.parameters import TpRank
 from mtpctl.sync.protocol import Manifest, PlanMismatch, SectionPlan, SyncError, TargetDirty, WeightsDiffer
@@ -252,15 +252,15 @@ def test_a_section_that_is_sent_once_is_omitted_from_later_versions(tmp_path: Pa
 def test_an_engine_starts_with_the_smallest_sufficient_adapter_rank() -> None:
     rollout = VllmConfig(max_in_flight=4)
     for rank, max_rank in ((1, 1), (4, 8), (16, 16), (300, 320)):
-        args = engine_settings(rollout, model="m", precision="fp32", device="cpu", adapter=LoraConfig(rank=rank)).args
+        args = build_engine_settings(rollout, model="m", precision="fp32", device="cpu", adapter=LoraConfig(rank=rank)).args
         assert (args["enable_lora"], args["max_loras"], args["max_lora_rank"]) == (True, 1, max_rank)
-    assert "enable_lora" not in engine_settings(rollout, model="m", precision="fp32", device="cpu").args
+    assert "enable_lora" not in build_engine_settings(rollout, model="m", precision="fp32", device="cpu").args
 
 
 def test_an_engine_adapts_only_the_target_layers_unless_they_may_have_experts(tmp_path: Path) -> None:
     def modules(model: Path | str, *targets: str) -> object:
         options: dict[str, Any] = {"precision": "fp32", "device": "cpu", "adapter": LoraConfig(targets=list(targets))}
-        return engine_settings(VllmConfig(), model=str(model), **options).args.get("lora_target_modules")
+        return build_engine_settings(VllmConfig(), model=str(model), **options).args.get("lora_target_modules")
 
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     for folder, config in ((dense, LLAMA_DFLASH), (sparse, QWEN3_MOE_DFLASH)):
@@ -290,7 +290,7 @@ def test_a_paused_engine_releases_its_cache_once_and_restores_it_on_resume() -> 
         errored = False
         renderer = engine_core = Recorder()
 
-    settings = engine_settings(VllmConfig(), model="m", precision="bf16", device="cuda", release_kv=True)
+    settings = build_engine_settings(VllmConfig(), model="m", precision="bf16", device="cuda", release_kv=True)
     assert settings.args["enable_sleep_mode"]
     engine = VllmEngine(Llm(), settings, 0)
 

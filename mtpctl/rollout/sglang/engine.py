@@ -76,7 +76,7 @@ class SglangEngine(Engine):
         super().__init__(
             SglangClient(engine.tokenizer_manager),
             version=version,
-            context=usable_context(engine.tokenizer_manager),
+            context=compute_usable_context(engine.tokenizer_manager),
             slots=int(settings.args["max_running_requests"]),
             sections=("target", "draft") if args.speculative_algorithm else ("target",),
         )
@@ -104,7 +104,7 @@ class SglangEngine(Engine):
         # SGLang only logs the errors of a plugin.
         plugin.register()
         plugin.check_plugin()
-        check_options("SGLang", option_names(ServerArgs), settings.args)
+        check_options("SGLang", list_option_names(ServerArgs), settings.args)
         with open_rendezvous() as store:
             # Created in the event loop's thread, to which SGLang binds its sockets.
             runtime = SglangRuntime(**settings.args | {"weight_version": str(version)})
@@ -263,7 +263,7 @@ def open_rendezvous() -> Iterator[TCPStore]:
                 os.environ[name] = value
 
 
-def usable_context(manager: TokenizerManager) -> int:
+def compute_usable_context(manager: TokenizerManager) -> int:
     """Maximum tokens of a prompt and its response, which are fewer than SGLang's context.
 
     Its tokenizer manager reserves `num_reserved_tokens` for drafts, and its scheduler silently reserves two tokens.
@@ -271,7 +271,7 @@ def usable_context(manager: TokenizerManager) -> int:
     return int(manager.context_len) - max(int(manager.num_reserved_tokens), SCHEDULER_RESERVED_TOKENS)
 
 
-def option_names(server_args: type[ServerArgs]) -> list[str]:
+def list_option_names(server_args: type[ServerArgs]) -> list[str]:
     """All options of SGLang's `ServerArgs`."""
     return list(getattr(server_args, "__struct_fields__", None) or server_args.__annotations__)
 

@@ -29,7 +29,7 @@ class SglangSettings:
         return str(self.args["model_path"])
 
 
-def sglang_engine_settings(
+def build_sglang_settings(
     rollout: SglangConfig, *, model: str, precision: Literal["fp32", "bf16"], seed: int = 0, tokenizer: str | None = None
 ) -> SglangSettings:
     """Settings of one engine. `rollout.engine_args` overrides all options that are set here.

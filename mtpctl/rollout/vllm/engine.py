@@ -78,7 +78,7 @@ class VllmEngine(Engine):
             check_bitwise(settings.args)
             if settings.in_loop:
                 plugin.install()  # vLLM loads plugins once per process, perhaps for an engine with other numerics
-        args = AsyncEngineArgs(**settings.args | kv_cache_option(settings))
+        args = AsyncEngineArgs(**settings.args | compute_kv_cache_option(settings))
         check_head_size(args)
         # The usage context sets the default token budget per step: on an H200, 16,384 for LLM_CLASS, 2,048 for the default of `AsyncLLM`.
         usage_context = UsageContext.LLM_CLASS
@@ -273,7 +273,7 @@ def check_bitwise(args: Arguments) -> None:
         check_gpu(current_platform.get_device_name(), capability and (capability.major, capability.minor), str(args["dtype"]))
 
 
-def kv_cache_option(settings: VllmSettings) -> Arguments:
+def compute_kv_cache_option(settings: VllmSettings) -> Arguments:
     """vLLM's option for the KV cache size of an engine that shares its GPU; empty if vLLM measures the size.
 
     Measuring fails on a shared GPU, because it counts allocations of other processes. Raises UserError if no memory is left for the cache.

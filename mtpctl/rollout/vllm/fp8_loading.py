@@ -34,7 +34,7 @@ FOLDER = "folder"
 
 
 @cache
-def quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
+def find_quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
     """Names of the matrices of a model folder to quantize. `drafter`: also those of MTP layers, if the folder stores these layers.
 
     Raises UserError if the folder is quantized, if there are no such matrices, or if the folder stores one of them under another name.
@@ -58,7 +58,7 @@ def with_fp8(config: PretrainedConfig, *, folder: str, drafter: bool) -> Pretrai
     """
     path = Path(folder)
     if Path(str(config.name_or_path)) != path / DRAFTER:
-        shape, names = shape_of(read_config(path)), quantized_names(path, drafter=drafter)
+        shape, names = shape_of(read_config(path)), find_quantized_names(path, drafter=drafter)
         known_shapes = tensor_shapes(shape)
         other_modules = sorted(  # outside the language model, such as a vision tower
             name.removesuffix(".weight") for name in tensor_names(path) if name.endswith(".weight") and name not in known_shapes
@@ -108,6 +108,6 @@ def _loader() -> type:
             if folder == self.folder / DRAFTER:
                 return set()
             shape = shape_of(read_config(folder))
-            return {name for name in quantized_names(folder, drafter=self.quantize_drafter) if section_of(name, shape) == section}
+            return {name for name in find_quantized_names(folder, drafter=self.quantize_drafter) if section_of(name, shape) == section}
 
     return QuantizingLoader

@@ -89,7 +89,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         previous_receiver, lora = self._steps.received.get("adapter"), self.vllm_config.lora_config
         receiver = AdapterReceiver(plan, previous=previous_receiver if isinstance(previous_receiver, AdapterReceiver) else None)
         max_rank = None if lora is None else int(lora.max_lora_rank)
-        check_fits(plan, self.model, rename=weights.name_mapper(self.model), tp=_tp_rank(), max_rank=max_rank)
+        check_fits(plan, self.model, rename=weights.get_name_mapper(self.model), tp=_tp_rank(), max_rank=max_rank)
         return receiver
 
     def _match_shards(self, plan: SectionPlan) -> dict[str, Shard]:
@@ -101,7 +101,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
         return match_shards(
             self.model,
             plan,
-            rename=weights.name_mapper(self.model),
+            rename=weights.get_name_mapper(self.model),
             shared_with=shared_with,
             tp=_tp_rank(),
             dtype=model_dtype,
@@ -112,8 +112,8 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     def finish_weight_update(self) -> None:
         """Close the session's section. Raises SyncError if buckets are missing."""
         if isinstance(self._steps.finish(), SectionReceiver):
-            weights.repack(self.model)
-            weights.refresh_derived(self.model, self.model_config.dtype)
+            weights.repack_weights(self.model)
+            weights.refresh_derived_weights(self.model, self.model_config.dtype)
 
     def write_adapter(self, folder: str) -> None:
         """Write the last received adapter to a folder, on rank 0. All ranks read it."""
@@ -200,7 +200,7 @@ class WorkerExtension:
     def mtpctl_packed_fp8(self) -> str | None:
         """The reason why this worker's FP8 weights cannot be updated in place; None if they can."""
         models = [self.model_runner.get_model(), *([self.get_draft_model()] if self.mtpctl_drafts() else [])]
-        return next(filter(None, map(weights.packed_fp8, models)), None)
+        return next(filter(None, map(weights.find_packed_fp8, models)), None)
 
     def mtpctl_draft_s(self) -> dict[int, float]:
         """Median drafting seconds per step since the last call, by number of draft tokens."""

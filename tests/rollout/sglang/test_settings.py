@@ -13,12 +13,12 @@ from mtpctl.recipe.checks import list_complaints
 from mtpctl.recipe.rollout import SglangConfig
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.sglang.engine import SglangEngine
-from mtpctl.rollout.sglang.settings import SglangSettings, sglang_engine_settings
+from mtpctl.rollout.sglang.settings import SglangSettings, build_sglang_settings
 from mtpctl.samples import GenerationRequest, Sample
 
 
 def args(**rollout: Any) -> dict[str, Any]:
-    return sglang_engine_settings(SglangConfig(**rollout), model="m", precision="bf16", seed=3).args
+    return build_sglang_settings(SglangConfig(**rollout), model="m", precision="bf16", seed=3).args
 
 
 def test_a_chain_of_drafts() -> None:

@@ -30,7 +30,7 @@ from mtpctl.rollout.vllm.patches import NUMERICS
 from mtpctl.rollout.vllm.patches.exact import exact_attention_class
 from mtpctl.rollout.vllm.patches.invariant import replace_operations
 from mtpctl.rollout.vllm.plugin import install
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.vllm.settings import build_engine_settings
 from mtpctl.samples import GenerationRequest, Sample, ids_of
 from mtpctl.trainer.batch import Sequence
 from tests.fakes import tiny
@@ -105,7 +105,9 @@ async def respond(folder: HfFolder, k: int) -> list[Sample]:
         speculation=SpeculationConfig(num_tokens=k),
         engine_args={"block_size": 32, "enable_prefix_caching": folder.shape.delta is None, "max_num_batched_tokens": 48},
     )
-    engine = await VllmEngine.start(engine_settings(rollout, model=str(folder.path), precision="bf16", device="cpu", numerics="bitwise"))
+    engine = await VllmEngine.start(
+        build_engine_settings(rollout, model=str(folder.path), precision="bf16", device="cpu", numerics="bitwise")
+    )
     draw = random.Random(0)
     prompts = [ids_of([draw.randrange(60) for _ in range(count)]) for count in (1, 3, 64, 70, 33, 130)]
     try:

@@ -14,7 +14,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.protocol import SpeculationState
 from mtpctl.rollout.vllm.engine import VllmEngine
-from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
+from mtpctl.rollout.vllm.settings import VllmSettings, build_engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 from mtpctl.sync.sender import Publisher
 from mtpctl.sync.store import VersionStore
@@ -123,19 +123,19 @@ def test_new_weights_restart_the_choice_of_draft_tokens(engine: VllmEngine, run:
 
 
 def test_engine_without_auto_rejects_control(run: Loop) -> None:
-    settings = engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu")
+    settings = build_engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu")
     assert "scheduler_cls" not in settings.args
 
 
 def test_max_in_flight_must_exceed_the_number_of_drafts(tmp_path: Path) -> None:
     config = VllmConfig(speculation=SpeculationConfig(num_tokens=3, auto=True), max_in_flight=3)
     with pytest.raises(UserError, match=r"rollout\.max_in_flight: 3 is too small for speculation.auto with num_tokens: 3"):
-        engine_settings(config, model="m", precision="fp32", device="cpu")
+        build_engine_settings(config, model="m", precision="fp32", device="cpu")
 
 
 def test_graphs_are_captured_for_every_number_of_drafts() -> None:
     config = VllmConfig(speculation=SpeculationConfig(num_tokens=2, auto=True), max_in_flight=16)
-    args = engine_settings(config, model="m", precision="bf16", device="cuda").args
+    args = build_engine_settings(config, model="m", precision="bf16", device="cuda").args
     sizes = args["compilation_config"]["cudagraph_capture_sizes"]
     assert {16, 32, 48} <= set(sizes), "16 requests with 0, 1 and 2 drafts each"
     assert max(sizes) == 48

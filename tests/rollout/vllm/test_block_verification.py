@@ -14,7 +14,7 @@ import torch
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm.engine import VllmEngine, check_verification
-from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
+from mtpctl.rollout.vllm.settings import VllmSettings, build_engine_settings
 from mtpctl.samples import Sample
 from tests.fakes.engine_checkpoints import write_checkpoint
 from tests.fakes.engines import START_S, Loop, cpu_settings
@@ -59,7 +59,7 @@ def gpu(folder: Path, drafts: int, rule: Literal["token", "block"]) -> VllmSetti
     """In fp32, so that log-probs are exact."""
     options: dict[str, Any] = {"max_in_flight": 256, "context": 256, "kv_cache_bytes": 256 << 20, "gpu_memory": 0.1, "eager": True}
     options["engine_args"] = {"attention_backend": "TRITON_ATTN"}
-    settings = engine_settings(
+    settings = build_engine_settings(
         VllmConfig(**options, speculation=speculation(drafts, rule)), model=str(folder), precision="fp32", device="cuda", seed=0
     )
     return replace(settings, environment=settings.environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})

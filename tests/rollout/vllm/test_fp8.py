@@ -18,7 +18,7 @@ from mtpctl.families.tensors import section_of
 from mtpctl.kernels.block_fp8 import dequantize, quantize
 from mtpctl.rollout.vllm.client import VllmClient
 from mtpctl.rollout.vllm.engine import VllmEngine, check_kernels
-from mtpctl.rollout.vllm.fp8_loading import quantized_names
+from mtpctl.rollout.vllm.fp8_loading import find_quantized_names
 from mtpctl.sync.protocol import PlanMismatch
 from mtpctl.sync.sender import Publisher, Sender
 from mtpctl.sync.store import VersionStore
@@ -168,7 +168,7 @@ def test_drafter_in_its_own_folder_stays_unquantized(run: Loop, tmp_path: Path) 
     config = LLAMA_EAGLE3 | sizes | {"drafter": LLAMA_EAGLE3["drafter"] | sizes}
     folder = toy_folder(config, tmp_path / "drafter", 0, "bf16")
     weights, shape = dict(ModelWeights(folder).items()), shape_of(config)
-    names = quantized_names(folder, drafter=True)
+    names = find_quantized_names(folder, drafter=True)
     assert names and not any(name.startswith("drafter.") for name in names)
     engine = run(VllmEngine.start(cpu_settings(folder, k=2, precision="bf16", context=64, quantization="fp8")), START_S)
     publisher = Publisher(

@@ -17,7 +17,7 @@ from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rollout.vllm import plugin
 from mtpctl.rollout.vllm.patches import PINNED, installed_release
 from mtpctl.rollout.vllm.plugin import ENGINE_MARKER, TRANSFER_BACKEND, install, register
-from mtpctl.rollout.vllm.settings import engine_settings
+from mtpctl.rollout.vllm.settings import build_engine_settings
 from tests.environment import TREE
 from tests.fakes.engine_checkpoints import random_tensors, tiny_config, write_checkpoint
 
@@ -80,7 +80,7 @@ def test_processes_of_our_engines_are_marked_by_an_environment_variable(monkeypa
     monkeypatch.setenv(ENGINE_MARKER, "1")
     register()
     assert done == [True]
-    assert engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu").environment[ENGINE_MARKER] == "1"
+    assert build_engine_settings(VllmConfig(), model="m", precision="fp32", device="cpu").environment[ENGINE_MARKER] == "1"
 
 
 def test_installing_twice_is_harmless() -> None:

@@ -19,14 +19,14 @@ from mtpctl.plan.placement import ENGINE_MEMORY_SHARE
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import SpeculationConfig, VllmConfig
 from mtpctl.rollout.vllm import engine
-from mtpctl.rollout.vllm.engine import VllmEngine, kv_cache_option
-from mtpctl.rollout.vllm.settings import VllmSettings, engine_settings
+from mtpctl.rollout.vllm.engine import VllmEngine, compute_kv_cache_option
+from mtpctl.rollout.vllm.settings import VllmSettings, build_engine_settings
 from mtpctl.samples import GenerationRequest, Sample
 from tests.fakes.toys import LLAMA_DFLASH, LLAMA_EAGLE3
 
 
 def environment(device: Literal["cpu", "cuda"], **rollout: int) -> dict[str, str]:
-    return engine_settings(VllmConfig(**rollout), model="m", precision="fp32", device=device).environment  # type: ignore[arg-type]
+    return build_engine_settings(VllmConfig(**rollout), model="m", precision="fp32", device=device).environment  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("threads", "message"), [(0, "1"), (4, "4")])
@@ -51,36 +51,36 @@ def test_gpu_workers_are_spawned_and_cpu_cores_run_in_the_actor() -> None:
 
 def test_ranks_of_an_engine_are_processes_of_its_own_host() -> None:
     """vLLM would take Ray where the engine's actor sits in a placement group, and with it other hosts."""
-    of = [engine_settings(VllmConfig(tp=tp), model="m", precision="fp32", device="cuda").args for tp in (1, 2)]
+    of = [build_engine_settings(VllmConfig(tp=tp), model="m", precision="fp32", device="cuda").args for tp in (1, 2)]
     assert [args.get("distributed_executor_backend") for args in of] == [None, "mp"]
 
 
 def test_a_request_ends_at_its_own_end_tokens_whatever_the_engines_tokenizer_names() -> None:
     engine = VllmEngine.__new__(VllmEngine)
-    engine._settings = engine_settings(VllmConfig(stop=["#"]), model="m", precision="fp32", device="cpu", tokenizer="t")
+    engine._settings = build_engine_settings(VllmConfig(stop=["#"]), model="m", precision="fp32", device="cpu", tokenizer="t")
     params = engine._sampling_params(GenerationRequest(Sample("p", "g", [1]), 8, stop=["#"], stop_token_ids=[5, 6]), 8)
     assert (params.ignore_eos, params.stop_token_ids, params.stop) == (True, [5, 6], ["#"])
 
 
 def settings_of(outside: int | None, **rollout: object) -> VllmSettings:
     config = VllmConfig(**rollout)  # type: ignore[arg-type]
-    return engine_settings(config, model="m", precision="bf16", device="cuda", outside_cache=outside)
+    return build_engine_settings(config, model="m", precision="bf16", device="cuda", outside_cache=outside)
 
 
 def test_the_cache_of_an_engine_that_shares_its_gpu_is_the_rest_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", classmethod(lambda cls, device_id=0: 80 * GIB))
-    assert kv_cache_option(settings_of(3 * GIB, gpu_memory=0.25)) == {"kv_cache_memory_bytes": 17 * GIB}
-    assert kv_cache_option(settings_of(None, gpu_memory=0.25)) == {}, "vLLM measures the memory of an engine that is alone"
-    assert kv_cache_option(settings_of(3 * GIB, kv_cache_bytes=GIB)) == {}
+    assert compute_kv_cache_option(settings_of(3 * GIB, gpu_memory=0.25)) == {"kv_cache_memory_bytes": 17 * GIB}
+    assert compute_kv_cache_option(settings_of(None, gpu_memory=0.25)) == {}, "vLLM measures the memory of an engine that is alone"
+    assert compute_kv_cache_option(settings_of(3 * GIB, kv_cache_bytes=GIB)) == {}
     with pytest.raises(UserError, match=r"rollout.gpu_memory: 0.03 of the GPU leaves no memory for a KV cache after 3.0 GiB of weights"):
-        kv_cache_option(settings_of(3 * GIB, gpu_memory=0.03))
+        compute_kv_cache_option(settings_of(3 * GIB, gpu_memory=0.03))
     assert settings_of(None).args["gpu_memory_utilization"] == ENGINE_MEMORY_SHARE
 
 
 @pytest.mark.parametrize(("method", "has_drafter"), [("model", True), ("ngram", False)])
 def test_only_a_drafter_with_weights_receives_them(method: Literal["model", "ngram"], has_drafter: bool) -> None:
     config = VllmConfig(speculation=SpeculationConfig(method=method, num_tokens=3))
-    settings = engine_settings(config, model="m", precision="fp32", device="cpu")
+    settings = build_engine_settings(config, model="m", precision="fp32", device="cpu")
     assert settings.args["speculative_config"]["num_speculative_tokens"] == 3
     assert settings.has_drafter == has_drafter
 
@@ -88,7 +88,7 @@ def test_only_a_drafter_with_weights_receives_them(method: Literal["model", "ngr
 @pytest.mark.parametrize(("method", "config"), [("eagle3", LLAMA_EAGLE3), ("dflash", LLAMA_DFLASH)])
 def test_folder_with_its_own_drafter_is_served_with_it(method: str, config: dict[str, Any], tmp_path: Path) -> None:
     write_config(config, tmp_path)
-    settings = engine_settings(VllmConfig(), model=str(tmp_path), precision="fp32", device="cpu")
+    settings = build_engine_settings(VllmConfig(), model=str(tmp_path), precision="fp32", device="cpu")
     assert settings.args["speculative_config"] | {"num_speculative_tokens": 1} == {
         "method": method,
         "model": str(tmp_path / "drafter"),
@@ -99,7 +99,7 @@ def test_folder_with_its_own_drafter_is_served_with_it(method: str, config: dict
 
 def graphs_of(*, host_limited: bool = True, k: int = 0, **rollout: object) -> list[int] | None:
     config = VllmConfig(**rollout, speculation=SpeculationConfig(num_tokens=k))  # type: ignore[arg-type]
-    args = engine_settings(config, model="m", precision="bf16", device="cuda", host_limited=host_limited).args
+    args = build_engine_settings(config, model="m", precision="bf16", device="cuda", host_limited=host_limited).args
     return args.get("compilation_config", {}).get("cudagraph_capture_sizes")
 
 
@@ -120,7 +120,7 @@ def test_a_small_models_steps_are_replayed_beyond_vllms_512_tokens() -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_bitwise_engine_on_a_gpu_is_not_compiled(eager: bool) -> None:
     config = VllmConfig(eager=eager)
-    settings = engine_settings(config, model="m", precision="bf16", device="cuda", numerics="bitwise", host_limited=True)
+    settings = build_engine_settings(config, model="m", precision="bf16", device="cuda", numerics="bitwise", host_limited=True)
     compilation = settings.args["compilation_config"]
     assert compilation["mode"] == 0
     assert compilation.get("cudagraph_mode") == (None if eager else "FULL_AND_PIECEWISE")
@@ -130,7 +130,7 @@ def test_bitwise_engine_on_a_gpu_is_not_compiled(eager: bool) -> None:
     assert settings.args["mamba_ssm_cache_dtype"] == "float32"
     assert settings.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert {settings.environment[f"VLLM_ALLREDUCE_USE_{name}"] for name in ("FLASHINFER", "SYMM_MEM")} == {"0"}
-    usual = engine_settings(config, model="m", precision="bf16", device="cuda")
+    usual = build_engine_settings(config, model="m", precision="bf16", device="cuda")
     assert "compilation_config" not in usual.args
     assert not {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH"} & usual.environment.keys()
 
@@ -148,7 +148,7 @@ def test_default_engine_after_a_bitwise_one_has_none_of_its_variables(monkeypatc
     switches = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_LOGGING_LEVEL"
 
     def start(numerics: Numerics) -> list[str | None]:
-        settings = engine_settings(VllmConfig(), model="m", precision="bf16", device="cuda", numerics=numerics)
+        settings = build_engine_settings(VllmConfig(), model="m", precision="bf16", device="cuda", numerics=numerics)
         with pytest.raises(Started):
             asyncio.run(engine.VllmEngine.start(settings))
         return [os.environ.get(name) for name in switches]
@@ -169,6 +169,6 @@ def test_bitwise_engine_checks_its_gpu_and_dtype_before_it_is_built(monkeypatch:
     monkeypatch.setattr(type(current_platform), "get_device_name", classmethod(lambda cls: "a GPU"))
     for capability, precision, message in (((8, 9), "bf16", r"got a GPU \(8\.9\)"), ((9, 0), "fp32", "on a GPU, got float32")):
         monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls, c=capability: DeviceCapability(*c)))
-        settings = engine_settings(VllmConfig(), model="m", precision=precision, device="cuda", numerics="bitwise")  # type: ignore[arg-type]
+        settings = build_engine_settings(VllmConfig(), model="m", precision=precision, device="cuda", numerics="bitwise")  # type: ignore[arg-type]
         with pytest.raises(UserError, match=message):
             asyncio.run(VllmEngine.start(settings))

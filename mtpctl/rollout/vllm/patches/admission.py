@@ -165,7 +165,7 @@ def install_admission() -> None:
         finally:
             if holds_back:
                 self._pause_state = PauseState.UNPAUSED
-        bursts.record_step(now, len(output.num_scheduled_tokens), prefilled_tokens(self, output))
+        bursts.record_step(now, len(output.num_scheduled_tokens), count_prefilled_tokens(self, output))
         return output
 
     assign(Scheduler, schedule=schedule)
@@ -189,7 +189,7 @@ def _admit_at_once(self: EngineCore, at_once: bool) -> None:
     _reset_bursts(cast("Scheduler", self.scheduler), at_once=at_once)
 
 
-def prefilled_tokens(scheduler: Scheduler, output: SchedulerOutput) -> int:
+def count_prefilled_tokens(scheduler: Scheduler, output: SchedulerOutput) -> int:
     """Prefill tokens of a step: the tokens of each request beyond a sampled token and its drafts."""
     decode_tokens = 1 + scheduler.num_spec_tokens
     counts = output.num_scheduled_tokens.values()

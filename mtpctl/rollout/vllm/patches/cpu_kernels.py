@@ -242,7 +242,7 @@ def install_experts() -> None:
     """Select the CPU's own kernel for experts in an engine with LoRA.
 
     With LoRA enabled, vLLM computes all experts with Triton kernels, even if the adapter does not target experts; a CPU has no Triton.
-    This is correct, because `engine_settings` limits adapters to the recipe's targets, and on a CPU these must not include experts.
+    This is correct, because `build_engine_settings` limits adapters to the recipe's targets, and on a CPU these must not include experts.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe_method
 

@@ -68,7 +68,7 @@ def check_random_numbers(source: str) -> None:
         raise UpstreamMoved(f"{__name__}: vLLM's rejection kernel draws its random numbers in another way; check whether steps share them")
 
 
-def step_seeds(seeds: torch.Tensor, requests: torch.Tensor, start_positions: torch.Tensor) -> torch.Tensor:
+def derive_step_seeds(seeds: torch.Tensor, requests: torch.Tensor, start_positions: torch.Tensor) -> torch.Tensor:
     """Return a copy of `seeds` in which the seed of each request in the batch also depends on the position at which its step begins.
 
     seeds [slots], int64. requests [n]: the slots of the requests. starts [n]: the position of each request's first row.
@@ -80,7 +80,7 @@ def step_seeds(seeds: torch.Tensor, requests: torch.Tensor, start_positions: tor
 
 
 def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `rejection_sample` so that block verification uses `step_seeds`."""
+    """Wrap `rejection_sample` so that block verification uses `derive_step_seeds`."""
     signature = inspect.signature(upstream)
     _require_parameters(signature, "rejection_sample", "cu_num_logits", "pos", "idx_mapping", "seed", "use_block_verification")
 
@@ -89,7 +89,7 @@ def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         arguments = call.arguments
         if arguments.get("use_block_verification"):
-            arguments["seed"] = step_seeds(
+            arguments["seed"] = derive_step_seeds(
                 arguments["seed"], arguments["idx_mapping"], arguments["pos"][arguments["cu_num_logits"][:-1].long()]
             )
         return upstream(*call.args, **call.kwargs)
@@ -98,7 +98,7 @@ def verify_with_fresh_noise(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def propose_with_fresh_noise(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a drafter's `propose` so that drafts for block verification are sampled with `step_seeds`."""
+    """Wrap a drafter's `propose` so that drafts for block verification are sampled with `derive_step_seeds`."""
     signature = inspect.signature(upstream)
     _require_parameters(signature, "propose", "input_batch", "seeds", "dummy_run")
 
@@ -111,7 +111,7 @@ def propose_with_fresh_noise(upstream: Callable[..., torch.Tensor]) -> Callable[
         if not arguments.get("dummy_run"):
             batch: InputBatch = arguments["input_batch"]
             first_rows = batch.logits_indices[batch.cu_num_logits[:-1].long()]
-            arguments["seeds"] = step_seeds(arguments["seeds"], batch.idx_mapping, batch.positions[first_rows.long()])
+            arguments["seeds"] = derive_step_seeds(arguments["seeds"], batch.idx_mapping, batch.positions[first_rows.long()])
         return upstream(*call.args, **call.kwargs)
 
     return propose

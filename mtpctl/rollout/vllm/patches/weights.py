@@ -46,7 +46,7 @@ UPDATABLE_KERNELS = (
     "TritonFp8BlockScaledMMKernel",
 )
 """Kernels of FP8 matrices that use the weights in their loaded layout. DeepGEMM's requantization does not change weights that
-`mtpctl.kernels.block_fp8` has quantized. On some GPUs it stores scales in another dtype, which `packed_fp8` reports."""
+`mtpctl.kernels.block_fp8` has quantized. On some GPUs it stores scales in another dtype, which `find_packed_fp8` reports."""
 UPDATABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS", "DEEPGEMM", "BATCHED_DEEPGEMM", "EMULATION")
 """Backends of FP8 experts that use the weights in their loaded layout."""
 
@@ -66,7 +66,7 @@ class _LayerRenaming(Protocol):
     def _rewrite_spec_layer_name(self, spec_layer: int, name: str) -> str: ...
 
 
-def name_mapper(model: nn.Module) -> Callable[[str], str | None] | None:
+def get_name_mapper(model: nn.Module) -> Callable[[str], str | None] | None:
     """Return the function that maps tensor names of a Hugging Face folder to the live model's, before fusing; None if they are equal.
 
     Most models have a map, `hf_to_vllm_mapper`. It lacks the router's bias of ERNIE 4.5, which `load_weights` renames. The drafters of
@@ -76,7 +76,7 @@ def name_mapper(model: nn.Module) -> Callable[[str], str | None] | None:
 
     Raises UpstreamMoved for another release.
     """
-    require_pinned(f"{__name__}.name_mapper")
+    require_pinned(f"{__name__}.get_name_mapper")
     from vllm.model_executor.models.ernie45_moe import Ernie4_5_MoeForCausalLM
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
@@ -193,11 +193,11 @@ def check_quantization(config: QuantizationConfig | None, model: nn.Module, dtyp
         raise PlanMismatch(
             "the engine's weights are FP8, but the weights are sent unquantized: set rollout.quantization: fp8 in their recipe"
         )
-    if (reason := packed_fp8(model)) is not None:
+    if (reason := find_packed_fp8(model)) is not None:
         raise PlanMismatch(f"rollout.quantization: {reason}")
 
 
-def packed_fp8(model: nn.Module) -> str | None:
+def find_packed_fp8(model: nn.Module) -> str | None:
     """The reason why FP8 weights of a model cannot be updated in place, as one line; None if they can."""
     packed_layers: Counter[tuple[str, str, str]] = Counter()
     for layer in model.modules():
@@ -252,7 +252,7 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
     return weight
 
 
-def repack(model: nn.Module) -> None:
+def repack_weights(model: nn.Module) -> None:
     """Pack the loaded weights (see `plain_weight`) again after they were updated."""
     for layer in model.modules():
         if hasattr(layer, _CONVOLUTION):
@@ -284,14 +284,14 @@ class _ContextBuffers(Protocol):
     def _build_fused_kv_buffers(self) -> None: ...
 
 
-def refresh_derived(model: nn.Module, dtype: torch.dtype | str) -> None:
+def refresh_derived_weights(model: nn.Module, dtype: torch.dtype | str) -> None:
     """Recompute derived weights from the current ones. `dtype` is the model's.
 
     Latent attention stores a second copy of `kv_b_proj`, split and transposed, and recomputes it only on request. It reuses the memory of
     the copy, so captured CUDA graphs read the new values. A DFlash drafter stores a fused copy of the key and value projections and the key
     norms of all its layers. Raises UpstreamMoved for another release.
     """
-    require_pinned(f"{__name__}.refresh_derived")
+    require_pinned(f"{__name__}.refresh_derived_weights")
     for layer in model.modules():
         if hasattr(layer, LATENT_HALVES[0]) and hasattr(layer, "kv_b_proj"):
             cast(_LatentAttention, layer).process_weights_after_loading(dtype)

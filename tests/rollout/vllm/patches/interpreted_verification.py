@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpctl.rollout.vllm.patches.verification import step_seeds, verify_with_fresh_noise
+from mtpctl.rollout.vllm.patches.verification import derive_step_seeds, verify_with_fresh_noise
 from tests.fakes import interpreted_triton
 
 REQUESTS, DRAFTS, VOCAB, TEMPERATURE = 24, 3, 7, 0.7
@@ -79,7 +79,7 @@ def main() -> None:
         seeds,
         DRAFTS,
     )
-    fresh = step_seeds(seeds, slots, begins)
+    fresh = derive_step_seeds(seeds, slots, begins)
     for sample, own_seeds in ((rejection_sample, seeds), (verify_with_fresh_noise(rejection_sample), fresh)):
         sampled, counts = sample(*arguments, use_block_verification=True)
         chance = numbers(own_seeds.repeat_interleave(DRAFTS), (begins[:, None] + torch.arange(DRAFTS)).flatten()).view(REQUESTS, DRAFTS)

@@ -14,7 +14,12 @@ import pytest
 import torch
 
 from mtpctl.errors import UpstreamMoved
-from mtpctl.rollout.vllm.patches.verification import check_random_numbers, propose_with_fresh_noise, step_seeds, verify_with_fresh_noise
+from mtpctl.rollout.vllm.patches.verification import (
+    check_random_numbers,
+    derive_step_seeds,
+    propose_with_fresh_noise,
+    verify_with_fresh_noise,
+)
 from tests.fakes.block_verification import Toy, chi_squared, tokens_per_step, transitions
 
 
@@ -42,8 +47,8 @@ def test_numbers_shared_by_steps_change_the_distribution(temperature: float) -> 
 
 def test_seeds_depend_on_the_request_and_the_step() -> None:
     seeds = torch.tensor([5, 7, 9])
-    first, second = (step_seeds(seeds, torch.tensor([2, 0]), torch.tensor([begin, begin])) for begin in (10, 11))
-    assert torch.equal(first, step_seeds(seeds, torch.tensor([2, 0]), torch.tensor([10, 10]))), "the same step, the same seeds"
+    first, second = (derive_step_seeds(seeds, torch.tensor([2, 0]), torch.tensor([begin, begin])) for begin in (10, 11))
+    assert torch.equal(first, derive_step_seeds(seeds, torch.tensor([2, 0]), torch.tensor([10, 10]))), "the same step, the same seeds"
     assert first[1] == seeds[1] == 7 and len({*first.tolist(), *second.tolist(), *seeds.tolist()}) == 7
     assert seeds.tolist() == [5, 7, 9]
 
@@ -52,7 +57,7 @@ def test_verification_and_drafts_of_a_step_use_its_seeds() -> None:
     """Only with block verification, and not in a dummy run, whose slots are not requests."""
     seeds, requests, ends = torch.tensor([5, 7, 9]), torch.tensor([2, 0]), torch.tensor([0, 3, 5])
     positions = torch.tensor([20, 21, 22, 40, 41])
-    expected = step_seeds(seeds, requests, torch.tensor([20, 40]))
+    expected = derive_step_seeds(seeds, requests, torch.tensor([20, 40]))
 
     def rejection_sample(
         logits: None, cu_num_logits: torch.Tensor, pos: torch.Tensor, idx_mapping: torch.Tensor, seed: torch.Tensor, **_: bool

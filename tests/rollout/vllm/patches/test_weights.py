@@ -16,7 +16,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from mtpctl.rollout.vllm.patches.weights import PackedWeight, packed_fp8, plain_weight, repack
+from mtpctl.rollout.vllm.patches.weights import PackedWeight, find_packed_fp8, plain_weight, repack_weights
 from mtpctl.rollout.vllm.plugin import install
 from tests.fakes.cpus import linear_amx
 
@@ -77,7 +77,7 @@ def test_convolutions_keep_the_loaded_layout(cpu: str, monkeypatch: pytest.Monke
     assert torch.equal(linear.get_parameter("weight"), loaded.flip(0) if packed else loaded)
     assert torch.equal(plain_weight(linear, "weight"), loaded)
     plain_weight(linear, "weight").copy_(changed)
-    repack(linear)
+    repack_weights(linear)
     assert torch.equal(linear.get_parameter("weight"), changed.flip(0) if packed else changed)
 
 
@@ -121,13 +121,13 @@ def fp8_experts(backend: str, scales: torch.dtype = torch.float32) -> nn.Module:
 
 
 def test_kernels_that_pack_fp8_weights_are_reported_in_one_line() -> None:
-    assert packed_fp8(nn.ModuleList([fp8_matrix(UPDATABLE()), fp8_experts("TRITON"), layer()])) is None
+    assert find_packed_fp8(nn.ModuleList([fp8_matrix(UPDATABLE()), fp8_experts("TRITON"), layer()])) is None
     packing = [fp8_matrix(PACKING()) for _ in range(3)]
-    assert packed_fp8(nn.ModuleList([*packing, fp8_matrix(UPDATABLE()), fp8_experts("MARLIN")])) == (
+    assert find_packed_fp8(nn.ModuleList([*packing, fp8_matrix(UPDATABLE()), fp8_experts("MARLIN")])) == (
         "vLLM packs 3 matrices for MarlinFP8ScaledMMLinearKernel, 1 layers with experts for MARLIN; a sync cannot update packed weights; "
         "set rollout.engine_args: {linear_backend: triton, moe_backend: triton}"
     )
-    assert packed_fp8(nn.ModuleList([fp8_matrix(UPDATABLE(), torch.int32), fp8_experts("DEEPGEMM", torch.int32)])) == (
+    assert find_packed_fp8(nn.ModuleList([fp8_matrix(UPDATABLE(), torch.int32), fp8_experts("DEEPGEMM", torch.int32)])) == (
         "vLLM packs 1 matrices for DeepGemmFp8BlockScaledMMKernel (scales in int32), 1 layers with experts for DEEPGEMM (scales in int32); "
         "a sync cannot update packed weights; set rollout.engine_args: {linear_backend: triton, moe_backend: triton}"
     )
