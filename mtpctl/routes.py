@@ -25,7 +25,7 @@ type Routes = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """The format of a model's routes. layers: indices of the MoE decoder layers. per_token: k. experts: of a layer."""
+    """The format of a model's routes: the indices of its MoE decoder layers, k, and the number of experts of a layer."""
 
     layers: tuple[int, ...]
     per_token: int

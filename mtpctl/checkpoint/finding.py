@@ -74,9 +74,7 @@ def choose_checkpoint(root: Path, *, verify_checksums: bool) -> Choice:
 def newest_checkpoint(root: Path) -> Path | None:
     """The newest checkpoint under `root` whose files all have their saved sizes; None without checkpoints.
 
-    Only small files are also compared with their checksums.
-
-    Raises UserError if every checkpoint is damaged.
+    Only checksums of small files are compared. Raises UserError if every checkpoint is damaged.
     """
     return choose_checkpoint(root, verify_checksums=False).path
 
@@ -122,13 +120,12 @@ def publish_checkpoint(path: Path, *, keep: int, needed: Collection[str] = ()) -
             shutil.rmtree(replaced)
 
 
-def mark_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is kept but never used. Returns its new path."""
+def mark_damaged(path: Path) -> None:
+    """Rename a damaged checkpoint, so that it is kept but never used."""
     names = (f"{path.name}{DAMAGED}{'' if count == 1 else f'-{count}'}" for count in range(1, 1 << 16))
     target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(target)
     flush(target.parent)
-    return target
 
 
 def damaged_in(root: Path) -> list[Path]:

@@ -74,8 +74,8 @@ def train_step(
     ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks, which share the samples.")] = 1,
     json: Json = False,
 ) -> None:
-    """Time the forward and backward pass of an update with MTP. One device: the LM head computes losses and gradients together, losses
-    first, or from materialized logits. Several ranks: losses and gradients together."""
+    """Time the forward and backward pass of an update with MTP. On one device, three LM heads are compared: losses and gradients in one
+    pass, losses first, and materialized logits. Several ranks use the first."""
     from mtpctl.compat import cpu_device
     from mtpctl.errors import UserError
     from mtpctl.recipe.model import MtpConfig

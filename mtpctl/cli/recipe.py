@@ -76,7 +76,8 @@ def show(
 
 @app.command()
 def copy(
-    name: RecipeArgument, target: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Where to; default: NAME.yaml here.")] = None
+    name: RecipeArgument,
+    target: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="New file; default: NAME.yaml.")] = None,
 ) -> None:
     """Copy a recipe or an overlay that comes with mtpctl, comments included, to a file of your own."""
     from mtpctl.errors import UserError
@@ -107,9 +108,9 @@ def schema() -> None:
 @app.command("check", hidden=True, help="The same as `validate`.")
 @app.command()
 def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None, as_json: Json = False) -> None:
-    """Check a recipe and its data, try your code that it names, and warn of settings known to learn badly.
+    """Check a recipe and its data, test the custom code that it names, and warn of settings that are known to learn badly.
 
-    Starts nothing, and uses the network only as far as your code does.
+    Starts nothing. Only your code may use the network.
     """
     from mtpctl.controller.preflight import check_code
     from mtpctl.data.inspection import inspect_sets, leaks_in
@@ -136,7 +137,7 @@ def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None
 
 @app.command()
 def diff(
-    first: RecipeArgument, second: Annotated[str, typer.Argument(metavar="RECIPE", help="The other one.")], as_json: Json = False
+    first: RecipeArgument, second: Annotated[str, typer.Argument(metavar="RECIPE", help="Another recipe.")], as_json: Json = False
 ) -> None:
     """Print the keys whose values differ between two recipes, defaults included."""
     from mtpctl.recipe.loading import flatten
@@ -235,7 +236,7 @@ def init(
     ] = None,
     task: Annotated[str, typer.Option("--task", metavar="DATASET", help="For reasoning-gym: the name of its dataset.")] = "chain_sum",
 ) -> None:
-    """Write a task of your own that trains as it is: recipe, rows, reward, environment or agent, tests."""
+    """Write a custom task that trains without changes: recipe, rows, reward, environment or agent, and tests."""
     from mtpctl.errors import UserError
 
     path = Path(folder).expanduser()

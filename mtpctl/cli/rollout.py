@@ -35,14 +35,14 @@ def rollout(
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve an OpenAI-compatible endpoint until Ctrl-C, and write finished trajectories to --out.")
     ] = False,
-    host: Annotated[str, typer.Option("--host", help="Where --serve listens; others than loopback need MTPCTL_GATEWAY_KEY.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="Address of --serve; any but loopback needs MTPCTL_GATEWAY_KEY.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of --serve; 0: a free one.")] = 8339,
     sets: Sets = None,
     overlay: Overlays = None,
     from_weights: FromWeights = None,
     as_json: Json = False,
 ) -> None:
-    """Generate with the recipe's engines, from the newest weights of its run. Called again, it adds what is missing in the file."""
+    """Generate with the recipe's engines, from the newest weights of its run. If FILE exists, add the responses that it lacks."""
     from mtpctl.errors import UserError
 
     if out is not None and (out.is_dir() or not out.parent.is_dir()):

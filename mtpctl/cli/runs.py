@@ -90,10 +90,12 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several to compare.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to write; default: report.html in RUN; for several compare.html here."),
+        typer.Option(
+            "--out", metavar="FILE", help="File to write; default: report.html in RUN, or compare.html in this folder for several runs."
+        ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page and print its path: a run's curves, or of several runs their curves over each other."""
+    """Write one self-contained HTML page, and print its path: the curves of a run, or those of several runs in common charts."""
     if len(runs) > 1:
         from mtpctl.telemetry.report import write_comparison
 
@@ -169,12 +171,12 @@ def _status_lines(overview: RunOverview) -> str:
 
 def samples(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Those of update N; default: the newest.")] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only responses of update N; default: the newest ones.")] = None,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first.")] = False,
     n: Annotated[int, typer.Option("--n", metavar="N", help="How many.", min=1)] = 5,
     as_json: Json = False,
 ) -> None:
-    """Print responses of the model: prompt, response with the environment's replies behind a bar, reward, versions and drafts."""
+    """Print responses of the model: prompt, response, reward, versions and drafts. A bar marks the environment's replies."""
     from mtpctl.errors import UserError
     from mtpctl.telemetry.sample_log import read_samples
 

@@ -29,7 +29,7 @@ def train(
     profile: Annotated[bool, typer.Option("--profile", help="The same as --set telemetry.profile=true.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live panel.")] = False,
 ) -> None:
-    """Train by a recipe. The same command on the same run directory resumes, and so does the directory itself as RECIPE."""
+    """Train by a recipe. To resume a run, repeat the command, or pass the run directory as RECIPE."""
     from mtpctl.errors import UserError
     from mtpctl.jobs.targets import START_FOLDER, convert_start, training_target
     from mtpctl.recipe.checks import validate

@@ -151,13 +151,11 @@ def use_cuda_type_names() -> Iterator[None]:
         torch.Tensor.type = original  # type: ignore[method-assign]
 
 
-def install() -> bool:
-    """Install the replacements if CUDA is not available. Returns whether they are installed. Idempotent."""
+def install() -> None:
+    """Install the replacements if CUDA is not available. Idempotent."""
     global _installed
-    if torch.cuda.is_available():
-        return False
-    if _installed:
-        return True
+    if _installed or torch.cuda.is_available():
+        return
     vars(torch.cuda).update(
         current_device=lambda: torch.device("cpu"),
         set_device=lambda device: None,
@@ -181,4 +179,3 @@ def install() -> bool:
     for name in _TENSOR_FACTORIES:
         setattr(torch, name, _redirect_to_cpu(getattr(torch, name)))
     _installed = True
-    return True

@@ -167,7 +167,7 @@ def _split_heads_by_views() -> None:
 def _split_heads(config: TransformerConfig, qkv: Tensor, feature_dim: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values. Each group of `qkv` has its query heads, their gates if there are any, a key head and a value head.
 
-    In Hugging Face's order, the gate of a head follows its query. feature_dim: not needed.
+    In Hugging Face's order, the gate of a head follows its query. feature_dim: unused; upstream's function has it.
     """
     groups, parts = config.num_query_groups, 2 if getattr(config, "attention_output_gate", False) else 1
     assert groups is not None

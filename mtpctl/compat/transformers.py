@@ -1,8 +1,8 @@
 """Imports transformers faster, and registers the model type `mimo` with it.
 
-transformers asks at import which distribution provides each package. Python then tests whether each file of each
-distribution exists: 28,000 with mtpctl's dependencies. This takes 0.5 s per process on a local disk, and longer on a network file system.
-The lists of files are sufficient for an answer.
+transformers asks at import which distribution provides each package. Python then tests whether each file of each distribution exists:
+28,000 with mtpctl's dependencies. This takes 0.5 s per process on a local disk, and longer on a network file system. The lists of files are
+sufficient for an answer.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ def _top_level_packages(files: Iterable[str]) -> set[str]:
     return {name for name in names if "." not in name}
 
 
-def register_mimo() -> bool:
-    """Register `model_type: "mimo"`, so that vLLM and Megatron-Bridge read published MiMo folders.
-
-    Returns False, without a change, if the type is already registered.
+def register_mimo() -> None:
+    """Register `model_type: "mimo"`, so that vLLM and Megatron-Bridge read published MiMo folders. Idempotent.
 
     transformers has no such model type, and the published folder contains its configuration class as custom code, which is not run. MiMo
     is Qwen2 with additional MTP layers, so a Qwen2 configuration under that name is sufficient. vLLM selects the model by `architectures`,
@@ -67,10 +65,9 @@ def register_mimo() -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if "mimo" in CONFIG_MAPPING:
-        return False
+        return
 
     class MiMoConfig(Qwen2Config):
         model_type = "mimo"
 
     AutoConfig.register("mimo", MiMoConfig)
-    return True

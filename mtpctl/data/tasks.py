@@ -1,7 +1,7 @@
 """Verifiable tasks, generated from a seed: arithmetic on written digits, and two on strings.
 
-Every problem has a worked solution in the same format: one short step per digit (or character), separated by a blank,
-then `#` and the answer, which the reward `exact` compares:
+Every problem has a worked solution in the same format: one short step per digit (or character), separated by a blank, then `#` and the
+answer, which the reward `exact` compares:
 
     addition         123+989=    3+9+0=12 2+8+1=11 1+9+1=11 #1112     from the right: digit + digit + carry = next carry, digit
     subtraction      523-189=    3-9-0=14 2-8-1=13 5-1-1=03 #334      the same with borrows; the first operand is not smaller

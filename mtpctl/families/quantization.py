@@ -40,8 +40,8 @@ _REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 _SPLIT_COLUMNS = ("o_proj", "down_proj", "out_proj")
 """Projections that tensor parallelism splits by columns. It splits others by rows."""
 _UNQUANTIZED = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a", "in_proj")
-"""Routers, gates, and projections with one row per head: two of linear attention, and the last of the five matrices into which vLLM splits
-the input projection of Mamba-2."""
+"""Routers, gates, and projections that have one row per head: in_proj_b and in_proj_a of linear attention, and a part of Mamba-2's
+in_proj."""
 
 
 @cache

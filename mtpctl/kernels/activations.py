@@ -1,7 +1,7 @@
-"""Activations of MLPs and experts, times a factor per row: SwiGLU (arXiv 2002.05202), and squared ReLU (arXiv 2109.08668) for Nemotron-H.
+"""Activations of MLPs and experts: SwiGLU (arXiv 2002.05202), and squared ReLU (arXiv 2109.08668) for Nemotron-H.
 
-Only the inputs are saved for the backward pass. On CUDA one Triton kernel computes an activation and one its gradients, in fp32 with one
-rounding.
+Each row may have a factor. Only the inputs are saved for the backward pass. On CUDA, one Triton kernel computes an activation and another
+its gradients, in fp32 with one rounding.
 
 Shape legend: R rows, F columns each of gate and up.
 """

@@ -20,9 +20,9 @@ from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 FP8_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 _ROUNDED_TO_MAX = 464.0
-"""Largest value that is rounded to `FP8_MAX`: the midpoint between it and the next value of the format without a maximum."""
+"""Largest value that is rounded to `FP8_MAX`: halfway between 448 and 480, the value that would follow it."""
 _MIN_SCALE = 2.0**-22
-"""Smallest scale, also of blocks of zeros: vLLM's quantizer for DeepGEMM takes the maximum of a block as at least 1e-4."""
+"""Scale of blocks of zeros and of tiny values. vLLM's quantizer for DeepGEMM also limits scales, to those of a maximum of 1e-4."""
 _CHUNK_ELEMENTS = 1 << 22
 """Elements that PyTorch quantizes at a time, which bounds the fp32 copies."""
 
@@ -128,7 +128,7 @@ def quantize_triton(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FiniteChecks:
-    """Records for quantized matrices whether they are finite. Checking many at once waits for the GPU once."""
+    """Records quantized matrices, and later checks that all are finite, with one host synchronization."""
 
     def __init__(self) -> None:
         self._scales: list[tuple[str, Tensor]] = []

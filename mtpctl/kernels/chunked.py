@@ -1,7 +1,7 @@
 """Portable backend in plain PyTorch. Processes the vocabulary in chunks; the backward pass recomputes logits unless they fit one chunk.
 
-Chunks split the vocabulary rather than the rows. One product then completes a chunk's part of the weight gradient, which needs no second
-copy. The hidden gradient accumulates over chunks in fp32.
+Chunks split the vocabulary rather than the rows. A single product then computes a chunk's rows of the weight gradient, so these need no
+fp32 sum over chunks. The hidden gradient accumulates over chunks in fp32.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ p is the trunk's distribution of a token and q the draft's, both at the rollout'
 - e2e_tv:   tv + `SOFT_CE_WEIGHT` soft_ce, for sampled drafts
 - e2e_greedy: 1 − Σ p q + `SOFT_CE_WEIGHT` soft_ce, for greedy drafts
 
-The last two are the rows of the multi-step loss; `mtpctl.trainer.acceptance` multiplies each row by its weight.
+e2e_tv and e2e_greedy are per-row terms of the multi-step loss; `mtpctl.trainer.acceptance` computes the rows' weights.
 
 The gradient of a scaled logit j is q_j − 1[j = x] for ce, q_j − p_j for soft_ce and kl, q_j (Σ q [q < p] − [q_j < p_j]) for tv, and
 q_j (Σ q p − p_j) for 1 − Σ p q.

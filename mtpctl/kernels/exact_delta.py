@@ -264,7 +264,7 @@ def convolve_kernel(
 @triton.jit
 @no_type_check
 def _input(x_ptr, window, start, index, first, channel, inside, x_stride, window_stride, TAPS: tl.constexpr):
-    """Input `index` of the sequence of a window's TAPS - 1 inputs from `first` on, and the step's, in fp32."""
+    """The convolution's input `index` in fp32. Inputs are the window's TAPS - 1 entries from `first` on, followed by the step's."""
     earlier = tl.load(window + (first + index) * window_stride, mask=inside & (first >= 0) & (index < TAPS - 1), other=0.0)
     now = tl.load(x_ptr + (start + index - TAPS + 1) * x_stride + channel, mask=inside & (index >= TAPS - 1), other=0.0)
     return earlier.to(tl.float32) + now.to(tl.float32)

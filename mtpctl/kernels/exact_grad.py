@@ -1,7 +1,7 @@
 """The trainer's operations for `numerics: bitwise`: `mtpctl.kernels.exact` on a CPU, `mtpctl.kernels.invariant` on CUDA, with gradients.
 
-Only the forward pass has to match the engine's. Gradients are those of PyTorch's operations at the same inputs. On a CPU
-they ignore the rounding to integers.
+Only the forward pass has to match the engine's. Gradients are those of PyTorch's operations at the same inputs; on a CPU they ignore the
+rounding to integers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 
 def split_normed_heads(mixed: Tensor, layout: HeadLayout, qk_norm: HeadNorm, angles: Angles | None) -> Heads:
-    """`qkv.split_heads` with QK norm. Like an engine, and unlike its kernel, it rounds the norm's output before the rotation."""
+    """`qkv.split_heads` with QK norm, but the norm's output is rounded before the rotation, as in an engine."""
     heads = qkv.split_heads(mixed, layout, None, None)
     queries, keys = (
         rms_norm(x, weight, qk_norm.eps, qk_norm.offset) for x, weight in ((heads.queries, qk_norm.queries), (heads.keys, qk_norm.keys))
@@ -63,7 +63,7 @@ def swiglu(gate_up: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def router_logits(states: Tensor, weight: Tensor) -> Tensor:
-    """`routing.router_logits` by `exact.logits` or `invariant.logits`."""
+    """`routing.router_logits`, computed by `exact.logits` or `invariant.logits`."""
     return routing.router_logits(states, weight, invariant.logits if states.is_cuda else exact.logits)
 
 

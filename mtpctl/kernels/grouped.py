@@ -54,7 +54,7 @@ class WeightStack:
         return getattr(self.weights[0], "main_grad", None) is not None
 
     def autograd_weights(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Weights to pass to autograd with the input x: all; if gradients bypass it, one, or none if x is in the graph already."""
+        """Weights to pass to autograd with the input x. If their gradients bypass autograd: one, or none if x requires a gradient."""
         if not self.has_grad_buffers:
             return self.weights
         return () if x.requires_grad else self.weights[:1]

@@ -35,7 +35,7 @@ from mtpctl.kernels.triton_support import TensorDescriptor, on_device_of, tl, tr
 
 BLOCK_K = 64
 GROUP = 16
-"""Row tiles that `linear_kernel` computes per column tile before the next one, so that the weight's tile stays in the L2 cache."""
+"""Number of row tiles that `linear_kernel` computes with a tile of the weight before the next, so that it stays in the L2 cache."""
 QUERY_ROWS = 64
 """Rows of an attention tile: queries times query heads per key-value head. A `wgmma` instruction of one warp group computes 64 rows."""
 BLOCK_KEYS = 64

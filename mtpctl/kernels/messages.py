@@ -2,9 +2,10 @@
 
     row of a message = state [H] | padding | probs of the rank's experts, UNROUTED for experts that the token does not use | padding
 
-Both parts start at multiples of 16 bytes. State and probs travel together, because to start an exchange takes the host longer than the
-exchange takes the GPU. A group is the part of a token's probs that belongs to one row: E / ranks probs in a message, one prob in a row of
-an expert.
+Both parts start at multiples of 16 bytes. State and probs are sent together, because the host takes longer to start an exchange than the
+GPU takes to run it. A group is the part of a token's probs that belongs to one row: E / ranks probs in a message, one prob in a row of an
+expert.
+
 Gradients of a message have the same layout. On CUDA one Triton kernel gathers states and probs, and one sums their gradients.
 
 Shape legend: T tokens, E experts in total, C copies (rows of a message), R rows of a rank's experts, H hidden size.

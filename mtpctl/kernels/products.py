@@ -1,4 +1,4 @@
-"""Matrix products that accumulate in fp32, of the LM head and of linear layers that bypass autograd for their weight gradient.
+"""Matrix products that accumulate in fp32: for the LM head, and for linear layers whose weight gradients bypass autograd.
 
 LM head: on CUDA, half-precision operands use the library's mixed product (half in, fp32 out). CPUs have none, so operands are converted to
 fp32.
@@ -74,9 +74,9 @@ def is_buffered(weight: Tensor) -> bool:
 
 
 def autograd_leaf(weight: Tensor, x: Tensor) -> Tensor | None:
-    """The weight, if autograd must know it in a product with the input x; otherwise None.
+    """The weight, if autograd must track it in a product with the input x; otherwise None.
 
-    It need not if the weight is buffered and x requires a gradient, because then x makes the backward pass run. Passing the weight would
+    If x requires a gradient, the backward pass runs anyway, and computes the gradient of a buffered weight. Tracking that weight would
     only run a hook that finds no gradient.
     """
     return None if x.requires_grad and is_buffered(weight) else weight

@@ -95,13 +95,13 @@ def _tile(tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
 @no_type_check
 def _probs(logits, chosen, column, experts, SIGMOID: tl.constexpr, OF_ALL: tl.constexpr, ONE: tl.constexpr):
     """Probs before scaling, normalized over the chosen experts, or over all."""
-    counts = (column < experts)[None, :] if OF_ALL else chosen
+    included = (column < experts)[None, :] if OF_ALL else chosen
     if SIGMOID:
-        scores = tl.where(counts, tl.sigmoid(logits), 0.0)
+        scores = tl.where(included, tl.sigmoid(logits), 0.0)
         total = tl.full((logits.shape[0],), 1.0, tl.float32) if ONE else tl.sum(scores, 1) + 1e-20
     else:
-        top = tl.max(tl.where(counts, logits, float("-inf")), 1)
-        scores = tl.where(counts, tl.exp(logits - top[:, None]), 0.0)
+        top = tl.max(tl.where(included, logits, float("-inf")), 1)
+        scores = tl.where(included, tl.exp(logits - top[:, None]), 0.0)
         total = tl.sum(scores, 1)
     return scores / total[:, None]
 

@@ -1,6 +1,6 @@
-"""Scaling of heads in the scan of Mamba-2: the input times its step, and the skip, a multiple of the input that is added to the output.
+"""Scales heads for the scan of Mamba-2: multiplies its input by the step size, and adds the scaled input (the skip) to its output.
 
-On CUDA one Triton kernel computes them and one the gradients, in fp32 with one rounding. Plain PyTorch stores fp32 copies.
+On CUDA, one Triton kernel computes the result and another the gradients, in fp32 with one rounding. Plain PyTorch stores fp32 copies.
 
 Shape legend: T tokens, D head dim.
 """

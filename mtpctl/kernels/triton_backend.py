@@ -199,7 +199,7 @@ class Triton:
                 draft.logits, draft.tile_max, pair.draft_lse, teacher.logits, teacher.tile_max, pair.teacher_lse, rows, draft.grads,
                 problem.targets, _row_scales(problem), coefficients.draft, coefficients.teacher, coefficients.gain, coefficients.label,
                 draft.logits.stride(0) // 8, column_tiles,
-                BN=self.tiles.bn, TILES=TILES_PER_PROGRAM, TEACHER=coefficients.teacher != 0, GAINED=coefficients.gain != 0,
+                BN=self.tiles.bn, TILES=TILES_PER_PROGRAM, HAS_TEACHER=coefficients.teacher != 0, HAS_GAIN=coefficients.gain != 0,
                 GREEDY=coefficients.greedy, num_warps=4,
             )  # fmt: skip
         targets.clear_padding(problem.vocab_columns)
@@ -481,7 +481,7 @@ def draft_sums_kernel(
     teacher_top_ptr,
     teacher_lse_ptr,  # fp32 [n]
     teacher_row_ptr,  # int64 [n]
-    partial_ptr,  # fp32 [4, P, n]: overlap, gained, cost, the teacher's log-prob of the draft's most likely entry
+    partial_ptr,  # fp32 [4, P, n]: overlap, expected_gain, cost, the teacher's log-prob of the draft's most likely entry
     n,
     eights,
     columns,
@@ -499,11 +499,11 @@ def draft_sums_kernel(
     teacher_lse = tl.load(teacher_lse_ptr + row)
     best = tl.load(best_ptr + row)
     overlap = tl.zeros((TILES, BN), dtype=tl.float32)
-    gained = tl.zeros((TILES, BN), dtype=tl.float32)
+    expected_gain = tl.zeros((TILES, BN), dtype=tl.float32)
     cost = tl.zeros((TILES, BN), dtype=tl.float32)
     first_choice = float("-inf")
-    mine = part * (TILES * STEPS) + tl.arange(0, TILES * STEPS)
-    holds_best = tl.max(tl.load(draft_top_ptr + row * tiles + mine, mask=mine < tiles, other=FLOOR), 0) >= best
+    program_tiles = part * (TILES * STEPS) + tl.arange(0, TILES * STEPS)
+    holds_best = tl.max(tl.load(draft_top_ptr + row * tiles + program_tiles, mask=program_tiles < tiles, other=FLOOR), 0) >= best
     for step in range(STEPS):
         tile = (part * STEPS + step) * TILES + tl.arange(0, TILES)
         column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
@@ -518,9 +518,9 @@ def draft_sums_kernel(
         p = tl.exp2(logp * LOG2E)
         overlap += tl.minimum(p, q)
         if LOSS == "tv" or LOSS == "e2e_tv":
-            gained += tl.where(logq < logp, q, 0.0)
+            expected_gain += tl.where(logq < logp, q, 0.0)
         elif LOSS == "e2e_greedy":
-            gained += q * p
+            expected_gain += q * p
         if LOSS == "kl":
             cost += p * (logp - logq)
         elif LOSS == "soft_ce" or LOSS == "e2e_tv" or LOSS == "e2e_greedy":
@@ -533,7 +533,7 @@ def draft_sums_kernel(
     partial = partial_ptr + part * n + row
     stride = programs * n
     tl.store(partial, tl.sum(tl.sum(overlap, 1), 0))
-    tl.store(partial + stride, tl.sum(tl.sum(gained, 1), 0))
+    tl.store(partial + stride, tl.sum(tl.sum(expected_gain, 1), 0))
     tl.store(partial + 2 * stride, tl.sum(tl.sum(cost, 1), 0))
     tl.store(partial + 3 * stride, first_choice)
 
@@ -551,16 +551,16 @@ def draft_grads_kernel(
     grad_ptr,  # the draft's memory, in the operands' dtype: overwritten with the gradient of the unscaled logits
     target_ptr,  # int64 [n], relative to the first column
     scale_ptr,  # fp32 [n], inverse temperature
-    own_ptr,  # fp32 [n]
-    by_teacher,
-    by_gained,
-    by_label,
+    draft_coefficient_ptr,  # fp32 [n]
+    teacher_coefficient,
+    gain_coefficient,
+    label_coefficient,
     eights,
     tiles,
     BN: tl.constexpr,
     TILES: tl.constexpr,  # per program
-    TEACHER: tl.constexpr,  # whether `by_teacher` is not 0
-    GAINED: tl.constexpr,  # whether `by_gained` is not 0
+    HAS_TEACHER: tl.constexpr,  # whether `teacher_coefficient` is not 0
+    HAS_GAIN: tl.constexpr,  # whether `gain_coefficient` is not 0
     GREEDY: tl.constexpr,
 ):
     programs = tl.cdiv(tiles, TILES)
@@ -575,11 +575,11 @@ def draft_grads_kernel(
         teacher_ptr, teacher_top_ptr, teacher_row, tl.load(teacher_lse_ptr + row), tile, tiles, teacher_row * (eights * 8) + column, inside
     )
     q = tl.exp2(logq * LOG2E)
-    grad = q * tl.load(own_ptr + row) - tl.where(column == tl.load(target_ptr + row), by_label, 0.0)
-    if TEACHER:
-        grad -= tl.exp2(logp * LOG2E) * by_teacher
+    grad = q * tl.load(draft_coefficient_ptr + row) - tl.where(column == tl.load(target_ptr + row), label_coefficient, 0.0)
+    if HAS_TEACHER:
+        grad -= tl.exp2(logp * LOG2E) * teacher_coefficient
     if GREEDY:
-        grad -= q * tl.exp2(logp * LOG2E) * by_gained
-    elif GAINED:
-        grad -= tl.where(logq < logp, q, 0.0) * by_gained
+        grad -= q * tl.exp2(logp * LOG2E) * gain_coefficient
+    elif HAS_GAIN:
+        grad -= tl.where(logq < logp, q, 0.0) * gain_coefficient
     tl.store(grad_ptr + index, (grad * tl.load(scale_ptr + row)).to(grad_ptr.dtype.element_ty), mask=inside)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MAX_NUMBERS = 1 << 21
 """Maximum count of numbers in a response: tokens times numbers per token."""
 NUMBERS_OF_BYTES = 4
-"""Count of numbers for the bytes of one token."""
+"""Estimated number of bytes of a token; each is a number in the response."""
 
 
 class _StrictRequest(Request):

@@ -80,7 +80,7 @@ class RequestRefused(UserError):
 
 
 class VersionGone(UserError):
-    """The requested weight version is not available, or no longer."""
+    """The requested weight version is not available or no longer available."""
 
 
 class QueueFull(RuntimeFailure):
@@ -137,7 +137,6 @@ class Bounds:
 
 
 def _min_max(ids: Sequence[int]) -> tuple[int, int]:
-    """Minimum and maximum."""
     if not isinstance(ids, array):
         return min(ids), max(ids)
     values = np.asarray(ids)

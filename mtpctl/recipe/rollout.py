@@ -411,7 +411,7 @@ def check_tp(tp: int, shape: ModelShape) -> Complaints:
 
 
 def check_engine_device(recipe: Recipe) -> Complaints:
-    """Report settings that need a GPU on a CPU: the engine, and block verification."""
+    """Report an engine or block verification that needs a GPU in a run on CPUs."""
     if recipe.device == "cpu" and recipe.rollout.speculation.verification == "block" and recipe.rollout.traits.block_verification:
         yield "rollout.speculation.verification: vLLM on a CPU verifies token by token; set token, or cluster.device: cuda"
     if not recipe.rollout.traits.cpu and recipe.device == "cpu":
@@ -419,7 +419,7 @@ def check_engine_device(recipe: Recipe) -> Complaints:
 
 
 def check_served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape) -> Complaints:
-    """Report models that the engine would reject at run time, or compute differently than the trainer."""
+    """Report models that the engine would reject at run time, or compute differently from the trainer."""
     if not recipe.train.needs_rollout:
         return
     yield from missing_fields(config)

@@ -27,14 +27,18 @@ from mtpctl.recipe.train import Replay, TrainConfig
 class AsyncConfig(Section):
     """The section `async`: how far generation may run ahead of training."""
 
-    staleness_threshold: NonNegativeFloat = Field(0.5, description="Samples generated ahead, as a fraction of those until the next sync.")
+    staleness_threshold: NonNegativeFloat = Field(
+        0.5, description="Samples generated ahead of training, as a fraction of those trained between two syncs."
+    )
     max_staleness: NonNegativeInt = Field(
         8,
         description="Maximum age of a trained token, in weight versions. Groups with older tokens are generated again, and the trainer "
         "waits for them.",
     )
     sync_every: PositiveInt = Field(1, description="Updates between weight syncs.")
-    partial_rollout: bool = Field(True, description="Responses in flight at a sync continue under new weights; false: it waits for them.")
+    partial_rollout: bool = Field(
+        True, description="Responses in flight at a sync continue under new weights; false: the sync waits for them."
+    )
     deterministic: bool = Field(False, description="Same seed, same losses: nothing is generated ahead, and batches are in prompt order.")
 
     @property
@@ -79,8 +83,8 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cpu with sync.transport: shm, else cuda.")
     interface: str | None = Field(
         None,
-        description="Network interface of NCCL and gloo, such as bond0; default: the loopback on one host; with cluster.address NCCL's "
-        "choice, and for gloo the interface of the host's address.",
+        description="Network interface of NCCL and gloo, such as bond0. Default: the loopback on one host; with cluster.address, the "
+        "interface of the host's address for gloo, and NCCL's choice for NCCL.",
     )
     actor_deadline_s: PositiveFloat = Field(
         900.0, description="Timeout for the start of an actor, in seconds. The first start of an engine compiles kernels."

@@ -77,8 +77,10 @@ SyncConfig = Annotated[ShmConfig | IpcConfig | NcclConfig | StorageConfig, Field
 class Transport:
     """Properties of a transport.
 
-    pushes: sender and receivers take part at the same time; alternative receivers read from the version store later.
-    cuda: both ends are GPUs. one_process_per_gpu: no two of its processes may share a GPU.
+    Attributes:
+        pushes: sender and receivers transfer at the same time; if false, receivers read from the version store later.
+        cuda: both ends are GPUs.
+        one_process_per_gpu: no two of its processes may share a GPU.
     """
 
     pushes: bool
@@ -158,7 +160,7 @@ def check_kv(recipe: Recipe) -> Complaints:
 
 
 def changes_every_element(recipe: Recipe) -> bool:
-    """Whether an update changes almost every trained element. Most bf16 values, in the trainer or in the engines, stay the same."""
+    """Whether an update changes almost every trained element. Not in bf16, in which most changes are rounded away."""
     return recipe.train.precision == "fp32" and recipe.sent_precision == "fp32"
 
 

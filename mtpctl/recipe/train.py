@@ -32,7 +32,7 @@ class SftConfig(Section):
 
 
 class DraftConfig(Section):
-    """The stage that trains the MTP layers, or an added drafter, alone. The trunk stays as it is."""
+    """The stage that trains only the MTP layers, or an added drafter. The trunk is frozen."""
 
     steps: NonNegativeInt = Field(0, description="Updates of the stage.")
     batch_size: PositiveInt = Field(64, description="Sequences per update.")
@@ -79,7 +79,7 @@ class MoeConfig(Section):
 
 
 class TrainConfig(Section):
-    stages: list[Literal["draft", "sft", "rl"]] = Field(["rl"], description="Stages in order. draft: only the drafter, on own samples.")
+    stages: list[Literal["draft", "sft", "rl"]] = Field(["rl"], description="Stages in order. draft: trains only the drafter.")
     draft: DraftConfig = Field(default_factory=DraftConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
     rl: RlConfig = Field(default_factory=RlConfig)
@@ -96,8 +96,8 @@ class TrainConfig(Section):
     lora: LoraConfig | None = Field(None, description="Train a LoRA adapter instead of the weights.")
     moe: MoeConfig = Field(default_factory=MoeConfig, description="Mixture of experts: load balancing (off by default) and router replay.")
     async_save: bool = Field(False, description="Write checkpoints during training; needs host memory of their size.")
-    checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints, as well as checkpoint_minutes; 0: none.")
-    checkpoint_minutes: NonNegativeFloat = Field(10.0, description="Minutes between checkpoints, written after an update; 0: none by time.")
+    checkpoint_every: NonNegativeInt = Field(0, description="Updates between checkpoints, in addition to those by time; 0: none.")
+    checkpoint_minutes: NonNegativeFloat = Field(10.0, description="Minutes between checkpoints, each written after an update; 0: none.")
     keep_checkpoints: NonNegativeInt = Field(2, description="Number of newest checkpoints to keep; 0: none, so no run can resume.")
     checkpoint_copy: str | None = Field(
         None,

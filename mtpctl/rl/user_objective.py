@@ -1,8 +1,8 @@
 """User-defined losses and advantages: `train.rl.loss` and `train.rl.advantage` as FILE.py:NAME or MODULE:NAME.
 
 A loss is called as `loss(logprob, entropy, terms, config, **train.rl.loss_args)` in place of `losses.token_policy_loss`, inside the kernel
-that computes the log-probs. It receives slices of the tokens, which may be empty. It must be a sum in which
-the term of a token does not depend on other tokens, so that it is additive over slices.
+that computes the log-probs. It receives slices of the tokens, which may be empty. It must be a sum in which no token's term depends on
+other tokens, so that it is additive over slices.
 
 An advantage is called as `advantage(rewards, groups, lengths, **train.rl.advantage_args)` in place of `advantages.group_advantages`, on
 every trainer rank with all responses of an update.

@@ -5,8 +5,8 @@ data or proxies (`values`), never functions or classes. Names that the answer ch
 classes (`_EXCEPTIONS`) and of built-in types. Exception classes of the answer are replaced by stand-ins. A call that raises StopIteration
 raises RuntimeError in the tests, as in a generator (PEP 479); otherwise `all(map(f, xs))` would stop at the first call and pass.
 
-The answer can call functions that tests pass to it. If it changes a list, dict, set or bytearray of the tests, the
-change is copied to the tests when the call returns.
+The answer can call functions that tests pass to it. If it changes a list, dict, set or bytearray of the tests, the change is copied to the
+tests when the call returns.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU no
 
 
 def test_factories_create_cpu_tensors():
-    assert cpu_device.install()
+    cpu_device.install()
     tensors = [torch.zeros(2, device="cuda"), torch.tensor([1.0], device=0), torch.empty(1, device=torch.device("cuda"), pin_memory=True)]
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
     assert torch.zeros(1, device="meta").device.type == "meta"

@@ -64,7 +64,7 @@ KERNELS = [
         for loss in ("soft_ce", "kl", "tv", "e2e_tv", "e2e_greedy")
     ),
     *(
-        (triton_backend.draft_grads_kernel, {"BN": 256, "TILES": 4, "TEACHER": teacher, "GAINED": gained, "GREEDY": greedy})
+        (triton_backend.draft_grads_kernel, {"BN": 256, "TILES": 4, "HAS_TEACHER": teacher, "HAS_GAIN": gained, "GREEDY": greedy})
         for teacher, gained, greedy in ((True, False, False), (False, True, False), (True, True, False), (True, True, True))
     ),
     *(
@@ -104,11 +104,11 @@ POINTERS = {
     # Of drafts.
     **dict.fromkeys(("draft_ptr", "teacher_ptr"), "*fp16"),
     **dict.fromkeys(("draft_top_ptr", "draft_lse_ptr", "teacher_top_ptr", "teacher_lse_ptr", "best_ptr", "partial_ptr"), WIDE),
-    **dict.fromkeys(("scale_ptr", "own_ptr"), WIDE),
+    **dict.fromkeys(("scale_ptr", "draft_coefficient_ptr"), WIDE),
     **dict.fromkeys(("teacher_row_ptr", "target_ptr"), LONG),
 }
 """Element types of pointers; all others point to bf16. Scalars are integers except FRACTIONS."""
-FRACTIONS = ("eps", "offset", "scaling", "scale", "lowest", "by_teacher", "by_gained", "by_label")
+FRACTIONS = ("eps", "offset", "scaling", "scale", "lowest", "teacher_coefficient", "gain_coefficient", "label_coefficient")
 
 
 def types_of(names: list[str], constants: Mapping[str, object]) -> dict[str, str]:
