@@ -62,29 +62,29 @@ class Slot[R]:
     """The slot of one replica; `replica` is None while none serves in it.
 
     Attributes:
-        busy: requests in progress, counted by the owner.
+        num_requests: requests in progress, counted by the owner.
         failure_times: times of the failures within `FAILURE_WINDOW_S` (`time.monotonic`).
         reason: the last failure.
         num_starts: number of replicas that have served in the slot.
-        occupied: False if the slot is vacant or its replica is leaving. A leaving replica gets no further work, but is still updated.
+        is_occupied: False if the slot is vacant or its replica is leaving. A leaving replica gets no further work, but is still updated.
     """
 
     index: int
     replica: R | None
-    busy: int = 0
+    num_requests: int = 0
     failure_times: list[float] = field(default_factory=list)
     reason: str = ""
-    quarantined: bool = False
+    is_quarantined: bool = False
     num_starts: int = 0
     restart_task: asyncio.Task[None] | None = None
-    occupied: bool = True
+    is_occupied: bool = True
 
     @property
     def state(self) -> Literal["serving", "restarting", "quarantined", "vacant"]:
         """The state of the slot; "vacant" if it is not occupied."""
-        if not self.occupied:
+        if not self.is_occupied:
             return "vacant"
-        return "serving" if self.replica is not None else "quarantined" if self.quarantined else "restarting"
+        return "serving" if self.replica is not None else "quarantined" if self.is_quarantined else "restarting"
 
 
 async def start_all[R](
@@ -137,8 +137,8 @@ class Replicas[R]:
 
     def quarantine_reasons(self) -> str:
         """The failure of each slot if all occupied slots are quarantined, so that no replica will serve again; else an empty string."""
-        occupied = [slot for slot in self.slots if slot.occupied]
-        if not all(slot.quarantined for slot in occupied):
+        occupied = [slot for slot in self.slots if slot.is_occupied]
+        if not all(slot.is_quarantined for slot in occupied):
             return ""
         return "; ".join(f"{slot.index}: {slot.reason}" for slot in occupied)
 
@@ -147,7 +147,7 @@ class Replicas[R]:
         if slot.replica is not replica or self._closed:
             return
         slot.replica = None
-        if slot.occupied:  # otherwise the replica is leaving, and `leave` ends it
+        if slot.is_occupied:  # otherwise the replica is leaving, and `leave` ends it
             self._record_failure(slot, error)
             slot.restart_task = asyncio.create_task(self._restart(slot, replica))
 
@@ -155,10 +155,10 @@ class Replicas[R]:
         """Start a replica in a slot, which is vacant or the next new one. Earlier failures of the slot are forgotten."""
         assert not self._closed and index <= len(self.slots)
         if index == len(self.slots):
-            self.slots.append(Slot(index, None, occupied=False))
+            self.slots.append(Slot(index, None, is_occupied=False))
         slot = self.slots[index]
         assert slot.state == "vacant" and slot.replica is None
-        slot.occupied, slot.quarantined, slot.failure_times, slot.reason = True, False, [], ""
+        slot.is_occupied, slot.is_quarantined, slot.failure_times, slot.reason = True, False, [], ""
         slot.restart_task = asyncio.create_task(self._start_or_quarantine(slot))
 
     async def leave(self, index: int, drain: Callable[[Slot[R], R], Awaitable[None]]) -> None:
@@ -167,7 +167,7 @@ class Replicas[R]:
         A serving replica gets no further work. After an update in progress, `drain` returns its remaining work, and the replica is ended.
         """
         slot = self.slots[index]
-        slot.occupied = False
+        slot.is_occupied = False
         if slot.restart_task is not None and not slot.restart_task.done():
             slot.restart_task.cancel()
             await asyncio.gather(slot.restart_task, return_exceptions=True)
@@ -254,7 +254,7 @@ class Replicas[R]:
             except Exception as error:
                 self._record_failure(slot, error)
         else:
-            slot.quarantined = True
+            slot.is_quarantined = True
             self._lifecycle.log(f"replica {slot.index} is in quarantine: it failed {len(slot.failure_times)} time(s) within an hour")
         self._lifecycle.on_change()
 

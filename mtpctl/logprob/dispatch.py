@@ -284,16 +284,16 @@ class Dispatcher:
     def _send_batch(self) -> bool:
         """Send one batch to the least busy replica with room. Returns False if there is none, or nothing to send."""
         live = self.replicas.live()
-        free = [(slot, replica) for slot, replica in live if slot.busy == 0]
+        free = [(slot, replica) for slot, replica in live if slot.num_requests == 0]
         batch_tokens = self.limits.tokens_per_batch
         # A batch is sent in advance only if it is full, because a smaller one should wait for more requests.
-        prefetching = [(slot, replica) for slot, replica in live if slot.busy == 1 and self.queue.tokens >= batch_tokens]
+        prefetching = [(slot, replica) for slot, replica in live if slot.num_requests == 1 and self.queue.tokens >= batch_tokens]
         budget = min(batch_tokens, math.ceil(self.queue.tokens / len(free))) if free else batch_tokens
         for slot, replica in (*free, *prefetching):
             for version in replica.versions:
                 batch = self.queue.take(budget, lambda r, v=version, now=replica.version: _answers_with(r, v, now))  # type: ignore[misc]
                 if batch:
-                    slot.busy += 1
+                    slot.num_requests += 1
                     self._idle.clear()
                     self._start(self._run(slot, replica, batch, version, replica.score([i.request for i in batch], version)))
                     return True
@@ -304,7 +304,7 @@ class Dispatcher:
     ) -> None:
         started_at = time.monotonic()
         try:
-            scored = await asyncio.wait_for(scoring, self.limits.batch_deadline_s * slot.busy)
+            scored = await asyncio.wait_for(scoring, self.limits.batch_deadline_s * slot.num_requests)
         except (ReplicaDead, TimeoutError) as error:
             self.replicas.report_failure(slot, replica, error)
             self._requeue(batch, error, died=True)
@@ -335,8 +335,8 @@ class Dispatcher:
                     assert result.version == version
                     item.answer.set_result(result)
         finally:
-            slot.busy -= 1
-            if not any(s.busy for s in self.replicas.slots):
+            slot.num_requests -= 1
+            if not any(s.num_requests for s in self.replicas.slots):
                 self._idle.set()
             self.dispatch_ready()
 

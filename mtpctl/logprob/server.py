@@ -149,7 +149,7 @@ class LogprobServer:
                     await asyncio.wait_for(self.dispatcher.pause(), deadline_s)
                 timeout_error = ReplicaDead(f"its pass did not end within {deadline_s:g} s before a weight update")
                 for slot, replica in self.replicas.live():
-                    if slot.busy:
+                    if slot.num_requests:
                         self.replicas.report_failure(slot, replica, timeout_error)
                 yield
             finally:
@@ -198,7 +198,7 @@ class LogprobServer:
         while True:
             await asyncio.sleep(every_s)
             for slot, replica in self.replicas.live():
-                if slot.busy == 0 and not self.replicas.updating.locked():
+                if slot.num_requests == 0 and not self.replicas.updating.locked():
                     await self.dispatcher.check_alive(slot, replica)
 
     async def close(self) -> None:

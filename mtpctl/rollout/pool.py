@@ -320,8 +320,8 @@ class ReplicaPool:
             if slot.state == "vacant":
                 continue
             if slot.replica is None:
-                state = "in quarantine" if slot.quarantined else "restarting"
-                entries.append(Health(alive=False, in_flight=slot.busy, reason=f"{state} after {slot.reason}"))
+                state = "in quarantine" if slot.is_quarantined else "restarting"
+                entries.append(Health(alive=False, in_flight=slot.num_requests, reason=f"{state} after {slot.reason}"))
                 continue
             try:
                 entries.append(await slot.replica.health())

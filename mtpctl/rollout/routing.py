@@ -40,16 +40,17 @@ class Router:
         if reasons := self._replicas.quarantine_reasons():
             raise RuntimeFailure(f"every rollout replica failed: {reasons}")
         free_slots = self._free_slots()
-        min_busy = min(slot.busy for slot in free_slots)
-        cached_slots = [slot for slot in free_slots if self._groups[slot.index, group] and slot.busy <= min_busy + AFFINITY_SLACK]
-        chosen_slot = min(cached_slots or free_slots, key=lambda slot: slot.busy)
-        chosen_slot.busy += 1
+        min_requests = min(slot.num_requests for slot in free_slots)
+        limit = min_requests + AFFINITY_SLACK
+        cached_slots = [slot for slot in free_slots if self._groups[slot.index, group] and slot.num_requests <= limit]
+        chosen_slot = min(cached_slots or free_slots, key=lambda slot: slot.num_requests)
+        chosen_slot.num_requests += 1
         self._groups[chosen_slot.index, group] += 1
         return chosen_slot
 
     def release(self, slot: Slot[Replica], group: str) -> None:
         """Undo `acquire`."""
-        slot.busy -= 1
+        slot.num_requests -= 1
         self._groups[slot.index, group] -= 1
         if not self._groups[slot.index, group]:
             del self._groups[slot.index, group]
@@ -61,7 +62,7 @@ class Router:
         return max(self._max_in_flight * sum(slot.state == "serving" for slot in self._replicas.slots), 1)
 
     def _free_slots(self) -> list[Slot[Replica]]:
-        return [slot for slot, _ in self._replicas.live() if slot.occupied and slot.busy < self._max_in_flight]
+        return [slot for slot, _ in self._replicas.live() if slot.is_occupied and slot.num_requests < self._max_in_flight]
 
 
 class Membership:
@@ -83,7 +84,7 @@ class Membership:
     def occupied_slots(self) -> list[int]:
         """Occupied slots in the order in which to vacate them: quarantined, restarting, serving; the newest first within each state."""
         priority = {"quarantined": 0, "restarting": 1, "serving": 2}
-        occupied = [slot for slot in self._replicas.slots if slot.occupied]
+        occupied = [slot for slot in self._replicas.slots if slot.is_occupied]
         return [slot.index for slot in sorted(occupied, key=lambda slot: (priority[slot.state], -slot.index))]
 
     def is_serving(self, index: int) -> bool:
@@ -109,9 +110,9 @@ class Membership:
         After a timeout, the pool continues the remaining responses from the tokens with which they were sent.
         """
         async with asyncio.timeout(HAND_OVER_S):
-            while slot.busy:
+            while slot.num_requests:
                 await asyncio.sleep(0)  # let pending requests be sent first
                 await replica.pause("abort")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(ABORT_INTERVAL_S):
-                        await self._changed.wait_for(lambda: not slot.busy)
+                        await self._changed.wait_for(lambda: not slot.num_requests)

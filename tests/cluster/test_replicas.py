@@ -188,7 +188,7 @@ async def test_a_slot_that_fails_too_often_is_quarantined_with_its_reason() -> N
     for slot, replica in replicas.live():
         assert not replicas.quarantine_reasons()
         replicas.report_failure(slot, replica, Gone())
-        await until(lambda slot=slot: slot.quarantined)  # type: ignore[misc]
+        await until(lambda slot=slot: slot.is_quarantined)  # type: ignore[misc]
     assert replicas.quarantine_reasons() == "0: RuntimeError: no memory; 1: RuntimeError: no memory"
     assert [len(slot.failure_times) for slot in replicas.slots] == [3, 3] and fleet.failing == 5
 
@@ -204,8 +204,8 @@ async def test_old_failures_are_forgotten() -> None:
     assert replicas.num_restarts == 4
     for _ in range(2):
         replicas.report_failure(*replicas.live()[0], Gone())
-        await until(lambda: bool(replicas.live()) or slot.quarantined)
-    assert slot.quarantined and replicas.num_restarts == 5
+        await until(lambda: bool(replicas.live()) or slot.is_quarantined)
+    assert slot.is_quarantined and replicas.num_restarts == 5
 
 
 @in_loop
@@ -325,7 +325,7 @@ async def test_a_restarting_or_quarantined_slot_can_be_vacated() -> None:
         await replicas.leave(3, hand_nothing_over)
     assert fleet.started[3].ended and not replicas.updating.locked()
     replicas.report_failure(*replicas.live()[1], Gone("killed"))
-    await until(lambda: replicas.slots[1].quarantined)
+    await until(lambda: replicas.slots[1].is_quarantined)
     await replicas.leave(1, hand_nothing_over)
     assert [slot.state for slot in replicas.slots] == ["serving", "vacant", "serving", "vacant"]
 
@@ -352,7 +352,7 @@ async def test_a_joining_replica_that_does_not_start_is_quarantined() -> None:
     replicas = await fleet.replicas(1, max_restarts=1)
     fleet.failing = 9
     replicas.join(1)
-    await until(lambda: replicas.slots[1].quarantined)
+    await until(lambda: replicas.slots[1].is_quarantined)
     assert replicas.slots[1].reason == "RuntimeError: no memory" and fleet.failing == 7 and not replicas.quarantine_reasons()
 
 

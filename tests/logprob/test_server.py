@@ -62,7 +62,7 @@ async def test_requests_for_wrong_weights_fail_and_the_sync_reports_why() -> Non
     for answer in waiting:
         with pytest.raises(TargetDirty, match="differ from those that were sent"):
             await asyncio.wait_for(answer, 1)
-    assert server.replicas.slots[0].busy == 0
+    assert server.replicas.slots[0].num_requests == 0
 
 
 @settled

@@ -52,7 +52,7 @@ async def test_slot_is_freed_once_for_repeatedly_cancelled_requests() -> None:
             task.cancel()
         await asyncio.sleep(0)
     await asyncio.wait(tasks)
-    assert [health.in_flight for health in await pool.health()] == [0] and pool._replicas.slots[0].busy == 0
+    assert [health.in_flight for health in await pool.health()] == [0] and pool._replicas.slots[0].num_requests == 0
 
 
 @in_loop
@@ -69,7 +69,7 @@ async def test_unwanted_request_returns_unchanged_and_frees_its_slot() -> None:
     samples = await asyncio.wait_for(task, 5)
     assert [sample.finish_reason for sample in samples] == [ABORTED] * 3 + ["length"]
     assert [len(sample.response_ids) for sample in samples] == [0, 0, 0, 20]
-    assert pool._replicas.slots[0].busy == 0 and fleet.live[0].in_flight == 0
+    assert pool._replicas.slots[0].num_requests == 0 and fleet.live[0].in_flight == 0
 
 
 @in_loop
