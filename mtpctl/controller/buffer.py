@@ -46,10 +46,10 @@ class Group:
     def oldest_version(self) -> int:
         """Weight version of the oldest token. For an incomplete group, the version at which it was sent out, which is a lower bound."""
         versions = [span.version for sample in self.samples for part in sample.trajectory for span in part.version_spans]
-        return min(versions) if self.complete and versions else self.version
+        return min(versions) if self.is_complete and versions else self.version
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.samples) == self.size
 
 
@@ -63,11 +63,11 @@ class SampleBuffer:
     Groups that the trainer took are retained until a checkpoint contains their update (`forget`), in case the trainer is lost.
 
     Attributes:
-        requeued: groups whose prompts are sent out again, because they became too old or were unfinished in a checkpoint.
+        requeued_groups: groups whose prompts are sent out again, because they became too old or were unfinished in a checkpoint.
     """
 
     def __init__(self, *, ordered: bool = False) -> None:
-        self.requeued: list[Group] = []
+        self.requeued_groups: list[Group] = []
         self._ordered = ordered
         self._ready_groups: list[Group] = []
         self._groups_in_flight: dict[str, Group] = {}
@@ -75,12 +75,12 @@ class SampleBuffer:
         self._changed = asyncio.Condition()
 
     @property
-    def pending(self) -> int:
+    def num_pending(self) -> int:
         """Number of groups in flight or waiting for the trainer."""
         return len(self._groups_in_flight) + len(self._ready_groups)
 
     @property
-    def ready(self) -> int:
+    def num_ready(self) -> int:
         """Number of groups that wait for the trainer."""
         return len(self._ready_groups)
 
@@ -99,7 +99,7 @@ class SampleBuffer:
         if group is None:
             return None
         group.samples.append(sample)
-        if not group.complete:
+        if not group.is_complete:
             return None
         group.samples.sort(key=lambda sample: sample.index)
         return group
@@ -110,9 +110,9 @@ class SampleBuffer:
         for group in expired_groups:
             group.unwanted.set()
             self._groups_in_flight.pop(group.group_id, None)
-            self.requeued.append(Group(group.number, group.problem, group.size, retries=group.retries + 1))
+            self.requeued_groups.append(Group(group.number, group.problem, group.size, retries=group.retries + 1))
         self._ready_groups = [group for group in self._ready_groups if not group.unwanted.is_set()]
-        self.requeued.sort(key=lambda group: group.number)
+        self.requeued_groups.sort(key=lambda group: group.number)
         return len(expired_groups)
 
     async def put(self, group: Group) -> None:
@@ -147,7 +147,7 @@ class SampleBuffer:
             if len(self._ready_groups) < count:
                 return False
             if self._ordered:
-                return all(group.number > self._ready_groups[count - 1].number for group in self.unfinished())
+                return all(group.number > self._ready_groups[count - 1].number for group in self.unfinished_groups())
 
             def count_due(groups: Iterable[Group]) -> int:
                 return sum(bool(group.retries) and group.oldest_version <= due_version for group in groups)
@@ -168,7 +168,7 @@ class SampleBuffer:
         """Forget the groups of updates up to `step`, which a checkpoint contains."""
         self._taken_groups = [(update, group) for update, group in self._taken_groups if update > step]
 
-    async def restore_taken(self) -> int:
+    async def restore_taken_groups(self) -> int:
         """Put the groups of updates that no checkpoint contains back into the buffer. Returns the number of groups.
 
         If `ordered`, all prompts are sent out again instead, under the weights that sampled them before, so that the updates are the same.
@@ -182,14 +182,14 @@ class SampleBuffer:
             self._changed.notify_all()
         return len(groups)
 
-    def unfinished(self) -> list[Group]:
+    def unfinished_groups(self) -> list[Group]:
         """Groups in flight and requeued groups, in the order of drawing. A resumed run sends their prompts out again."""
-        return sorted([*self._groups_in_flight.values(), *self.requeued], key=lambda group: group.number)
+        return sorted([*self._groups_in_flight.values(), *self.requeued_groups], key=lambda group: group.number)
 
     def snapshot_writer(self, path: Path) -> Callable[[], Entry]:
         """Return a function that atomically writes a snapshot of the buffer, in any thread, and returns the file's size and checksum."""
         return partial(
-            _write, path, [(group, group.samples) for group in self._ready_groups] + [(group, []) for group in self.unfinished()]
+            _write, path, [(group, group.samples) for group in self._ready_groups] + [(group, []) for group in self.unfinished_groups()]
         )
 
     @staticmethod
@@ -201,7 +201,7 @@ class SampleBuffer:
             data = json.loads(line)
             samples = [Sample.from_dict(sample) for sample in data["samples"]]
             group = Group(data["number"], Problem.from_json(data["problem"]), data["size"], samples, retries=data.get("again", 0))
-            (complete if group.complete else unfinished).append(group)
+            (complete if group.is_complete else unfinished).append(group)
         return complete, unfinished
 
 

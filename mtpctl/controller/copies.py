@@ -40,8 +40,8 @@ class CheckpointCopier:
         self.store, self._report = store, report
         self._writer = CopyWriter(store, run_dir, num_kept)
         self._changed = threading.Condition()
-        self._queued: Path | None = None
-        self._current: Path | None = None
+        self._queued_checkpoint: Path | None = None
+        self._current_checkpoint: Path | None = None
         self._retry_deadline: float | None = None  # set when the run is ending
         self._failures_since_report = 0
         self._num_failures, self._num_uncopied = 0, 0
@@ -53,15 +53,15 @@ class CheckpointCopier:
     def queue(self, checkpoint: Path) -> None:
         """Queue a complete checkpoint. It replaces one that is still queued. Does not block."""
         with self._changed:
-            self._queued = checkpoint
+            self._queued_checkpoint = checkpoint
             self._num_uncopied += 1
             self._changed.notify_all()
 
     @property
-    def in_use(self) -> Sequence[str]:
+    def checkpoints_in_use(self) -> Sequence[str]:
         """Names of the checkpoints that must not be deleted: the one being copied, and the queued one."""
         with self._changed:
-            return [path.name for path in (self._current, self._queued) if path is not None]
+            return [path.name for path in (self._current_checkpoint, self._queued_checkpoint) if path is not None]
 
     def metrics(self) -> dict[str, float]:
         """Checkpoints that are not copied yet, failed attempts since the last call, and duration of the latest copy."""
@@ -86,16 +86,16 @@ class CheckpointCopier:
 
     def _run(self) -> None:
         try:
-            while (checkpoint := self._next()) is not None:
+            while (checkpoint := self._next_checkpoint()) is not None:
                 self._copy(checkpoint)
         except BaseException as error:  # a bug; `finish` raises it
             self._error = error
 
-    def _next(self) -> Path | None:
+    def _next_checkpoint(self) -> Path | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._queued is not None or self._retry_deadline is not None)
-            self._current, self._queued = self._queued, None
-            return self._current
+            self._changed.wait_for(lambda: self._queued_checkpoint is not None or self._retry_deadline is not None)
+            self._current_checkpoint, self._queued_checkpoint = self._queued_checkpoint, None
+            return self._current_checkpoint
 
     def _copy(self, checkpoint: Path) -> None:
         """Copy a checkpoint. Retries until it succeeds, a newer one is queued, or the deadline of an ending run has passed."""
@@ -119,8 +119,8 @@ class CheckpointCopier:
                 return
             with self._changed:
                 timeout = delay if self._retry_deadline is None else min(delay, FIRST_DELAY_S)
-                self._changed.wait_for(lambda: self._queued is not None, timeout)
-                if self._queued is not None or (self._retry_deadline is not None and time.monotonic() > self._retry_deadline):
+                self._changed.wait_for(lambda: self._queued_checkpoint is not None, timeout)
+                if self._queued_checkpoint is not None or (self._retry_deadline is not None and time.monotonic() > self._retry_deadline):
                     return
             delay = min(2 * delay, MAX_DELAY_S)
 
@@ -136,7 +136,7 @@ class CheckpointCopier:
         """Record that a checkpoint was copied in `seconds`, or is damaged (None). Returns the number of failed attempts before the copy."""
         with self._changed:
             self._num_uncopied -= num_uncopied
-            self._current = None
+            self._current_checkpoint = None
             if seconds is None:
                 return 0
             num_failures, self._failures_since_report = self._failures_since_report, 0

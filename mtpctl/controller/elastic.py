@@ -34,10 +34,10 @@ YIELD_S = 10.0
 
 
 class ElasticRollout:
-    """Answers requests inside `watching`; adds and removes replicas of a pool inside `scaling`.
+    """Answers requests inside `watch`; adds and removes replicas of a pool inside `scale`.
 
     Attributes:
-        requested: the last number requested by `mtpctl scale`, clipped to the recipe's bounds; by default the maximum.
+        requested_replicas: the last number requested by `mtpctl scale`, clipped to the recipe's bounds; by default the maximum.
         on_wait: called once a second while fewer than `rollout.replicas.min` replicas have a host, so that the RL loop does not consider
             generation stuck.
     """
@@ -47,7 +47,7 @@ class ElasticRollout:
     ) -> None:
         self.rollout, self._earlier_request = rollout, last_requested_replicas(directory)
         bounds = rollout.replica_range
-        self.requested = bounds.clip(self._earlier_request) if self._earlier_request else bounds.max
+        self.requested_replicas = bounds.clip(self._earlier_request) if self._earlier_request else bounds.max
         self.on_wait: Callable[[], None] = lambda: None
         self._directory, self._bundles, self._state, self._waits, self._report = directory, bundles, state, waits, report
         self._membership: Membership | None = None
@@ -60,10 +60,11 @@ class ElasticRollout:
         self._last_left_at = float("-inf")
 
     @contextlib.asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    async def watch(self) -> AsyncIterator[None]:
         """Check once a second while the block runs. An error of a check is raised when the block ends."""
         if self._earlier_request:
-            clip_note = "" if self.requested == self._earlier_request else f", but rollout.replicas allows {self.requested}"
+            is_clipped = self.requested_replicas != self._earlier_request
+            clip_note = f", but rollout.replicas allows {self.requested_replicas}" if is_clipped else ""
             self._report(f"{self._earlier_request} replica(s) are requested, by an earlier mtpctl scale{clip_note}")
         task = asyncio.create_task(self._run(), name="elastic rollout")
         try:
@@ -74,7 +75,7 @@ class ElasticRollout:
                 await task
 
     @contextlib.asynccontextmanager
-    async def scaling(self, membership: Membership, claim: Claim) -> AsyncIterator[None]:
+    async def scale(self, membership: Membership, claim: Claim) -> AsyncIterator[None]:
         """Add and remove replicas of a pool while the block runs. `claim`: the resources of one replica."""
         self._membership, self._claim = membership, claim
         try:
@@ -90,7 +91,7 @@ class ElasticRollout:
         try:
             while True:
                 self._answer_requests()
-                if self._membership is not None and not self._state.stopping.is_set():
+                if self._membership is not None and not self._state.stop_requested.is_set():
                     # In a thread, because Ray may block for a minute if the GCS server has ended, and the event loop must stay free to save
                     # a checkpoint.
                     live_node_ids, draining_node_ids = await run_in_thread(lambda: (list_live_nodes(), list_draining_nodes()))
@@ -116,19 +117,19 @@ class ElasticRollout:
             store_requested_replicas(self._directory, replicas)
         except UserError as refusal:
             return Answer(str(refusal), refused=True)
-        self.requested = replicas
+        self.requested_replicas = replicas
         num_serving = 0 if self._membership is None else self._membership.num_serving
-        message = f"{self.requested} replica(s) are requested, and {num_serving} serve"
+        message = f"{self.requested_replicas} replica(s) are requested, and {num_serving} serve"
         self._report(message)
         return Answer(message)
 
     def _reconcile(self, membership: Membership, live_node_ids: set[str], draining_node_ids: set[str]) -> None:
         for index in membership.occupied_slots:
-            node = self._bundles.by_actor[_actor(index)].node
+            node = self._bundles.by_actor[_actor_name(index)].node
             if node not in live_node_ids or node in draining_node_ids:
                 self._leave(membership, index, "its host is being drained" if node in live_node_ids else "its host is lost")
-        for index in membership.occupied_slots[: -self.requested]:
-            self._leave(membership, index, f"{self.requested} are requested")
+        for index in membership.occupied_slots[: -self.requested_replicas]:
+            self._leave(membership, index, f"{self.requested_replicas} are requested")
         if (actor := self._starved_actor()) and not self._leave_tasks and len(membership.occupied_slots) > self.rollout.replica_range.min:
             self._leave(membership, membership.occupied_slots[0], f"no other host has capacity for {actor}")
         for index in [index for index in self._joining_slots if membership.is_serving(index)]:
@@ -155,18 +156,18 @@ class ElasticRollout:
             self._report(f"replica {index} left with an error: {describe_error(error)}")
         finally:
             del self._leave_tasks[index]
-            self._bundles.release(_actor(index))
+            self._bundles.release(_actor_name(index))
             self._last_left_at = time.monotonic()
 
     async def _join(self, membership: Membership) -> None:
         """Add replicas until none is missing or no host has capacity."""
-        while len(membership.occupied_slots) < self.requested and not self._state.weights_lost and not self._waiting_actors():
+        while len(membership.occupied_slots) < self.requested_replicas and not self._state.weights_lost and not self._waiting_actors():
             index = next(
                 i
-                for i in range(self.requested + len(self._leave_tasks))
+                for i in range(self.requested_replicas + len(self._leave_tasks))
                 if i not in membership.occupied_slots and i not in self._leave_tasks
             )
-            actor = _actor(index)
+            actor = _actor_name(index)
             if await self._bundles.add(Claim(actor, self._claim.cpus, self._claim.gpus)) is None:
                 return
             self._report(f"replica {index} joins, on host {self._bundles.host(actor)}")
@@ -199,6 +200,6 @@ class ElasticRollout:
                 self._shown_wait.close()
 
 
-def _actor(index: int) -> str:
+def _actor_name(index: int) -> str:
     """The name of a replica in the placement."""
     return f"rollout-{index}"

@@ -198,7 +198,7 @@ class Evaluator:
     async def start(self, *, background: bool = False) -> None:
         """Start an evaluation of the published weights, after the one in progress. `background`: training may continue meanwhile."""
         await self.wait()
-        if self.state.stopping.is_set():
+        if self.state.stop_requested.is_set():
             return
         self._task = asyncio.create_task(self._run(self.state.step, self.state.version), name="evaluation")
         if not background or self.recipe.evaluation.wait or self.recipe.async_.deterministic:
@@ -211,7 +211,7 @@ class Evaluator:
 
     async def wait(self) -> None:
         """Wait until the evaluation in progress ends, and raise its error. A requested stop cancels it."""
-        if self._task is not None and await finished_before(self._task, self.state.stopping):
+        if self._task is not None and await finished_before(self._task, self.state.stop_requested):
             self._task.result()
             self._task = None
 

@@ -104,7 +104,7 @@ class RlStage:
         await asyncio.gather(*scoring)
         for group in complete_groups:
             await self.buffer.put(group)
-        self.buffer.requeued = unfinished_groups
+        self.buffer.requeued_groups = unfinished_groups
         self.rollout.admission.begin_interval(len(complete_groups))
 
     async def run(self) -> None:
@@ -133,7 +133,7 @@ class RlStage:
         await asyncio.wait({rollout, training}, return_when=asyncio.FIRST_COMPLETED)
         rollout.cancel()
         self._update_done.clear()
-        if self.state.updating:
+        if self.state.is_updating:
             # The weights cannot be saved in the middle of an update.
             await finished_before(training, self._update_done)
         training.cancel()
@@ -191,7 +191,7 @@ class RlStage:
 
     async def _next_batch(self) -> list[Group] | None:
         """Wait for the groups of the next update. Returns None if a stop is requested first."""
-        if self.state.stopping.is_set():
+        if self.state.stop_requested.is_set():
             return None
         batch_size, sync_every = self.recipe.train.rl.prompts_per_step, self.recipe.async_.sync_every
         due_version = self.state.version - self.recipe.async_.max_staleness
@@ -200,7 +200,7 @@ class RlStage:
         wait_task = asyncio.create_task(
             self._wait_while_progressing(self.buffer.wait(batch_size, due_version=due_version, max_deferred=max_deferred))
         )
-        if not await finished_before(wait_task, self.state.stopping):
+        if not await finished_before(wait_task, self.state.stop_requested):
             return None
         wait_task.result()
         groups = self.buffer.take(batch_size, self.state.step + 1)
@@ -220,7 +220,7 @@ class RlStage:
                     return task.result()
         finally:
             task.cancel()
-        ready = f"{self.buffer.ready} of {self.recipe.train.rl.prompts_per_step} groups"
+        ready = f"{self.buffer.num_ready} of {self.recipe.train.rl.prompts_per_step} groups"
         raise RuntimeFailure(
             f"rollout, batch of step {self.state.step + 1}: no response for {deadline_s:g} s, with {ready} ready; "
             "see logs/, or raise cluster.step_deadline_s"
@@ -233,7 +233,7 @@ class RlStage:
         samples = [sample for group in groups for sample in group.samples]
         trained_samples = [trained for sample in samples for trained in sample.trajectory]
         started_at = time.perf_counter()
-        self.state.updating = True
+        self.state.is_updating = True
         metrics = await self.trainer.rl_step(trained_samples, self.state.version)
         seconds = time.perf_counter() - started_at
         self._skipped_in_a_row = count_skipped(metrics, self._skipped_in_a_row, self.recipe.train.max_bad_steps)
@@ -242,7 +242,7 @@ class RlStage:
         self._warn_of_deadlines(metrics["response/deadline_fraction"], len(samples))
         self._warn_of_cold_cache(metrics)
         self.state.step += 1
-        self.state.updating = False
+        self.state.is_updating = False
         self._update_done.set()
         return metrics, seconds
 
@@ -264,7 +264,7 @@ class RlStage:
             | self.state.checkpoint_copy_metrics()
             | {
                 "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds,
-                "async/buffer_groups": float(self.buffer.ready),
+                "async/buffer_groups": float(self.buffer.num_ready),
                 "async/version": float(self.state.version),
             }
         )
@@ -287,7 +287,7 @@ class RlStage:
         if self._replaying:
             self._replaying = False
             self.buffer.forget(self.state.step)
-            await self.buffer.restore_taken()
+            await self.buffer.restore_taken_groups()
         # Groups of this interval that were trained on before the stop. Nonzero only if a resumed run publishes between two syncs.
         num_trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
         self.rollout.on_publish(version, num_trained)

@@ -188,7 +188,7 @@ class RolloutLoop:
         """
         self.counts.expired_groups += self.buffer.expire(version - self.recipe.async_.max_staleness)
         self.acceptance.begin_version(version)
-        self.admission.begin_interval(self.buffer.pending, num_trained)
+        self.admission.begin_interval(self.buffer.num_pending, num_trained)
         self._admission_changed.set()
 
     async def run(self) -> None:
@@ -233,8 +233,8 @@ class RolloutLoop:
 
     def next_group(self) -> Group:
         """The next group to send out: a requeued one if there is one, else one for the next prompt."""
-        if self.buffer.requeued:
-            return self.buffer.requeued.pop(0)
+        if self.buffer.requeued_groups:
+            return self.buffer.requeued_groups.pop(0)
         problem = next(self.cursor)
         self.state.cursor = self.cursor.state_dict()
         return Group(self.cursor.drawn - 1, problem, self.recipe.train.rl.group_size)

@@ -102,7 +102,7 @@ class Run:
             if (copier := start_copier(self.recipe, self.directory, self.start.checkpoint, report_copy)) is not None:
                 self.state.copier = copier
                 stack.push_async_callback(self._finish_copies, copier)
-            reservation = await reserve_bundles(self.recipe, self.waits, self.state.stopping)
+            reservation = await reserve_bundles(self.recipe, self.waits, self.state.stop_requested)
             if reservation is None:
                 return self.stop_handler.number
             self.placement, self.bundles = reservation
@@ -110,7 +110,7 @@ class Run:
             if self.recipe.train.needs_rollout and self.recipe.rollout.elastic:
                 report = partial(self.telemetry.event, "rollout")
                 self.elastic = ElasticRollout(self.recipe.rollout, self.directory, self.bundles, self.state, self.waits, report)
-                await stack.enter_async_context(self.elastic.watching())
+                await stack.enter_async_context(self.elastic.watch())
             trainer = TrainerGroup(self.recipe, self.placement, self.bundles)
             self.recovery = TrainerRecovery(
                 self.recipe, trainer, self.state, self.telemetry, self.waits, folder=self.prepared.model.path, reference=self.reference
@@ -128,7 +128,7 @@ class Run:
                     startup_task.cancel()
                     await asyncio.gather(startup_task, return_exceptions=True)
             # A checkpoint is written at the end of each stage, and between stages the trainer has no optimizer.
-            if self.state.stopping.is_set() and self.state.within_stage:
+            if self.state.stop_requested.is_set() and self.state.within_stage:
                 path = await self.state.retry_while_disk_full(lambda: self.state.checkpoint(trainer))
                 result = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {result}")
@@ -158,7 +158,7 @@ class Run:
     async def _start_rollout(self, stack: contextlib.AsyncExitStack) -> ReplicaPool:
         self.pool = await self.services.start_rollout(stack)
         if self.elastic is not None:
-            await stack.enter_async_context(self.elastic.scaling(self.pool.membership, create_engine_claim(self.placement)))
+            await stack.enter_async_context(self.elastic.scale(self.pool.membership, create_engine_claim(self.placement)))
         return self.pool
 
     def _replica_counts(self) -> ReplicaCounts | None:
@@ -166,7 +166,7 @@ class Run:
         if self.pool is None:
             return None
         replica_range, membership = self.recipe.rollout.replica_range, self.pool.membership
-        requested = replica_range.max if self.elastic is None else self.elastic.requested
+        requested = replica_range.max if self.elastic is None else self.elastic.requested_replicas
         return ReplicaCounts(membership.num_serving, requested, replica_range.min, replica_range.max, membership.num_restarts)
 
     async def _run_stages(self, trainer: TrainerGroup, startup_task: ActorStartup | None) -> None:
@@ -198,7 +198,7 @@ class Run:
                 except TrainerLost as error:
                     # Recovery has begun the stage in the new trainer.
                     resumed_checkpoint, has_begun = await self.recovery(error, redraw=True), True
-            if self.state.stopping.is_set():
+            if self.state.stop_requested.is_set():
                 return
 
     async def _begin_stage(self, stage: str, trainer: TrainerGroup, resumed_checkpoint: Path | None) -> None:
@@ -223,9 +223,9 @@ class Run:
             await self._run_draft(trainer, startup_task)
         else:
             assert startup_task is not None
-            if await finished_before(startup_task, self.state.stopping):
+            if await finished_before(startup_task, self.state.stop_requested):
                 await self._run_rl(trainer, *startup_task.result(), resumed_checkpoint)
-        if not self.state.stopping.is_set():
+        if not self.state.stop_requested.is_set():
             self.state.ended.append(stage)
             await self.state.retry_while_disk_full(lambda: self.state.checkpoint(trainer))
 
@@ -233,7 +233,7 @@ class Run:
         generator = None
         if self.recipe.train.draft.samples:
             assert startup_task is not None
-            if not await finished_before(startup_task, self.state.stopping):
+            if not await finished_before(startup_task, self.state.stop_requested):
                 return
             generator, _server = startup_task.result()
         stage = DraftStage(

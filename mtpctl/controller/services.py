@@ -40,7 +40,7 @@ CHECKED_PROMPTS = 8
 """Prompts on which the teacher's tokenizer is compared with the policy's."""
 
 
-async def reserve_bundles(recipe: Recipe, waits: Waits, stopping: asyncio.Event) -> tuple[Placement, Bundles] | None:
+async def reserve_bundles(recipe: Recipe, waits: Waits, stop_requested: asyncio.Event) -> tuple[Placement, Bundles] | None:
     """Plan the run on the free resources of the cluster, and reserve them. Returns None if a stop is requested first.
 
     Waits while other jobs use too much of the cluster. Raises ClusterResources if the whole cluster is too small: at once if the run has
@@ -50,7 +50,7 @@ async def reserve_bundles(recipe: Recipe, waits: Waits, stopping: asyncio.Event)
     if (reservation := await _try_reserve(recipe, start_time)) is not None:
         return reservation
     with waits.show("cluster: waiting for capacity for the run"):
-        while not stopping.is_set():
+        while not stop_requested.is_set():
             await asyncio.sleep(POLL_S)
             if (reservation := await _try_reserve(recipe, start_time)) is not None:
                 return reservation

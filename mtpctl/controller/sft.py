@@ -74,7 +74,7 @@ class SftStage:
         train, num_skipped = self.recipe.train, 0
         config = train.draft if self.name == "draft" else train.sft
         update = self.trainer.draft_step if self.name == "draft" else self.trainer.sft_step
-        while self.state.step < config.steps and not self.state.stopping.is_set():
+        while self.state.step < config.steps and not self.state.stop_requested.is_set():
             losses = self.state.losses
             if len(losses) == LOSS_WINDOW and sum(losses) / LOSS_WINDOW <= train.sft.until_loss:
                 self.telemetry.event("sft", f"mean loss {sum(losses) / LOSS_WINDOW:.3g} after {self.state.step} updates: the stage ends")
@@ -83,7 +83,7 @@ class SftStage:
                 self.startup_task.result()
             started_at = time.perf_counter()
             sequences = [self._next_sequence() for _ in range(config.batch_size)]
-            self.state.updating = True
+            self.state.is_updating = True
             metrics = await update(sequences)
             seconds = time.perf_counter() - started_at
             num_skipped = count_skipped(metrics, num_skipped, train.max_bad_steps)
@@ -91,7 +91,7 @@ class SftStage:
                 self.state.losses = [*losses, metrics["sft/loss"]][-LOSS_WINDOW:]
             self.state.step += 1
             self.state.cursor = self.cursor.state_dict()
-            self.state.updating = False
+            self.state.is_updating = False
             metrics |= {"timing_s/step": seconds, "perf/tokens_per_s": metrics.pop("perf/tokens") / seconds}
             metrics |= self.state.checkpoint_copy_metrics()
             self.telemetry.log(self.state.step, metrics, self.name)
@@ -142,9 +142,9 @@ class DraftStage(SftStage):
             await self._generate(self.generator, samples_by_number)
             # By number, because short responses finish first.
             self.samples = [samples_by_number[number] for number in sorted(samples_by_number) if samples_by_number[number].target]
-            if not self.samples and not self.state.stopping.is_set():
+            if not self.samples and not self.state.stop_requested.is_set():
                 raise RuntimeFailure("train.draft.samples: no response has a token; check the prompts and rollout.max_tokens")
-        if not self.state.stopping.is_set():
+        if not self.state.stop_requested.is_set():
             await super().run()
 
     def _next_sequence(self) -> SftSample:
@@ -175,7 +175,7 @@ class DraftStage(SftStage):
                     sft_sample = SftSample(sample.prompt_ids.tolist(), sample.response_ids.tolist(), sample.loss_mask.tolist())
                     samples_by_number[sample.index] = sft_sample
                     stream.write(json.dumps([sample.index, *sft_sample]) + "\n")
-                    if self.state.stopping.is_set():
+                    if self.state.stop_requested.is_set():
                         return
         tokens = sum(len(sft_sample.target) for sft_sample in samples_by_number.values())
         self.telemetry.event("draft", f"{len(samples_by_number):,} samples, {tokens:,} tokens")

@@ -143,13 +143,13 @@ class RunState:
         ended: the stages that have ended.
         buffer: the stage's sample buffer, if it has one. Saved in checkpoints.
         pending_checkpoint: the checkpoint that is being written.
-        updating: an update is in progress, so the weights may be ahead of `step`.
+        is_updating: an update is in progress, so the weights may be ahead of `step`.
         weights_lost: no trainer has the weights of `step`.
         saved_step: the step of the newest checkpoint of this stage, or the step at which the stage began; `_UNSAVED` after a failure.
         sent_version: the version that was sent last, even if not every target received it. It is never reused for other weights.
         saved_at: when the newest checkpoint was written (`time.monotonic`).
         failure_times: when attempts to write a checkpoint failed since then (`time.monotonic`).
-        stopping: set when a stop is requested. Stages return at their next step.
+        stop_requested: set when a stop is requested. Stages return at their next step.
         show_wait: shows the reason of a wait.
         report: logs a line.
         copier: copies published checkpoints to object storage, if configured.
@@ -166,13 +166,13 @@ class RunState:
     ended: list[str] = field(default_factory=list)
     buffer: SampleBuffer | None = None
     pending_checkpoint: Path | None = None
-    updating: bool = False
+    is_updating: bool = False
     weights_lost: bool = False
     saved_step: int = 0
     sent_version: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     failure_times: list[float] = field(default_factory=list)
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     show_wait: ShowWait = contextlib.nullcontext
     report: Report = lambda line: None
     copier: CheckpointCopier | None = None
@@ -189,7 +189,7 @@ class RunState:
         """Begin a stage, at its first step unless the run was resumed within it."""
         if self.stage != stage:
             self.stage, self.step, self.synced_at, self.cursor, self.losses, self.buffer = stage, 0, -1, None, [], None
-        self.updating, self.saved_step, self.saved_at = False, self.step, time.monotonic()
+        self.is_updating, self.saved_step, self.saved_at = False, self.step, time.monotonic()
 
     def load(self, saved_state: SavedState) -> None:
         """Load the state of the checkpoint that the run resumes from."""
@@ -215,7 +215,7 @@ class RunState:
         self.step, self.losses = (saved_state["step"], saved_state["losses"]) if within_stage else (0, [])
         if redraw:
             self.cursor = saved_state["cursor"] if within_stage else None
-        self.ended, self.synced_at, self.updating = saved_state["ended"], -1, False
+        self.ended, self.synced_at, self.is_updating = saved_state["ended"], -1, False
         self.saved_step, self.saved_at = self.step, time.monotonic()
         return within_stage
 
@@ -324,7 +324,7 @@ class RunState:
         """
         if not self.within_stage or self.weights_lost:
             return None
-        if self.updating or self.step == self.saved_step:
+        if self.is_updating or self.step == self.saved_step:
             await await_within(self.publish_pending(trainer), LAST_SAVE_S, "checkpoint")
             return None
         return await await_within(self.checkpoint(trainer), LAST_SAVE_S, "checkpoint")
@@ -343,7 +343,7 @@ class RunState:
             is_complete = await trainer.finish_save(wait=wait, entries=self._file_entries)
         if is_complete:
             path, step = self.pending_checkpoint, self.saved_step
-            checkpoints_in_use = [] if self.copier is None else self.copier.in_use
+            checkpoints_in_use = [] if self.copier is None else self.copier.checkpoints_in_use
             await trainer.publish_checkpoint(path, self.train.keep_checkpoints, checkpoints_in_use)
             if self.copier is not None:
                 self.copier.queue(path)

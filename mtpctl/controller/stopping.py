@@ -58,13 +58,13 @@ class StopHandler:
             raise
         finally:
             block_ended.set()
-        if (cluster_error := self._cluster_error()) is not None and self.number is None and self.state.stopping.is_set():
+        if (cluster_error := self._cluster_error()) is not None and self.number is None and self.state.stop_requested.is_set():
             raise cluster_error
 
     def _on_signal(self, number: int) -> None:
         if self.number is None:
             self.number = number
-            self.state.stopping.set()
+            self.state.stop_requested.set()
             self.report("stopping after this step; another signal stops at once")
             return
         for signal_number in self._signals:
@@ -86,7 +86,7 @@ class StopHandler:
             loop.call_soon_threadsafe(self._stop_after_cluster_error, cluster_error)
 
     def _stop_after_cluster_error(self, cluster_error: RuntimeFailure) -> None:
-        self.state.stopping.set()
+        self.state.stop_requested.set()
         self.report(f"{cluster_error}; stopping after this step")
 
     def _cluster_error(self) -> RuntimeFailure | None:

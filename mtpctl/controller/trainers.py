@@ -234,7 +234,7 @@ class TrainerGroup:
             ray.kill(rank)
         self.ranks = []
 
-    async def restart(self, report: Callable[[str], None], stopping: asyncio.Event) -> None:
+    async def restart(self, report: Callable[[str], None], stop_requested: asyncio.Event) -> None:
         """Replace all ranks by new ones, on other hosts if theirs are lost. The caller calls `build` next.
 
         If there is no capacity for all data-parallel ranks, starts as many as fit, at least `train.min_dp`. If not even those fit, reports
@@ -263,7 +263,7 @@ class TrainerGroup:
                 if has_waited and not is_reported:
                     is_reported = True
                     report("no host has capacity for the trainer's ranks; waiting for a host that joins or becomes free")
-                if stopping.is_set():
+                if stop_requested.is_set():
                     raise TrainerLost("trainer: a stop was requested before there was capacity for its ranks")
                 await asyncio.sleep(POLL_S)
 
@@ -290,7 +290,7 @@ class TrainerRecovery:
         Returns the checkpoint; None if it is from before this stage, which then begins again. Raises RuntimeFailure after too many
         restarts. Raises `error` if the recipe permits no restarts, or if the newest checkpoint is damaged and not `redraw`.
         """
-        self.state.updating, self.state.weights_lost = False, True
+        self.state.is_updating, self.state.weights_lost = False, True
         choice = await asyncio.to_thread(select_checkpoint, self.state.root)
         for line in choice.lines:
             self.telemetry.event("checkpoint", line)
@@ -328,7 +328,7 @@ class TrainerRecovery:
             )
             try:
                 with self.waits.show("trainer: restarting", "trainer rank 0"):
-                    await self.trainer.restart(lambda line: self.telemetry.event("restart", line), self.state.stopping)
+                    await self.trainer.restart(lambda line: self.telemetry.event("restart", line), self.state.stop_requested)
                     self._counts = await self.trainer.build(self.folder)
                     return await restore(), time.monotonic() - started_at
             except TrainerLost as next_error:

@@ -44,9 +44,9 @@ def test_pending_counts_groups_in_flight_and_groups_that_wait() -> None:
         done = buffer.add(sample(1, 0))
         assert done is not None
         await buffer.put(done)
-        assert (buffer.pending, buffer.ready) == (2, 1)
+        assert (buffer.num_pending, buffer.num_ready) == (2, 1)
         await take(buffer, 1)
-        assert (buffer.pending, buffer.ready) == (1, 0)
+        assert (buffer.num_pending, buffer.num_ready) == (1, 0)
 
     asyncio.run(scenario())
 
@@ -162,14 +162,14 @@ def test_expired_groups_are_requeued_under_another_id() -> None:
                 await buffer.put(group)
         assert buffer.expire(2) == 2
         assert [group.unwanted.is_set() for group in (coming, there, young)] == [True, True, False]
-        assert (buffer.pending, buffer.ready) == (1, 1)
-        assert [(g.number, g.group_id, g.samples) for g in buffer.requeued] == [(0, "0.1", []), (1, "1.1", [])]
+        assert (buffer.num_pending, buffer.num_ready) == (1, 1)
+        assert [(g.number, g.group_id, g.samples) for g in buffer.requeued_groups] == [(0, "0.1", []), (1, "1.1", [])]
         late = answer(coming, 1)
         assert buffer.problem_of(late) is None and buffer.add(late) is None
         # One that was being rewarded.
         coming.samples.append(late)
         await buffer.put(coming)
-        assert not await buffer.drop(coming) and buffer.ready == 1
+        assert not await buffer.drop(coming) and buffer.num_ready == 1
 
     asyncio.run(scenario())
 

@@ -70,7 +70,7 @@ async def running(folder: Path, *, reward_s: float, turn_s: float) -> AsyncItera
         stage = stage_of(recipe, World(), folder, generator=pool, reward=rewarder)  # type: ignore[arg-type]
         task = asyncio.create_task(stage.run())
         yield stage, engine
-        stage.state.stopping.set()
+        stage.state.stop_requested.set()
         await task
     await pool.close()
 

@@ -154,7 +154,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_copied(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             state.step = step
             await state.checkpoint_if_due(trainer)
-            await asyncio.to_thread(wait_for, lambda: state.copier is not None and "sft-000001" in state.copier.in_use)
+            await asyncio.to_thread(wait_for, lambda: state.copier is not None and "sft-000001" in state.copier.checkpoints_in_use)
         assert here() == ["sft-000001", "sft-000002", "sft-000003"], "the one that is copied, the one that waited, and the newest"
         store.slow = False
         await state.copier.finish()

@@ -47,7 +47,7 @@ class ScriptedGenerator:
             ids = [] if self.empty else [100 + self.answers, *sample.prompt_ids.tolist()]
             sample.append(ids, [-1.0] * len(ids), 0)
             if self.answers == self.stop_after:
-                self.state.stopping.set()
+                self.state.stop_requested.set()
             yield sample
 
 
@@ -61,7 +61,7 @@ class Learner(FakeTrainerGroup):
     async def draft_step(self, rows: list[Any]) -> dict[str, float]:
         self.trained += [(list(row.prompt), list(row.target), list(row.mask)) for row in rows]
         if self.state.step + 1 == self.stop_at:
-            self.state.stopping.set()
+            self.state.stop_requested.set()
         return {"mtp/trunk_nll": 1.0, "mtp/loss_1": 1.0, "skipped": 0.0, "perf/tokens": 4.0}
 
 
@@ -82,7 +82,7 @@ def train(root: Path, learner: Learner, generator: ScriptedGenerator | None, *, 
         trainer, telemetry = cast(TrainerGroup, learner), cast(Any, Rows(world))
         stage = DraftStage(recipe, prepared, trainer, telemetry, state, generator=cast(Any, generator), file=root / "samples.jsonl")
         await stage.run()
-        if state.stopping.is_set() and state.step:
+        if state.stop_requested.is_set() and state.step:
             await state.checkpoint(trainer)
 
     asyncio.run(main())

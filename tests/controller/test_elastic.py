@@ -103,12 +103,12 @@ async def world(path: Path, room: dict[str, int], *, least: int = 1, most: int =
         pool = await fleet.pool(least, **options)
         said: list[str] = []
         state, waits = (
-            cast(RunState, type("State", (), {"weights_lost": False, "stopping": asyncio.Event()})()),
+            cast(RunState, type("State", (), {"weights_lost": False, "stop_requested": asyncio.Event()})()),
             Waits(lambda lines: None, run.logs),
         )
         rollout = VllmConfig(replicas=ReplicaRange(min=least, max=most))
         elastic = ElasticRollout(rollout, run, cast(Bundles, hosts), state, waits, said.append)
-        async with elastic.watching(), elastic.scaling(pool.membership, Claim("rollout-0", 1.0)):
+        async with elastic.watch(), elastic.scale(pool.membership, Claim("rollout-0", 1.0)):
             yield World(hosts, run, fleet, pool, elastic, state, waits, said)
         await pool.close()
 

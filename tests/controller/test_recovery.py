@@ -82,7 +82,7 @@ class Mortal(FakeTrainerGroup):
         await super().publish_checkpoint(path, keep, needed)
         write_latest(path)
 
-    async def restart(self, report: Any, stopping: asyncio.Event) -> None:
+    async def restart(self, report: Any, stop_requested: asyncio.Event) -> None:
         async with asyncio.timeout(10):
             while not self.meanwhile():
                 await asyncio.sleep(0.005)
@@ -160,7 +160,7 @@ def rl(
         state.begin("rl")
         generator = cast(Any, FakeGenerator(world, text))
         stage = RlStage(recipe, prepared, group, generator, sync, {UNNAMED: right_or_wrong}, rows, state, None, recover=recover)
-        trainer.meanwhile = lambda: stage.buffer.ready >= meanwhile
+        trainer.meanwhile = lambda: stage.buffer.num_ready >= meanwhile
         await stage.publish()
         await asyncio.wait_for(stage.run(), 30)
 

@@ -124,7 +124,7 @@ def test_every_drawn_prompt_is_trained_waiting_or_in_flight(tmp_path: Path) -> N
     asyncio.run(scenario())
     (stage,) = stages
     trained = [sample.prompt_id for batch in world.batches for sample in batch if sample.index == 0]
-    waiting = [group.problem.prompt_id for group in (*stage.buffer._ready_groups, *stage.buffer.unfinished())]
+    waiting = [group.problem.prompt_id for group in (*stage.buffer._ready_groups, *stage.buffer.unfinished_groups())]
     assert len(trained) == 200 * 4 and sum(metrics["async/asked_again"] for _, metrics in world.rows) > 0
     assert sorted(trained + waiting) == sorted(f"p{number}" for number in range(stage.rollout.cursor.drawn))
 
@@ -247,7 +247,7 @@ def test_stop_takes_effect_at_the_next_step(tmp_path: Path) -> None:
         running = asyncio.create_task(stage.run())
         while len(world.batches) < 3:
             await asyncio.sleep(0.001)
-        stage.state.stopping.set()
+        stage.state.stop_requested.set()
         await asyncio.wait_for(running, 5)
         return stage.state
 
@@ -282,7 +282,7 @@ def test_rollout_failure_during_an_update_waits_for_the_update(tmp_path: Path) -
         return stage.state
 
     state = asyncio.run(scenario())
-    assert (state.step, state.updating, len(world.batches)) == (2, False, 2)
+    assert (state.step, state.is_updating, len(world.batches)) == (2, False, 2)
 
 
 def test_rollout_failure_during_a_sync_loses_no_metrics(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_rollout_failure_during_a_sync_loses_no_metrics(tmp_path: Path) -> None:
         return stage.state
 
     state = asyncio.run(scenario())
-    assert (state.step, state.version, state.updating) == (2, 1, False)
+    assert (state.step, state.version, state.is_updating) == (2, 1, False)
     assert [(step, "sync/seconds" in metrics) for step, metrics in world.rows] == [(1, True), (2, False)]
 
 
@@ -337,10 +337,10 @@ def test_stop_loses_no_group(tmp_path: Path) -> None:
 
         async def update(samples: list[Sample], version: int) -> dict[str, float]:
             world.batches.append(samples)
-            while stage.buffer.ready < 4:
+            while stage.buffer.num_ready < 4:
                 await asyncio.sleep(0.001)
             if len(world.batches) == 3:
-                stage.state.stopping.set()
+                stage.state.stop_requested.set()
             return {"skipped": 0.0, "perf/tokens": 1.0}
 
         stage.trainer.rl_step = update  # type: ignore[method-assign, assignment]
@@ -469,7 +469,7 @@ def test_group_awaiting_its_reward_is_in_flight(tmp_path: Path) -> None:
         await asyncio.wait_for(checking.wait(), 5)
         while stage.rollout.cursor.drawn < 4:
             await asyncio.sleep(0.001)
-        assert stage.buffer.pending == 4
+        assert stage.buffer.num_pending == 4
         assert kept_by(stage, tmp_path / "buffer.jsonl") == {0, 1, 2, 3}
         assert SampleBuffer.load(tmp_path / "buffer.jsonl")[0] == []
         checked.set()
@@ -524,7 +524,7 @@ def test_resumed_groups_are_within_the_staleness_threshold(tmp_path: Path, sync_
         class Stopping(FakeTrainer):
             async def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
                 if first.state.step == 3:
-                    first.state.stopping.set()
+                    first.state.stop_requested.set()
                 return await super().rl_step(samples, version)
 
         first.trainer = cast(TrainerGroup, Stopping(stopped))
@@ -539,7 +539,7 @@ def test_resumed_groups_are_within_the_staleness_threshold(tmp_path: Path, sync_
             setattr(second.state, name, value)
         second.rollout.cursor.load_state_dict(saved_state["cursor"])
         await second.resume_buffer(*SampleBuffer.load(saved / "buffer.jsonl"))
-        assert second.buffer.ready, "there is what may get stale"
+        assert second.buffer.num_ready, "there is what may get stale"
         await second.publish()
         await asyncio.wait_for(second.run(), 20)
 
@@ -657,7 +657,7 @@ def test_stop_does_not_wait_for_an_evaluation(tmp_path: Path, hangs_at: int) -> 
         hold_out(stage)
         running = asyncio.create_task(stage.run())
         await asyncio.wait_for(hanging.wait(), 20)
-        stage.state.stopping.set()
+        stage.state.stop_requested.set()
         await asyncio.wait_for(running, 20)
         assert stage.state.step == hangs_at
 

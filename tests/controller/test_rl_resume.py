@@ -41,9 +41,9 @@ class Stopping(FakeTrainer):
 
     async def rl_step(self, samples: list[Sample], version: int) -> dict[str, float]:
         if len(self.world.batches) + 1 == self.stop:
-            while self.full and (self.stage.rollout.admission.has_room or self.stage.buffer.ready < self.stage.buffer.pending):
+            while self.full and (self.stage.rollout.admission.has_room or self.stage.buffer.num_ready < self.stage.buffer.num_pending):
                 await asyncio.sleep(0.001)
-            self.stage.state.stopping.set()
+            self.stage.state.stop_requested.set()
         return await super().rl_step(samples, version)
 
 
@@ -81,6 +81,6 @@ def test_run_resumed_after_any_update_trains_every_prompt_once(tmp_path: Path, s
     rows = [*stopped.rows, *resumed.rows]
     assert [step for step, _ in rows] == list(range(1, STEPS + 1))
     trained = [s.prompt_id for batch in (*stopped.batches, *resumed.batches) for s in batch if s.index == 0]
-    waiting = [group.problem.prompt_id for group in (*stage.buffer._ready_groups, *stage.buffer.unfinished())]
+    waiting = [group.problem.prompt_id for group in (*stage.buffer._ready_groups, *stage.buffer.unfinished_groups())]
     assert len(trained) == STEPS * GROUPS
     assert sorted(trained + waiting) == sorted(f"p{number}" for number in range(stage.rollout.cursor.drawn))

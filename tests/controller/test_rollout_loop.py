@@ -45,7 +45,7 @@ def test_groups_in_flight_do_not_depend_on_data_parallel_ranks(tmp_path: Path, d
             await asyncio.sleep(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        return stage.buffer.pending
+        return stage.buffer.num_pending
 
     assert asyncio.run(scenario()) == 6, "half as many again as an update trains on"
 

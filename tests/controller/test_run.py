@@ -45,7 +45,7 @@ def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.
             self.state = requested[-1]
 
         async def run(self) -> None:
-            self.state.stopping.set()
+            self.state.stop_requested.set()
 
     monkeypatch.setattr("mtpctl.controller.run.TrainerGroup", FakeTrainerGroup)
     monkeypatch.setattr("mtpctl.controller.run.reserve_bundles", anywhere)

@@ -29,7 +29,7 @@ class Learner(FakeTrainerGroup):
 
     async def sft_step(self, rows: list[Any]) -> dict[str, float]:
         if self.state.step + 1 == self.stop_at:
-            self.state.stopping.set()
+            self.state.stop_requested.set()
         return {"sft/loss": 1.0 if self.state.step < 5 else 0.1, "skipped": 0.0, "perf/tokens": 4.0}
 
 
@@ -43,7 +43,7 @@ async def train(learner: Learner, *, resumed: bool = False) -> int:
         learner.state.load(load_resume_state(newest_checkpoint(learner.root), recipe.train))
     learner.state.begin("sft")
     await SftStage(recipe, prepared, trainer, cast(Any, Rows(World())), learner.state).run()
-    if learner.state.stopping.is_set():
+    if learner.state.stop_requested.is_set():
         await learner.state.checkpoint(trainer)
     return learner.state.step
 

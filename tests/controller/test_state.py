@@ -112,7 +112,7 @@ def test_failed_stage_saves_updates_since_the_newest_checkpoint(tmp_path: Path) 
         assert await state.save_after_failure(group) is None, "it is there"
         await step(state, group)
         await step(state, group)
-        state.updating = True
+        state.is_updating = True
         assert await state.save_after_failure(group) is None, "the weights are no step's"
         assert trainer.published == ["sft-000002", "sft-000003", "sft-000004"]
 

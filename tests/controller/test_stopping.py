@@ -47,7 +47,7 @@ def test_first_signal_stops_after_the_update_and_second_stops_at_once(tmp_path: 
         stop = stops(tmp_path, message)
         with stop.handle_signals():
             signal.raise_signal(number)
-            await asyncio.wait_for(stop.state.stopping.wait(), 20)
+            await asyncio.wait_for(stop.state.stop_requested.wait(), 20)
             assert (stop.number, deadlines) == (number, [])
             signal.raise_signal(number)
             try:
@@ -70,7 +70,7 @@ def test_lost_cluster_stops_the_run_and_is_its_error(tmp_path: Path, deadlines: 
     async def scenario() -> None:
         stop = stops(tmp_path, message, "gcs_server has ended with signal 9")
         with stop.handle_signals():
-            await asyncio.wait_for(stop.state.stopping.wait(), 20)
+            await asyncio.wait_for(stop.state.stop_requested.wait(), 20)
             await asyncio.sleep(0)
             if error is not None:
                 raise error

@@ -81,6 +81,6 @@ def leave_checkpoint(run: Path, name: str, version: int) -> Path:
 RECIPE = "train:\n  stages: [sft, rl]\n  sft: {steps: 5}\n  rl: {steps: 10}\n"
 
 
-async def anywhere(recipe: Recipe, waits: Any, stopping: asyncio.Event) -> tuple[Placement, Bundles]:
+async def anywhere(recipe: Recipe, waits: Any, stop_requested: asyncio.Event) -> tuple[Placement, Bundles]:
     """No cluster is started or joined."""
     return Placement("cpu", (), 1), Bundles()
