@@ -73,7 +73,7 @@ class FakeTrainer(TrainerGroup):
         self.recipe = recipe
         remote = ray.remote(FakeRanks).options(num_cpus=0)
         actors = [cast(Any, remote).remote() for _ in range(NUM_ACTORS)]
-        self.ranks = [actors[rank % NUM_ACTORS] for rank in range(recipe.train.parallel.world_size)]
+        self.actors = [actors[rank % NUM_ACTORS] for rank in range(recipe.train.parallel.world_size)]
         self.seconds: list[float] = []
 
     def _put_shares(self, samples: Any) -> Any:

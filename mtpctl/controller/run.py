@@ -175,7 +175,7 @@ class Run:
             try:
                 counts = await trainer.build(self.prepared.model.path)
             except TrainerLost as error:
-                counts = await self.recovery.at_start(error)
+                counts = await self.recovery.recover_start(error)
         self.telemetry.event("start", f"trainer ready: {counts['parameters']:,} parameters, {counts['trained']:,} of them trained")
         checkpoint = self.start.checkpoint
         self.state.load(self.start.state)
@@ -197,7 +197,7 @@ class Run:
                     break
                 except TrainerLost as error:
                     # Recovery has begun the stage in the new trainer.
-                    resumed_checkpoint, has_begun = await self.recovery(error, redraw=True), True
+                    resumed_checkpoint, has_begun = await self.recovery(error, redraw_prompts=True), True
             if self.state.stop_requested.is_set():
                 return
 
@@ -264,8 +264,8 @@ class Run:
 
         sync = WeightSync(recipe, trainer, rollout, server, self.store.root, metrics=service_metrics)
 
-        async def recover(error: TrainerLost, *, redraw: bool = False) -> None:
-            await self.recovery(error, redraw=redraw)
+        async def recover(error: TrainerLost, *, redraw_prompts: bool = False) -> None:
+            await self.recovery(error, redraw_prompts=redraw_prompts)
             await sync.reset()
 
         async with contextlib.AsyncExitStack() as stack:

@@ -66,7 +66,7 @@ class SftStage:
             try:
                 return await self._run_updates()
             except TrainerLost as error:
-                await self.recover(error, redraw=True)
+                await self.recover(error, redraw_prompts=True)
                 self._reset_cursor()
 
     async def _run_updates(self) -> None:

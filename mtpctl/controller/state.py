@@ -197,11 +197,10 @@ class RunState:
             if name in SavedState.__annotations__:
                 setattr(self, name, list(value) if isinstance(value, list) else value)
 
-    def reset_to(self, checkpoint: Path | None, *, redraw: bool) -> bool:
+    def reset_to(self, checkpoint: Path | None, *, redraw_prompts: bool) -> bool:
         """Reset the state to `checkpoint`, because the trainer was lost. The weight version keeps increasing.
 
-        Returns whether the checkpoint is within this stage; if it is not, the stage begins again. `redraw`: the samples are lost too, and
-        the prompts since the checkpoint are drawn again.
+        Returns whether the checkpoint is within this stage; if it is not, the stage begins again. `redraw_prompts`: see `RecoverTrainer`.
         """
         if self.pending_checkpoint is not None:
             shutil.rmtree(self.pending_checkpoint.with_name(f"{self.pending_checkpoint.name}.partial"), ignore_errors=True)
@@ -213,7 +212,7 @@ class RunState:
         saved_state = load_resume_state(checkpoint, self.train)
         within_stage = saved_state["stage"] == self.stage and self.stage not in saved_state["ended"]
         self.step, self.losses = (saved_state["step"], saved_state["losses"]) if within_stage else (0, [])
-        if redraw:
+        if redraw_prompts:
             self.cursor = saved_state["cursor"] if within_stage else None
         self.ended, self.synced_at, self.is_updating = saved_state["ended"], -1, False
         self.saved_step, self.saved_at = self.step, time.monotonic()
@@ -246,10 +245,7 @@ class RunState:
         self.failure_times.append(now)
         num_failures, seconds = len(self.failure_times), now - self.failure_times[0]
         if num_failures >= MAX_FAILURES and seconds >= FAILURE_PERIOD_S:
-            message = (
-                f"{failure}; {num_failures} attempts in {seconds / 60:.0f} minutes failed; free space and start the same command again"
-            )
-            raise RuntimeFailure(message) from failure
+            raise _give_up_error(failure, num_failures, seconds) from failure
         self.report(f"{failure}; {consequence}")
 
     async def checkpoint(self, trainer: TrainerGroup, *, wait: bool = True) -> Path | None:
@@ -289,17 +285,11 @@ class RunState:
                 return await save()
             except SaveFailed as failure:
                 self.pending_checkpoint, self.saved_step, num_attempts = None, _UNSAVED, num_attempts + 1
-                minutes = FAILURE_PERIOD_S / 60
                 if time.monotonic() - started_at + RETRY_S > FAILURE_PERIOD_S:
-                    message = (
-                        f"{failure}; {num_attempts} attempts in {minutes:.0f} minutes failed; free space and start the same command again"
-                    )
-                    raise RuntimeFailure(message) from failure
+                    raise _give_up_error(failure, num_attempts, FAILURE_PERIOD_S) from failure
                 if num_attempts == 1:
-                    self.report(
-                        f"{failure}; free disk space, since the checkpoint is written again every {RETRY_S:.0f} seconds "
-                        f"for {minutes:.0f} minutes"
-                    )
+                    retries = f"every {RETRY_S:.0f} seconds for {FAILURE_PERIOD_S / 60:.0f} minutes"
+                    self.report(f"{failure}; free disk space: the checkpoint is written again {retries}")
                 await asyncio.sleep(RETRY_S)
 
     @contextlib.asynccontextmanager
@@ -350,3 +340,9 @@ class RunState:
             self.pending_checkpoint, self.failure_times = None, []
             if self.buffer is not None:
                 self.buffer.forget(step)  # The samples of updates up to this step are not needed again.
+
+
+def _give_up_error(failure: SaveFailed, num_attempts: int, seconds: float) -> RuntimeFailure:
+    return RuntimeFailure(
+        f"{failure}; {num_attempts} attempts in {seconds / 60:.0f} minutes failed; free space and start the same command again"
+    )

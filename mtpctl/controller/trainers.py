@@ -48,12 +48,12 @@ class HostLost(TrainerLost):
 class RecoverTrainer(Protocol):
     """Restarts a lost trainer, and resets the run's state to the newest checkpoint."""
 
-    async def __call__(self, error: TrainerLost, *, redraw: bool = False) -> object:
-        """`redraw`: samples since the checkpoint are lost as well, and their prompts are drawn again. Raises `error` if not permitted."""
+    async def __call__(self, error: TrainerLost, *, redraw_prompts: bool = False) -> object:
+        """`redraw_prompts`: samples since the checkpoint are lost too, so their prompts are drawn again. Raises `error` if forbidden."""
         ...
 
 
-async def no_recovery(error: TrainerLost, *, redraw: bool = False) -> None:
+async def no_recovery(error: TrainerLost, *, redraw_prompts: bool = False) -> None:
     """The `RecoverTrainer` of a trainer that is never restarted."""
     raise error
 
@@ -71,14 +71,14 @@ class TrainerGroup:
     def __init__(self, recipe: Recipe, placement: Placement, bundles: Bundles | None = None) -> None:
         self.recipe, self.bundles = recipe, bundles
         self._run_recipe = recipe
-        self.ranks: list[ActorHandle] = []
+        self.actors: list[ActorHandle] = []
         first_rank = placement.of("trainer")[0]
         options: Options = {"num_cpus": first_rank.cpus, "num_gpus": first_rank.gpus}
-        names = self.names
-        self._start([options] * len(names) if bundles is None else [bundles.by_actor[name].options() for name in names])
+        actor_names = self.actor_names
+        self._start([options] * len(actor_names) if bundles is None else [bundles.by_actor[name].options() for name in actor_names])
 
     @property
-    def names(self) -> list[str]:
+    def actor_names(self) -> list[str]:
         """The names of the ranks in the placement."""
         return [f"trainer-{rank}" for rank in range(self.recipe.train.parallel.world_size)]
 
@@ -86,18 +86,18 @@ class TrainerGroup:
         import ray
         from ray.actor import ActorHandle
 
-        payload = self.recipe.model_dump_json(by_alias=True)
+        recipe_json = self.recipe.model_dump_json(by_alias=True)
         threads = {}
         if self.recipe.train.threads:
             # Idle threads sleep. Spinning ones take cores from engines on the same host: the first updates, during the start of the
             # engines, took ten times as long on two cores.
             threads = {"OMP_NUM_THREADS": str(self.recipe.train.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        self.ranks = []
+        self.actors = []
         for rank, option in enumerate(options):
             environment = {"env_vars": threads | make_log_name_variables(f"trainer rank {rank}")}
-            actor = ray.remote(TrainerRank).options(runtime_env=environment, **option).remote(payload, rank, len(options))
+            actor = ray.remote(TrainerRank).options(runtime_env=environment, **option).remote(recipe_json, rank, len(options))
             assert isinstance(actor, ActorHandle)
-            self.ranks.append(actor)
+            self.actors.append(actor)
 
     async def begin_stage(self, stage: str, reference: Path, *, resumed: bool) -> None:
         await self._call(TrainerRank.begin_stage, stage, str(reference), resumed)
@@ -148,12 +148,11 @@ class TrainerGroup:
         unchanged, any other as a RuntimeFailure.
         """
         name = method.__name__
-        if not self.ranks:
+        if not self.actors:
             raise TrainerLost(f"trainer, {name}: no rank runs")
-        object_refs = [getattr(actor, name).remote(*args_of_rank(rank)) for rank, actor in enumerate(self.ranks)]
+        calls = [getattr(actor, name).remote(*args_of_rank(rank)) for rank, actor in enumerate(self.actors)]
         futures: list[asyncio.Future[T]] = [
-            asyncio.ensure_future(await_within(object_ref, deadline_s, f"trainer rank {i}, {name}"))
-            for i, object_ref in enumerate(object_refs)
+            asyncio.ensure_future(await_within(call, deadline_s, f"trainer rank {rank}, {name}")) for rank, call in enumerate(calls)
         ]
         try:
             return (await asyncio.gather(*futures))[0]
@@ -172,13 +171,13 @@ class TrainerGroup:
         if isinstance(cause, ray.exceptions.RayActorError | TimeoutError):
             raise TrainerLost(str(error)) from error
         # An MtpctlError is the rank's own error, unless another rank has died, which may have caused it.
-        own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
+        is_own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
         location_calls: list[Coroutine[None, None, ActorLocation]] = [
-            await_within(rank.location.remote(), LIVENESS_TIMEOUT_S, f"trainer rank {i}") for i, rank in enumerate(self.ranks)
+            await_within(actor.location.remote(), LIVENESS_TIMEOUT_S, f"trainer rank {i}") for i, actor in enumerate(self.actors)
         ]
         for answer in await asyncio.gather(*location_calls, return_exceptions=True):
             has_died = isinstance(answer, BaseException) and isinstance(answer.__cause__, ray.exceptions.RayActorError)
-            if has_died or (isinstance(answer, BaseException) and not own_error):
+            if has_died or (isinstance(answer, BaseException) and not is_own_error):
                 raise TrainerLost(f"{answer} ({describe_error(error)})") from error
 
     async def rl_step(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
@@ -200,23 +199,24 @@ class TrainerGroup:
 
     async def build(self, folder: Path) -> Parameters:
         """Load the model in `folder` on every rank. Returns the number of its parameters, and of those that are trained."""
-        deadline = self.recipe.cluster.actor_deadline_s
-        await self._wait_for_ranks(deadline)
-        rendezvous_address: str = await await_start(self.ranks[0].address.remote(), deadline, "trainer rank 0")
-        return await self._call_each(TrainerRank.build, lambda rank: (str(folder), rendezvous_address), deadline)
+        deadline_s = self.recipe.cluster.actor_deadline_s
+        await self._wait_for_ranks(deadline_s)
+        rendezvous_address: str = await await_start(self.actors[0].address.remote(), deadline_s, "trainer rank 0")
+        return await self._call_each(TrainerRank.build, lambda rank: (str(folder), rendezvous_address), deadline_s)
 
     async def _wait_for_ranks(self, deadline_s: float) -> None:
         """Wait until every rank has started, and check its bundle. Raises HostLost if a host is lost meanwhile."""
         if self.bundles is None:
             return
         futures: list[asyncio.Future[ActorLocation]] = [
-            asyncio.ensure_future(await_start(rank.location.remote(), deadline_s, f"trainer rank {i}")) for i, rank in enumerate(self.ranks)
+            asyncio.ensure_future(await_start(actor.location.remote(), deadline_s, f"trainer rank {i}"))
+            for i, actor in enumerate(self.actors)
         ]
         try:
             while (await asyncio.wait(futures, timeout=POLL_S))[1]:
-                if lost_actors := self.bundles.on_lost_hosts(self.names):
+                if lost_actors := self.bundles.on_lost_hosts(self.actor_names):
                     raise HostLost(f"{lost_actors[0]}: its host is lost")
-            for name, future in zip(self.names, futures, strict=True):
+            for name, future in zip(self.actor_names, futures, strict=True):
                 try:
                     location: ActorLocation = future.result()
                 except RuntimeFailure as error:
@@ -230,9 +230,9 @@ class TrainerGroup:
         """Kill every rank's process."""
         import ray
 
-        for rank in self.ranks:
-            ray.kill(rank)
-        self.ranks = []
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
 
     async def restart(self, report: Callable[[str], None], stop_requested: asyncio.Event) -> None:
         """Replace all ranks by new ones, on other hosts if theirs are lost. The caller calls `build` next.
@@ -245,19 +245,18 @@ class TrainerGroup:
         train = self._run_recipe.train
         parallel = train.parallel
         # Megatron must be able to divide the experts among the ranks.
-        smaller_dp_sizes = [
-            dp for dp in range(parallel.dp - 1, (train.min_dp or parallel.dp) - 1, -1) if dp * parallel.cp % parallel.ep == 0
-        ]
+        min_dp = train.min_dp or parallel.dp
+        smaller_dp_sizes = [dp for dp in range(parallel.dp - 1, min_dp - 1, -1) if dp * parallel.cp % parallel.ep == 0]
         started_at, is_reported = time.monotonic(), False
-        all_names = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
-        self.bundles.compact(all_names)
-        with self.bundles.mark_awaited(all_names):
+        all_actors = [name for name in self.bundles.by_actor if name.startswith("trainer-")]
+        self.bundles.compact(all_actors)
+        with self.bundles.mark_awaited(all_actors):
             while True:
                 has_waited = time.monotonic() - started_at > CAPACITY_WAIT_S
                 for dp in [parallel.dp, *smaller_dp_sizes] if has_waited else [parallel.dp]:
-                    layout = train.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
-                    self.recipe = self._run_recipe.model_copy(update={"train": layout})
-                    bundles = await self.bundles.try_acquire(self.names, per_host=parallel.tp)
+                    train_config = train.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
+                    self.recipe = self._run_recipe.model_copy(update={"train": train_config})
+                    bundles = await self.bundles.try_acquire(self.actor_names, per_host=parallel.tp)
                     if bundles is not None:
                         return self._start([bundle.options() for bundle in bundles])
                 if has_waited and not is_reported:
@@ -282,39 +281,39 @@ class TrainerRecovery:
         self.recipe, self.trainer, self.state, self.telemetry, self.waits = recipe, trainer, state, telemetry, waits
         self.folder, self.reference = folder, reference
         self._loss_times: list[float] = []
-        self._counts: Parameters
+        self._parameter_counts: Parameters
 
-    async def __call__(self, error: TrainerLost, *, redraw: bool = False) -> Path | None:
-        """Restart the ranks, and reset the run's state to the newest checkpoint. `redraw`: see `RecoverTrainer`.
+    async def __call__(self, error: TrainerLost, *, redraw_prompts: bool = False) -> Path | None:
+        """Restart the ranks, and reset the run's state to the newest checkpoint. `redraw_prompts`: see `RecoverTrainer`.
 
         Returns the checkpoint; None if it is from before this stage, which then begins again. Raises RuntimeFailure after too many
-        restarts. Raises `error` if the recipe permits no restarts, or if the newest checkpoint is damaged and not `redraw`.
+        restarts. Raises `error` if the recipe permits no restarts, or if the newest checkpoint is damaged and not `redraw_prompts`.
         """
         self.state.is_updating, self.state.weights_lost = False, True
         choice = await asyncio.to_thread(select_checkpoint, self.state.root)
         for line in choice.lines:
             self.telemetry.event("checkpoint", line)
-        if choice.damaged and not redraw:
+        if choice.damaged and not redraw_prompts:
             # Only the groups since the newest checkpoint are retained, so an older one cannot be continued here.
             raise error
-        path, seconds = await self._restart(error, lambda: self._restore(choice.path, redraw))
+        path, seconds = await self._restart(error, lambda: self._restore(choice.path, redraw_prompts))
         self.state.weights_lost = False
         source = "the beginning of the stage" if path is None else path.name
         self._report_restart(seconds, f": {self.state.stage} resumes after step {self.state.step}, from {source}")
         return path
 
-    async def at_start(self, error: TrainerLost) -> Parameters:
+    async def recover_start(self, error: TrainerLost) -> Parameters:
         """Restart a trainer that was lost before the first stage. Returns the result of `TrainerGroup.build`."""
 
         async def restore_nothing() -> None: ...
 
         _, seconds = await self._restart(error, restore_nothing)
         self._report_restart(seconds, "")
-        return self._counts
+        return self._parameter_counts
 
     def _report_restart(self, seconds: float, details: str) -> None:
-        running_ranks, configured_ranks = self.trainer.recipe.train.parallel.world_size, self.recipe.train.parallel.world_size
-        reduced_note = f" with {running_ranks} of {configured_ranks} ranks" if running_ranks < configured_ranks else ""
+        running, configured = (recipe.train.parallel.world_size for recipe in (self.trainer.recipe, self.recipe))
+        reduced_note = f" with {running} of {configured} ranks" if running < configured else ""
         self.telemetry.event("restart", f"trainer back{reduced_note} after {seconds:.0f} s{details}")
 
     async def _restart[T](self, error: TrainerLost, restore: Callable[[], Awaitable[T]]) -> tuple[T, float]:
@@ -329,7 +328,7 @@ class TrainerRecovery:
             try:
                 with self.waits.show("trainer: restarting", "trainer rank 0"):
                     await self.trainer.restart(lambda line: self.telemetry.event("restart", line), self.state.stop_requested)
-                    self._counts = await self.trainer.build(self.folder)
+                    self._parameter_counts = await self.trainer.build(self.folder)
                     return await restore(), time.monotonic() - started_at
             except TrainerLost as next_error:
                 error = next_error
@@ -344,9 +343,9 @@ class TrainerRecovery:
             raise RuntimeFailure(f"{error}; train.max_restarts: the limit of {train.max_restarts} within an hour is reached") from error
         return len(self._loss_times)
 
-    async def _restore(self, newest: Path | None, redraw: bool) -> Path | None:
+    async def _restore(self, newest: Path | None, redraw_prompts: bool) -> Path | None:
         stage = self.state.stage
-        within_stage = self.state.reset_to(newest, redraw=redraw)
+        within_stage = self.state.reset_to(newest, redraw_prompts=redraw_prompts)
         if newest is not None and not within_stage:
             await self.trainer.restore(newest)
         await self.state.retry_while_disk_full(lambda: self.trainer.begin_stage(stage, self.reference, resumed=within_stage))

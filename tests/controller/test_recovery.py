@@ -110,7 +110,7 @@ def test_damaged_checkpoint_returns_the_stage_to_the_previous_one_with_its_group
         with pytest.raises(TrainerLost) as raised:
             await recovery(lost)
         assert raised.value is lost and trainer.starts == 0
-        return await recovery(lost, redraw=True)
+        return await recovery(lost, redraw_prompts=True)
 
     assert asyncio.run(main()) == root / "rl-000002" and state.step == 2
     assert [path.name for path in root.iterdir() if ".damaged" in path.name] == ["rl-000004.damaged"]
@@ -235,7 +235,7 @@ def test_trainer_lost_before_its_first_stage_is_restarted(tmp_path: Path) -> Non
     group, rows = cast(TrainerGroup, trainer), cast(Any, Rows(world))
     state, waits = RunState(tmp_path, recipe.train), Waits(lambda _: None, tmp_path)
     recovery = TrainerRecovery(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
-    assert asyncio.run(recovery.at_start(TrainerLost("trainer rank 0, build: ActorDiedError"))) == {"parameters": 1, "trained": 1}
+    assert asyncio.run(recovery.recover_start(TrainerLost("trainer rank 0, build: ActorDiedError"))) == {"parameters": 1, "trained": 1}
     assert trainer.starts == 1
     assert [kind for kind, _ in world.events] == ["restart", "restart"] and world.events[1][1] == "trainer back after 0 s"
 
@@ -253,7 +253,7 @@ def test_host_lost_during_a_restart_is_part_of_the_same_loss(tmp_path: Path) -> 
     group, rows = cast(TrainerGroup, Late(recipe, {})), cast(Any, Rows(world))
     state, waits = RunState(tmp_path, recipe.train), Waits(lambda _: None, tmp_path)
     recovery = TrainerRecovery(recipe, group, state, rows, waits, folder=tmp_path, reference=tmp_path / "reference")
-    asyncio.run(recovery.at_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
+    asyncio.run(recovery.recover_start(TrainerLost("trainer rank 1, build: ActorDiedError")))
     messages = [message for _, message in world.events]
     assert messages[1] == "trainer-1: its host is lost; restarting the trainer, 1 of train.max_restarts: 1" and len(messages) == 3
 

@@ -148,7 +148,7 @@ def test_required_save_is_retried_until_the_disk_has_room(tmp_path: Path, monkey
     assert asyncio.run(state.retry_while_disk_full(disk.save)) == "saved"
     assert disk.tries == 4 and disk.now == 3 * RETRY_S
     assert message == [
-        "checkpoint rl-000009-end was not written: No space left on device; free disk space, since the checkpoint is written again "
+        "checkpoint rl-000009-end was not written: No space left on device; free disk space: the checkpoint is written again "
         "every 10 seconds for 5 minutes"
     ]
 

@@ -50,7 +50,7 @@ def raises(error: Exception) -> Answer:
 def group(*ranks: Rank) -> TrainerGroup:
     created = TrainerGroup.__new__(TrainerGroup)
     created.recipe = Recipe.model_validate({"model": {"path": "anywhere"}, "cluster": {"step_deadline_s": 0.2}})
-    created.ranks = cast(Any, ranks)
+    created.actors = cast(Any, ranks)
     return created
 
 
