@@ -30,10 +30,9 @@ def describe_machine(versions: Versions | None = None) -> Environment:
     versions: the `versions.json` of a run (default: of this process).
     """
     versions = versions or collect_versions()
-    host, packages = versions["machine"], versions["packages"]
-    cards = host["cards"]
-    gpus = [f"{name} x {cards.count(name)}" for name in dict.fromkeys(cards)]
-    return {"device": ", ".join(gpus) or f"CPU, {host['cores']} cores", "python": versions["python"], **packages}
+    machine = versions["machine"]
+    gpus = [f"{name} x {machine['cards'].count(name)}" for name in dict.fromkeys(machine["cards"])]
+    return {"device": ", ".join(gpus) or f"CPU, {machine['cores']} cores", "python": versions["python"], **versions["packages"]}
 
 
 def merge_machines(versions: Sequence[Versions | None]) -> Environment:
@@ -162,7 +161,8 @@ def extract_figures(document: object, path: str = "") -> dict[str, float]:
     if isinstance(document, dict):
         for key, value in document.items():
             if not (path == "" and key in _KEYS_WITHOUT_FIGURES) and key not in _IDENTITY_KEYS:
-                result |= extract_figures(value, f"{path}.{_unit_name(document) if key == 'value' else key}".lstrip("."))
+                name = _unit_name(document) if key == "value" else key
+                result |= extract_figures(value, f"{path}.{name}".lstrip("."))
     elif isinstance(document, list):
         names = [_entry_name(value, index) for index, value in enumerate(document)]
         for index, (name, value) in enumerate(zip(names, document, strict=True)):
@@ -194,7 +194,7 @@ def changes_to_json(changes: list[Change]) -> list[dict[str, object]]:
 
 
 def _unit_name(entry: Mapping[str, object]) -> str:
-    """The name of an entry's `value`, from its unit. A value without a unit but with a lower bound is a share."""
+    """The name of an entry's `value`, which depends on its unit. If the entry has no unit and a lower bound, the value is a share."""
     return _UNITS.get(str(entry.get("unit", "")), "share" if entry.get("at_least") else "value")
 
 

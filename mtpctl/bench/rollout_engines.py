@@ -64,10 +64,8 @@ def make_workload(
     draw = random.Random(f"{name} {batch} {count} {wrong_drafts}")
     half_vocab, max_start = vocab // 2, vocab // 2 - 2 * mean_answer_length
     assert max_start > 0, "vocabulary too small: answers would leave their half of it"
-    half_start = half_vocab * wrong_drafts
-    prompts = [
-        [draw.randrange(half_vocab) for _ in range(prompt_length - 1)] + [draw.randrange(max_start) + half_start] for _ in range(count)
-    ]
+    offset = half_vocab if wrong_drafts else 0
+    prompts = [[draw.randrange(half_vocab) for _ in range(prompt_length - 1)] + [offset + draw.randrange(max_start)] for _ in range(count)]
     lengths = [max(1, round(mean_answer_length * draw.uniform(1 - spread, 1 + spread))) for _ in range(count)]
     return Workload(name, batch, prompts, lengths)
 
@@ -326,8 +324,8 @@ def _predicting_tensors(shape: ModelShape, acceptance: float, device: str) -> di
     gate = torch.zeros(shape.ffn, hidden, device=device)
     gate[0, 0] = 4.0
     down = torch.zeros(hidden, shape.ffn, device=device)
-    # With M = MARKER_MAGNITUDE: if the marker is positive, the neuron outputs M * silu(4 M) ≈ 4 M², from which `down` makes four times the
-    # embedding of token vocab - 1. If the marker is negative, the output is almost 0.
+    # With M = MARKER_MAGNITUDE: if the marker is positive, the neuron outputs M * silu(4 M) ≈ 4 M², which `down` converts to four times
+    # the embedding of token vocab - 1. If the marker is negative, the output is almost 0.
     down[:, 0] = 4 * embedding[vocab - 1] / (4 * MARKER_MAGNITUDE * MARKER_MAGNITUDE)
     projection = torch.zeros(hidden, 2 * hidden, device=device)
     projection[:, hidden:] = torch.eye(hidden, device=device)

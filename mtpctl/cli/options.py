@@ -104,7 +104,7 @@ def stdout_is_for_results() -> Iterator[None]:
     _flush(stdout)
     stdout_copy = os.dup(1)
     try:
-        # Under pytest's capture, stdout has no descriptor, or another one.
+        # False if stdout is captured, as in pytest.
         is_descriptor_1 = stdout.fileno() == 1
     except io.UnsupportedOperation:
         is_descriptor_1 = False

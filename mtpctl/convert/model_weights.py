@@ -210,7 +210,8 @@ class ModelWeights(Mapping[str, "Tensor"]):
         scale_name = location.name + SCALE_SUFFIX
         if scale_name not in self.raw:
             raise UserError(f"{self.folder.path}: {location.name} is FP8 without the scales {scale_name}; fetch the folder again")
-        shape = self.raw.entries[scale_name].shape[location.expert is not None :]
+        shape = self.raw.entries[scale_name].shape
+        shape = shape if location.expert is None else shape[1:]
         weight_shape, block_size = self.raw.entries[location.name].shape[-2:], _scale_block_size(self.folder.config)
         expected = tuple(-(-size // block_width) for size, block_width in zip(weight_shape, block_size, strict=True))
         if prod(shape) != 1 and shape != expected:

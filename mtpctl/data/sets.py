@@ -121,8 +121,8 @@ def load_problem_sets(
 ) -> ProblemSets:
     """Read or generate the problems of a run with these stages.
 
-    The supervised stage trains on RL's problems unless the section names others; held-out problems are removed from its generated ones. If
-    the section names neither files nor a task, the problems are the tasks of `rollout`'s environment.
+    If the section names neither files nor a task, the problems are the tasks of `rollout`'s environment. Unless the section names other
+    problems for it, the supervised stage trains on those of RL. Problems of `sft_task` that are held out are removed.
 
     Raises:
         UserError: if there are no problems, if the section names both files and a task, and for invalid files or rows.
@@ -346,8 +346,8 @@ class RowReader:
         image_column, part_types = next((name for name in ("images", "image") if row.columns.get(name)), None), image_and_video_types(value)
         if image_column or part_types:
             rows = f"rows whose messages contain images (parts of the type {', '.join(part_types)})"
-            removed, removed_from = ("the column", image_column) if image_column else (rows, columns.prompt)
-            raise UserError(f"{location}: `{removed_from}` contains images, but models are trained only on text; remove {removed}")
+            column, to_remove = (image_column, "the column") if image_column else (columns.prompt, rows)
+            raise UserError(f"{location}: `{column}` contains images, but models are trained only on text; remove {to_remove}")
         messages = parse_conversation(value, columns.prompt, location) if isinstance(value, list) else ()
         prompt = text_of(messages) if messages else value
         if not isinstance(prompt, str) or not prompt.strip():

@@ -43,8 +43,8 @@ DEADLINE_S = {"kernels": 240.0, "transports": 120.0, "ray": 120.0, "families": 1
 class Finding:
     """The result of a check, as a sentence and as JSON-ready data.
 
-    state: `absent` if something optional is missing; `loaded` if the check exceeded its deadline on a busy machine, so its outcome is
-    unknown. error: set for `failed` and `loaded`.
+    state: `absent` if something optional is missing; `loaded` if the check timed out because the machine is busy. error: set for `failed`
+    and `loaded`.
     """
 
     state: Literal["ok", "absent", "skipped", "loaded", "failed"]

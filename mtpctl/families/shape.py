@@ -38,8 +38,8 @@ class RopeScaling(TypedDict, total=False):
 class MtpConvention:
     """The tensor names and the inputs of a family's MTP layers.
 
-    Names are templates: `{k}` numbers MTP layers from 0, `{n}` from the number of decoder layers. A template without a placeholder names a
-    tensor that all depths share. `layer` is the prefix of the transformer layer.
+    Names are templates. `{k}` is the depth from 0, and `{n}` the depth plus the number of decoder layers. A template without a placeholder
+    names a tensor that all depths share. `layer` is the prefix of the transformer layer.
 
     `reads_prenorm`: the first depth reads the trunk's state before the final norm. `passes_prenorm`: later depths read the previous
     depth's state before its final norm. `blanks_first`: engines replace the embedding at position 0 by zeros in the first depth.
@@ -78,8 +78,7 @@ class Eagle3Shape:
     """An EAGLE-3 drafter (arXiv 2503.01840), which is stored in the subfolder `drafter/` of the model's folder.
 
     It is a Llama layer with the model's attention heads. Its attention reads the concatenation of token embedding and state. `boundaries`:
-    the decoder layers whose inputs it reads at the first depth; the number of layers denotes the last layer's output. `ffn`: width of its
-    MLP.
+    numbers of decoder layers before the states that it reads at the first depth. `ffn`: width of its MLP.
     """
 
     boundaries: tuple[int, ...]
@@ -288,5 +287,5 @@ class ModelShape:
 
 
 def tp_divides(tp: int, name: str, count: int) -> bool:
-    """Whether `tp` ranks can split an entry of `tp_counts` equally, or, for `KV_HEADS`, share heads between neighboring ranks."""
+    """Whether `tp` ranks can split an entry of `tp_counts` equally. For `KV_HEADS`, neighboring ranks may also share a head."""
     return count % tp == 0 or (name == KV_HEADS and tp % count == 0)

@@ -21,7 +21,7 @@ from mtpctl.kernels.triton_backend import Triton, tiles_for, unsupported_reason
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton", "exact")
 ONE_PASS = ("auto", "chunked", "triton", "exact")
 """The implementations of `linear_policy_loss`."""
-# By compute capability: (minimum rows, fastest implementation), the last match wins. See docs/benchmarks/kernels.md; on an H200 the order
+# By compute capability: pairs of (minimum rows, fastest implementation), ascending. See docs/benchmarks/kernels.md. On an H200 the order
 # did not depend on hidden size (2048 to 4096) or vocabulary (32,000 to 256,000).
 MEASURED_BACKENDS = {(9, 0): ((0, "chunked"), (64, "triton"))}
 log = logging.getLogger("mtpctl.kernels")

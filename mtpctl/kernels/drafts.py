@@ -177,12 +177,12 @@ class DraftTerm:
         ).sum()
         if self.grad_dtype is None and not self.needs_weight_grad:
             return False
-        draft_coefficient = rejection_weight * expected_gain + cost_weight + ce_weight
-        teacher_coefficient, gain_coefficient, label_coefficient = (
-            value * self.factor for value in (cost_weight, rejection_weight, ce_weight)
-        )
         coefficients = DraftGradCoefficients(
-            draft_coefficient * self.factor, teacher_coefficient, gain_coefficient, label_coefficient, greedy
+            draft=(rejection_weight * expected_gain + cost_weight + ce_weight) * self.factor,
+            teacher=cost_weight * self.factor,
+            gain=rejection_weight * self.factor,
+            label=ce_weight * self.factor,
+            greedy=greedy,
         )
         out = buffer.out if self.needs_weight_grad else None
         if problem.vocab_columns:

@@ -205,8 +205,11 @@ class ScoreRank:
         """Names of the tensors to load for a section. For a delta, these are all tensors of the parameters with a changed tensor."""
         from mtpctl.convert.mappings import hf_names
 
-        sent = {n for e in plan.tensors().values() if plan.delta is None or e.name in plan.delta.changes for n in (e.name, *e.aliases)}
-        return sent if plan.delta is None else {n for task in self.map.tasks if sent & set(hf_names(task)) for n in hf_names(task)}
+        entries = [entry for entry in plan.tensors().values() if plan.delta is None or entry.name in plan.delta.changes]
+        sent_names = {name for entry in entries for name in (entry.name, *entry.aliases)}
+        if plan.delta is None:
+            return sent_names
+        return {name for task in self.map.tasks if sent_names & set(hf_names(task)) for name in hf_names(task)}
 
     def _check_section(self, entries: dict[str, Entry], section: Section) -> None:
         from mtpctl.convert.mappings import hf_names

@@ -174,12 +174,12 @@ def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int, aliases: Mapp
         if spec.name in specs:
             raise ValueError(f"tensor {spec.name!r} is listed twice")
         specs[spec.name] = spec
-    names_of = _alias_groups(specs, aliases or {})
+    aliases_of = _alias_groups(specs, aliases or {})
     builder = _BucketBuilder()
     for spec in specs.values():
-        if spec.name not in names_of:
+        if spec.name not in aliases_of:  # it is an alias itself
             continue
-        entry_aliases = names_of[spec.name]
+        entry_aliases = aliases_of[spec.name]
         if builder.entries and builder.start + spec.nbytes > bucket_bytes:
             builder.close()
         if spec.nbytes <= bucket_bytes:

@@ -102,7 +102,7 @@ def find_misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
 
 
 def engine_kinds(recipe: Recipe) -> list[int | None]:
-    """The `index` of `engine_memory` for each kind of engine that the recipe has: 0 for engines on the trainer's GPUs, None for others."""
+    """The recipe's kinds of engines, as values of `index` in `engine_memory`: 0 for those on the trainer's GPUs, None for others."""
     on_trainer = recipe.rollout.on_trainer_gpus
     return ([0] if on_trainer else []) + ([None] if recipe.rollout.replica_range.max > on_trainer else [])
 
@@ -202,7 +202,7 @@ def _engine_error(recipe: Recipe, shape: ModelShape, index: int | None) -> Mtpct
             f"rollout.kv_cache_bytes: {rollout.kv_cache_bytes / GIB:.1f} GiB and {contents} exceed {available}; "
             + ("lower it" if index is None else "lower it, or train.gpus")
         )
-    field, fix = ("rollout.gpu_memory", "raise it, or rollout.tp") if share == 1 else ("rollout.gpu_memory", "raise it, or rollout.gpus")
+    field, fix = "rollout.gpu_memory", "raise it, or rollout.tp" if share == 1 else "raise it, or rollout.gpus"
     if index is not None:
         field, fix = "rollout.on_trainer_gpus", "lower train.gpus, or set on_trainer_gpus: 0"
     if cache is not None and cache <= 0:

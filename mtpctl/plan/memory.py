@@ -84,9 +84,12 @@ class TrainerMemory:
 class EngineMemory:
     """Bytes on one rank of a rollout engine.
 
-    kv_token: key-value cache of one token. kv_cache: the whole cache, None if unbounded. sequence_state: linear attention's state and the
-    windows of one sequence, which do not depend on its length. states: the state of all sequences in flight, which is part of the cache.
-    reserve: everything else, for an engine that shares its GPU (`engine_reserve`); if an engine has a GPU to itself, vLLM measures it.
+    Attributes:
+        kv_token: key-value cache of one token.
+        kv_cache: the whole cache, None if unbounded.
+        sequence_state: the part of the cache that one sequence needs at any length: linear attention's state, and sliding windows.
+        states: `sequence_state` of all sequences in flight.
+        reserve: everything else (`engine_reserve`), if the engine shares its GPU; otherwise vLLM measures it, and this is 0.
     """
 
     weights: int

@@ -136,12 +136,14 @@ def _free_names(tests: list[str]) -> set[str]:
 
 
 def _run_calls(sandbox: Sandbox, code: str, calls: Calls, limits: Limits, partial: bool) -> tuple[float, bool]:
-    """Run the cases in one process. After a timeout, continue in a new process, so that each case may use the whole time limit."""
+    """Run the cases in one process. After a timeout, continue in a new process, so that each case may use the whole time limit.
+
+    Cases that did not end before a timeout run again, except for the first case of a process, which has then failed.
+    """
     passed: list[bool] = []
     timed_out = False
     while len(passed) < len(calls.cases) and (partial or all(passed)):
         judgement = sandbox.judge_calls(code, calls.function, calls.cases[len(passed) :], limits=limits)
-        # After a timeout, only cases that ended count. If not even the first one did, it has failed.
         outcomes = judgement.failures[: judgement.decided] if judgement.timed_out else judgement.failures
         timed_out |= judgement.timed_out and not outcomes
         passed += [failure is None for failure in outcomes or judgement.failures[:1]]
@@ -286,7 +288,7 @@ def _find_function(fields: Mapping[str, object], prompt: str) -> str:
 
 
 def _parse_call(arguments: Any, output: Any, is_wrapped: bool) -> tuple[list[Any], list[Any]]:
-    """Arguments and accepted results. `is_wrapped`: each output of the row is a list of one item; APPS also accepts this item."""
+    """Arguments and accepted results. `is_wrapped`: every output of the row is a list of one item, which is accepted too, as in APPS."""
     if isinstance(arguments, str):
         expected = [_parse_json_or_text(output)] if isinstance(output, str) else [output]
         return _parse_json_lines(arguments), expected

@@ -24,7 +24,7 @@ type JsonObject = dict[str, Any]
 
 PauseMode = Literal["keep", "abort", "wait"]
 ABORTED_BY_SENDER = "the weight update was aborted by its sender"
-"""Message of the error by which a worker ends an update on purpose. Engines may wrap it in their own errors."""
+"""Message of the error that a worker raises if the sender aborts an update. Engines may wrap this error in their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Manifest:
 
     `store` is the folder of the version store that keeps the version for receivers that start later. `base`: the version to which the
     deltas of the sections apply, None if they are complete. `digests`: digests of the files of the transport `storage`, by name, if hosts
-    relay them. `relay` and `hops` differ per receiver: the relay from which it downloads these files, and the number of hosts before it in
-    the chain (`mtpctl.sync.remote`).
+    relay them. `relay` and `hops` differ per receiver: the host from which it downloads these files, and the number of hosts before it in
+    the chain of relays (`mtpctl.sync.remote`).
     """
 
     version: int
@@ -172,7 +172,7 @@ class WeightsDiffer(RuntimeFailure):
 
 
 class PublishedVersions(Protocol):
-    """The versions from which a replica that starts late is updated: a `VersionStore`."""
+    """Stored weight versions, from which a restarted replica is updated. Implemented by `VersionStore`."""
 
     def versions(self) -> list[int]:
         """Available versions, oldest first."""

@@ -39,9 +39,10 @@ class RunOverview:
     """The overview of one run.
 
     Attributes:
-        step: the last step of `stage`, the newest stage, which has `steps` steps.
+        stage, step: the newest stage and its last step.
+        steps: total number of steps of the stage.
         reward, unfiltered_reward, accuracy: newest values in RL.
-        unseen_accuracy: the same for held-out prompts that no training row has; None if they are all unseen.
+        unseen_accuracy: `accuracy` over prompts that are not in the training rows; None if that is true of all held-out prompts.
         age_s: seconds since the newest metric.
         restarts: one line for each restart of a trainer or replica, newest last.
         replicas: rollout replicas at the newest weight sync; None before the first.

@@ -103,9 +103,9 @@ def mean_height(curve: Curve, end: float | None = None) -> float:
 
     To compare curves of different lengths, use an `end` that all of them reach. Raises ValueError for an empty curve.
     """
-    stop = curve[-1][0] if end is None and curve else end
-    if stop is None:
+    if not curve:
         raise ValueError("an empty curve has no area")
+    stop = curve[-1][0] if end is None else end
     points = [point for point in curve if point[0] < stop]
     if not points:
         return interpolate(curve, stop)

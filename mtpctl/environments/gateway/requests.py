@@ -223,16 +223,10 @@ def changed_fields(sampling: Sampling, request: GenerationRequest) -> Iterator[s
 
 
 def _parse_biases(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in biases.items() if _check_token_id(token)}
-    except ValueError as error:
-        raise RequestInvalid(f"logit_bias: {error}") from error
-
-
-def _check_token_id(token: str) -> bool:
-    if not token.isascii() or not token.isdigit() or len(token) > 10:
-        raise ValueError(f"{quote_value(token)} is not a token id")
-    return True
+    for token in biases:
+        if not re.fullmatch("[0-9]{1,10}", token):
+            raise RequestInvalid(f"logit_bias: {quote_value(token)} is not a token id")
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def _parse_grammar(sampling: Sampling) -> dict[str, object]:

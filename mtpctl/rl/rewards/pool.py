@@ -179,7 +179,7 @@ class Pool:
         if self._calls_per_worker > 1:
             return self._max_workers
         long, waiting = sum(w.is_long for w in self._workers), sum(w.is_waiting for w in self._workers)
-        # With two for each waiting call, the number of processes doubles repeatedly, and is sufficient within a second.
+        # Two processes for each waiting call, so that their number doubles with each round until it is sufficient.
         return self._max_workers + min(long + 2 * waiting, MAX_EXTRA_WORKERS)
 
     def _keep_spare(self) -> None:
@@ -269,13 +269,13 @@ class Pool:
                 worker, [blocking] if blocking is not None else self._overdue_calls(worker, time.monotonic()), message.location
             )
             return
-        late = isinstance(message, LateCall)
+        timed_out = isinstance(message, LateCall)
         if isinstance(message, LateCall):
             message = (message.number, None, {}, self._timeout_error(message.location))
         number, reward, parts, error = cast(tuple[int, *Result], message)
         if (call := worker.calls.get(number)) is None:
             return
-        self._finish(worker, call, reward, parts, error, late=late)
+        self._finish(worker, call, reward, parts, error, late=timed_out)
         worker.completed += 1
         self._dispatch()
 
@@ -291,7 +291,9 @@ class Pool:
             call.result.set_result(Outcome(reward, parts, error, late, now - call.submitted))
         if worker not in self._workers:
             return
-        if (worker.trace_requested and self._calls_per_worker == 1) or (worker.is_deprioritized and not restore_priority(worker.pid)):
+        # After a request, the file for the worker's stack has the stack of this call.
+        has_old_trace = worker.trace_requested and self._calls_per_worker == 1
+        if has_old_trace or (worker.is_deprioritized and not restore_priority(worker.pid)):
             self._kill(worker)
             return
         worker.is_long = worker.is_waiting = worker.is_deprioritized = False
