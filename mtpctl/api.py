@@ -98,7 +98,9 @@ class Run:
         from mtpctl.telemetry.sample_log import read_samples
 
         rows = [row for row in read_samples(self.path) if step in (None, row["step"])]
-        return sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"] or 0.0) if worst else rows
+        if not worst:
+            return rows
+        return sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"] or 0.0)
 
     def report(self, out: str | Path | None = None) -> Path:
         """Write the run's report, by default `report.html` in its directory. Returns its path."""

@@ -29,17 +29,14 @@ _NO_IDS, _NO_MASK, _NO_LOGPROBS = array("i"), array("b"), array("f")
 
 
 def ids_of(values: Iterable[int]) -> Ids:
-    """Token ids as an array."""
     return values if isinstance(values, array) and values.typecode == "i" else array("i", values)
 
 
 def logprobs_of(values: Iterable[float]) -> Logprobs:
-    """Log-probs as an array."""
     return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
 
 
 def mask_of(values: Iterable[int]) -> Mask:
-    """Zeros and ones as an array."""
     return values if isinstance(values, array) and values.typecode == "b" else array("b", map(int, values))
 
 

@@ -290,7 +290,6 @@ def _make_result(outcome: Outcome, level: float | None, tolerance: float, last_u
 
 
 def _synchronous_by_seed(results: Sequence[Result]) -> dict[int, Result]:
-    """The result of the synchronous arm by seed."""
     return {r.seed: r for r in results if r.name == SYNCHRONOUS}
 
 

@@ -333,7 +333,8 @@ def measure(shape: Shape, *, with_peers: bool, device: str | None = None) -> lis
     """Measure every case at one shape, except those that the device cannot run (Triton on a CPU)."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     x = make_inputs(shape, torch.bfloat16, device, seed=0)
-    cases = [c for c in [*make_cases(shape, device), *(make_peer_cases(device) if with_peers else [])] if can_run(c, x)]
+    all_cases = [*make_cases(shape, device), *(make_peer_cases(device) if with_peers else [])]
+    cases = [case for case in all_cases if can_run(case, x)]
     floors = _floor_cases(x)
     peaks = {case: measure_peak_gib(lambda case=case: case.run(x), device) for case in cases}  # type: ignore[misc]
     times = time_in_turns({case: (lambda case=case: case.run(x)) for case in (*floors, *cases)}, device)  # type: ignore[misc]

@@ -319,7 +319,6 @@ class Bench:
         )
 
     async def _time_bare_pass(self, requests: list[ScoreRequest]) -> float:
-        """Seconds of a bare pass over the requests."""
         return await self.replica.ranks.call(BenchRank.bare, *_to_lists(requests))
 
     async def _time_server(self, requests: list[ScoreRequest]) -> float:

@@ -43,7 +43,6 @@ def merge_machines(versions: Sequence[Versions | None]) -> Environment:
 
 
 def format_environment(environment: Mapping[str, object]) -> str:
-    """Format the environment in one line."""
     return " · ".join([str(environment["device"]), *(f"{name} {value}" for name, value in environment.items() if name != "device")])
 
 

@@ -294,7 +294,8 @@ async def measure_path(bench: Bench, table: Table, workloads: list[Workload], of
     largest = bench.workloads()[-1]
     for workload in workloads:
         workload_senders = senders | ({VLLM_BARE: lambda workload: offline(workload, False)} if workload == largest else {})
-        for name, runs in (all_runs := await send_alternately(workload, workload_senders, bench.options.rounds)).items():
+        all_runs = await send_alternately(workload, workload_senders, bench.options.rounds)
+        for name, runs in all_runs.items():
             baseline = None if name == VLLM else all_runs[VLLM]
             table.add(make_row(name, workload, runs, baseline, MIN_PATH_RATIO if name == POOL else None))
 
@@ -326,7 +327,8 @@ async def _measure_fixed(bench: Bench, table: Table, workload: Workload, plain: 
     all_runs = await send_alternately(
         workload, {OFF: bench.sender_for(plain)} | {names[n]: with_drafts(n) for n in counts}, bench.options.rounds
     )
-    table.add(baseline_row := make_row(OFF, workload, all_runs[OFF]))
+    baseline_row = make_row(OFF, workload, all_runs[OFF])
+    table.add(baseline_row)
     for drafts in counts:
         runs = all_runs[names[drafts]]
         round_states = states[drafts][-len(runs) :]
@@ -391,7 +393,6 @@ def run_benchmark(options: Options, parts: list[str], report: Report) -> list[Re
 
 
 def format_row(result: Result) -> str:
-    """Format a result as a row of the table."""
     r = result
     selected = f" → {r.drafts} drafts" if r.what.startswith("auto") and r.drafts is not None else ""
     steps = "–" if r.steps is None else f"{r.steps:.0f}, {format_number(r.step_s and r.step_s * 1e3, '.2f')}"

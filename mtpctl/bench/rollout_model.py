@@ -87,7 +87,6 @@ class Options:
 
     @property
     def max_response_tokens(self) -> int:
-        """Maximum tokens of a response."""
         return max(1, round(self.tokens * (1 + LENGTH_SPREAD)))
 
 
@@ -238,7 +237,6 @@ class ModelBench:
         return int(1e4 / self.num_engines) / 1e4 if self.options.device == "cuda" else 0.0
 
     def pool(self, key: EngineKey) -> AbstractAsyncContextManager[ReplicaPool]:
-        """A pool with the engines of an arm."""
         return engine_pool(self.recipe(key), self.options.folder, self.context, self.options.device, self.share, key[0])
 
     @asynccontextmanager
@@ -303,7 +301,6 @@ def _make_result(arm: Arm, rounds: list[Measurement], baseline: list[Measurement
 
 
 def format_row(result: Result) -> str:
-    """Format a result as a row of the table."""
     rates = result.rates
     ratio = f"{statistics.median(result.ratios):.2f}" if result.ratios else "–"
     loop = "–" if result.loop is None else f"{result.loop:.2f}"

@@ -193,7 +193,6 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, workload: Workload
     device, cuda = engine.device, engine.device.type == "cuda"
 
     def max_over_ranks(value: float) -> float:
-        """The maximum over ranks."""
         if rank is None:
             return value
         tensor = torch.tensor(value, device=device)
@@ -201,7 +200,8 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, workload: Workload
         return tensor.item()
 
     # Only rank 0 measures. The others wait in the all-reduce.
-    matmul_tflops = max_over_ranks(measure_matmul_tflops(device, 8192 if cuda else 512) if rank is None or rank.rank == 0 else 0.0)
+    is_first = rank is None or rank.rank == 0
+    matmul_tflops = max_over_ranks(measure_matmul_tflops(device, 8192 if cuda else 512) if is_first else 0.0)
     batch = make_samples(folder.shape.vocab, workload.tokens, workload.samples, workload.prompt_share)
     flops = update_flops(folder.shape, batch, engine.depths if engine.trains_mtp else 0, isolated=workload.mtp.mode == "isolated")
     heads = HEADS if rank is None else {"one pass": Head}

@@ -135,7 +135,8 @@ def damaged_in(root: Path) -> list[Path]:
 
 def next_number(root: Path) -> int:
     """The number for the next checkpoint in `root`: one more than the largest one there."""
-    numbers = (number_of(path) for path in root.iterdir() if path.is_dir() and _is_checkpoint(path)) if root.is_dir() else iter(())
+    folders = root.iterdir() if root.is_dir() else ()
+    numbers = (number_of(path) for path in folders if path.is_dir() and _is_checkpoint(path))
     return 1 + int(max((number for number in numbers if number != math.inf), default=0))
 
 

@@ -32,8 +32,8 @@ def _complete_names(folder: str, incomplete: str) -> list[str]:
     from mtpctl.recipe.loading import RECIPES, list_recipes
 
     names = [path.stem for path in list_recipes(RECIPES.parent / folder)]
-    files = [f"{path}/" if path.is_dir() else str(path) for path in sorted(Path().glob(f"{incomplete}*")) if _is_candidate(path)]
-    return [name for name in names if name.startswith(incomplete)] + files
+    paths = [path for path in sorted(Path().glob(f"{incomplete}*")) if _is_candidate(path)]
+    return [name for name in names if name.startswith(incomplete)] + [f"{path}/" if path.is_dir() else str(path) for path in paths]
 
 
 def _is_candidate(path: Path) -> bool:

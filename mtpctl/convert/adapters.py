@@ -127,7 +127,8 @@ def hash_base_weights(folder: Path) -> str:
     weights = FolderWeights(folder)
     for name, entry in weights.entries.items():
         shape, tensor = list(entry.shape), weights.tensor(name)
-        rows = sorted({i * (shape[0] - 1) // max(1, NUM_SAMPLED_ROWS - 1) for i in range(NUM_SAMPLED_ROWS)}) if shape else []
+        last_row = shape[0] - 1 if shape else -1
+        rows = sorted({i * last_row // (NUM_SAMPLED_ROWS - 1) for i in range(NUM_SAMPLED_ROWS)}) if shape else []
         values = [tensor[row : row + 1].contiguous().view(torch.uint8).numpy().tobytes() for row in rows]
         lines.append(f"{name} {entry.code} {shape} {hashlib.sha256(b''.join(values)).hexdigest()}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]

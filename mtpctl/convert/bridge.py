@@ -214,7 +214,6 @@ def _transformers_config(folder: HfFolder) -> PretrainedConfig:
 
 
 def _merge_adapter(task: ConversionTask) -> ConversionTask:
-    """The task with its adapter merged into its weight, if it has one."""
     adapter = getattr(task.megatron_module, "adapter", None)
     if isinstance(adapter, Adapter) and is_local(task) and task.param_name.endswith(".weight"):
         return replace(task, param_weight=adapter.merge_into(task.param_weight))

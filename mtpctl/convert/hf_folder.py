@@ -191,7 +191,6 @@ def files_to_copy(folder: Path) -> Iterator[Path]:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy the files of `files_to_copy`."""
     for name in files_to_copy(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)

@@ -71,9 +71,10 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     if (path / "config.json").is_file():
         return None
     checkpoints = path / "checkpoints"
-    root = checkpoints if checkpoints.is_dir() else path if pointer_of(path).exists() or path.name == checkpoints.name else None
-    if root is not None:
-        choice = choose_checkpoint(root, verify_checksums=verify_checksums)
+    if not checkpoints.is_dir() and (pointer_of(path).exists() or path.name == checkpoints.name):
+        checkpoints = path
+    if checkpoints.is_dir():
+        choice = choose_checkpoint(checkpoints, verify_checksums=verify_checksums)
         for line in choice.lines:
             report(line)
         if choice.path is not None:

@@ -53,7 +53,6 @@ def dtype_of(code: str) -> torch.dtype:
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """The safetensors code of a torch dtype."""
     return _CODES[str(dtype).removeprefix("torch.")]
 
 

@@ -66,7 +66,6 @@ def without_nulls(value: object) -> object:
 
 
 def image_and_video_types(prompt: object) -> list[str]:
-    """The types of image and video parts in a prompt."""
     if isinstance(prompt, list):
         return list(dict.fromkeys(kind for part in prompt for kind in image_and_video_types(part)))
     if not isinstance(prompt, dict):

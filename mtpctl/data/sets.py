@@ -68,7 +68,6 @@ class RowSource:
         return problems
 
     def empty_error(self) -> UserError:
-        """The error for a path without problems."""
         reader = self.reader
         columns = f"`{reader.columns.prompt}`"
         if reader.answers and not reader.supervised and reader.columns.answer is not None:
@@ -400,7 +399,6 @@ class RowReader:
 
 
 def _describe(value: object) -> str:
-    """Describe a value that is not valid text."""
     if value is _MISSING or value is None:
         return "no such column in this row" if value is _MISSING else "null"
     if isinstance(value, str):
@@ -424,7 +422,8 @@ def _parse_tools(value: object, location: str) -> list[object]:
     """The column `tools` without null fields. The list or each tool may be JSON text, as in datasets without a common schema."""
     try:
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value or []
-        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools] if isinstance(tools, list) else tools
+        if isinstance(tools, list):
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
     except (ValueError, RecursionError) as error:
         raise UserError(f"{location}: `tools` is text that is not JSON; write the list of tools") from error
     if tools is None:

@@ -168,7 +168,10 @@ def _distribute(total: int, decay: float, caps: Sequence[int], capacity: Sequenc
     """
     shares = [0] * len(caps)
     for limits in [caps] if capacity is None else [caps, capacity]:
-        while (remaining := total - sum(shares)) > 0 and (below_bound := [i for i, limit in enumerate(limits) if shares[i] < limit]):
+        while (remaining := total - sum(shares)) > 0:
+            below_bound = [i for i, limit in enumerate(limits) if shares[i] < limit]
+            if not below_bound:
+                break
             # Relative to the shortest of these lengths, so the weights are never all 0.
             weights = [decay ** (i - below_bound[0]) for i in below_bound]
             additions = [math.floor(remaining * weight / sum(weights)) for weight in weights]

@@ -255,7 +255,6 @@ def load_plain_tokenizer(folder: Path, *, ignore_tools: bool = False) -> Tokeniz
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model's folder has a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 

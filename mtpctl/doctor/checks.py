@@ -82,11 +82,11 @@ class Diagnosis:
     @property
     def error(self) -> MtpctlError | None:
         """The first error, with the names of the other checks that have one; None if there is none."""
-        failed = [(check.name, check.finding.error) for check in self.checks if check.finding.error is not None]
-        if not failed:
-            return None
-        first = failed[0][1]
-        return type(first)(f"{first} (also failed: {', '.join(name for name, _ in failed[1:])})") if failed[1:] else first
+        failed = {check.name: check.finding.error for check in self.checks if check.finding.error is not None}
+        if len(failed) <= 1:
+            return next(iter(failed.values()), None)
+        (_, first), *others = failed.items()
+        return type(first)(f"{first} (also failed: {', '.join(name for name, _ in others)})")
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready: the checks by name, the total duration, and the exit code."""

@@ -121,7 +121,6 @@ class Mismatch:
 
     @property
     def error(self) -> ThresholdMissed | None:
-        """The error of a mismatch; None if there is none."""
         agrees = self.first is None and all(difference.mean <= self.bound for difference in self.logprobs)
         return None if agrees else ThresholdMissed(self.verdict)
 

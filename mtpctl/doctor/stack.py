@@ -27,8 +27,6 @@ _NVIDIA_SMI_S = 20.0
 
 
 class Gpu(TypedDict):
-    """An NVIDIA GPU."""
-
     name: str
     memory_gib: float
     driver: str
@@ -80,7 +78,6 @@ class Package:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

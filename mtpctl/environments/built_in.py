@@ -128,8 +128,11 @@ class Python:
             "too much output": output.too_much_output,
             "the session ended, and its variables are gone": output.ended,
         }
-        note = "; ".join(text for text, applies in notes.items() if applies)
-        return "\n".join(part.rstrip("\n") for part in (text, f"[{note}]" if note else "") if part) + ("\n" if text or note else "")
+        applying = [note for note, applies in notes.items() if applies]
+        lines = [text.rstrip("\n")] if text else []
+        if applying:
+            lines.append(f"[{'; '.join(applying)}]")
+        return "".join(f"{line}\n" for line in lines)
 
 
 def shorten_middle(text: str, max_chars: int) -> str:

@@ -103,4 +103,5 @@ def episode_rewards(episode: Any, base_url: str) -> dict[str, float]:
     (trace,) = policy_traces
     parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     parts |= {name: value for name, value in trace.metrics.items() if value is not None}
-    return {"reward": trace.reward} | {f"{name}_" if name in RESERVED_PARTS | {"reward"} else name: value for name, value in parts.items()}
+    reserved = RESERVED_PARTS | {"reward"}
+    return {"reward": trace.reward} | {f"{name}_" if name in reserved else name: value for name, value in parts.items()}

@@ -159,7 +159,6 @@ def check_support(config: Mapping[str, object]) -> Support:
 
 
 def describe_drafting(config: Mapping[str, object], shape: ModelShape) -> Drafting:
-    """Describe the drafter of a model with this config and shape."""
     if shape.eagle3 is not None:
         return Drafting("an EAGLE-3 drafter", "its EAGLE-3 drafter", "")
     if shape.dflash is not None:

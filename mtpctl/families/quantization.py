@@ -22,7 +22,6 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:
-    """The shape of the scales of a matrix."""
     return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
 
 

@@ -80,7 +80,6 @@ def mtp_layers_of(config: Mapping[str, object]) -> int:
 
 
 def has_mtp_layers_field(config: Mapping[str, object]) -> bool:
-    """Whether a config has a field with the number of MTP layers."""
     return any(section.get(key) is not None for section in (config, object_field(config, "text_config")) for key in MTP_COUNTS)
 
 
@@ -164,7 +163,6 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
 
 
 def _read_latent_shape(fields: ConfigFields) -> LatentShape:
-    """Ranks and widths of latent attention."""
     return LatentShape(
         q_rank=None if fields.raw.get("q_lora_rank") is None else fields.integer("q_lora_rank"),
         kv_rank=fields.integer("kv_lora_rank"),
@@ -175,7 +173,6 @@ def _read_latent_shape(fields: ConfigFields) -> LatentShape:
 
 
 def _read_window_shape(fields: ConfigFields, heads: int) -> WindowShape:
-    """Sizes of sliding-window attention."""
     kv_heads = fields.integer("swa_num_key_value_heads")
     if heads % kv_heads:
         raise UserError(f"model config: num_attention_heads {heads} is not a multiple of swa_num_key_value_heads {kv_heads}")
@@ -228,7 +225,6 @@ def _read_moe_shape(family: MoeFields, fields: ConfigFields, layers: int) -> Moe
 
 
 def _read_delta_shape(family: Family, fields: ConfigFields) -> DeltaShape | None:
-    """Sizes of linear attention; None if the family has none."""
     if family.delta == "none":
         return None
     return DeltaShape(
@@ -244,7 +240,6 @@ def _read_delta_shape(family: Family, fields: ConfigFields) -> DeltaShape | None
 
 
 def _read_mamba_shape(fields: ConfigFields) -> MambaShape:
-    """Sizes of Mamba-2."""
     heads, groups = fields.integer("mamba_num_heads"), fields.integer("n_groups")
     if heads % groups:
         raise UserError(f"model config: mamba_num_heads {heads} is not a multiple of n_groups {groups}")

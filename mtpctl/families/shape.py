@@ -226,12 +226,10 @@ class ModelShape:
 
     @property
     def embedding_name(self) -> str:
-        """Name of the embedding's tensor."""
         return f"{self.prefix}{self.embedding}.weight"
 
     @property
     def norm_name(self) -> str:
-        """Name of the final norm's tensor."""
         return f"{self.prefix}{self.norm}.weight"
 
     @property
@@ -240,7 +238,6 @@ class ModelShape:
         return 3 if self.mamba is None else 2
 
     def mlp_of(self, layer: int) -> MlpKind:
-        """The MLP of a decoder layer."""
         if self.mamba is not None and self.layer_kinds[layer] != "none":
             return "none"
         return "dense" if self.moe is None or layer in self.moe.dense_layers else "sparse"
@@ -277,7 +274,6 @@ class ModelShape:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """The kind of attention of the MTP layers."""
         return self.mtp.kind if self.mtp is not None else "full_attention"
 
     @property

@@ -6,5 +6,4 @@ import sys
 
 
 def print_progress(line: str) -> None:
-    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -283,7 +283,6 @@ def as_json(plan: Plan) -> dict[str, object]:
 
 
 def render(plan: Plan) -> str:
-    """The plan as text for a terminal."""
     recipe, shape = plan.recipe, plan.shape
     counts = count_parameters(shape)
     stages = ", ".join(f"{stage} {steps} steps" for stage, steps in _stages(recipe).items())

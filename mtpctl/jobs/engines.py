@@ -274,7 +274,6 @@ def _set_metrics(metrics: Mapping[str, float], name: str) -> dict[str, float]:
 
 
 def render_evaluation(evaluation: Evaluation) -> str:
-    """A table of the sets."""
     rows = [["set", "problems", "n", "avg@n", *(["unseen"] if evaluation["seen"] else []), "pass@k", "length", "cut off", "acceptance"]]
     for name, metrics in evaluation["sets"].items():
         n = int(metrics["n"])

@@ -145,7 +145,6 @@ async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: i
 
 
 def render(results: list[SyncResult]) -> str:
-    """The measurements as text for a terminal."""
     lines = []
     for sync in results:
         share = "" if sync.share is None else f", {sync.share:.0%} of the link's {sync.link_gb_per_s:.1f} GB/s"

@@ -181,7 +181,9 @@ class LocalScores:
         stats_type = type(parts[0].stats)
         stats = stats_type(*(torch.cat([getattr(part.stats, field.name) for part in parts]) for field in fields(stats_type)))
         topks = [part.topk for part in parts if part.topk is not None]
-        return cls(stats, (torch.cat([values for values, _ in topks]), torch.cat([ids for _, ids in topks])) if topks else None)
+        if not topks:
+            return cls(stats)
+        return cls(stats, (torch.cat([values for values, _ in topks]), torch.cat([ids for _, ids in topks])))
 
 
 @dataclass

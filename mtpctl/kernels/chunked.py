@@ -66,7 +66,6 @@ class Chunked:
         return self._sliced_scores(problem, -(-len(problem.hidden) // max_rows), entropy=entropy, topk=topk, for_backward=False)
 
     def _sliced_scores(self, problem: Problem, count: int, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:
-        """The scores of `count` slices of the rows."""
         parts = [self._scores(part, entropy=entropy, topk=topk, for_backward=for_backward) for part in problem.split_rows(count)]
         return parts[0] if len(parts) == 1 else LocalScores.concatenate(parts)
 

@@ -43,7 +43,6 @@ class QueuedRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of its forward pass."""
         return self.request.tokens
 
 

@@ -98,7 +98,6 @@ class Replica:
         self._dirty = True
 
     async def locations(self) -> list[ActorLocation]:
-        """Location of each rank."""
         return await self.ranks.locations()
 
     async def end(self) -> None:

@@ -174,5 +174,4 @@ class MergedAdapter(AdapterReceiver):
         return torch.addmm(weight.float(), b, a, alpha=self._scale).to(weight.dtype)
 
     def checksums(self) -> dict[str, str]:
-        """Checksums of the received tensors."""
         return {name: checksum(tensor) for name, tensor in self.tensors.items()}

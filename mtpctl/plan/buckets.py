@@ -286,7 +286,6 @@ class Change:
 
     @property
     def values_start(self) -> int:
-        """The byte at which the values start."""
         if self.layout == "whole":
             return 0
         positions = -(-self.numel // 8) if self.layout == "bitmap" else 4 * -(-self.numel // BLOCK) + 2 * self.changed

@@ -349,7 +349,7 @@ def sharing_cautions(recipe: Recipe, placement: Placement, hosts: Sequence[Host]
     if hosts is None and gpu_memory_gib() is None:
         return []
     cores = {0: float(len(os.sched_getaffinity(0)))} if hosts is None else {i: host.cpus for i, host in enumerate(hosts)}
-    cautions = [shortage] if (shortage := core_shortage(recipe, placement, cores)) else []
+    cautions = list(filter(None, [core_shortage(recipe, placement, cores)]))
     processes = Counter((actor.host, gpu) for actor in placement.actors for gpu in actor.gpu_ids)
     if processes and max(processes.values()) > 1 and hosts is None and mps_state() == "off":
         cautions.append(

@@ -280,10 +280,15 @@ def _yaml_path(location: Iterable[str | int]) -> KeyPath:
         if (len(sections) > 1 and not any(step in section_keys(m) for m in sections)) or (key is not None and step in key.tags):
             continue
         path = (*path, step)
-        key = None if below_free_key else next((keys[step] for m in sections if step in (keys := section_keys(m, path[:-1]))), None)
-        below_free_key = below_free_key or key is None
+        key = None if below_free_key else _key_in_sections(sections, path)
+        below_free_key = key is None
         sections = key.sections if key else ()
     return path
+
+
+def _key_in_sections(sections: Iterable[type[BaseModel]], path: KeyPath) -> Key | None:
+    section_key_maps = (section_keys(section, path[:-1]) for section in sections)
+    return next((keys[path[-1]] for keys in section_key_maps if path[-1] in keys), None)
 
 
 def _sentence(item: ErrorDetails, path: KeyPath, tree: Tree) -> str:

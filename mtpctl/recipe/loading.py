@@ -230,7 +230,8 @@ def _apply_set(tree: Tree, text: str, origins: Origins) -> None:
     _delete_origins(origins, path)
     section[path[-1]] = value
     origins[path] = "--set"
-    origins.update({(*path, *leaf): "--set" for leaf in flatten(value)} if isinstance(value, dict) else {})
+    if isinstance(value, dict):
+        origins.update({(*path, *leaf): "--set" for leaf in flatten(value)})
 
 
 def _append_to_list(tree: Tree, path: KeyPath, key: Key, value: object, text: str) -> list[object]:
@@ -261,8 +262,8 @@ def _resolve_files(tree: Tree, origins: Origins, set_folders: Sequence[Path]) ->
             continue
         origin = origins.get(key_path, "--set")
         folders = [Path.cwd(), *(set_folders if origin == "--set" else [Path(origin.rpartition(":")[0]).absolute().parent])]
-        relative = Path(source).expanduser()
-        if (file := next((folder / relative for folder in folders if (folder / relative).exists()), None)) is not None:
+        candidates = [folder / Path(source).expanduser() for folder in folders]
+        if (file := next((candidate for candidate in candidates if candidate.exists()), None)) is not None:
             section = tree
             for step in key_path[:-1]:
                 section = cast(Tree, section[step])

@@ -285,7 +285,6 @@ def cached_file(path: str, name: str) -> Path | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model folder has weight files."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 

@@ -47,7 +47,6 @@ def _read_exactly(descriptor: int, length: int) -> bytes | None:
 
 
 def new_key() -> str:
-    """A random key for one judgement."""
     return secrets.token_hex(_MAC_BYTES)
 
 

@@ -189,7 +189,8 @@ class TestsPeer(_Peer):
             return [_OF_RECEIVER, self._class_ids[value]]
         if not callable(value):
             raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the answer")
-        return [_IMPORTABLE, *name] if (name := _importable_name(value)) else [_OF_SENDER, self._register(value)]
+        name = _importable_name(value)
+        return [_IMPORTABLE, *name] if name else [_OF_SENDER, self._register(value)]
 
     def _decode(self, coded: Any) -> Any:
         value = super()._decode(coded)

@@ -280,7 +280,6 @@ def _collect_judgement(answer: Process, judge: Process, verdicts: VerdictReader,
 
 
 def _memory_file(name: str, content: bytes) -> int:
-    """A sealed memory file with this content."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)

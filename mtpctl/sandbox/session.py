@@ -100,18 +100,14 @@ class Process:
     def result(self) -> Result:
         """The result of a run that has ended. Raises RuntimeFailure if the sandbox itself failed."""
         report = self._report or {}
-        stdout, stderr = [*(content.decode(errors="replace") for content in self._output.values()), ""][:2]
+        stdout, *other_outputs = (content.decode(errors="replace") for content in self._output.values())
+        stderr = "".join(other_outputs)
         if "exit" not in report or report["exit"] == EXIT_NOT_ISOLATED:
             raise RuntimeFailure(f"sandbox: a run could not begin: {report.get('error') or stderr.strip() or 'its process was killed'}")
-        code = report["exit"]
-        return Result(
-            stdout,
-            stderr,
-            code,
-            timed_out=self.timed_out or code == -signal.SIGXCPU or (code == -signal.SIGKILL and report["cpu_s"] >= self.limits.cpu_s),
-            too_much_output=self.too_much_output,
-            cpu_s=report["cpu_s"],
-        )
+        code, cpu_s = report["exit"], report["cpu_s"]
+        # At the limit of CPU time the kernel sends SIGXCPU, and a second later SIGKILL.
+        exceeded_cpu = code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= self.limits.cpu_s)
+        return Result(stdout, stderr, code, self.timed_out or exceeded_cpu, self.too_much_output, cpu_s)
 
     def close(self) -> None:
         """Kill the run if it is still running, and close its files."""

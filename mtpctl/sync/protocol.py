@@ -59,7 +59,6 @@ class SectionPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
         return sum(prod(entry.shape) for entry in self.tensors().values())
 
     @property

@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event
@@ -340,7 +340,7 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
 
     try:
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(lambda name: download_from_store(name) if link is None else download_in_chain(name, link), missing))
+            list(pool.map(download_from_store if link is None else partial(download_in_chain, link=link), missing))
     except (StoreFailed, OSError) as error:
         raise SyncError(f"{address}: the weights cannot be downloaded: {error}") from error
     return folder

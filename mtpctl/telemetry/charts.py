@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from mtpctl.errors import UserError
@@ -231,9 +232,9 @@ def downsample(points: Points, limit: int) -> Points:
     """At most `limit` points, each the mean of some neighbors, except for the last one, which is unchanged."""
     if len(points) <= limit:
         return points
-    edges = [round(i * len(points) / limit) for i in range(limit + 1)]
-    bins = [points[a:b] for a, b in pairwise(edges)]
-    return [*((sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in bins[:-1]), points[-1]]
+    edges = [round(i * len(points) / limit) for i in range(limit)]
+    bins = [points[start:end] for start, end in pairwise(edges)]
+    return [*((fmean(x for x, _ in neighbors), fmean(y for _, y in neighbors)) for neighbors in bins), points[-1]]
 
 
 def _split_by_phase(points: Points, phases: Sequence[Phase]) -> list[Points]:

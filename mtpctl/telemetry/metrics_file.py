@@ -143,9 +143,10 @@ def read_rows(path: Path) -> list[RawRow]:
     for number, line in enumerate(_lines(path)[:-1], start=1):
         if (row := _parse_row(line)) is None:
             raise UserError(f"{path}:{number}: not a metrics row; remove the line")
-        rows.append(
-            {key: NOT_FINITE.get(value, value) if isinstance(value, str) and key != "message" else value for key, value in row.items()}
-        )
+        for key, value in row.items():
+            if isinstance(value, str) and key != "message":
+                row[key] = NOT_FINITE.get(value, value)
+        rows.append(row)
     return rows
 
 
@@ -157,7 +158,6 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _parse_row(line: bytes) -> RawRow | None:
-    """The row in a line; None if the line is invalid."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -211,7 +211,6 @@ class History:
         return list(dict.fromkeys(row.phase for row in self.rows))
 
     def metric_names(self) -> list[str]:
-        """Every metric, in order of first appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
 
     def series(self, name: str, phase: str | None = None) -> list[tuple[int, float]]:

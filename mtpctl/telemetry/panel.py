@@ -93,8 +93,9 @@ class Pace:
 
     def text(self, phase: str, prefix: str = "") -> str:
         """`prefix` and the remaining time, such as `4 min 00 s`; `at most …` for a stage that may end early; empty if unknown."""
-        seconds = self.remaining_s(phase)
-        return "" if seconds is None else f"{'at most ' if phase in self._early_stages else prefix}{format_duration(seconds)}"
+        if (seconds := self.remaining_s(phase)) is None:
+            return ""
+        return ("at most " if phase in self._early_stages else prefix) + format_duration(seconds)
 
 
 class PlainLines:
@@ -260,13 +261,9 @@ class LivePanel:
         return grid
 
     def _curves(self) -> RenderableType:
-        unseen = ("eval/unseen_accuracy",) if "eval/unseen_accuracy" in self._values else ()
-        curves = (
-            ("sft/loss", "mtp/loss_1", "mtp/accept_1")
-            if self._phase == "sft"
-            else DRAFT_CURVES
-            if self._phase == "draft"
-            else (self._reward(), "rollout/spec_accept_rate", "eval/accuracy", *unseen)
+        unseen = ["eval/unseen_accuracy"] if "eval/unseen_accuracy" in self._values else []
+        curves = {"sft": ["sft/loss", "mtp/loss_1", "mtp/accept_1"], "draft": list(DRAFT_CURVES)}.get(
+            self._phase, [self._reward(), "rollout/spec_accept_rate", "eval/accuracy", *unseen]
         )
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(no_wrap=True)

@@ -473,7 +473,6 @@ def _final_metrics_table(runs: Sequence[ComparedRun]) -> str:
 
 
 def _runs_table(title: str, runs: Sequence[ComparedRun], rows: str) -> str:
-    """A table with a column for each run."""
     head = "".join(f'<th class="k{index}"><span class="run">{escape(run.name)}</span></th>' for index, run in enumerate(runs))
     return f'<section class="card"><h2>{title}</h2>{_table(rows, f"<th></th>{head}")}</section>'
 

@@ -373,9 +373,12 @@ def reward_bands(rewards: Sequence[float]) -> list[tuple[float, str]]:
     if len(values) <= MAX_BANDS:
         return [(value, f"{value:g}") for value in values]
     ordered = sorted(rewards)
-    upper_ends = sorted({ordered[round((i + 1) * (len(ordered) - 1) / MAX_BANDS)] for i in range(MAX_BANDS)})
-    lower_ends = [values[0], *(min(value for value in values if value > end) for end in upper_ends[:-1])]
-    return [(end, f"{begin:.3g} to {end:.3g}" if begin < end else f"{end:.3g}") for begin, end in zip(lower_ends, upper_ends, strict=True)]
+    bands: list[tuple[float, str]] = []
+    begin = values[0]
+    for end in sorted({ordered[round((i + 1) * (len(ordered) - 1) / MAX_BANDS)] for i in range(MAX_BANDS)}):
+        bands.append((end, f"{begin:.3g} to {end:.3g}" if begin < end else f"{end:.3g}"))
+        begin = min((value for value in values if value > end), default=end)
+    return bands
 
 
 def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> str:

@@ -113,11 +113,11 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthProbabilities], tokens:
     for kind, suffix in DRAFT_KINDS.items():
         estimate = StepEstimate(accepted=[0.0] * len(draft_depths))
         accepted = [depth.accepted[kind][:tokens].tolist() for depth in draft_depths]
-        accept_given_sampled = [depth.accept_given_token[kind][:tokens].tolist() for depth in draft_depths]
+        accept_given_token = [depth.accept_given_token[kind][:tokens].tolist() for depth in draft_depths]
         for begin, end in turns:
             estimate.add(
                 [depth_probs[begin:end] for depth_probs in accepted],
-                [depth_probs[begin:end] for depth_probs in accept_given_sampled],
+                [depth_probs[begin:end] for depth_probs in accept_given_token],
                 end - begin,
             )
         sums[f"steps{suffix}"] = estimate.steps
@@ -162,7 +162,7 @@ class Chains:
     def __init__(self, drafts: Sequence[DraftRows], tokens: int) -> None:
         self.tokens = tokens
         self.start_tokens = [draft.tokens - depth for depth, draft in enumerate(drafts, start=1)]
-        """For each depth, the chain of each row, as the response token in the microbatch that the chain begins after."""
+        """For each depth and row: the token after which the row's chain begins, as an index among the microbatch's response tokens."""
         self.weights = [torch.zeros(len(starts), device=starts.device) for starts in self.start_tokens]
 
     @torch.no_grad()

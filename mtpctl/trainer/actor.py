@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
@@ -222,14 +223,9 @@ class TrainerRank(WeightExporter):
             sequences = [replace(s, routes=None) for s in sequences]
         # If old log-probs are not recomputed, the loss measures the mismatch between engine and trainer. This is possible only in the first
         # minibatch: later weights match no published version.
-        mismatch_masks = (
-            None
-            if recompute
-            else [
-                (token_versions == (-1 if self.has_unpublished_update else version), s)
-                for token_versions, s in zip(versions, stale_kv, strict=True)
-            ]
-        )
+        current_version = -1 if self.has_unpublished_update else version  # -1: no token was sampled with these weights
+        same_weights = [token_versions == current_version for token_versions in versions]
+        mismatch_masks = None if recompute else list(zip(same_weights, stale_kv, strict=True))
         minibatch_metrics = []
         for minibatch in share.minibatches:
             minibatch_metrics.append(
@@ -403,6 +399,5 @@ class TrainerRank(WeightExporter):
 
 
 def mean_metrics(metric_sets: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the dicts that have it."""
     names = dict.fromkeys(name for metrics in metric_sets for name in metrics)
-    return {name: sum(values) / len(values) for name in names if (values := [metrics[name] for metrics in metric_sets if name in metrics])}
+    return {name: fmean(metrics[name] for metrics in metric_sets if name in metrics) for name in names}

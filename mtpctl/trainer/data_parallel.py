@@ -72,7 +72,8 @@ def bucket_layout(index_of: Mapping[Tensor, int], *, distributed_optimizer: bool
         ranks = _data_parallel_group(expert=key.is_expert_parallel).size()
         buckets = PerBufferParamLayout(param_indices=indices, num_optimizer_shards=ranks if distributed_optimizer else None)
         bucket_start = param_end = 0
-        for parameter, next_parameter in itertools.zip_longest(reversed(parameters), parameters[-2::-1]):
+        ordered = parameters[::-1]
+        for parameter, next_parameter in itertools.zip_longest(ordered, ordered[1:]):
             param_start = pad_param_start(param_end) if distributed_optimizer else param_end
             param_end = param_start + parameter.numel()
             buckets.param_index_map[parameter] = (param_start, param_end, len(buckets.bucket_indices))

@@ -207,9 +207,8 @@ class MegatronEngine:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         metrics |= {"actor/lr": result.lr, "skipped": float(not result.applied), "timing_s/update": seconds}
-        if (
-            mfu := self._utilization(_assigned_sequences(sequences, microbatches), seconds, self.depths if self.trains_mtp else 0)
-        ) is not None:
+        mfu = self._utilization(_assigned_sequences(sequences, microbatches), seconds, self.depths if self.trains_mtp else 0)
+        if mfu is not None:
             metrics["perf/mfu"] = mfu if microbatches is None else sum_over_ranks([mfu])[0]
         return metrics
 

@@ -338,7 +338,6 @@ class ChatRequest(Sampling):
 
     @property
     def choices(self) -> int:
-        """The number of answers."""
         return self.n or 1
 
     @property
@@ -421,7 +420,6 @@ def to_template_message(message: ChatMessage) -> dict[str, object]:
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """The text of a message's content."""
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content or ())
 
 

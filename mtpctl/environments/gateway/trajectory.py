@@ -1,8 +1,8 @@
 """One agent's work on one problem: its conversations, each a sample with the tokens that the engine sampled.
 
 A request that extends a conversation continues its tokens: new messages are rendered after them (`ChatReplies`), and sampled tokens are
-never retokenized. A request with another history starts a new sample, rendered from its messages. A request that branches off before
-the newest turn, and each choice after the first (`n` above 1), starts a sample whose prompt is the tokens before the branch.
+never retokenized. A request with another history starts a new sample, rendered from its messages. A conversation branches if a request
+continues an earlier turn, or asks for several choices (`n`): each further branch is a new sample, whose prompt is the tokens so far.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ChatTokenizer(TextTokenizer, TemplateTokenizer, Protocol):
 
 @dataclass(frozen=True)
 class ChatBackend:
-    """The engines (`generate`), the tokenizer, the conversion of answers (`read`), and the `context` in tokens."""
+    """The engines (`generate`), the tokenizer, the parser of answers (`read`), and the `context` in tokens."""
 
     generate: Generate
     tokenizer: ChatTokenizer
@@ -127,7 +127,6 @@ class Trajectory:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the deadline."""
         return max(self._deadline - time.monotonic(), 0.0)
 
     @property
@@ -211,7 +210,7 @@ class Trajectory:
         return _AnswerStart(self._new_sample(ids_of(ids)), history, [])
 
     def _find_turn(self, history: list[str], tools_key: str) -> tuple[Conversation, Turn] | None:
-        """The latest turn that the messages extend without a new assistant message, and its conversation; None if there is none."""
+        """The latest turn whose messages begin this history, if no assistant message follows them, and its conversation; else None."""
         latest: tuple[Conversation, Turn] | None = None
         for conversation in self._conversations:
             if conversation.tools_key != tools_key:

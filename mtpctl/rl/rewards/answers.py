@@ -132,8 +132,10 @@ def parse_answer(text: str) -> tuple[Value, ...]:
         values.append(_parse(text))
     elif re.fullmatch(r"-?\d+,\d+", text):  # a decimal comma
         values.append(_parse(text.replace(",", ".")))
-    if (match := _DASHED.match(text)) and all((ends := (_parse(match[1]), _parse(match[2])))[index].number for index in (0, 1)):
-        values.append(Value("range", text, ends))
+    if match := _DASHED.match(text):
+        low, high = _parse(match[1]), _parse(match[2])
+        if low.number and high.number:
+            values.append(Value("range", text, (low, high)))
     if r"\approx" in text:  # an exact value before a rounded one is also an answer
         values += [_parse(part) for part in text.split(r"\approx")[-2:-1] if part.strip()]
     return tuple(dict.fromkeys(values))
@@ -160,7 +162,11 @@ def _mark_words(match: re.Match[str]) -> str:
     content = match[1]
     if re.fullmatch(r"[A-Za-z]", content) and match.string[match.end() : match.end() + 1] != "^":
         return content
-    return " " + re.sub(r"[A-Za-z]+", lambda word: word[0] if word[0].lower() in ("and", "or", "to") else f"\x02{word[0]}", content) + " "
+
+    def mark(word: re.Match[str]) -> str:
+        return word[0] if word[0].lower() in ("and", "or", "to") else f"\x02{word[0]}"
+
+    return f" {re.sub('[A-Za-z]+', mark, content)} "
 
 
 def _parse(text: str) -> Value:

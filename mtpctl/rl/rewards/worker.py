@@ -240,7 +240,6 @@ class Template:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is running."""
         return self.process.poll() is None
 
     def start_worker(self) -> socket.socket:

@@ -192,7 +192,6 @@ class Control:
             raise SyncError("the sender of the weights is gone") from error
 
     def count(self, *parts: object) -> int:
-        """The counter at a key."""
         return int(self.store.add(self.key(*parts), 0))
 
     def fail(self, reason: str) -> None:

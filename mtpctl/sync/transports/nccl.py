@@ -66,9 +66,8 @@ class Wire:
     def close(self) -> None:
         """Leave the communicator and abort transfers in flight.
 
-        The group's shutdown would wait until all members leave, because ncclCommDestroy has a barrier. But members leave one after the
-        other: receivers only when the sender, which leaves first, announces the next communicator. Abort interrupts no transfer of a
-        complete version, because both ends wait for its transfers.
+        A shutdown would wait until all members leave, because ncclCommDestroy has a barrier, and receivers leave only when the sender has
+        left and announces the next communicator. Transfers of a complete version are never aborted, because both ends wait for them.
         """
         if self.cuda and self.group is not None:
             self.group.abort()
@@ -127,7 +126,7 @@ class Writer(PushWriter):
         self._timestamps.append([self._take_timestamp()])
         work = self._wire.broadcast(data)
         self._works[self._buffer_index] = work, len(self._timestamps) - 1
-        if self._side_stream is not None:
+        if self._side_stream is not None:  # It records the end without making the current stream wait.
             with torch.cuda.stream(self._side_stream):
                 work.wait()
                 self._timestamps[-1].append(self._take_timestamp())
@@ -167,10 +166,11 @@ class Writer(PushWriter):
 
     def _wire_seconds(self) -> float:
         """Seconds during which at least one bucket was on the wire."""
-        wire_s, last_end = 0.0, float("-inf")
-        for start, stop in ([_seconds(self._timestamps[0][0], timestamp) for timestamp in timestamps] for timestamps in self._timestamps):
-            wire_s += max(0.0, stop - max(start, last_end))
-            last_end = max(last_end, stop)
+        wire_s = last_end = 0.0
+        for timestamps in self._timestamps:
+            start, end = (_seconds(self._timestamps[0][0], timestamp) for timestamp in timestamps)
+            wire_s += max(0.0, end - max(start, last_end))
+            last_end = max(last_end, end)
         return wire_s
 
     def fail(self, reason: str) -> None:
