@@ -2,7 +2,7 @@
 
 Each reservation is a placement group of one bundle that is pinned to a host, so that Ray cannot choose another host. Actors that share a
 GPU share a bundle, and therefore get the same GPU. A bundle outlives its actor: a replacement starts in the same bundle, and no other
-actor can take it meanwhile. If the host is lost, a bundle on another host replaces it as soon as one has capacity.
+actor can take it in between. If the host is lost, a bundle on another host replaces it as soon as one has capacity.
 """
 
 from __future__ import annotations

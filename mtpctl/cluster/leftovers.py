@@ -110,7 +110,7 @@ def delete(folder: Path) -> None:
 
 
 def process_namespace() -> str:
-    """An id of the process namespace. Each container has its own, unless it shares its host's."""
+    """Id of the process namespace. Containers have different namespaces, unless they share the namespace of their host."""
     return str(os.stat(_NAMESPACE).st_ino)
 
 
@@ -148,7 +148,7 @@ def _locked(*, wait: bool) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # Closing is not enough if a process was forked meanwhile.
+        fcntl.flock(lock, fcntl.LOCK_UN)  # Closing is not enough: a process that was forked in the block also has the lock open.
         os.close(lock)
 
 

@@ -101,7 +101,7 @@ def schedule_pairs(count: int) -> list[list[tuple[int, int]]]:
 
 
 def find_slow(links: Sequence[Link]) -> list[Link]:
-    """The links that failed, and those that are much slower than the median."""
+    """Links that failed, and links that are much slower than the median."""
     measured_links = [link for link in links if not link.error]
     if not measured_links:
         return list(links)

@@ -286,5 +286,5 @@ def _connect(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) 
             raise EnvironmentMissing(f"cluster.address: {problem}: {str(error).splitlines()[0]}") from error
         finally:
             if threading.current_thread() is threading.main_thread():
-                # Ray's own handler would end the process at once, and leave its daemons running.
+                # Ray's handler ends the process immediately, and leaves its daemons running.
                 signal.signal(signal.SIGTERM, on_sigterm)

@@ -103,7 +103,7 @@ def rotate_if_large(path: Path, file: int) -> None:
 
 
 def freeze_heap() -> None:
-    """Exclude all current objects from garbage collection: visiting those of torch and vLLM would block the process for 0.4 s."""
+    """Exclude all current objects from garbage collection. A collection of the objects of torch and vLLM blocks the process for 0.4 s."""
     gc.collect()
     gc.freeze()
 

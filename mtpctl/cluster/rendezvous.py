@@ -49,7 +49,7 @@ def address_of(store: TCPStore) -> str:
 def join_store(address: str, wait_s: float = _CONNECT_S) -> TCPStore:
     """Join the store at `host:port`. Reading a key waits up to `wait_s` for it. Raises OSError or RuntimeError if there is no store."""
     host, port = address.rsplit(":", 1)
-    # Fail at once if nothing listens, since the store's own client would keep trying.
+    # Fail immediately if nothing listens, since the store's own client would keep trying.
     socket.create_connection((host, int(port)), _CONNECT_S).close()
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
     store.set_timeout(timedelta(seconds=wait_s))

@@ -116,7 +116,7 @@ class SampleBuffer:
         return len(expired_groups)
 
     async def put(self, group: Group) -> None:
-        """Make a complete group available to the trainer, unless it was discarded meanwhile."""
+        """Make a complete group available to the trainer, unless it was discarded."""
         async with self._changed:
             if group.unwanted.is_set():
                 return

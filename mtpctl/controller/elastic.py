@@ -2,7 +2,7 @@
 
 Once a second, the controller answers requests of `mtpctl scale`, removes surplus replicas and those whose host is lost or draining, and
 adds missing replicas on hosts with capacity. The trainer and the log-prob server take precedence: while one of their actors waits for a
-host, no replica joins, and after `YIELD_S` a replica leaves to free capacity. Training continues meanwhile.
+host, no replica joins, and after `YIELD_S` a replica leaves to free capacity. Training continues.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ Responses = Mapping[str, list[tuple[Problem, list[Sample]]]]
 
 @dataclass(slots=True)
 class HeldOutSet:
-    """One held-out set in an evaluation: its problems, the responses to each so far, and the number of failed rewards.
+    """One held-out set in an evaluation: its problems, the responses received for each, and the number of failed rewards.
 
     `is_unseen`: for each problem, whether no training row has its prompt.
     """
@@ -196,7 +196,7 @@ class Evaluator:
         return bool(every) and step % every == 0 and step < self.recipe.train.rl.steps
 
     async def start(self, *, background: bool = False) -> None:
-        """Start an evaluation of the published weights, after the one in progress. `background`: training may continue meanwhile."""
+        """Start an evaluation of the published weights, after the one in progress. `background`: training may continue."""
         await self.wait()
         if self.state.stop_requested.is_set():
             return

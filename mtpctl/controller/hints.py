@@ -223,7 +223,7 @@ class HintWatch:
         return lines
 
     def _recent(self, name: str, updates: int = RECENT_UPDATES) -> float | None:
-        """Mean of a metric over the latest updates; None if one of them does not have it, or if there are fewer."""
+        """Mean of a metric over the latest updates; None if an update lacks the metric, or if there are too few updates."""
         values = [step.metrics.get(name) for step in list(self._updates)[-updates:]]
         present_values = [value for value in values if value is not None]
         return statistics.fmean(present_values) if len(present_values) == updates else None

@@ -193,7 +193,7 @@ class RolloutLoop:
 
     async def run(self) -> None:
         """Send out prompts and process the responses, until cancelled."""
-        # Each sample has its own task, so that none waits for the scores of another.
+        # A separate task for each sample, so that no sample waits for the scores of another.
         async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.generator.generate(self._requests())) as samples:
             async for sample in samples:
                 self.record_progress()
@@ -222,7 +222,7 @@ class RolloutLoop:
                 yield request
 
     def count_request(self) -> None:
-        """Count a request to the engines. Concurrent evaluations count their requests here as well."""
+        """Count a request to the engines. Evaluations, which run concurrently, also call it."""
         self._responses_in_flight += 1
         self.clock.set("rollout", True)
 

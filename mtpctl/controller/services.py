@@ -43,8 +43,8 @@ CHECKED_PROMPTS = 8
 async def reserve_bundles(recipe: Recipe, waits: Waits, stop_requested: asyncio.Event) -> tuple[Placement, Bundles] | None:
     """Plan the run on the free resources of the cluster, and reserve them. Returns None if a stop is requested first.
 
-    Waits while other jobs use too much of the cluster. Raises ClusterResources if the whole cluster is too small: at once if the run has
-    started Ray itself, otherwise after `cluster.actor_deadline_s`, because hosts may join.
+    Waits while other jobs use too much of the cluster. Raises ClusterResources if even the empty cluster is too small: immediately if the
+    run has started Ray itself, otherwise after `cluster.actor_deadline_s`, because hosts may join.
     """
     start_time = time.monotonic()
     if (reservation := await _try_reserve(recipe, start_time)) is not None:

@@ -1,7 +1,7 @@
 """The supervised stages.
 
 `sft`: next-token loss and MTP loss on worked solutions, or on the assistant's turns of conversations.
-`draft`: trains only the drafter, on samples that the rollout engines generate, and that are stored in a file in the run directory.
+`draft`: trains only the drafter, on samples from the rollout engines, which are stored in a file in the run directory.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _series(live_status: LiveStatus, counts: ReplicaCounts | None) -> Iterator[S
         yield Series("run_replicas_serving", "gauge", "Rollout replicas that serve.", counts.serving, run_labels)
         yield Series("run_replicas_asked", "gauge", "Rollout replicas that are requested.", counts.asked, run_labels)
         yield Series("run_replica_restarts_total", "counter", "Rollout replicas that replaced a failed one.", counts.restarts, run_labels)
-    # Names that differ only in characters such as `/` collide. Prometheus rejects a series with two values, so one of them is dropped.
+    # Characters such as `/` are replaced. If two metrics then have the same name, only one is reported: Prometheus rejects duplicates.
     metrics = {re.sub(r"\W", "_", name, flags=re.ASCII): (name, value) for name, value in list(live_status.metrics.items())}
     for name, (metric, value) in metrics.items():
         yield Series(name, "gauge", describe(metric).meaning or metric, value, run_labels)
@@ -91,7 +91,7 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """Its duration so far."""
+        """Duration until now."""
         return time.monotonic() - self._started_at
 
     def describe(self, logs: Path) -> str:

@@ -27,7 +27,7 @@ SHOW_CURSOR = "\x1b[?25h"
 class StopHandler:
     """Stops a run on a signal: the first requests a stop after the current update, the second cancels the remaining work.
 
-    A run whose Ray cluster is lost stops as well. Its actors still answer for a while, so the trainer can write a checkpoint.
+    It also stops a run whose Ray cluster is lost. The actors answer for some seconds more, so the trainer can write a checkpoint.
 
     Attributes:
         number: the signal that requested the stop.
@@ -65,7 +65,7 @@ class StopHandler:
         if self.number is None:
             self.number = number
             self.state.stop_requested.set()
-            self.report("stopping after this step; another signal stops at once")
+            self.report("stopping after this step; another signal stops immediately")
             return
         for signal_number in self._signals:
             asyncio.get_running_loop().remove_signal_handler(signal_number)
@@ -82,7 +82,7 @@ class StopHandler:
         if block_ended.is_set():
             return
         _exit_after(CLUSTER_EXIT_S, cluster_error.exit_code, f"error: {cluster_error}")
-        with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
             loop.call_soon_threadsafe(self._stop_after_cluster_error, cluster_error)
 
     def _stop_after_cluster_error(self, cluster_error: RuntimeFailure) -> None:
@@ -104,7 +104,7 @@ def _exit_after(seconds: float, exit_status: int, message: str) -> None:
 
 
 def _exit(exit_status: int, message: str) -> None:
-    """Exit at once. The watchdog ends the daemons of the process, as after SIGKILL."""
+    """Exit immediately. The watchdog ends Ray's daemons, as after SIGKILL."""
     if sys.stdout.isatty():
         os.write(1, SHOW_CURSOR.encode())
     os.write(2, f"{message}\n".encode())

@@ -42,7 +42,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     if recipe.train.needs_rollout:
         check_engine(recipe)
     check_packages(recipe.telemetry)
-    # The hosts of a cluster at an address are known only after connecting to it. This check assumes that one of them is large enough.
+    # The hosts of a cluster at an address are known only after connecting to it. This check assumes one host with unlimited capacity.
     place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
     cpus = gpus = 0.0
     if recipe.cluster.address is None:

@@ -198,14 +198,14 @@ class TrainerGroup:
         return ray.put(batch_table), [ray.put(share()) for share in shares]
 
     async def build(self, folder: Path) -> Parameters:
-        """Load the model in `folder` on every rank. Returns the number of its parameters, and of those that are trained."""
+        """Load the model in `folder` on every rank. Returns the number of parameters, and the number of trained parameters."""
         deadline_s = self.recipe.cluster.actor_deadline_s
         await self._wait_for_ranks(deadline_s)
         rendezvous_address: str = await await_start(self.actors[0].address.remote(), deadline_s, "trainer rank 0")
         return await self._call_each(TrainerRank.build, lambda rank: (str(folder), rendezvous_address), deadline_s)
 
     async def _wait_for_ranks(self, deadline_s: float) -> None:
-        """Wait until every rank has started, and check its bundle. Raises HostLost if a host is lost meanwhile."""
+        """Wait until every rank has started, and check its bundle. Raises HostLost if a host is lost during the wait."""
         if self.bundles is None:
             return
         futures: list[asyncio.Future[ActorLocation]] = [
@@ -238,7 +238,7 @@ class TrainerGroup:
         """Replace all ranks by new ones, on other hosts if theirs are lost. The caller calls `build` next.
 
         If there is no capacity for all data-parallel ranks, starts as many as fit, at least `train.min_dp`. If not even those fit, reports
-        that once and waits. Raises TrainerLost if a stop is requested meanwhile.
+        that once and waits. Raises TrainerLost if a stop is requested during the wait.
         """
         assert self.bundles is not None, "ranks without bundles cannot be restarted"
         self.kill()
@@ -317,7 +317,7 @@ class TrainerRecovery:
         self.telemetry.event("restart", f"trainer back{reduced_note} after {seconds:.0f} s{details}")
 
     async def _restart[T](self, error: TrainerLost, restore: Callable[[], Awaitable[T]]) -> tuple[T, float]:
-        """Restart the ranks and call `restore`, again if the trainer is lost meanwhile. Returns its result, and the total seconds."""
+        """Restart the ranks and call `restore`. If the trainer is lost again, repeat both. Returns the result, and the total seconds."""
         started_at, count = time.monotonic(), 0
         while True:
             if not count or not isinstance(error, HostLost):

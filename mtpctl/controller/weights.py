@@ -61,7 +61,7 @@ class WeightSync:
         await self.wait_persisted()
         logprob_bytes = 0
         if self._logprob_parties is not None and self._logprob_version != version:
-            # Before the engines, so that no sample is scored with older weights than those that generated it.
+            # The log-prob server is updated before the engines, so that no sample is scored with older weights than it was generated with.
             logprob_update = await self._run(self._logprob_parties, version, verify=verify)
             await logprob_update.persist()
             self._logprob_version, logprob_bytes = version, logprob_update.manifest.nbytes

@@ -203,7 +203,7 @@ class Engine(ABC):
         """Stop generating, and clear the KV cache, which the next weights would make stale.
 
         With `sync.kv: keep`, running requests keep their part of the cache, and later requests do not reuse it.
-        `keep` freezes responses, `abort` makes their `generate` return immediately with the tokens so far, `wait` first lets them finish.
+        `mode`: `keep` freezes responses, `abort` makes `generate` return immediately with partial responses, `wait` first finishes them.
         """
 
     @abstractmethod

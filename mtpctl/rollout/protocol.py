@@ -105,7 +105,7 @@ class Occupancy:
         self._since = time.monotonic()
 
     def record(self, in_flight: int) -> float:
-        """Record the current number of requests; those above the number of slots wait. Returns the sum so far."""
+        """Record the current number of requests, including waiting requests. Returns the sum of occupied slot-seconds."""
         now = time.monotonic()
         self._seconds += self._occupied_slots * (now - self._since)
         self._occupied_slots, self._since = min(in_flight, self._slots), now

@@ -7,8 +7,8 @@ The acceptance is measured in every step that verifies drafts. Times are measure
 trials, a change of the current step time scales the times of all k, because longer contexts and a busy host slow all of them.
 
 Steps with a slow k cost throughput. `LOSS_SHARE` limits this cost to a share of all steps: after a trial that cost the work of n steps, the
-next one is due n / `LOSS_SHARE` steps later. The first trial is exempt. Until a trial is permitted, a load without times uses those of
-the nearest measured load. Before the first trial, a draft is assumed to add `PRIOR_DRAFT_COST` of a step, so an engine whose drafts are
+next one is due n / `LOSS_SHARE` steps later. The first trial is exempt. Until a trial is permitted, a load without times uses the times
+of the nearest measured load. Before the first trial, a draft is assumed to add `PRIOR_DRAFT_COST` of a step, so an engine whose drafts are
 never accepted stops drafting.
 """
 

@@ -58,7 +58,7 @@ def test_first_signal_stops_after_the_update_and_second_stops_at_once(tmp_path: 
     with pytest.raises(StopRequested) as caught:
         asyncio.run(scenario())
     assert caught.value.number == number and cleaned
-    assert message == ["stopping after this step; another signal stops at once"]
+    assert message == ["stopping after this step; another signal stops immediately"]
     assert deadlines == [(stopping.SIGNAL_EXIT_S, 128 + number, "interrupted")]
 
 

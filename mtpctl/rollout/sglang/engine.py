@@ -1,6 +1,6 @@
 """One SGLang engine (0.5.21) in a separate Python environment, and its weight updates.
 
-SGLang's log-probs are those of the distribution at the sampling temperature, with and without drafts. Weights are updated in SGLang's
+SGLang computes log-probs at the sampling temperature, with and without drafts. Weights are updated in SGLang's
 update sessions, one for the target and one for the drafter. A pause moves running responses back to the queue. Closing a session drops the
 KV cache, so these responses continue with a cache that is recomputed with the new weights.
 """
@@ -171,7 +171,7 @@ class SglangEngine(Engine):
             "max_new_tokens": max_tokens,
             "stop_token_ids": request.stop_token_ids or None,
             "stop": request.stop or None,
-            # `ignore_eos` also ignores stop ids. Without it, the end token of the model's config stops as well.
+            # `ignore_eos` also ignores stop ids. If it is false, the EOS token of the model's config also ends a response.
             "ignore_eos": self._settings.args["skip_tokenizer_init"] and not request.stop_token_ids,
         }
         if request.seed is not None and self._settings.args.get("enable_deterministic_inference"):

@@ -153,7 +153,7 @@ class VllmEngine(Engine):
             max_tokens=max_tokens,
             stop=request.stop or None,
             stop_token_ids=request.stop_token_ids or None,
-            # The request contains all end tokens. Otherwise vLLM would add those of its tokenizer, if it loads one.
+            # The request contains all end tokens. By default vLLM adds the end tokens of its tokenizer, if it loads one.
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
@@ -213,7 +213,7 @@ _replaced_variables: dict[str, tuple[str | None, str]] = {}
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Set the variables of a new engine, and restore those that earlier engines of this process set and this one does not.
+    """Set the variables of a new engine, and restore variables that only earlier engines of this process have set.
 
     A variable that was changed since then keeps its value.
     """

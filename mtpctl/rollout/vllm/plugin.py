@@ -1,7 +1,7 @@
 """mtpctl's plugin for vLLM (entry point `vllm.general_plugins`), called in each process before it creates an engine.
 
 It patches vLLM only for engines that mtpctl starts or that use its weight transfer. Other vLLM processes in the same Python
-environment are unchanged, whatever their release.
+environment are unchanged, including other releases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COPIED_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 def register() -> None:
     """Install the patches in processes of our engines; in others, when an engine requests our weight transfer. May be called again.
 
-    vLLM swallows errors of a plugin's import, but not of this call, so all imports are in this function.
+    All imports are in this function, because vLLM ignores errors of a plugin's import, but not of this call.
     """
     if os.environ.get(ENGINE_MARKER):
         fork_workers(multiprocessing.current_process().name)
@@ -58,7 +58,7 @@ def fork_workers(process_name: str) -> None:
     """Let an engine core fork its workers, so that they need not import vLLM again, which takes 10 to 20 seconds.
 
     Forking is vLLM's default, but cores inherit another setting from Ray actors, which must not fork. If a core has used CUDA, vLLM spawns
-    its workers nevertheless. OpenMP threads do not survive a fork, so a core with several of them keeps the inherited setting.
+    its workers in spite of this setting. OpenMP threads do not survive a fork, so a core with several of them keeps the inherited setting.
     """
     if process_name.startswith("EngineCore") and os.environ.get("OMP_NUM_THREADS") == "1":
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -260,7 +260,7 @@ def _environment(is_cpu: bool, in_loop: bool, threads: int) -> dict[str, str]:
     if in_loop:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     elif is_cpu:
-        # vLLM would bind each rank to its own NUMA node, and fails if there are fewer nodes.
+        # By default vLLM binds each rank to a separate NUMA node, and fails if there are fewer nodes than ranks.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if is_cpu and threads:
         # Idle threads sleep immediately; spinning would take cores from a trainer on the same machine.

@@ -12,7 +12,7 @@ The costs are measured. A cycle begins at a step with a prefill and ends before 
 
     seconds = step · steps + prefill + token · prefilled tokens
 
-`prefill` is the cost that holding back saves. If it is not significantly above 0, requests are admitted at once. This is the case for large
+`prefill` is the cost that holding back saves. If it is not significantly above 0, requests are admitted immediately. This is so for large
 models, whose prefills take as long in one step as in several.
 """
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 MIN_SLOTS = 32
-"""Engines with fewer slots admit at once."""
+"""Engines with fewer slots admit requests immediately."""
 MIN_LOAD = 0.9
-"""Minimum number of running and waiting requests, as a share of the slots. With fewer, all requests are admitted at once."""
+"""Minimum number of running and waiting requests, as a share of the slots. With fewer, requests are admitted immediately."""
 MAX_HELD_SHARE = 1 / 4
 """Maximum requests held back, as a share of the slots."""
 MAX_HOLD_S = 0.25
@@ -173,7 +173,7 @@ def install_admission() -> None:
 
 
 def _bursts(scheduler: Scheduler) -> AdmissionBursts | None:
-    """The scheduler's `AdmissionBursts`; None if it admits at once."""
+    """The scheduler's `AdmissionBursts`; None if it admits requests immediately."""
     if _STATE not in scheduler.__dict__:
         _reset_bursts(scheduler, at_once=bool(os.environ.get(ADMIT_AT_ONCE)))
     bursts: AdmissionBursts | None = scheduler.__dict__[_STATE]

@@ -169,7 +169,7 @@ def lock_path(config: VllmConfig) -> Path:
 
 @contextmanager
 def run_first_exclusively(path: Path) -> Iterator[None]:
-    """Run the block exclusively in the first process that enters it. Processes that enter meanwhile wait, and then run it concurrently.
+    """Run the block exclusively in the first process that enters it. Processes that enter later wait for it, and then run concurrently.
 
     The operating system releases the lock when a process ends.
     """

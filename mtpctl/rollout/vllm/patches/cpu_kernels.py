@@ -74,7 +74,7 @@ def install_context_norms() -> None:
 
     vLLM normalizes the keys of all layers in one call, with one row of weights per layer. The CPU kernel applies the first row to all
     layers, so a drafter with several layers drafts from wrong keys (differences of 0.1 to 0.2 in the logits of a toy). With the patch each
-    layer has its own call. The CUDA kernel selects the rows correctly.
+    layer is a separate call. The CUDA kernel selects the rows correctly.
     """
     from vllm import _custom_ops as ops
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model

@@ -2,12 +2,12 @@
 
 vLLM selects kernels by the shape of a step, so a token's log-prob depends on the other tokens of the step: a matrix product of one to three
 rows sums in another order than one of four, and attention over a chunk in another order than over one query. In a bitwise engine,
-the operations of a dense model with grouped-query attention are those of `mtpctl.kernels.exact`, which the trainer calls too: linear
-layers and LM head, norms, SwiGLU, rotary embedding, attention, and the log-softmax of sampled tokens. Drafters use the same layers.
+a dense model with grouped-query attention computes with `mtpctl.kernels.exact`, as the trainer does: linear layers and LM head, norms,
+SwiGLU, rotary embedding, attention, and the log-softmax of sampled tokens. Drafters use the same layers.
 
 Experts: vLLM rounds router logits to the model's dtype, selects an expert kernel by platform, and scales the experts' outputs by their
-probs. In a bitwise engine, router, experts and their sum are those of `mtpctl.kernels.exact_experts`, which the trainer calls too. Weights
-stay as they are loaded. Routes are recorded from this router.
+probs. In a bitwise engine, router and experts compute with `mtpctl.kernels.exact_experts`, as in the trainer. Weights keep their loaded
+layout. Routes are recorded from this router.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def summed_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the norm of x; with a residual, the norm of x + residual, and this sum."""
+    """The norm of x. With a residual, returns the norm of x + residual, and x + residual."""
     if residual is not None:
         x = x + residual
     out = exact.rms_norm(x, self.weight.data, self.variance_epsilon)

@@ -57,7 +57,7 @@ def install_exact_delta() -> None:
 
 
 def rms_norm(self: GemmaRMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the norm of x; with a residual, the norm of x + residual, and this sum."""
+    """The norm of x. With a residual, returns the norm of x + residual, and x + residual."""
     if residual is not None:
         x = x + residual
     compute_norm = invariant.rms_norm if x.is_cuda else exact.rms_norm
@@ -116,7 +116,7 @@ def run_recurrence(layer: QwenGatedDeltaNetAttention, mixed_qkv: Tensor, alpha: 
 
 
 def _split_by_drafts(metadata: GDNAttentionMetadata) -> Iterator[tuple[Tensor | slice, Tensor, Tensor, Tensor]]:
-    """Yield (tokens, starts, slots, numbers of accepted tokens) of the sequences without drafts, and then of those with drafts."""
+    """Yield (tokens, starts, slots, numbers of accepted tokens), first of sequences without drafts, then of sequences with drafts."""
     m, num_plain, num_drafting = metadata, metadata.num_prefills + metadata.num_decodes, metadata.num_spec_decodes
     if num_plain:
         assert m.non_spec_state_indices_tensor is not None and m.non_spec_query_start_loc is not None

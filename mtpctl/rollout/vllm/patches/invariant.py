@@ -133,7 +133,7 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rms_norm(self: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the norm of x; with a residual, the norm of x + residual, and this sum. Like the trainer, it rounds the sum first."""
+    """The norm of x. With a residual, returns the norm of x + residual, and x + residual, which is rounded first, as in the trainer."""
     if residual is not None:
         x = x + residual
     out = invariant.rms_norm(x, self.weight.data, self.variance_epsilon)

@@ -79,7 +79,7 @@ def install_seeds() -> None:
 
     A step that computes a part of a prompt samples one token too many, which vLLM discards. vLLM then rewinds the request's generator by
     its offset, which only CUDA generators have, so on a CPU the engine dies. This happens with long prompts, and after a weight sync, when
-    the cleared cache is recomputed for all requests at once. With the patch such a row draws from the shared generator, so the request's
+    the cleared cache is recomputed for all requests together. With the patch such a row draws from the shared generator, so the request's
     generator need not be rewound.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner

@@ -109,11 +109,11 @@ def get_name_mapper(model: nn.Module) -> Callable[[str], str | None] | None:
 def install_gemm() -> None:
     """Keep the weights of linear layers unpacked, so that they can be updated.
 
-    After loading, vLLM's CPU backend packs each linear layer's weight for a kernel of that CPU: its own on AMX up to 1 MiB, zentorch's on
-    Zen if installed, oneDNN's otherwise. It then drops the parameter, so an update has nothing to write to and a checksum nothing to
-    read. An output head keeps its parameter next to a packed copy, which an update would leave stale. With the patch every linear layer
-    computes `torch.nn.functional.linear` with the parameter, as vLLM does if no kernel packs. Repacking after each update would gain
-    little, because torch computes the same product with oneDNN and AMX.
+    After loading, vLLM's CPU backend packs each linear layer's weight for a kernel of that CPU: vLLM's kernel with AMX (up to 1 MiB),
+    zentorch's on Zen if installed, oneDNN's otherwise. It then drops the parameter, so an update has nothing to write to and a checksum
+    nothing to read. An output head keeps its parameter next to a packed copy, which an update would leave stale. With the patch every
+    linear layer computes `torch.nn.functional.linear` with the parameter, as vLLM does if no kernel packs. Repacking after each update
+    would gain little, because torch computes the same product with oneDNN and AMX.
 
     With AMX, latent attention replaces `kv_b_proj` by packed halves, and supports only bfloat16. vLLM's other kernel for it runs on every
     CPU in any dtype and keeps the weight, so the patch selects it unless a backend is configured.
