@@ -205,7 +205,7 @@ class Bundles:
                 resources = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
                 selector = [{NODE_LABEL: spec.node}]
                 groups.append(placement_group([resources], strategy="PACK", bundle_label_selector=selector) if resources else None)
-            # If one does not fit, the others are removed. Until then they block other jobs, so the waits are concurrent.
+            # The waits are concurrent: until a bundle that does not fit is detected, the others block other jobs.
             successes = await asyncio.gather(*(asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S) for group in groups if group is not None))
             if not all(successes):
                 raise BundlesUnavailable

@@ -297,7 +297,7 @@ class Watchdog:
         read_end, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(
-                # -P: do not import modules from the working directory.
+                # -P excludes the working directory from the import path.
                 [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(read_start_time(os.getpid()))],
                 stdin=read_end,
                 stdout=subprocess.DEVNULL,

@@ -52,7 +52,7 @@ def read_newest_line(folder: Path, actor: str, *, start_time: float) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    # Only lines after the last start of the actor, which `redirect_output` marks.
+    # Lines before the last mark, which `redirect_output` writes, are from earlier processes.
     _, mark, newest_text = text.rpartition(_MARK)
     lines = [_CONTROL.sub("", line).strip() for line in re.split(r"[\r\n]", _WARNING.sub("", newest_text))][bool(mark) :]
     return next((line[:_MAX_CHARACTERS] for line in reversed(lines) if line), "")

@@ -238,7 +238,7 @@ class Replicas[R]:
 
     async def _restart(self, slot: Slot[R], lost_replica: R) -> None:
         with suppress(Exception):
-            # The slot already records the failure.
+            # Errors are ignored: the failure of the replica is recorded already.
             await self._end(lost_replica)
         await self._start_or_quarantine(slot, restart=True)
 
@@ -265,7 +265,7 @@ class Replicas[R]:
             while not await self._catch_up(slot, replica):
                 if waited_s > VERSION_WAIT_S:
                     raise RuntimeFailure(f"the weight version of the other replicas was not available within {VERSION_WAIT_S:g} s")
-                # Wait without the lock: the version may come with the next update, such as the retry of a failed one.
+                # The lock is released during the wait, because the next update may persist the version.
                 await asyncio.sleep(_POLL_S)
                 waited_s += _POLL_S
         except BaseException:

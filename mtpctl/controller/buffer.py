@@ -121,7 +121,7 @@ class SampleBuffer:
             if group.unwanted.is_set():
                 return
             self._groups_in_flight.pop(group.group_id, None)
-            # `insort` inserts after equal keys, so ties stay in the order of completion.
+            # `insort` inserts after equal keys, so groups with equal keys stay in the order of completion.
             insort(self._ready_groups, group, key=self._order)
             self._changed.notify_all()
 

@@ -135,7 +135,7 @@ class ElasticRollout:
         for index in [index for index in self._joining_slots if membership.is_serving(index)]:
             self._report(f"replica {index} serves")
             self._joining_slots.remove(index)
-        # In a separate task, because Ray needs a while to reject a reservation if another job was faster.
+        # Joining is a separate task, because Ray takes seconds to reject a reservation if another job was faster.
         if (join_task := self._join_task) is None or join_task.done():
             if join_task is not None:
                 join_task.result()

@@ -155,7 +155,7 @@ def try_reward(config: RewardConfig, problems: list[Problem], field: str = "rewa
     try:
         return asyncio.run(_check_outcomes(config, problems[:TRIAL_ROWS], held_out))
     except UserError as error:
-        # The processes that load and call the function always report the section `reward`.
+        # Errors of reward processes always begin with the section `reward`.
         raise UserError(f"{field}{str(error).removeprefix('reward')}") from error
 
 

@@ -127,7 +127,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     model = open_model(recipe, run_dir)
     if recipe.train.needs_rollout and not recipe.rollout.traits.own_environment:
         check_importable(model.config)
-    # Finds tensors with wrong names, sizes or scales before any rank is started.
+    # This raises for tensors with wrong names, sizes or scales, before any rank is started.
     ModelWeights(model.path, mtp=recipe.mtp.mode != "off")
     tokenizer = open_tokenizer(recipe, model, run_dir)
     for folder in (run_dir / "model", run_dir / "tokenizer"):
@@ -140,7 +140,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
         raise UserError(
             f"rollout.context: the model has {model.shape.max_positions} positions, got {context}; lower it, or raise model.context"
         )
-    # Cluster resources are checked when the cluster is known.
+    # Errors about cluster resources are ignored here. They are checked after connecting to the cluster.
     if error := next((misfit.error for misfit in find_misfits(recipe, model.shape) if isinstance(misfit.error, UserError)), None):
         raise error
     tools: Sequence[object] = ()
@@ -283,7 +283,7 @@ def open_tokenizer(recipe: Recipe, model: HfFolder, run_dir: Path) -> Tokenizer:
     if name != "bytes":
         path = name or (recipe.model.path if recipe.model.randomly_initialized else None) or model.path
         return load_tokenizer(path, ignore_tools=recipe.data.ignore_tools)
-    # Written to the folder of a model that was created for this run, so that the folder can be served; else to the run directory.
+    # If the model was created for this run, the tokenizer is written to its folder, so that the folder can be served.
     folder = model.path if recipe.model.config is not None else run_dir / "tokenizer"
     if folder != model.path and folder.exists():
         _verify_listing(folder)

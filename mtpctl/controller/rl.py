@@ -116,7 +116,7 @@ class RlStage:
         try:
             await self._run_rollout_and_training()
             if self.state.step == self.recipe.train.rl.steps:
-                # The next version would replace the weights of the evaluation in progress.
+                # The evaluation in progress must end before the next version replaces its weights.
                 await self.evaluator.wait()
                 if self.state.synced_at != self.state.step:
                     await self.publish()
@@ -129,7 +129,7 @@ class RlStage:
     async def _run_rollout_and_training(self) -> None:
         rollout = asyncio.create_task(self.rollout.run(), name="rollout")
         training = asyncio.create_task(self._run_training(), name="training")
-        # Training ends the stage by finishing, by a stop, or by failing; rollout ends it only by failing.
+        # The training task ends if it finishes, is stopped or fails. The rollout task ends only if it fails.
         await asyncio.wait({rollout, training}, return_when=asyncio.FIRST_COMPLETED)
         rollout.cancel()
         self._update_done.clear()
@@ -211,7 +211,7 @@ class RlStage:
     async def _wait_while_progressing(self, awaitable: Awaitable[None]) -> None:
         """Wait for `awaitable` while responses keep arriving. Raises RuntimeFailure after `cluster.step_deadline_s` without progress."""
         deadline_s = self.recipe.cluster.step_deadline_s
-        # The deadline starts now: responses that arrived while the trainer was busy do not count.
+        # The deadline starts now, not at the last response, because the trainer may have been busy since then.
         self.rollout.record_progress()
         task = asyncio.ensure_future(awaitable)
         try:
@@ -288,7 +288,7 @@ class RlStage:
             self._replaying = False
             self.buffer.forget(self.state.step)
             await self.buffer.restore_taken_groups()
-        # Groups of this interval that were trained on before the stop. Nonzero only if a resumed run publishes between two syncs.
+        # Groups that were trained on since the last regular sync. Not zero only if a resumed run publishes between two syncs.
         num_trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
         self.rollout.on_publish(version, num_trained)
         return metrics

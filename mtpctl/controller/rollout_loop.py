@@ -256,7 +256,7 @@ class RolloutLoop:
             return
         for part in sample.trajectory:
             self._check_acceptance(part)
-            # An environment's last reply may exceed the context. The model has not read it, and cannot be trained on it.
+            # The last reply of an environment may exceed the context. The model has not read the excess, so it is removed.
             part.truncate(self.prepared.context - len(part.prompt_ids))
         _, outcome, _ = await asyncio.gather(self._score(sample), self._reward(sample, problem), self.score_by_teacher(sample, problem))
         for part in sample.trajectory:

@@ -196,7 +196,7 @@ class Run:
                     await self._run_stage(stage, trainer, startup_task, resumed_checkpoint)
                     break
                 except TrainerLost as error:
-                    # Recovery has begun the stage in the new trainer.
+                    # Recovery has already begun the stage in the new trainer.
                     resumed_checkpoint, has_begun = await self.recovery(error, redraw_prompts=True), True
             if self.state.stop_requested.is_set():
                 return

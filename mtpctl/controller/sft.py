@@ -140,7 +140,7 @@ class DraftStage(SftStage):
             _remove_partial_line(self.file)
             samples_by_number = dict(_read_samples(self.file))
             await self._generate(self.generator, samples_by_number)
-            # By number, because short responses finish first.
+            # Samples are sorted by number, because short responses finish first.
             self.samples = [samples_by_number[number] for number in sorted(samples_by_number) if samples_by_number[number].target]
             if not self.samples and not self.state.stop_requested.is_set():
                 raise RuntimeFailure("train.draft.samples: no response has a token; check the prompts and rollout.max_tokens")

@@ -46,7 +46,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     place(recipe, None if recipe.cluster.address is None else [Host(float("inf"), float("inf"))])
     cpus = gpus = 0.0
     if recipe.cluster.address is None:
-        # No host can join a cluster that the run starts itself, so it needs room for the maximum number of engines.
+        # No host can join a local cluster, so it needs room for the maximum number of engines.
         max_placement = place(recipe, engines=recipe.rollout.replica_range.max)
         cpus, gpus = max_placement.cpus, max_placement.gpus
     check_capacity(recipe.cluster, cpus=cpus, gpus=gpus)
@@ -68,7 +68,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
             if is_new:
                 shutil.rmtree(directory.path)
             raise
-        # Recorded last, so that a rejected recipe is not recorded as one that ran.
+        # The recipe is recorded after all checks, so that a rejected recipe does not replace the previous one.
         changed_keys = directory.record(resolved_recipe)
         resumed = ResumePoint(start.state["stage"], start.state["step"], start.state["ended"])
         early_stages = ["sft"] if recipe.train.sft.until_loss else []

@@ -294,7 +294,7 @@ class TrainerRecovery:
         for line in choice.lines:
             self.telemetry.event("checkpoint", line)
         if choice.damaged and not redraw_prompts:
-            # Only the groups since the newest checkpoint are retained, so an older one cannot be continued here.
+            # The buffer retains only the groups since the newest checkpoint, so the run cannot continue from an older one.
             raise error
         path, seconds = await self._restart(error, lambda: self._restore(choice.path, redraw_prompts))
         self.state.weights_lost = False

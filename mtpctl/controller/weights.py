@@ -89,7 +89,7 @@ class WeightSync:
         except SyncError:
             if not update.is_push:
                 raise
-            # Try again with the remaining receivers, while one that died is replaced.
+            # The retry excludes a receiver that died; it is replaced concurrently.
             update = WeightUpdate(parties, version, self._sections(), verify=verify)
             await update.run()
         return update

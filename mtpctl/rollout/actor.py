@@ -251,7 +251,7 @@ class RayReplica:
                             # Ray's array is a view into its object store, which would keep all answers of this call alive.
                             answer.routes = answer.routes.copy()
                         future.set_result(answer)
-                # Let callers that have their answer leave `_futures` before the next check.
+                # The callers remove their futures when they run next.
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error, list(self._futures))
@@ -278,7 +278,7 @@ class RayReplica:
         except EngineDead:
             return
         finally:
-            # Also if the call hangs and is cancelled: the replacement needs the actor's resources.
+            # The actor is killed even if the call hangs and is cancelled, because its replacement needs the resources.
             ray.kill(self._handle)
 
 

@@ -72,7 +72,7 @@ class Engine(ABC):
         """`slots`: requests that the engine runs concurrently; `sections`: sections of a manifest that it applies."""
         self._context = context
         self._request_numbers = count()
-        # In order of arrival, which is the order in which engines start requests. The event is set when the request gets a slot.
+        # Requests in order of arrival, in which engines start them. The event is set when the request gets a slot.
         self._in_flight: dict[str, asyncio.Event] = {}
         self._slots = slots
         self._occupancy = Occupancy(slots)
@@ -122,7 +122,7 @@ class Engine(ABC):
         turn_start, max_stop_bytes = find_last_turn_start(sample), max(len(string.encode()) for string in stop)
         if chunk_start <= turn_start:
             return
-        # A token is at least one byte of text.
+        # A token has at least one byte of text, so a stop string has at most this many tokens.
         search_start = max(turn_start, chunk_start - max_stop_bytes)
         length = find_stop_length(self._decode, sample.response_ids[search_start : chunk_start + max_stop_bytes].tolist(), stop)
         if length is not None:

@@ -62,7 +62,7 @@ class ReplicaPool:
                 fatal_errors=(EngineDead, TargetDirty),
                 max_restarts=max_restarts,
                 end_timeout_s=GRACE_S,
-                # A failed update may take as long again to restore the old weights.
+                # A failed update needs the same time again to restore the old weights.
                 catch_up_timeout_s=2 * sync_deadline_s,
                 log=log,
             ),
@@ -264,7 +264,7 @@ class ReplicaPool:
         manifests = await self._relay_manifests(manifest)
 
         async def update(replica: Replica) -> SyncReport:
-            # Time for the update, for restoring the old weights if it fails, and for pause and resume.
+            # The timeout includes restoring the old weights after a failure, and pause and resume.
             timeout_s = 2 * deadline_s + GRACE_S
             try:
                 replica_manifest = manifests.get(id(replica), manifest)

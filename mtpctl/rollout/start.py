@@ -109,7 +109,7 @@ async def start_pool(
         )
 
     async def start(index: int) -> Replica:
-        # Restarts have the deadline too: after the loss of a host, the cluster may lack the resources for them.
+        # The deadline also applies to restarts: after the loss of a host, the cluster may lack resources.
         name = f"rollout replica {index}"
         return await await_start(start_actor(index, f"rollout-{index}", name), recipe.cluster.actor_deadline_s, name)
 

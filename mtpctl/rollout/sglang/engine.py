@@ -101,12 +101,12 @@ class SglangEngine(Engine):
 
         from mtpctl.rollout.sglang import plugin
 
-        # SGLang only logs the errors of a plugin.
+        # The plugin is called directly, because SGLang only logs the errors of plugins.
         plugin.register()
         plugin.check_plugin()
         check_options("SGLang", list_option_names(ServerArgs), settings.args)
         with open_rendezvous() as store:
-            # Created in the event loop's thread, to which SGLang binds its sockets.
+            # SGLang binds its sockets to the thread of the event loop, so the runtime is created in this thread.
             runtime = SglangRuntime(**settings.args | {"weight_version": str(version)})
         engine = cls(runtime, settings, version)
         engine._rendezvous = store
@@ -115,7 +115,7 @@ class SglangEngine(Engine):
     # ------------------------------------------------------------------------------------------------- generation
 
     def _remaining_context(self, prompt_tokens: int) -> int:
-        # SGLang rejects longer prompts, so a response that was aborted this close to the end of the context is finished.
+        # SGLang rejects a prompt of this length. An aborted response that has reached it is finished.
         return super()._remaining_context(prompt_tokens) if prompt_tokens < self._manager.max_req_input_len else 0
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], max_tokens: int) -> GenerationChunk:
@@ -140,7 +140,7 @@ class SglangEngine(Engine):
             output: _Output = task.result()
         finally:
             if task.cancel():
-                # The caller was cancelled; the scheduler would continue.
+                # The caller was cancelled. Without an abort, SGLang would continue to generate.
                 self._manager.abort_request(rid=rid)
             async with self._rids_changed:
                 self._submitted_rids.discard(rid)
@@ -248,7 +248,7 @@ def open_rendezvous() -> Iterator[TCPStore]:
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
-        # Makes rank 0 join an existing store, as the other ranks do.
+        # With this variable rank 0 joins an existing store, as the other ranks do.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     previous_values = {name: os.environ.get(name) for name in variables}

@@ -60,9 +60,9 @@ def build_sglang_settings(
             "speculative_draft_model_path": model,
             "speculative_num_steps": rollout.draft_steps or num_drafts,
             "speculative_eagle_topk": rollout.draft_top_k,
-            # SGLang also counts the verified token.
+            # SGLang's number includes the token that is sampled by the target.
             "speculative_num_draft_tokens": num_drafts + 1,
-            # A replayed prefill graph only returns the hidden state after the final norm; MiMo's MTP layer needs the state before it.
+            # With prefill graphs, only the hidden state after the final norm is returned. MiMo's MTP layer needs the state before the norm.
             "disable_prefill_cuda_graph": True,
         }
     return SglangSettings(args | rollout.engine_args, rollout.python)

@@ -141,7 +141,7 @@ class ServedEngine:
         self.client, self.ranks, self._paused = client, ranks, False
         self._release_kv, self._keep_kv = release_kv, keep_kv
         self._sections: tuple[Section, ...] = ("target", "draft", "adapter") if has_drafter else ("target", "adapter")
-        # The folder depends only on the server's URL, so that the next process replaces the adapter.
+        # The name of the folder is derived from the URL, so the next sync replaces the adapter of this one.
         self.target = EngineTarget(
             client,
             version,
@@ -193,7 +193,7 @@ class ServedEngine:
         kv_released = update_applied = False
         try:
             if was_paused:
-                # End the session of the killed sync, which would block a new one.
+                # The open session of the killed sync would block a new session.
                 with contextlib.suppress(SyncError):
                     await self.client.step(UpdateStep(action="abort", section=""))
             # The server may pause even if this call fails, so it is resumed below.

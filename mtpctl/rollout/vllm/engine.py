@@ -80,7 +80,7 @@ class VllmEngine(Engine):
                 plugin.install()  # vLLM loads plugins once per process, perhaps for an engine with other numerics
         args = AsyncEngineArgs(**settings.args | compute_kv_cache_option(settings))
         check_head_size(args)
-        # The usage context sets the default token budget per step: on an H200, 16,384 for LLM_CLASS, 2,048 for the default of `AsyncLLM`.
+        # LLM_CLASS raises the default number of tokens per step, on an H200 from 2,048 to 16,384.
         usage_context = UsageContext.LLM_CLASS
         if settings.in_loop:
             from mtpctl.rollout.vllm.patches.loop import core_in_loop
@@ -160,7 +160,7 @@ class VllmEngine(Engine):
             detokenize=bool(request.stop),
             routed_experts_prompt_start=request.sample.num_routed,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            # For stop strings, the front end trims tokens, so it needs log-probs and routes with every token.
+            # For a request with stop strings, the front end may trim tokens, so it needs log-probs and routes with every output.
             extra_args=None if request.stop else dict(logprobs.DEFERRED),
             **extra_sampling,
         )
@@ -283,7 +283,7 @@ def compute_kv_cache_option(settings: VllmSettings) -> Arguments:
     from vllm.platforms import current_platform
 
     memory_share = settings.args["gpu_memory_utilization"]
-    # This reads NVML. Initializing CUDA would allocate a context in this process.
+    # The memory is read through NVML, because initializing CUDA would allocate a context in this process.
     cache_bytes = int(current_platform.get_device_total_memory() * memory_share) - settings.outside_cache
     if cache_bytes <= 0:
         raise UserError(

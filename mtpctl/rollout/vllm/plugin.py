@@ -42,7 +42,7 @@ def register() -> None:
         return
 
     def create_model_config(self: EngineArgs) -> ModelConfig:
-        # vLLM calls this first with an engine's arguments, before it starts any process.
+        # vLLM calls this function with the arguments of each new engine, before it starts a process.
         if getattr(self.weight_transfer_config, "backend", None) == TRANSFER_BACKEND:
             os.environ[ENGINE_MARKER] = "1"
             # Workers of vLLM's Ray executor inherit only the variables that this variable lists.

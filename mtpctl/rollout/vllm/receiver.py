@@ -264,7 +264,7 @@ class LayerCapture:
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         positions = (positions[0] if positions.dim() > 1 else positions).cpu()
-        # Positions of padding rows do not continue those of the request.
+        # The request's rows have consecutive positions. The rows after a gap are padding.
         gaps = (positions[1:] != positions[:-1] + 1).nonzero()
         count = int(gaps[0]) + 1 if len(gaps) else len(positions)
         self._positions = positions[:count]
@@ -280,7 +280,7 @@ class LayerCapture:
 
     def _input_hook(self, source: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            # Before the norm: fused norms overwrite their inputs.
+            # The input is recorded before the norm runs, because fused norms overwrite their inputs.
             self._store(source, args[0])
 
         return record
@@ -290,7 +290,7 @@ class LayerCapture:
 
     def _norm_hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor | tuple[Tensor, Tensor]], None]:
         def record(_: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
-            # Without a residual, the stream is the input itself.
+            # A norm without a residual returns only its output; the residual stream is its input.
             norm_output, residual = output if isinstance(output, tuple) else (output, args[0])
             self._norm_was_called |= name == FINAL
             self._store(name, norm_output)

@@ -186,14 +186,14 @@ def build_engine_settings(
         args["additional_config"] = {"gdn_prefill_backend": "triton"}
     args |= rollout.engine_args
     if args.get("speculative_config"):
-        # Also for n-gram and suffix drafters, whose drafts are counted in the same way.
+        # This applies to n-gram and suffix drafters too.
         args.setdefault("per_request_spec_decode_metrics", "summary")
     in_loop = is_cpu and args["tensor_parallel_size"] == 1
     environment = _environment(is_cpu, in_loop, rollout.threads) | ({ADMIT_AT_ONCE: "1"} if admit_at_once else {})
     environment[NUMERICS] = numerics
     if numerics == "bitwise" and not is_cpu:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # The patches replace the sampler of this model runner.
-        # The remaining all-reduces (vLLM's own kernel and NCCL) round the sum of two ranks once.
+        # The other all-reduces (vLLM's kernel and NCCL) round the sum of two ranks once.
         environment |= {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         if not args["enforce_eager"]:
             environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"

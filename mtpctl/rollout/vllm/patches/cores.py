@@ -123,7 +123,7 @@ def _core_main(environment: dict[str, str], target: Callable[..., object], kwarg
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
-    # torch read this variable in the fork server, before the environment was set. It may list numbers by nesting level, outermost first.
+    # torch read this variable in the fork server, before the environment was set. A list has one number per nesting level, outermost first.
     if threads := environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads.split(",")[0]))
     target(**kwargs)

@@ -137,7 +137,7 @@ class SwitchingScheduler(Scheduler):
         now = time.perf_counter()
         requests = len(scheduled.num_scheduled_tokens)
         drafts = scheduled.num_spec_tokens_to_schedule
-        # Runs between steps, for hundreds of requests: sets and counters are faster than a loop.
+        # This runs between steps, for hundreds of requests: sets and counters are faster than a loop.
         num_drafting = sum(map(bool, scheduled.scheduled_spec_decode_tokens.values()))
         decodes_only = set(scheduled.num_scheduled_tokens.values()) == {1 + drafts} and num_drafting == (requests if drafts else 0)
         previous_step, self._last_step = self._last_step, (now, drafts) if decodes_only else None

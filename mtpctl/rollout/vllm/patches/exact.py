@@ -240,7 +240,7 @@ def paged_attention(
         keys, values = (cache_view[blocks].transpose(1, 2).flatten(2, 3)[:, :, :max_length] for cache_view in (key_blocks, value_blocks))
         rows = torch.tensor([query_starts[request] for request in requests])[:, None] + torch.arange(count)
         slot_indices = torch.arange(max_length)
-        # Slots beyond a request's tokens have arbitrary contents.
+        # Slots after the last token of a request have arbitrary contents.
         keys, values = (x.masked_fill((slot_indices >= batch_lengths)[:, None, :, None], 0.0) for x in (keys, values))
         visible = slot_indices <= (batch_lengths - count + torch.arange(count))[:, :, None]
         out = exact.attention(query[rows].transpose(1, 2), keys, values, visible, scale)

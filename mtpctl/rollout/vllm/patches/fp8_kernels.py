@@ -92,7 +92,7 @@ def install_fp8_experts() -> None:
             raise ValueError(
                 f"rollout.quantization: no FP8 kernel on a CPU computes these experts, because the {reason}; set rollout.quantization: none"
             )
-        # The backend for which vLLM changes neither weights nor scales.
+        # For this backend, vLLM changes neither weights nor scales.
         return Fp8MoeBackend.EMULATION, experts
 
     assign(fp8, select_fp8_moe_backend=select_backend)

@@ -130,7 +130,7 @@ def start_era(scheduler: Scheduler) -> None:
     new era. No step may be in flight.
     """
     era = scheduler.__dict__[_ERA] = scheduler.__dict__.get(_ERA, 0) + 1
-    # Otherwise the first token of such a request would be attributed to the new weights alone, although older ones computed its cache.
+    # The first token of a request is attributed to one version, so a prefill with old weights must not continue with new weights.
     prefilling_requests = [request for request in scheduler.running if not request.num_output_tokens]
     scheduler.running = [request for request in scheduler.running if request.num_output_tokens]
     now = time.monotonic()

@@ -140,7 +140,7 @@ class SlotConnector:
             return
         start, computed_end = self._first_unsent(request), request.num_computed_tokens
         if request.num_tokens == request.num_prompt_tokens and computed_end < request.num_tokens:
-            # Preempted during prefill. The prefill is repeated, perhaps with newer weights, before the first token is sampled.
+            # A request that is preempted during prefill repeats it, so its rows are not needed.
             return
         preemption, settled_end = self._preemptions.get(request_id), max(min(request.num_tokens - 1, computed_end), start)
         saved_rows: Routes | None = None
@@ -194,7 +194,7 @@ def unsent_rows_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple
     if not isinstance(connector, SlotConnector):
         return {}
     requests = cast("Scheduler", scheduler).requests
-    # Rows of other requests were sent with each output.
+    # Other requests got their rows with each output.
     deferred = [requests[each] for each in request_ids if each in requests and is_deferred(requests[each])]
     pending = {each.request_id: connector.unsent_rows(each) for each in deferred}
     return {each: (rows.tobytes(), rows.dtype.name, rows.shape) for each, rows in pending.items()}
@@ -231,7 +231,7 @@ def _connect() -> None:
 
     @wraps(initialize_kv_caches)
     def _initialize_kv_caches(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        # Plugins are loaded in the core's `__init__`, so that cannot be wrapped. The scheduler is created after this call.
+        # `__init__` cannot be wrapped, because it loads the plugins. It calls this function before it creates the scheduler.
         SlotConnector.process_fetch = partial(_fetch_from_first_rank, self.model_executor)
         return initialize_kv_caches(self, *args, **kwargs)
 
@@ -320,7 +320,7 @@ def _record_on_cpu() -> None:
         result = upstream_execute(self, scheduler_output, *args, **kwargs)
         recorder = getattr(self, "aux_output_connector", None)
         if isinstance(recorder, SlotRecorder) and (count := scheduler_output.total_num_scheduled_tokens):
-            # Sampling and drafting follow, so these are still the slots of the target's tokens.
+            # Drafting, which changes the slots, follows after this call.
             recorder.write(self.input_batch.block_table[recorder.group].slot_mapping.gpu[:count])
         return result
 
@@ -348,7 +348,7 @@ class SlotRecorder:
         """Second model runner: the slot of each token of a step, by group of layers."""
         if get_tp_group().is_first_rank:
             width, device = int(np.prod(self._shape)), self._capturer.device_buffer.device
-            # torch supports few operations on uint16. Expert numbers fit into int16.
+            # Rows are stored as int16, because torch supports few operations on uint16.
             self._rows = torch.empty(
                 (kv_cache_config.num_blocks * self._block_size, width), dtype=_storage_dtype(self._dtype), device=device
             )

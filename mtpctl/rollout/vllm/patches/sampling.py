@@ -86,7 +86,7 @@ def install_seeds() -> None:
 
     if _has_offset():
         raise UpstreamMoved(f"{__name__}: a CPU's generator has an offset now; remove the patch")
-    # torch's decorator hides the type.
+    # The cast is needed because torch's decorator hides the type.
     upstream = cast("Callable[[CPUModelRunner, GrammarOutput | None], SamplingOutput]", CPUModelRunner.sample_tokens)
 
     @wraps(upstream)

@@ -133,9 +133,9 @@ def install_gemm() -> None:
         if layer.get_parameter("weight").ndim == 2:
             layer.__dict__["cpu_linear"] = torch.nn.functional.linear
         elif getattr(layer, "bias", None) is None:
-            # Convolutions of gated delta nets, whose loaded layout vLLM keeps, and experts (see `install_packed`).
+            # Experts (see `install_packed`), and convolutions of gated delta nets, for which vLLM keeps the loaded layout.
             upstream(layer, remove_weight)
-        # Mamba-2's convolution, which has a bias, is computed with a view of the loaded weight; packing would detach it from updates.
+        # Mamba-2's convolution (which has a bias) uses a view of the loaded weight. Packing would replace the weight that updates write to.
 
     upstream_configure = CpuPlatform.__dict__["check_and_update_config"].__func__
 
@@ -170,7 +170,7 @@ def install_packed() -> None:
 def save_loaded_weights(experts: CPUUnquantizedExperts, layer: nn.Module) -> None:
     """Keep a copy of the weights of `layer` as loaded, once. experts: the object that packs them."""
     if _LOADED_WEIGHTS not in layer.__dict__:
-        # The layer has the router's bias too, which is updated in the router.
+        # The router's bias is also a parameter of the layer, but is updated in the router.
         leaves = [leaf for leaf, _ in layer.named_parameters(recurse=False) if leaf.startswith(("w13_", "w2_"))]
         layer.__dict__[_LOADED_WEIGHTS] = (experts, {leaf: layer.get_parameter(leaf).data.clone() for leaf in leaves})
 
