@@ -186,8 +186,7 @@ class Bundles:
 
     Attributes:
         locations: locations that running actors reported.
-        awaited: actors that wait for their bundle, or for one on another host if theirs is lost, with the start of the wait
-            (`time.monotonic`).
+        awaited: actors that wait for a bundle on a live host, with the start of the wait (`time.monotonic`).
     """
 
     by_actor: dict[str, ActorBundle] = field(default_factory=dict)
@@ -245,7 +244,7 @@ class Bundles:
         del self.by_actor[actor]
 
     def on_lost_hosts(self, actors: Sequence[str]) -> list[str]:
-        """Those of `actors` whose host is lost."""
+        """The actors whose host is lost."""
         live_node_ids = list_live_nodes()
         return [actor for actor in actors if self.by_actor[actor].node not in live_node_ids]
 

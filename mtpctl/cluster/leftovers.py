@@ -291,7 +291,7 @@ _PAUSE_S = 0.02
 
 
 class Watchdog:
-    """The command's end of the pipe, and the process that reads it."""
+    """The watchdog process, and the command's end of the pipe to it."""
 
     def __init__(self) -> None:
         read_end, self._pipe = os.pipe()

@@ -168,7 +168,7 @@ def _build_request(
 
 
 class Evaluator:
-    """Runs the evaluations of the RL stage: at most one at a time, concurrently with training unless the recipe configures otherwise."""
+    """Runs the evaluations of the RL stage, one at a time. Training continues during an evaluation, unless `evaluation.wait` is set."""
 
     def __init__(
         self,

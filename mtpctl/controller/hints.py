@@ -112,7 +112,7 @@ def reward_drop(updates: Sequence[UpdateStats]) -> float:
 
 
 class StabilityWatch:
-    """Watches all updates of a run: computes `rl/stability`, and warns at most once per window, with the recipe keys to change."""
+    """Computes `rl/stability` after each update, and returns at most one warning per window, with the recipe keys to change."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe

@@ -159,7 +159,7 @@ def trajectory_metrics(trajectories: list[Sample], version: int, sync_every: int
 
 
 class BusyClock:
-    """Measures how long `trainer` and `rollout` are busy, separately and concurrently, and how long only `reward` is busy."""
+    """Measures the busy time of trainer and rollout, the time when both are busy, and the time when only rewards are computed."""
 
     def __init__(self) -> None:
         self._busy = {"trainer": False, "rollout": False, "reward": False}
@@ -176,7 +176,7 @@ class BusyClock:
         self._seconds["reward alone"] += elapsed * (self._busy["reward"] and not (self._busy["trainer"] or self._busy["rollout"]))
 
     def set(self, component: Literal["trainer", "rollout", "reward"], busy: bool) -> None:
-        """Record that one side starts or stops working."""
+        """Record that a component starts or stops working."""
         self._advance()
         self._busy[component] = busy
 

@@ -125,7 +125,7 @@ class TeacherSource(Protocol):
 
 
 class LocalSource:
-    """A log-prob server of the run, for a teacher or the policy. `tokenizer`: None skips the comparison with the policy's tokens."""
+    """A log-prob server of the run, for a teacher or the policy. `tokenizer`: if None, tokens are not compared with the policy's."""
 
     def __init__(self, server: LogprobServer, name: str, tokenizer: Tokenizer | None) -> None:
         self.server, self.name, self._tokenizer = server, name, tokenizer
@@ -225,7 +225,7 @@ class RemoteSource:
 
 
 class HintRenderer:
-    """Renders the prompt that the teacher gets instead of the problem's own."""
+    """Renders the teacher's prompt, which contains the hint."""
 
     def __init__(self, text: str, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[object]) -> None:
         self._text, self._tokenizer, self._data, self._tools = text, tokenizer, data, tools
@@ -236,7 +236,7 @@ class HintRenderer:
 
 
 class Teacher:
-    """Fills in a teacher's log-probs of samples. `temperature`: that of rollout; both distributions are compared at it."""
+    """Fills in a teacher's log-probs of samples. `temperature`: the rollout temperature, at which both distributions are compared."""
 
     def __init__(self, config: TeacherConfig, source: TeacherSource, temperature: float, render_prompt: HintRenderer | None = None) -> None:
         self._config, self._source, self._temperature, self._render_hinted_prompt = config, source, temperature, render_prompt

@@ -92,7 +92,7 @@ def create_claims(actors: tuple[Actor, ...]) -> tuple[Claim, ...]:
 
 
 class Services:
-    """Starts the Ray actors that RL needs in addition to the trainer. `stack` closes each of them."""
+    """Starts the Ray actors that RL needs in addition to the trainer. They are closed by the `stack` that is passed to each method."""
 
     def __init__(
         self,

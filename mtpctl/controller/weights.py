@@ -162,7 +162,7 @@ class Collapse:
 class AcceptanceWatch:
     """Compares the first window of `WINDOW_DRAFTS` drafts after each sync with the mean of the last `MEAN_WINDOWS` windows.
 
-    Drafts of outdated or wrong weights are almost always rejected. A collapse is a first window below half of the mean.
+    Drafts of outdated or wrong weights are almost always rejected. A collapse is a first window with an acceptance below half of the mean.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ MIN_COLLECT_INTERVAL_S = 0.01
 
 
 class EngineControl(Protocol):
-    """The control calls of a pool to an engine."""
+    """The calls by which a pool controls an engine."""
 
     async def update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> SyncReport: ...
 

@@ -69,7 +69,7 @@ class _Output(TypedDict):
 
 
 class SglangEngine(Engine):
-    """SGLang, started by this process. Create with `await SglangEngine.start(settings)`."""
+    """An SGLang engine that this process starts. Create with `await SglangEngine.start(settings)`."""
 
     def __init__(self, engine: SglangRuntime, settings: SglangSettings, version: int) -> None:
         args = engine.server_args

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class VllmEngine(Engine):
-    """vLLM in this process. Build with `await VllmEngine.start(settings)`."""
+    """A vLLM engine in this process. Create with `await VllmEngine.start(settings)`."""
 
     def __init__(self, llm: AsyncLLM, settings: VllmSettings, version: int) -> None:
         super().__init__(

@@ -264,8 +264,8 @@ def _empty_drafts_v2(self: DrafterV2, input_batch: InputBatch, *_: object, **__:
 class DraftTimes:
     """Seconds of drafting per step, by number of drafts.
 
-    On a GPU, a pair of events in the stream around the drafter measures it, idle gaps between its kernels included. The events are read
-    only in `take_medians`, and only those that have completed, so no step waits.
+    On a GPU, CUDA events before and after the drafter measure it, including idle gaps between kernels. Only `take_medians` reads the
+    events, and only completed ones, so no step waits for them.
     """
 
     def __init__(self) -> None:
