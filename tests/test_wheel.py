@@ -54,5 +54,5 @@ def test_wheel_contains_the_templates(site: Path, tmp_path: Path) -> None:
     # That one needs a model.
     for template in (path.name for path in TEMPLATES.iterdir() if path.is_dir() and path.name not in ("reasoning_gym", "__pycache__")):
         assert mtpctl(site, tmp_path, "init", template, "--template", template).endswith(
-            f"next: mtpctl recipe check {template}/recipe.yaml\n"
+            f"next: mtpctl recipe validate {template}/recipe.yaml\n"
         )

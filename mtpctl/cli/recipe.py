@@ -105,7 +105,6 @@ def schema() -> None:
     print_result(json.dumps(Recipe.model_json_schema(by_alias=True), indent=2))
 
 
-@app.command("check", hidden=True, help="The same as `validate`.")
 @app.command()
 def validate(recipe: RecipeArgument, sets: Sets = None, overlay: Overlays = None, as_json: Json = False) -> None:
     """Check a recipe and its data, test the custom code that it names, and warn of settings that are known to learn badly.
@@ -258,7 +257,7 @@ def init(
         print_result(f"{files[file]!s:{width}}  {text.count(chr(10)):4} lines  {ABOUT[file]}")
     for note in notes:
         print_result(note)
-    print_result(f"next: mtpctl recipe check {path / 'recipe.yaml'}")
+    print_result(f"next: mtpctl recipe validate {path / 'recipe.yaml'}")
 
 
 def _texts(template: str, name: str, model: str | None, task: str) -> tuple[dict[str, str], list[str]]:

@@ -62,7 +62,7 @@ def test_validate_accepts_and_rejects_recipes(mtpctl: Any) -> None:
     assert wrong.err == "error: run_dir: {y} is not a placeholder; only {name} and {seed} are replaced\n"
 
 
-@pytest.mark.parametrize("command", [("recipe", "check", "tiny_mtp"), ("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8")])
+@pytest.mark.parametrize("command", [("recipe", "validate", "tiny_mtp"), ("train", "tiny_mtp", "--dry-run", "--set", "cluster.num_cpus=8")])
 def test_user_defined_loss_is_tried_and_its_error_has_file_and_line(mtpctl: Any, command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from mtpctl.rl.losses import token_policy_loss\n\ndef right(*tokens):\n    return token_policy_loss(*tokens)\n\n"

@@ -47,7 +47,7 @@ def test_template_is_written_with_the_name_of_the_task(init: Any, kind: str) -> 
     code_files = own.get(kind, {"reward.py"})
     assert written == {"recipe.yaml", "rows.jsonl", "held_out.jsonl", "test_sums.py", "README.md"} | code_files
     assert all(f"sums/{name}" in out for name in written)
-    assert out.splitlines()[-1] == "next: mtpctl recipe check sums/recipe.yaml"
+    assert out.splitlines()[-1] == "next: mtpctl recipe validate sums/recipe.yaml"
     assert recipe_in(Path("sums"))["name"] == "sums"
     assert isinstance(recipe_in(Path("sums"))["train"]["sft"]["until_loss"], float)
     assert not [path.name for path in Path("sums").iterdir() if "mytask" in path.read_text()]

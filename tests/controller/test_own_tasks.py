@@ -401,7 +401,7 @@ def test_user_defined_task_trains_and_resumes(task: Callable[[Path], contextlib.
     with task(tmp_path) as own:
         run_dir = tmp_path / "runs" / "own"
         sets = [part for text in (*SMALL, *own.sets, f"run_dir={run_dir}") for part in ("--set", text)]
-        mtpctl(tmp_path, "recipe", "check", own.recipe, *sets)
+        mtpctl(tmp_path, "recipe", "validate", own.recipe, *sets)
         mtpctl(tmp_path, "train", own.recipe, "--plain", *sets)
         resumed = mtpctl(tmp_path, "train", own.recipe, "--plain", *sets, "--set", "train.rl.steps=3")
     assert "resume: rl resumes after step 2" in resumed

@@ -1,4 +1,4 @@
-"""A recipe's environment is tried before anything starts: by `recipe check`, `--dry-run`, `train` and `rollout` alike."""
+"""A recipe's environment is tried before anything starts: by `recipe validate`, `--dry-run`, `train` and `rollout` alike."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_rollout_command_tries_the_environment(tmp_path: Path) -> None:
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("command", [["recipe", "check", "tiny_mtp"], ["train", "tiny_mtp", "--dry-run"]])
+@pytest.mark.parametrize("command", [["recipe", "validate", "tiny_mtp"], ["train", "tiny_mtp", "--dry-run"]])
 def test_failing_user_code_is_a_one_line_error_with_exit_code_2(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,11 +156,11 @@ ROWS = "".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" fo
 
 
 def check(folder: Path, judge: str, reward: str = "") -> tuple[int, str]:
-    """`mtpctl recipe check` on the tiny recipe with this reward function: exit code and output."""
+    """`mtpctl recipe validate` on the tiny recipe with this reward function: exit code and output."""
     (folder / "judge.py").write_text(judge)
     (folder / "rows.jsonl").write_text(ROWS)
     (folder / "own.yaml").write_text(f"data: {{task: null, path: rows.jsonl}}\nreward: {{function: judge.py:score{reward}}}\n")
-    result = CliRunner().invoke(app, ["recipe", "check", "tiny_mtp", "--overlay", str(folder / "own.yaml")])
+    result = CliRunner().invoke(app, ["recipe", "validate", "tiny_mtp", "--overlay", str(folder / "own.yaml")])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return getattr(result.exception, "exit_code", -1), str(result.exception)
     return result.exit_code, result.output

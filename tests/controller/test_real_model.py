@@ -59,7 +59,7 @@ def test_guide_to_a_pretrained_model_works_as_written(tmp_path: Path) -> None:
     run(tmp_path, sys.executable, "mytask/smollm2.py", "models/smollm2")
     recipe, run_dir = "mytask/smollm2.yaml", tmp_path / "runs" / "smollm2"
     sets = [part for each in SMALL for part in ("--set", each)]
-    run(tmp_path, *mtpctl, "recipe", "check", recipe)
+    run(tmp_path, *mtpctl, "recipe", "validate", recipe)
     assert "speculation is off" in run(tmp_path, *mtpctl, "train", recipe, "--dry-run")
     run(tmp_path, *mtpctl, "train", recipe, "--plain", *sets)
     resumed = run(tmp_path, *mtpctl, "train", recipe, "--plain", *sets, "--set", "train.rl.steps=3")

@@ -155,24 +155,24 @@ def test_check_reads_the_data_and_reports_mistakes(mtpctl: Any, tmp_path: Path) 
     rows = tmp_path / "rows.jsonl"
     rows.write_text(ROW)
     data = ["--set", "data.task=null", "--set", f"data.path={rows}"]
-    wrong = mtpctl("recipe", "check", "tiny_mtp", *data)
+    wrong = mtpctl("recipe", "validate", "tiny_mtp", *data)
     assert (wrong.code, wrong.out) == (2, "")
     assert wrong.err == (
         "error: data.columns.prompt: rows.jsonl has no column 'prompt'; its columns are question, answer: "
         "set data.columns: {prompt: question}\n"
     )
-    right = mtpctl("recipe", "check", "tiny_mtp", *data, "--set", "data.columns.prompt=question")
+    right = mtpctl("recipe", "validate", "tiny_mtp", *data, "--set", "data.columns.prompt=question")
     assert right.out.endswith("tiny_mtp.yaml: ok\ndata: train: rows.jsonl, 1 rows\n")
     (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}\n')
     columns = ["--set", "data.columns.prompt=question"]
-    imitated = mtpctl("recipe", "check", "tiny_mtp", *data, *columns, "--set", f"data.sft_path={tmp_path}/chat.jsonl")
+    imitated = mtpctl("recipe", "validate", "tiny_mtp", *data, *columns, "--set", f"data.sft_path={tmp_path}/chat.jsonl")
     assert (imitated.code, imitated.err.splitlines()[-1].partition(";")[2]) == (
         2,
         " its columns are messages: set data.sft_columns: {prompt: messages}",
     )
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     loop = ["--set", "data.task=null", "--set", f"data.path={tmp_path}/loop.jsonl", "--set", f"data.eval_path={rows}"]
-    circle = mtpctl("recipe", "check", "tiny_mtp", *loop)
+    circle = mtpctl("recipe", "validate", "tiny_mtp", *loop)
     assert circle.code == 2 and circle.err.startswith("error: data.path: there is no file ")
     rows.write_bytes(ROW.encode() + b"\xff\n")
     broken = mtpctl("train", "tiny_mtp", "--dry-run", *data, "--set", "data.columns.prompt=question", "--set", "cluster.num_cpus=8")

@@ -965,7 +965,6 @@ def test_commands_print_cautions(capsys: pytest.CaptureFixture[str]) -> None:
         assert not ended.value.code
         return capsys.readouterr().out
 
-    for command in ("check", "validate"):
-        assert "caution: train.rl.old_logprobs" in output_of("recipe", command, "tiny_mtp")
-    assert len(json.loads(output_of("recipe", "check", "tiny_mtp", "--json"))["cautions"]) == 1
+    assert "caution: train.rl.old_logprobs" in output_of("recipe", "validate", "tiny_mtp")
+    assert len(json.loads(output_of("recipe", "validate", "tiny_mtp", "--json"))["cautions"]) == 1
     assert "caution    train.rl.old_logprobs" in output_of("train", "tiny_mtp", "--dry-run")
