@@ -146,8 +146,9 @@ def innermost(frames: Sequence[tuple[str, int]], own: str | None) -> str:
 
     `frames`: file and line of each frame, the innermost last.
     """
-    own_frames = [frame for frame in frames if own and os.path.realpath(frame[0]) == os.path.realpath(own)] or frames
-    return f"{Path(own_frames[-1][0]).name}:{own_frames[-1][1]}" if own_frames else ""
+    if own:
+        frames = [frame for frame in frames if os.path.realpath(frame[0]) == os.path.realpath(own)] or frames
+    return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
 
 
 def location_of(value: object) -> str:

@@ -46,7 +46,7 @@ def runs(
 
 
 def _run_table(runs: list[RunOverview]) -> str:
-    from mtpctl.telemetry.names import format_duration
+    from mtpctl.telemetry.names import align_columns, format_duration
 
     def number(value: float | None) -> str:
         return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
@@ -58,9 +58,7 @@ def _run_table(runs: list[RunOverview]) -> str:
         accuracy = number(run.accuracy) + ("" if run.unseen_accuracy is None else f" (unseen {number(run.unseen_accuracy)})")
         values = (number(run.reward), number(run.unfiltered_reward), accuracy)
         rows.append((str(run.path), run.state, step, *values, format_duration(run.age_s)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *(f"unreadable: {run.fault}" for run in runs if run.fault)])
+    return "\n".join([*align_columns(rows), *(f"unreadable: {run.fault}" for run in runs if run.fault)])
 
 
 def clean(as_json: Json = False) -> None:

@@ -255,8 +255,10 @@ def _template_call(call: object) -> object:
 def _template_arguments(arguments: object) -> object:
     if arguments is None or arguments == "":
         return Arguments({})
-    if isinstance(arguments, str):  # a malformed call is rendered as the model wrote it
-        return Arguments(parsed, arguments) if isinstance(parsed := _parse_json(arguments), dict) else arguments
+    if isinstance(arguments, str):
+        parsed = _parse_json(arguments)
+        # A malformed call is rendered as the model wrote it.
+        return Arguments(parsed, arguments) if isinstance(parsed, dict) else arguments
     return Arguments(arguments) if isinstance(arguments, Mapping) else arguments
 
 

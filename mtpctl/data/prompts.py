@@ -88,7 +88,9 @@ def encode_target(tokenizer: Tokenizer, problem: Problem, ends: EndTokens | None
     ids = tokenizer.encode(problem.target)
     if ends is None:
         return [*ids, tokenizer.eos_id]
-    return ids if ids and ids[-1] in ends.ids and ids[-1] in tokenizer.special_ids else [*ids, ends.token_to_append(templated=templated)]
+    if ids and ids[-1] in ends.ids and ids[-1] in tokenizer.special_ids:
+        return ids
+    return [*ids, ends.token_to_append(templated=templated)]
 
 
 def encode_sft(

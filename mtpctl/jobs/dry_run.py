@@ -315,9 +315,8 @@ def render(plan: Plan) -> str:
         lines += _misfit_lines(misfit)
     if plan.rl:
         lines += _sync_lines(plan)
-    lines += [f"{'data' if not number else '':10} {line}" for number, line in enumerate(plan.data)]
-    lines += [f"{'resumes' if not number else '':10} {line}" for number, line in enumerate(plan.resume_lines)]
-    lines += [f"{'end tokens' if not number else '':10} {token}" for number, token in enumerate(plan.end_tokens)]
+    for title, section in (("data", plan.data), ("resumes", plan.resume_lines), ("end tokens", plan.end_tokens)):
+        lines += [f"{'' if i else title:10} {line}" for i, line in enumerate(section)]
     lines += [f"caution    {caution}" for caution in plan.cautions]
     return "\n".join(lines)
 

@@ -35,6 +35,7 @@ from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.start import start_pool
 from mtpctl.sync.protocol import Manifest
 from mtpctl.sync.store import VersionStore
+from mtpctl.telemetry.names import align_columns
 
 if TYPE_CHECKING:
     from mtpctl.convert.hf_folder import HfFolder
@@ -285,8 +286,7 @@ def render_evaluation(evaluation: Evaluation) -> str:
             cells.append(_format_unseen(metrics, mean))
         cells += [pass_at_k or "–", f"{metrics['length_mean']:.1f}"]
         rows.append([name, *cells, f"{metrics['truncated_fraction']:.1%}", acceptance])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = align_columns(rows)
     if evaluation["seen"]:
         lines.append("unseen: avg@n of the problems whose prompt no training row has, and their number")
     elif evaluation["seen"] == 0:

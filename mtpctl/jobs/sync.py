@@ -128,7 +128,8 @@ async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: i
     update = sync.last_update
     assert update is not None
     manifest, sent = update.manifest, update.sent
-    link_rate = None if update.is_push else copy_rate(max(bucket.nbytes for plan in manifest.sections.values() for bucket in plan.buckets))
+    largest_bucket = max(bucket.nbytes for plan in manifest.sections.values() for bucket in plan.buckets)
+    link_rate = None if update.is_push else copy_rate(largest_bucket)
     return SyncResult(
         version,
         manifest.transport,

@@ -306,7 +306,9 @@ def attention_width(shape: ModelShape) -> float:
     padded_output = shape.heads * shape.value_dim if shape.value_dim != shape.head_dim else 0
     # QK norms save the tensor that the heads are split from. An output gate saves itself and its input.
     normed_width = q + 2 * kv + (q if shape.gated_attention else 0)
-    return 2 * q + 2 * kv + padded_output + (normed_width if shape.qk_norm else 0) + (2 * q if shape.gated_attention else 0)
+    saved_norms = normed_width if shape.qk_norm else 0
+    saved_gate = 2 * q if shape.gated_attention else 0
+    return 2 * q + 2 * kv + padded_output + saved_norms + saved_gate
 
 
 def ffn_width(shape: ModelShape) -> float:

@@ -90,8 +90,12 @@ def create_landlock_rules(paths: list[str]) -> int:
     except OSError:
         version = 0
     rights = _RIGHTS_BY_VERSION[min(max(version, 1), 5)]
-    attributes = struct.pack("<QQQ", rights, _TCP_RIGHTS if version >= 4 else 0, _SCOPES if version >= 6 else 0)
-    attributes = attributes[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    handled = [rights]
+    if version >= 4:
+        handled.append(_TCP_RIGHTS)
+    if version >= 6:
+        handled.append(_SCOPES)
+    attributes = struct.pack(f"<{len(handled)}Q", *handled)
     rules = system_call(_CREATE_RULESET, ctypes.c_char_p(attributes), len(attributes), 0)
     for path in paths:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)

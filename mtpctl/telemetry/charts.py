@@ -18,6 +18,7 @@ from typing import Literal
 from mtpctl.errors import UserError
 from mtpctl.telemetry.names import Unit, compact, format_value
 from mtpctl.telemetry.run_directory import write_atomically
+from mtpctl.telemetry.sample_log import evenly_spaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +298,7 @@ def _x_labels(phases: Sequence[Phase], axis: Axis) -> str:
 
 def _hover_strips(curves: list[tuple[int, Series, Points]], phases: Sequence[Phase], axis: Axis) -> str:
     """Hover strips over the drawing, one per step but at most `_MAX_HOVER_STRIPS`, that show the values of the step."""
-    steps = sorted({x for _, _, pts in curves for x, _ in pts})
-    if len(steps) > _MAX_HOVER_STRIPS:
-        steps = [steps[round(i * (len(steps) - 1) / (_MAX_HOVER_STRIPS - 1))] for i in range(_MAX_HOVER_STRIPS)]
+    steps = evenly_spaced(sorted({x for _, _, pts in curves for x, _ in pts}), _MAX_HOVER_STRIPS)
     lookup = [(color, series, dict(pts)) for color, series, pts in curves]
     parts = []
     for i, x in enumerate(steps):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -238,6 +239,12 @@ def _rounded(value: float) -> str:
     decimals = sum(size < limit for limit in (99.95, 9.995, 0.9995, 0.00995))
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a text table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def format_duration(seconds: float) -> str:

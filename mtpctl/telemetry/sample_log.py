@@ -140,10 +140,14 @@ def split_by_author(sample: Sample, decode: Callable[[Sequence[int]], str]) -> l
 
 def spaced_by_reward(samples: Sequence[Sample], count: int) -> list[Sample]:
     """`count` of the samples, evenly spaced by reward rank, including the lowest and the highest."""
-    ordered = sorted(samples, key=lambda sample: sample.reward or 0.0)
-    if count <= 1 or len(ordered) <= count:
-        return ordered[:count]
-    return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]
+    return evenly_spaced(sorted(samples, key=lambda sample: sample.reward or 0.0), count)
+
+
+def evenly_spaced[T](items: list[T], count: int) -> list[T]:
+    """`count` of the items, including the first and the last."""
+    if count <= 1 or len(items) <= count:
+        return items[:count]
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def shortened(text: str, limit: int = MAX_CHARACTERS) -> str:
@@ -361,9 +365,9 @@ def rows_of_spaced_steps(rows: Sequence[SampleRow], limit: int) -> list[SampleRo
     """About `limit` rows: all rows of evenly spaced steps."""
     steps = sorted({row["step"] for row in rows})
     count = max(2, limit * len(steps) // max(len(rows), 1))
-    if len(rows) <= limit or len(steps) <= count:
+    if len(rows) <= limit:
         return list(rows)
-    selected_steps = {steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)}
+    selected_steps = set(evenly_spaced(steps, count))
     return [row for row in rows if row["step"] in selected_steps]
 
 

@@ -64,7 +64,9 @@ def length(
     base, parts = parse(_load_plain(of, of_args or {}).call(response, problem, sample, **(of_args or {})))
     tokens = sample.num_sampled
     excess = tokens / limit - 1
-    share = min(abs(excess) if max is None else excess if excess > 0 else 0.0, 1.0)
+    if max is None:
+        excess = abs(excess)
+    share = min(excess, 1.0) if excess > 0 else 0.0
     return {**parts, "reward": base - penalty * share, "correct": base, "length": -penalty * share}
 
 
