@@ -97,6 +97,7 @@ class SglangEngine(Engine):
         UpstreamMoved for another SGLang release, and SGLang's errors for a model that it cannot load.
         """
         os.environ.update(settings.environment)
+        from sglang.srt.entrypoints.engine import Engine as SglangRuntime
         from sglang.srt.server_args import ServerArgs
 
         from mtpctl.rollout.sglang import plugin
