@@ -124,6 +124,7 @@ class ElasticRollout:
         return Answer(message)
 
     def _reconcile(self, membership: Membership, live_node_ids: set[str], draining_node_ids: set[str]) -> None:
+        """Begin to remove surplus replicas and those on unusable hosts, and to add missing ones."""
         for index in membership.occupied_slots:
             node = self._bundles.by_actor[_actor_name(index)].node
             if node not in live_node_ids or node in draining_node_ids:

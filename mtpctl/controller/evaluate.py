@@ -107,11 +107,12 @@ async def evaluate(
     async def generate_requests() -> AsyncIterator[GenerationRequest]:
         for held_out in sets:
             for number, problem in enumerate(held_out.problems):
-                group = f"eval-{held_out.name}-{number}" if held_out.name else f"eval-{number}"
-                problem_of[group] = held_out, number
+                group_id = f"eval-{held_out.name}-{number}" if held_out.name else f"eval-{number}"
+                problem_of[group_id] = held_out, number
                 for index in range(held_out.config.n):
                     on_request()
-                    yield _build_request(recipe, prepared, held_out.config, problem, group, index, seed=number * held_out.config.n + index)
+                    seed = number * held_out.config.n + index
+                    yield _build_request(recipe, prepared, held_out.config, problem, group_id, index, seed)
 
     async def reward_sample(sample: Sample) -> None:
         held_out, number = problem_of[sample.group_id]
@@ -155,10 +156,10 @@ def count_deadline_truncations(recipe: Recipe, metrics: Mapping[str, float]) -> 
 
 
 def _build_request(
-    recipe: Recipe, prepared: Prepared, config: EvaluationSetConfig, problem: Problem, group: str, index: int, seed: int
+    recipe: Recipe, prepared: Prepared, config: EvaluationSetConfig, problem: Problem, group_id: str, index: int, seed: int
 ) -> GenerationRequest:
     """The request for one response, with the sampling parameters of the set."""
-    request = build_request(recipe, prepared, problem, group_id=group, index=index, seed=seed)
+    request = build_request(recipe, prepared, problem, group_id=group_id, index=index, seed=seed)
     if config.temperature is not None:
         request = replace(request, temperature=config.temperature)
     if config.max_tokens is not None:
@@ -239,7 +240,7 @@ class Evaluator:
             on_sample=self.rollout.count_response,
             # Engines that are busy with held-out problems are not stuck.
             on_progress=self.rollout.record_progress,
-            on_end=lambda num_responses: self.recorder.record_evaluation(step, num_responses),
+            on_end=lambda responses: self.recorder.record_evaluation(step, responses),
         )
         if not metrics:
             return

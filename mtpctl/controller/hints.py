@@ -33,17 +33,17 @@ WINDOW = 20
 The run in docs/benchmarks/first-run.md gains at least 5 points in this time.
 """
 MIN_STABILITY_UPDATES = 14
-OSCILLATION_STABILITY = 0.4
+OSCILLATION_MAX_STABILITY = 0.4
 OSCILLATION_CORRELATION = 0.3
-OSCILLATION_ERRORS = 3.0
+OSCILLATION_STANDARD_ERRORS = 3.0
 DROP_WINDOW = 8
-DROP_ERRORS = 4.0
+DROP_STANDARD_ERRORS = 4.0
 MIN_DROP = 0.08
 """Minimum drop that is reported, of the mean reward over `DROP_WINDOW` updates below the best such mean.
 
 Smaller drops may be due to the data.
 """
-ENTROPY_GROWTH = 3.0
+MIN_ENTROPY_GROWTH = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ def oscillates(updates: Sequence[UpdateStats]) -> bool:
     """
     pair_means = [(a.reward + b.reward) / 2 for a, b in itertools.pairwise(updates)]
     drops = [best_mean - value for best_mean, value in zip(itertools.accumulate(pair_means, max), pair_means, strict=True)]
-    if max(drops) <= OSCILLATION_ERRORS * statistics.fmean(update.variance for update in updates) ** 0.5:  # sampling explains the drops
+    standard_error = statistics.fmean(update.variance for update in updates) ** 0.5
+    if max(drops) <= OSCILLATION_STANDARD_ERRORS * standard_error:  # sampling explains the drops
         return False
     residuals = fit_residuals([update.reward for update in updates])
     return min(autocorrelation(residuals, lag) for lag in range(2, len(residuals) // 2 + 1)) < -OSCILLATION_CORRELATION
@@ -108,7 +109,7 @@ def reward_drop(updates: Sequence[UpdateStats]) -> float:
     means = [statistics.fmean(update.reward for update in window) for window in windows]
     latest_mean, best_mean = means[-1], max(means)
     standard_error = (2 * statistics.fmean(update.variance for update in updates) / DROP_WINDOW) ** 0.5
-    return best_mean - latest_mean if best_mean - latest_mean > max(MIN_DROP, DROP_ERRORS * standard_error) else 0.0
+    return best_mean - latest_mean if best_mean - latest_mean > max(MIN_DROP, DROP_STANDARD_ERRORS * standard_error) else 0.0
 
 
 class StabilityWatch:
@@ -117,25 +118,25 @@ class StabilityWatch:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._updates: deque[UpdateStats] = deque(maxlen=4 * WINDOW)
-        self._quiet_updates = 0
+        self._updates_until_warning = 0
 
     def update(self, group_means: Sequence[float], metrics: dict[str, float]) -> tuple[dict[str, float], str | None]:
         """Returns metrics to log with the update, and a warning if any. `group_means`: rewards of all groups, dropped ones included."""
         if (update := UpdateStats.from_group_means(group_means, metrics)) is None:
             return {}, None
         self._updates.append(update)
-        self._quiet_updates = max(0, self._quiet_updates - 1)
+        self._updates_until_warning = max(0, self._updates_until_warning - 1)
         latest = list(self._updates)[-WINDOW:]
         if len(latest) < MIN_STABILITY_UPDATES:
             return {}, None
         stability = compute_stability(latest)
-        warning = None if self._quiet_updates else self._warning(latest, stability, metrics)
+        warning = None if self._updates_until_warning else self._warning(latest, stability, metrics)
         if warning is not None:
-            self._quiet_updates = WINDOW
+            self._updates_until_warning = WINDOW
         return {"rl/stability": stability}, warning
 
     def _warning(self, latest: list[UpdateStats], stability: float, metrics: dict[str, float]) -> str | None:
-        if stability < OSCILLATION_STABILITY and oscillates(latest):
+        if stability < OSCILLATION_MAX_STABILITY and oscillates(latest):
             low, high = min(update.reward for update in latest), max(update.reward for update in latest)
             problem = f"the reward swings between {low:.2f} and {high:.2f} over {len(latest)} updates (rl/stability {stability:.2f})"
         elif reward_fall := reward_drop(list(self._updates)):
@@ -152,7 +153,7 @@ class StabilityWatch:
         if len(entropies) < 2 * DROP_WINDOW:
             return 0.0
         early_mean, late_mean = statistics.fmean(entropies[:DROP_WINDOW]), statistics.fmean(entropies[-DROP_WINDOW:])
-        return late_mean / early_mean if late_mean > ENTROPY_GROWTH * early_mean > 0 else 0.0
+        return late_mean / early_mean if late_mean > MIN_ENTROPY_GROWTH * early_mean > 0 else 0.0
 
     def _suggest_fix(self, staleness: float) -> str:
         rl = self._recipe.rl
@@ -168,8 +169,8 @@ RECENT_UPDATES = 5
 """Updates over which a level is averaged, such as the share of truncated responses."""
 REPEAT_UPDATES = 100
 """Updates after which a hint is repeated if it still holds."""
-RISE_ERRORS = 2.0
-"""The reward has risen if the means of the two halves differ by more than this many standard errors."""
+RISE_STANDARD_ERRORS = 2.0
+"""The reward has risen if the mean of the second half is above that of the first by more than this many standard errors."""
 UNCHANGED_RATIO = 0.01
 """Distance of `actor/ratio_mean` from 1 below which the policy hardly moves: a twentieth of the clip range, 0.2."""
 UNCHANGED_KL = 1e-3
@@ -197,8 +198,8 @@ class HintWatch:
         self._recipe = recipe
         self._updates: deque[UpdateStats] = deque(maxlen=WINDOW)
         self._first_entropies: list[float] = []
-        self._count = 0
-        self._reported: dict[str, int] = {}
+        self._num_updates = 0
+        self._reported_at: dict[str, int] = {}
         self._hints: tuple[tuple[str, Callable[[], str]], ...] = (
             ("equal", self._equal_rewards_hint),
             ("truncated", self._truncation_hint),
@@ -210,19 +211,19 @@ class HintWatch:
         """The hints that an update triggers. `group_means`: rewards of all groups, dropped ones included."""
         if (update := UpdateStats.from_group_means(group_means, metrics)) is None:
             return []
-        self._count += 1
+        self._num_updates += 1
         self._updates.append(update)
         if len(self._first_entropies) < RECENT_UPDATES and "actor/entropy" in metrics:
             self._first_entropies.append(metrics["actor/entropy"])
         lines = []
-        for name, hint in self._hints:
-            quiet_until = self._reported.get(name, -REPEAT_UPDATES) + REPEAT_UPDATES
-            if self._count >= quiet_until and (line := hint()):
-                self._reported[name] = self._count
+        for name, find_hint in self._hints:
+            quiet_until = self._reported_at.get(name, -REPEAT_UPDATES) + REPEAT_UPDATES
+            if self._num_updates >= quiet_until and (line := find_hint()):
+                self._reported_at[name] = self._num_updates
                 lines.append(line)
         return lines
 
-    def _recent(self, name: str, updates: int = RECENT_UPDATES) -> float | None:
+    def _recent_mean(self, name: str, updates: int = RECENT_UPDATES) -> float | None:
         """Mean of a metric over the latest updates; None if an update lacks the metric, or if there are too few updates."""
         values = [step.metrics.get(name) for step in list(self._updates)[-updates:]]
         present_values = [value for value in values if value is not None]
@@ -234,10 +235,10 @@ class HintWatch:
         early_updates, late_updates = list(self._updates)[:half], list(self._updates)[-half:]
         early_mean, late_mean = (statistics.fmean(update.reward for update in updates) for updates in (early_updates, late_updates))
         standard_error = (sum(update.variance for update in early_updates) + sum(update.variance for update in late_updates)) ** 0.5 / half
-        return late_mean - early_mean > RISE_ERRORS * standard_error
+        return late_mean - early_mean > RISE_STANDARD_ERRORS * standard_error
 
     def _equal_rewards_hint(self) -> str:
-        share = self._recent("reward/signal_fraction", 2 * RECENT_UPDATES)
+        share = self._recent_mean("reward/signal_fraction", 2 * RECENT_UPDATES)
         if share is None or share >= LOW_SIGNAL_FRACTION:
             return ""
         reward = statistics.fmean(step.reward for step in self._updates)
@@ -249,7 +250,7 @@ class HintWatch:
         )
 
     def _truncation_hint(self) -> str:
-        share = self._recent("response/truncated_fraction")
+        share = self._recent_mean("response/truncated_fraction")
         if share is None or share <= HIGH_TRUNCATED_FRACTION:
             return ""
         limit = self._recipe.rollout.max_tokens
@@ -259,7 +260,7 @@ class HintWatch:
         )
 
     def _collapsed_entropy_hint(self) -> str:
-        entropy = self._recent("actor/entropy")
+        entropy = self._recent_mean("actor/entropy")
         if entropy is None or len(self._updates) < WINDOW or len(self._first_entropies) < RECENT_UPDATES:
             return ""
         initial = statistics.fmean(self._first_entropies)
@@ -272,19 +273,19 @@ class HintWatch:
         )
 
     def _unchanged_policy_hint(self) -> str:
-        signal = self._recent("reward/signal_fraction", WINDOW)
+        signal = self._recent_mean("reward/signal_fraction", WINDOW)
         if signal is None or signal < MIN_SIGNAL_FRACTION or self._reward_rises():
             return ""
-        ratio, kl = self._recent("actor/ratio_mean", WINDOW), self._recent("actor/ppo_kl", WINDOW)
-        ref_kl = self._recent("actor/ref_kl")
-        kl_value = ref_kl if ref_kl is not None else kl
-        if ratio is None or kl_value is None or abs(ratio - 1) > UNCHANGED_RATIO or abs(kl_value) > UNCHANGED_KL or self._entropy_changes():
+        ratio, ppo_kl = self._recent_mean("actor/ratio_mean", WINDOW), self._recent_mean("actor/ppo_kl", WINDOW)
+        ref_kl = self._recent_mean("actor/ref_kl")
+        kl = ref_kl if ref_kl is not None else ppo_kl
+        if ratio is None or kl is None or abs(ratio - 1) > UNCHANGED_RATIO or abs(kl) > UNCHANGED_KL or self._entropy_changes():
             return ""
         kl_name = "KL to the start" if ref_kl is not None else "KL of an update"
         lr = self._recipe.train.rl.optimizer.lr
         return (
             f"nothing moves: over {WINDOW} updates the reward is flat, actor/ratio_mean is {ratio:.3f}, and the {kl_name} is "
-            f"{kl_value:.1e} nats; raise train.rl.optimizer.lr: {lr:g} by a factor of 3, or raise train.rl.minibatches"
+            f"{kl:.1e} nats; raise train.rl.optimizer.lr: {lr:g} by a factor of 3, or raise train.rl.minibatches"
         )
 
     def _entropy_changes(self) -> bool:

@@ -47,7 +47,7 @@ def pass_at_k_values(n: int) -> list[int]:
 
 
 def mean_pass_at_k(correct_counts: Sequence[int], n: int) -> dict[int, float]:
-    """pass@k averaged over problems, for each k of `pass_at_k_values(n)`. correct: correct responses of each problem, out of n."""
+    """pass@k averaged over problems, for each k of `pass_at_k_values(n)`. `correct_counts`: correct responses of each problem, out of n."""
     return {k: sum(pass_at_k(n, count, k) for count in correct_counts) / len(correct_counts) for k in pass_at_k_values(n)}
 
 
@@ -211,7 +211,7 @@ class SampleRecorder:
         self._record(selected, [problems[sample.group_id] for sample in selected], step=step, kind="update")
 
     def record_evaluation(self, step: int, responses: Mapping[str, Sequence[tuple[Problem, list[Sample]]]]) -> None:
-        """Record the responses of an evaluation after the update `step`. responses: by name of the held-out set."""
+        """Record the responses of an evaluation after the update `step`. `responses`: by name of the held-out set."""
         for name, pairs in responses.items() if self.count else ():
             problems = {id(sample): problem for problem, samples in pairs for sample in samples}
             samples = [sample for _, responses_to_problem in pairs for sample in responses_to_problem]

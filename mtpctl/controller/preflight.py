@@ -209,10 +209,10 @@ async def _call_reward(config: RewardConfig, rows: list[Problem]) -> list[Outcom
     from mtpctl.rl.rewards.pool import Rewarder
 
     async with Rewarder(config) as rewarder:
-        return await asyncio.gather(*(rewarder.attempt(row.target, row, _sample(row)) for row in rows))
+        return await asyncio.gather(*(rewarder.attempt(row.target, row, _make_sample(row)) for row in rows))
 
 
-def _sample(row: Problem) -> Sample:
+def _make_sample(row: Problem) -> Sample:
     """A sample with the row's solution as response. Its tokens are bytes, because no tokenizer is loaded yet."""
     sample = Sample(row.prompt_id, "0", list(row.prompt.encode()))
     ids = list(row.target.encode())

@@ -36,7 +36,7 @@ _ANNOUNCED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingPoint:
     """The starting point of a run.
 
     Attributes:
@@ -50,7 +50,7 @@ class Start:
     lines: Sequence[str] = ()
 
 
-def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start:
+def find_starting_point(recipe: Recipe, directory: RunDirectory, report: Report) -> StartingPoint:
     """Verify the newest checkpoint of a locked run directory. If it is damaged, it is renamed and the previous one is used.
 
     Raises UserError if every checkpoint is damaged, if the checkpoint is within a stage that the recipe leaves out, or if the initial
@@ -64,11 +64,11 @@ def find_start(recipe: Recipe, directory: RunDirectory, report: Report) -> Start
     check_stages(choice.path, state, recipe.train.stages)
     _check_reference(recipe, directory, state)
     renamed_lines = [f"{path.name} is kept under another name" for path, _ in choice.damaged]
-    return Start(choice.path, state, ["; ".join([line, *renamed_lines[i : i + 1]]) for i, line in enumerate(choice.lines)])
+    return StartingPoint(choice.path, state, ["; ".join([line, *renamed_lines[i : i + 1]]) for i, line in enumerate(choice.lines)])
 
 
 def describe_start(recipe: Recipe) -> list[str]:
-    """Lines about the checkpoint that a start would resume from, after verifying it; empty without one. Raises like `find_start`."""
+    """Verify the checkpoint that a start would resume from, and describe it; empty without one. Raises like `find_starting_point`."""
     directory = RunDirectory(recipe.run_path)
     choice = choose_checkpoint(directory.checkpoints, verify_checksums=True)
     if choice.path is None:
@@ -158,8 +158,8 @@ def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
     folder = recipe.model.folder_in(run.path)
     if folder is None or not folder.is_dir() or (tree := run.read_recipe()) is None:
         return
-    earlier_values = _init_keys(tree)
-    current_values = _init_keys(recipe.model_dump(mode="json", by_alias=True))
+    earlier_values = _init_values(tree)
+    current_values = _init_values(recipe.model_dump(mode="json", by_alias=True))
     for key in [*current_values, *earlier_values]:
         if (earlier_value := earlier_values.get(key)) != (value := current_values.get(key)):
             raise UserError(
@@ -167,7 +167,7 @@ def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
             )
 
 
-def _init_keys(tree: Mapping[str, object]) -> dict[KeyPath, object]:
+def _init_values(tree: Mapping[str, object]) -> dict[KeyPath, object]:
     """The values of a resolved recipe that determine its random weights, by key."""
     values = flatten(tree)
     sections = ("model", "config"), ("model", "drafter")

@@ -93,7 +93,7 @@ class RlStage:
         self._evaluation_wait_s = 0.0  # since the last update
         self._update_done = asyncio.Event()  # set at the end of each update
         self._skipped_in_a_row = 0
-        self._reported_messages = {""}  # the engines' messages about their number of draft tokens
+        self._reported_messages = {""}  # of the engines, about their number of draft tokens; an empty one is never logged
         self._truncation_reported = False
         self._cold_cache_reported = False
 
@@ -303,12 +303,12 @@ class RlStage:
 
     # ------------------------------------------------------------------------------------------------------ warnings
 
-    def _warn_of_deadlines(self, share: float, responses: int) -> None:
+    def _warn_of_deadlines(self, share: float, num_responses: int) -> None:
         """Log an event for the first update with responses that the deadline truncated. Later updates only have the metric."""
         if share and not self._truncation_reported:
             self._truncation_reported = True
             deadline_s = self.recipe.rollout.deadline_s
-            message = f"{round(share * responses)} of {responses} responses were truncated by rollout.deadline_s: {deadline_s:g}"
+            message = f"{round(share * num_responses)} of {num_responses} responses were truncated by rollout.deadline_s: {deadline_s:g}"
             fix = "raise it, or lower rollout.max_tokens or max_in_flight (response/deadline_fraction)"
             self.telemetry.event("rollout", f"{message}; {fix}")
 

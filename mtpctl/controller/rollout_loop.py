@@ -2,9 +2,9 @@
 
     prompt ───► admission ───► rollout ───► log-probs ───► reward ───► group complete ───► SampleBuffer
 
-`_requests` sends out as many prompts as admission allows. Each sample that comes back is scored and rewarded in its own task while others
-are still being generated, and the last sample of a group completes it. A complete group is put into the buffer. If it has no signal, or a
-reward failed, it is dropped and replaced by another prompt's group.
+`_yield_requests` sends out as many prompts as admission allows. Each sample that comes back is scored and rewarded in its own task while
+others are still being generated, and the last sample of a group completes it. A complete group is put into the buffer. If a reward failed
+or the group has no signal (its rewards are all equal, so its advantages are zero), it is dropped and replaced by another prompt's group.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class RolloutLoop:
         self.last_progress = time.monotonic()
         self._admission_changed = asyncio.Event()
         self._failures = Failures()
-        self._dropped_in_a_row = 0  # groups
+        self._groups_dropped_in_a_row = 0
         self._responses_in_flight = 0
         self._rewards_in_flight = 0
 
@@ -194,7 +194,7 @@ class RolloutLoop:
     async def run(self) -> None:
         """Send out prompts and process the responses, until cancelled."""
         # A separate task for each sample, so that no sample waits for the scores of another.
-        async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.generator.generate(self._requests())) as samples:
+        async with asyncio.TaskGroup() as tasks, contextlib.aclosing(self.generator.generate(self._yield_requests())) as samples:
             async for sample in samples:
                 self.record_progress()
                 self.count_response(sample)
@@ -204,7 +204,7 @@ class RolloutLoop:
 
     # ------------------------------------------------------------------------------------------- prompt and admission
 
-    async def _requests(self) -> AsyncIterator[GenerationRequest]:
+    async def _yield_requests(self) -> AsyncIterator[GenerationRequest]:
         """Requests for group after group, each as soon as it is admitted."""
         while True:
             while not self.admission.has_room:
@@ -307,7 +307,7 @@ class RolloutLoop:
         signal = has_signal(rewards)
         self.cursor.record_signal(group.problem, signal=signal)
         if self.teacher is not None or not self.recipe.train.rl.dynamic_sampling or signal:
-            self._dropped_in_a_row = 0
+            self._groups_dropped_in_a_row = 0
             await self.buffer.put(group)
             return
         self.counts.dropped_groups += 1
@@ -320,9 +320,9 @@ class RolloutLoop:
 
     async def _drop(self, group: Group, message: str) -> None:
         """Drop a group, and admit another one. After too many in a row, raises RuntimeFailure(message), with their number for `{}`."""
-        self._dropped_in_a_row += 1
-        if self._dropped_in_a_row >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
-            raise RuntimeFailure(message.replace("{}", str(self._dropped_in_a_row)))
+        self._groups_dropped_in_a_row += 1
+        if self._groups_dropped_in_a_row >= BATCHES_WITHOUT_SIGNAL * self.recipe.train.rl.prompts_per_step:
+            raise RuntimeFailure(message.replace("{}", str(self._groups_dropped_in_a_row)))
         if await self.buffer.drop(group):
             self.admission.release()
             self._admission_changed.set()

@@ -17,7 +17,7 @@ from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.controller.copies import CheckpointCopier, start_copier
 from mtpctl.controller.elastic import ElasticRollout
 from mtpctl.controller.prepare import Prepared, open_version_store
-from mtpctl.controller.resume import REFERENCE, Start
+from mtpctl.controller.resume import REFERENCE, StartingPoint
 from mtpctl.controller.rl import RlStage
 from mtpctl.controller.scoring import OldLogprobScorer
 from mtpctl.controller.services import Services, create_engine_claim, reserve_bundles, start_rewards
@@ -48,16 +48,16 @@ class Run:
 
     Args:
         old_logprobs_note: appended to the message about the resume, if the source of old log-probs has changed; else empty.
-        status: the bound socket of the status page, if any.
+        status_socket: bound for the status page, if there is one.
         daemons: the Ray daemons that the run has started.
-        start: the checkpoint that the run resumes from; by default none.
+        starting_point: by default that of a new run.
     """
 
     placement: Placement
     bundles: Bundles
     recovery: TrainerRecovery
     services: Services
-    gateway: socket.socket | None = None
+    gateway_socket: socket.socket | None = None
     pool: ReplicaPool | None = None
     elastic: ElasticRollout | None = None
 
@@ -68,13 +68,13 @@ class Run:
         directory: RunDirectory,
         telemetry: Telemetry,
         old_logprobs_note: str = "",
-        status: socket.socket | None = None,
+        status_socket: socket.socket | None = None,
         daemons: Daemons | None = None,
-        start: Start | None = None,
+        starting_point: StartingPoint | None = None,
     ) -> None:
         self.recipe, self.prepared, self.directory, self.telemetry = recipe, prepared, directory, telemetry
-        self.old_logprobs_note, self.status = old_logprobs_note, status
-        self.start = start or Start(None, load_state(None))
+        self.old_logprobs_note, self.status_socket = old_logprobs_note, status_socket
+        self.starting_point = starting_point or StartingPoint(None, load_state(None))
         self.waits = Waits(telemetry.waiting, directory.logs)
         self.state = RunState(directory.checkpoints, recipe.train, show_wait=self.waits.show, report=partial(telemetry.event, "checkpoint"))
         self.stop_handler = StopHandler(self.state, partial(telemetry.event, "stop"), daemons)
@@ -92,14 +92,14 @@ class Run:
             stack.enter_context(self.stop_handler.handle_signals())
             self.store.claim()
             stack.callback(self.store.close)
-            if self.trains_rl and (gateway := bind_gateway(self.recipe.rollout)) is not None:
-                self.gateway = stack.enter_context(contextlib.closing(gateway))
+            if self.trains_rl and (gateway_socket := bind_gateway(self.recipe.rollout)) is not None:
+                self.gateway_socket = stack.enter_context(contextlib.closing(gateway_socket))
             stack.callback(asyncio.create_task(self.waits.run(), name="waits").cancel)
-            if self.status is not None:
-                await stack.enter_async_context(serving(create_status_app(self.telemetry.live, self._replica_counts), self.status))
-                self.telemetry.event("start", f"status page: {address_of(self.status)}")
+            if self.status_socket is not None:
+                await stack.enter_async_context(serving(create_status_app(self.telemetry.live, self._replica_counts), self.status_socket))
+                self.telemetry.event("start", f"status page: {address_of(self.status_socket)}")
             report_copy = partial(self.telemetry.event, "copy")
-            if (copier := start_copier(self.recipe, self.directory, self.start.checkpoint, report_copy)) is not None:
+            if (copier := start_copier(self.recipe, self.directory, self.starting_point.checkpoint, report_copy)) is not None:
                 self.state.copier = copier
                 stack.push_async_callback(self._finish_copies, copier)
             reservation = await reserve_bundles(self.recipe, self.waits, self.state.stop_requested)
@@ -177,8 +177,8 @@ class Run:
             except TrainerLost as error:
                 counts = await self.recovery.recover_start(error)
         self.telemetry.event("start", f"trainer ready: {counts['parameters']:,} parameters, {counts['trained']:,} of them trained")
-        checkpoint = self.start.checkpoint
-        self.state.load(self.start.state)
+        checkpoint = self.starting_point.checkpoint
+        self.state.load(self.starting_point.state)
         within_stage = self.state.within_stage
         if checkpoint is not None and not within_stage:
             await self._restore(trainer, checkpoint)
@@ -280,7 +280,7 @@ class Run:
                     report=partial(event, "agent"),
                     log=self.directory.logs / "agent.log",
                     key_file=self.directory.path / "gateway.key",
-                    listener=self.gateway,
+                    listener=self.gateway_socket,
                 )
             )
             teacher = await self.services.start_teacher(stack, server)

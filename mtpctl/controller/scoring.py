@@ -44,8 +44,7 @@ class OldLogprobScorer:
         self._late_count, self._unscored_count = 0, 0
 
     async def __call__(self, sample: Sample) -> Sample:
-        """Fill in a sample's old log-probs, the weight version that computed them, and, if `replay` is `recompute`, its expert
-        routes.
+        """Fill in a sample's old log-probs, and the weight version that computed them. With `replay: recompute`, also its expert routes.
 
         If `ATTEMPTS` requests are answered late, the sample is returned unscored: the trainer computes its old log-probs at the update.
         """

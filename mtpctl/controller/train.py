@@ -12,7 +12,7 @@ from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import check_capacity, cluster
 from mtpctl.controller.copies import check_copies, check_sync_url, fetch_if_lost
 from mtpctl.controller.prepare import prepare
-from mtpctl.controller.resume import check_random_init, describe_old_logprobs_change, find_start, report_completed_run
+from mtpctl.controller.resume import check_random_init, describe_old_logprobs_change, find_starting_point, report_completed_run
 from mtpctl.controller.run import Run
 from mtpctl.controller.state import check_stages, load_resume_state
 from mtpctl.controller.status import bind_status_socket
@@ -59,18 +59,18 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     recipe = recipe.model_copy(update={"run_dir": str(recipe.run_path.absolute())})
     with RunDirectory.create(recipe.run_path, resolved_recipe) as directory, contextlib.ExitStack() as open_sockets:
         try:
-            status = bind_status_socket(recipe.telemetry)
-            if status is not None:
-                open_sockets.enter_context(contextlib.closing(status))
+            status_socket = bind_status_socket(recipe.telemetry)
+            if status_socket is not None:
+                open_sockets.enter_context(contextlib.closing(status_socket))
             prepared = prepare(recipe, directory.path)
-            start = find_start(recipe, directory, report)
+            starting_point = find_starting_point(recipe, directory, report)
         except MtpctlError:
             if is_new:
                 shutil.rmtree(directory.path)
             raise
         # The recipe is recorded after all checks, so that a rejected recipe does not replace the previous one.
         changed_keys = directory.record(resolved_recipe)
-        resumed = ResumePoint(start.state["stage"], start.state["step"], start.state["ended"])
+        resumed = ResumePoint(starting_point.state["stage"], starting_point.state["step"], starting_point.state["ended"])
         early_stages = ["sft"] if recipe.train.sft.until_loss else []
         with Telemetry(
             directory, recipe.telemetry, plain, stage_steps=stage_steps, early_stages=early_stages, resumed=resumed
@@ -81,12 +81,14 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
                 telemetry.event("metrics", telemetry.damage_warning)
             if fetch_note:
                 telemetry.event("copy", fetch_note)
-            for line in start.lines:
+            for line in starting_point.lines:
                 telemetry.event("checkpoint", line)
             for warning in prepared.warnings:
                 telemetry.event("data", warning)
             with cluster(recipe.cluster, cpus=cpus, gpus=gpus, logs=directory.logs) as daemons:
-                stopped_by = asyncio.run(Run(recipe, prepared, directory, telemetry, old_logprobs_note, status, daemons, start).run())
+                stopped_by = asyncio.run(
+                    Run(recipe, prepared, directory, telemetry, old_logprobs_note, status_socket, daemons, starting_point).run()
+                )
                 raise_on_stop()  # `asyncio.run` has removed the handlers of the stop signals.
                 if stopped_by is None:
                     telemetry.print_summary()

@@ -343,12 +343,12 @@ class TrainerRecovery:
             raise RuntimeFailure(f"{error}; train.max_restarts: the limit of {train.max_restarts} within an hour is reached") from error
         return len(self._loss_times)
 
-    async def _restore(self, newest: Path | None, redraw_prompts: bool) -> Path | None:
+    async def _restore(self, checkpoint: Path | None, redraw_prompts: bool) -> Path | None:
         stage = self.state.stage
-        within_stage = self.state.reset_to(newest, redraw_prompts=redraw_prompts)
-        if newest is not None and not within_stage:
-            await self.trainer.restore(newest)
+        within_stage = self.state.reset_to(checkpoint, redraw_prompts=redraw_prompts)
+        if checkpoint is not None and not within_stage:
+            await self.trainer.restore(checkpoint)
         await self.state.retry_while_disk_full(lambda: self.trainer.begin_stage(stage, self.reference, resumed=within_stage))
-        if newest is not None and within_stage:
-            await self.trainer.restore(newest)
-        return newest if within_stage else None
+        if checkpoint is not None and within_stage:
+            await self.trainer.restore(checkpoint)
+        return checkpoint if within_stage else None

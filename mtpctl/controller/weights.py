@@ -47,7 +47,7 @@ class WeightSync:
             self._logprob_parties = Parties(recipe, trainer, _NoEngines(), server, VersionStore(store).for_logprob(recipe).root)
         self.last_update: WeightUpdate | None = None
         self._metrics = metrics
-        self._persisting: asyncio.Task[None] | None = None
+        self._persist_task: asyncio.Task[None] | None = None
 
     async def __call__(self, version: int, *, verify: bool | None = None) -> dict[str, float]:
         """Update every target to `version`. Returns `sync/*`, and the result of `metrics`. Raises the errors of `WeightUpdate.run`.
@@ -66,7 +66,7 @@ class WeightSync:
             await logprob_update.persist()
             self._logprob_version, logprob_bytes = version, logprob_update.manifest.nbytes
         update = await self._run(self.parties, version, verify=verify)
-        self._persisting = asyncio.create_task(update.persist())
+        self._persist_task = asyncio.create_task(update.persist())
         self.last_update = update
         seconds = time.perf_counter() - started_at
         verified_metrics = {"sync/verified": float(min((report.verified for report in update.reports), default=0))} if verify else {}
@@ -78,7 +78,7 @@ class WeightSync:
                 "sync/stall_seconds": max((report.stall_seconds for report in update.reports), default=0.0),
                 "sync/gb_per_s": (logprob_bytes + update.manifest.nbytes) / seconds / 1e9,
             }
-            | _changed_shares(update.manifest)
+            | _compute_changed_shares(update.manifest)
             | self._metrics()
         )
 
@@ -108,16 +108,16 @@ class WeightSync:
 
     async def reset(self) -> None:
         """Reset after the loss of the trainer. The next version is the first of the new trainer, and contains every section."""
-        persisting, self._persisting, self.last_update, self._logprob_version = self._persisting, None, None, 0
-        if persisting is not None:
-            persisting.cancel()
-            await asyncio.gather(persisting, return_exceptions=True)
+        persist_task, self._persist_task, self.last_update, self._logprob_version = self._persist_task, None, None, 0
+        if persist_task is not None:
+            persist_task.cancel()
+            await asyncio.gather(persist_task, return_exceptions=True)
 
     async def wait_persisted(self) -> None:
         """Wait until the trainer has copied the latest version to the store. Raises the error of the copy."""
-        if self._persisting is not None:
-            persisting, self._persisting = self._persisting, None
-            await persisting
+        if self._persist_task is not None:
+            persist_task, self._persist_task = self._persist_task, None
+            await persist_task
 
 
 class _NoEngines:
@@ -133,7 +133,7 @@ class _NoEngines:
         return []
 
 
-def _changed_shares(manifest: Manifest) -> dict[str, float]:
+def _compute_changed_shares(manifest: Manifest) -> dict[str, float]:
     """The share of elements that changed since the previous version, overall and by section; empty if the sender did not compare them."""
     counts = {name: (plan.changed, plan.numel) for name, plan in manifest.sections.items() if plan.changed is not None}
     if not counts:

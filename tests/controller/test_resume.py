@@ -13,7 +13,7 @@ import pytest
 from mtpctl.checkpoint.finding import damaged_in, list_checkpoints
 from mtpctl.checkpoint.listing import write_listing
 from mtpctl.controller import state as module
-from mtpctl.controller.resume import describe_start, find_start, start_over
+from mtpctl.controller.resume import describe_start, find_starting_point, start_over
 from mtpctl.controller.state import FAILURE_PERIOD_S, RETRY_S, RunState
 from mtpctl.doctor.checks import examine_run
 from mtpctl.errors import RuntimeFailure, SaveFailed, ThresholdMissed, UserError
@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 def start(recipe: Recipe) -> Any:
     message: list[str] = []
-    return find_start(recipe, RunDirectory(recipe.run_path), message.append)
+    return find_starting_point(recipe, RunDirectory(recipe.run_path), message.append)
 
 
 def test_run_resumes_from_the_newest_complete_checkpoint_and_keeps_the_damaged_one(recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from mtpctl.controller.prepare import Prepared, open_model, prepare
-from mtpctl.controller.resume import Start
+from mtpctl.controller.resume import StartingPoint
 from mtpctl.controller.run import Run
 from mtpctl.controller.state import load_resume_state
 from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure
@@ -56,8 +56,10 @@ def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.
     resumed = write_checkpoint(tmp_path / "run", f"{stage}-000004", ended=["sft"] if stage == "rl" else [])
     requested, rows = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.sft.steps=9", "train.rl.steps=9"), Rows()
     prepared = Prepared(open_model(requested, requested.run_path), cast(Any, None), cast(Any, None), 64)
-    start = Start(resumed, load_resume_state(resumed, requested.train))
-    run = Run(requested, prepared, RunDirectory(requested.run_path), cast(Telemetry, rows), "other log-probs", start=start)
+    starting_point = StartingPoint(resumed, load_resume_state(resumed, requested.train))
+    run = Run(
+        requested, prepared, RunDirectory(requested.run_path), cast(Telemetry, rows), "other log-probs", starting_point=starting_point
+    )
     asyncio.run(run.run())
     line = next(event for event in rows.events if "resumes after step 4" in event)
     assert line.endswith("other log-probs") == (stage == "rl")
