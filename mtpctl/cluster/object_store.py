@@ -32,7 +32,7 @@ class UrlField:
 
 
 class StoreFailed(RuntimeFailure):
-    """A request to the store failed. reason: the first line of the store's message."""
+    """A request to the store failed. `reason`: the first line of the store's message."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)

@@ -108,7 +108,7 @@ class RolloutActor:
         try:
             answer = await self._engine.generate(request)
         except Exception as error:
-            answer = _picklable(error)
+            answer = _make_picklable(error)
         self._answers.append((number, answer))
         self._has_answers.set()
 
@@ -138,7 +138,7 @@ class RolloutActor:
             await self._engine.shutdown()
 
 
-def _picklable(error: Exception) -> Exception:
+def _make_picklable(error: Exception) -> Exception:
     """Return an error that the caller can unpickle without the engine's packages, with the traceback as a note.
 
     Errors from other packages become a RuntimeError that names the type.
@@ -149,14 +149,14 @@ def _picklable(error: Exception) -> Exception:
     return picklable_error
 
 
-def _death_message(error: Exception) -> str:
+def _describe_death(error: Exception) -> str:
     """The first line of Ray's error for a dead actor, with the name of the actor's log. Ray's full message can be long."""
     message = str(error).strip()
     pid = re.search(r"^\s*pid: (\d+)$", message, re.MULTILINE)
     return message.partition("\n")[0] + (f" Its last output is in Ray's logs on its host, worker-*-{pid[1]}.err" if pid else "")
 
 
-def _control[**P, T](
+def _forward_to_engine[**P, T](
     method: Callable[Concatenate[EngineControl, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[RayReplica, P], Coroutine[Any, Any, T]]:
     """Create a method of `RayReplica` that calls the engine's method of the same name in the actor."""
@@ -181,12 +181,12 @@ class RayReplica:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_collecting = False
 
-    update = _control(EngineControl.update)
-    serve_relay = _control(EngineControl.serve_relay)
-    pause = _control(EngineControl.pause)
-    control_speculation = _control(EngineControl.control_speculation)
-    admit_at_once = _control(EngineControl.admit_at_once)
-    health = _control(EngineControl.health)
+    update = _forward_to_engine(EngineControl.update)
+    serve_relay = _forward_to_engine(EngineControl.serve_relay)
+    pause = _forward_to_engine(EngineControl.pause)
+    control_speculation = _forward_to_engine(EngineControl.control_speculation)
+    admit_at_once = _forward_to_engine(EngineControl.admit_at_once)
+    health = _forward_to_engine(EngineControl.health)
 
     async def _call[**P, T](self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         from ray.exceptions import RayActorError, RayTaskError
@@ -194,7 +194,7 @@ class RayReplica:
         try:
             return await getattr(self._handle, method.__name__).remote(*args, **kwargs)  # type: ignore[no-any-return]
         except RayActorError as error:
-            raise EngineDead(f"{self.name}: {_death_message(error)}") from error
+            raise EngineDead(f"{self.name}: {_describe_death(error)}") from error
         except RayTaskError as error:
             # Errors of mtpctl are raised unchanged, because `as_instanceof_cause` adds the actor's traceback to the message.
             raise error.cause if isinstance(error.cause, MtpctlError) else error.as_instanceof_cause() from error

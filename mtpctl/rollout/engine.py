@@ -34,6 +34,7 @@ from mtpctl.sync.remote import prefetch, start_relay
 from mtpctl.sync.update import SyncReport, manifests_to, update_target
 
 CONTROL_DEADLINE_S = 120.0
+"""Time limit of each call to the engine except `generate`, in seconds. An update may set a longer one."""
 
 
 @dataclass(slots=True)
@@ -98,7 +99,9 @@ class Engine(ABC):
         max_tokens = min(request.max_tokens - len(sample.response_ids), self._remaining_context(len(prompt)))
         if max_tokens <= 0:
             if not sample.response_ids:
-                raise UserError(f"prompt {sample.prompt_id} has {len(prompt)} tokens, the context {self._context}: raise rollout.context")
+                raise UserError(
+                    f"prompt {sample.prompt_id} has {len(prompt)} tokens, the context has {self._context}; raise rollout.context"
+                )
             sample.finish_reason = "length"
             return sample
         request_id = f"{sample.prompt_id}/{sample.index}/{next(self._request_numbers)}"

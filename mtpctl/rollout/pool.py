@@ -149,11 +149,11 @@ class ReplicaPool:
             return await self._generate_response(request, None)
         session, sample = self._turn_runner.new_session(request), request.sample.copy()
         try:
-            async with self._in_environment():
+            async with self._count_as_waiting():
                 is_open = await session.open(sample)
             if is_open:
                 sample = await self._generate_response(replace(request, sample=sample, stop=[*request.stop, *session.stop]), session)
-            async with self._in_environment():
+            async with self._count_as_waiting():
                 await session.compute_reward(sample)
             return sample
         finally:
@@ -207,11 +207,11 @@ class ReplicaPool:
         """Append the environment's reply. Returns whether the model continues."""
         if session is None or sample.finish_reason != "stop":
             return False
-        async with self._in_environment():
+        async with self._count_as_waiting():
             return await session.append_reply(sample)
 
     @asynccontextmanager
-    async def _in_environment(self) -> AsyncIterator[None]:
+    async def _count_as_waiting(self) -> AsyncIterator[None]:
         """Count a response as waiting for its environment while the block runs, so that another one may be admitted."""
         self._num_waiting += 1
         try:

@@ -72,7 +72,7 @@ class _Load:
 
 
 class SpeculationSwitch:
-    """Call `drafts()` before each step and `observe(step)` after it. `report` receives every changed decision."""
+    """Call `next_drafts()` before each step and `observe(step)` after it. `report` receives every changed decision."""
 
     def __init__(self, max_drafts: int, report: Callable[[Choice], None] = lambda choice: None) -> None:
         self.max_drafts = max_drafts
@@ -119,8 +119,8 @@ class SpeculationSwitch:
             self._accepted_counts[position] *= weight
         self._next_trial_step = self._steps
 
-    def drafts(self) -> int:
-        """Draft tokens of the next step."""
+    def next_drafts(self) -> int:
+        """Number of draft tokens per request in the next step."""
         return self._current_drafts if self._fixed_drafts is None else self._fixed_drafts
 
     @property

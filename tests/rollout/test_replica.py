@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mtpctl.errors import UserError
-from mtpctl.rollout.actor import MIN_COLLECT_INTERVAL_S, RayReplica, RolloutActor, _picklable
+from mtpctl.rollout.actor import MIN_COLLECT_INTERVAL_S, RayReplica, RolloutActor, _make_picklable
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import EngineDead
 from mtpctl.rollout.sglang.settings import SglangSettings
@@ -150,7 +150,7 @@ def test_error_of_a_foreign_package_becomes_a_runtime_error() -> None:
         try:
             raise error
         except Exception as raised:
-            result = pickle.loads(pickle.dumps(_picklable(raised)))
+            result = pickle.loads(pickle.dumps(_make_picklable(raised)))
         assert (type(result), str(result)) == (kind, message)
         assert "test_replica.py" in result.__notes__[0], "where it was raised"
 

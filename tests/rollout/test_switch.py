@@ -34,7 +34,7 @@ class Simulated:
         """Tokens a second over `steps` steps of the engine. A change shows one step late, as with scheduling ahead."""
         self.requests = requests
         tokens = seconds = 0.0
-        drafts = self.switch.drafts()
+        drafts = self.switch.next_drafts()
         for _ in range(steps):
             took = self.step_s(drafts, requests) * self.draw.uniform(1 - self.noise, 1 + self.noise)
             accepted, left = [], requests
@@ -44,14 +44,14 @@ class Simulated:
             tokens += requests + sum(accepted)
             seconds += took
             self.switch.observe(Step(requests, drafts, took, tuple(accepted)))
-            drafts = self.switch.drafts()
+            drafts = self.switch.next_drafts()
         return tokens / seconds
 
     def settled(self) -> int:
         """The drafts a step of the load sent last, once no trial is under way."""
         while self.switch.in_trial:
             self.run(1, self.requests)
-        return self.switch.drafts()
+        return self.switch.next_drafts()
 
     def rate(self, drafts: int, requests: int) -> float:
         """Tokens a second if every step had `drafts` drafts."""
@@ -167,10 +167,10 @@ def test_trial_is_aborted_and_counted_if_the_load_grows() -> None:
 def test_drafts_that_are_never_right_stop_before_the_first_trial() -> None:
     engine = Simulated(accept=0.0)
     engine.run(8, 64)
-    assert (engine.switch.drafts(), engine.switch.in_trial, engine.switch.trials) == (0, False, 0)
+    assert (engine.switch.next_drafts(), engine.switch.in_trial, engine.switch.trials) == (0, False, 0)
     useful = Simulated(accept=0.7)
     useful.run(8, 64)
-    assert useful.switch.drafts() == 3
+    assert useful.switch.next_drafts() == 3
 
 
 @pytest.mark.parametrize("accept", [0.0, 0.7])
@@ -182,7 +182,7 @@ def test_interrupted_first_trial_continues_with_the_next_batch(accept: float) ->
         engine.run(2, 3)
     engine.run(1, 64)
     assert engine.switch.trials == 1
-    assert engine.switch.drafts() == (3 if accept else 0)
+    assert engine.switch.next_drafts() == (3 if accept else 0)
 
 
 class Growing(Simulated):
@@ -201,7 +201,7 @@ def test_growing_contexts_do_not_re_enable_slow_drafting() -> None:
     trials = engine.switch.trials
     drafted = 0
     for _ in range(1000):
-        drafted += engine.switch.drafts() and not engine.switch.in_trial
+        drafted += engine.switch.next_drafts() and not engine.switch.in_trial
         engine.run(1, 64)
     assert drafted == 0
     assert engine.switch.trials <= trials + 2
@@ -219,13 +219,13 @@ def test_close_decision_is_stable_while_batches_end() -> None:
     engine = Nearly(accept=0.75)
     assert 0.97 < engine.rate(2, 256) / engine.rate(1, 256) < 1.03
     engine.run(160, 256)
-    chosen, changes = engine.switch.drafts(), 0
+    chosen, changes = engine.switch.next_drafts(), 0
     assert chosen in (1, 2) and engine.switch.trials == 1
     for _ in range(10):
         for steps, requests in ((3, 20), (140, 256), (4, 200), (4, 120), (4, 40), (3, 5)):
             for _ in range(steps):
                 engine.run(1, requests)
-                changes += engine.switch.drafts() != chosen
+                changes += engine.switch.next_drafts() != chosen
     assert changes == 0 and engine.switch.trials == 1
 
 

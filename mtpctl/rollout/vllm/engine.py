@@ -240,7 +240,7 @@ def check_plugin() -> None:
 def check_verification(worker_rules: list[object]) -> None:
     """Raise UserError if a worker does not use the requested block verification. vLLM ignores it silently if it is not supported.
 
-    worker_rules: the rule of each worker (`WorkerExtension.mtpctl_verification`).
+    `worker_rules`: the rule of each worker (`WorkerExtension.mtpctl_verification`).
     """
     if any(rule != "block" for rule in worker_rules):
         raise UserError(
@@ -250,7 +250,7 @@ def check_verification(worker_rules: list[object]) -> None:
 
 
 def check_kernels(worker_reasons: list[object]) -> None:
-    """Raise UserError if a worker's kernels pack FP8 weights. reasons: the result of `WorkerExtension.mtpctl_packed_fp8` of each worker."""
+    """Raise UserError if a worker's kernels pack FP8 weights. `worker_reasons`: results of `WorkerExtension.mtpctl_packed_fp8`."""
     if (reason := next(filter(None, worker_reasons), None)) is not None:
         raise UserError(f"rollout.quantization: {reason}")
 

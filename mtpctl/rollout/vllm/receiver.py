@@ -237,7 +237,7 @@ class LayerCapture:
     """
 
     def __init__(self, model: nn.Module, max_tokens: int) -> None:
-        """max_tokens: number of positions, with those of rejected drafts. Raises UserError for a model whose layers have other norms."""
+        """`max_tokens`: number of positions, with those of rejected drafts. Raises UserError for a model whose layers have other norms."""
         self._model: Any = model
         self._max_tokens = max_tokens
         self._rows: dict[str, Tensor] = {}

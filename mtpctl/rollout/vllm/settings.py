@@ -133,14 +133,14 @@ def build_engine_settings(
             speculative_config["rejection_sample_method"] = "block"
         args["speculative_config"] = speculative_config
     if num_drafts and rollout.speculation.auto:
-        speculative_config["num_speculative_tokens_per_batch_size"] = _draft_schedule(num_drafts, rollout.max_in_flight)
+        speculative_config["num_speculative_tokens_per_batch_size"] = _build_draft_schedule(num_drafts, rollout.max_in_flight)
         async_scheduling = bool(rollout.engine_args.get("async_scheduling", not is_cpu))
         args |= {"async_scheduling": async_scheduling, "scheduler_cls": SCHEDULER_CLASSES[async_scheduling]}
         if not args["enforce_eager"]:
-            args["compilation_config"] = {"cudagraph_capture_sizes": list_capture_sizes(num_drafts, rollout.max_in_flight)}
+            args["compilation_config"] = {"cudagraph_capture_sizes": _list_switching_graph_sizes(num_drafts, rollout.max_in_flight)}
     elif host_limited and not args["enforce_eager"] and adapter is None:
         max_step_tokens = rollout.engine_args.get("max_num_batched_tokens")
-        cudagraph_sizes = list_graph_sizes(
+        cudagraph_sizes = _list_host_limited_graph_sizes(
             num_drafts, rollout.max_in_flight, max_step_tokens=max_step_tokens if isinstance(max_step_tokens, int) else ENGINE_STEP_TOKENS
         )
         args["compilation_config"] = {"cudagraph_capture_sizes": cudagraph_sizes}
@@ -209,7 +209,7 @@ def build_engine_settings(
     )
 
 
-def _draft_schedule(num_drafts: int, max_requests: int) -> list[tuple[int, int, int]]:
+def _build_draft_schedule(num_drafts: int, max_requests: int) -> list[tuple[int, int, int]]:
     """A schedule `(min requests, max requests, drafts)` with every number of drafts, so that vLLM captures CUDA graphs for each.
 
     Raises UserError if `max_requests` is too small.
@@ -220,13 +220,13 @@ def _draft_schedule(num_drafts: int, max_requests: int) -> list[tuple[int, int, 
     return [(drafts + 1, drafts + 1, drafts) for drafts in range(num_drafts)] + [(num_drafts + 1, max_requests, num_drafts)]
 
 
-def list_capture_sizes(num_drafts: int, max_requests: int) -> list[int]:
-    """Step sizes in tokens for CUDA graphs: up to `max_requests` requests with 0 to `num_drafts` drafts each."""
+def _list_switching_graph_sizes(num_drafts: int, max_requests: int) -> list[int]:
+    """Step sizes in tokens for CUDA graphs with `speculation.auto`: up to `max_requests` requests with 0 to `num_drafts` drafts each."""
     request_counts = {1, 2, 4, *range(8, min(max_requests, 256) + 1, 8), *range(256, max_requests + 1, 16), max_requests}
     return sorted({requests * (drafts + 1) for requests in request_counts if requests <= max_requests for drafts in range(num_drafts + 1)})
 
 
-def list_graph_sizes(num_drafts: int, max_requests: int, *, max_step_tokens: int) -> list[int]:
+def _list_host_limited_graph_sizes(num_drafts: int, max_requests: int, *, max_step_tokens: int) -> list[int]:
     """Step sizes in tokens for CUDA graphs of a model whose steps the host limits.
 
     They cover up to `max_requests` requests with `num_drafts` drafts each, and steps with prefill of up to `MAX_GRAPH_TOKENS` tokens, both

@@ -183,7 +183,7 @@ def test_a_full_context_ends_a_response(engine: VllmEngine, run: Loop) -> None:
 
 
 def test_prompt_beyond_the_context_is_a_user_error(engine: VllmEngine, run: Loop) -> None:
-    with pytest.raises(UserError, match=r"has 256 tokens, the context 256: raise rollout.context"):
+    with pytest.raises(UserError, match=r"has 256 tokens, the context has 256; raise rollout.context"):
         run(engine.generate(GenerationRequest(Sample("p", "g", [3] * 256), 8)))
 
 

@@ -72,7 +72,7 @@ class AdmissionBursts:
         self._held_steps, self._hold_started_at, self._held_cost_s = 0, 0.0, 0.0
 
     def should_hold(self, now: float, running: int, waiting: int) -> bool:
-        """Whether to hold requests back in the next step. now: monotonic seconds. running, waiting: numbers of requests."""
+        """Whether to hold requests back in the next step. `now`: monotonic seconds. `running`, `waiting`: numbers of requests."""
         num_admissible = min(waiting, self._slots - running)
         if (
             self._slots < MIN_SLOTS
@@ -93,11 +93,12 @@ class AdmissionBursts:
         return True
 
     def _end_hold(self) -> bool:
+        """Reset the hold. Returns False, the result of `should_hold`."""
         self._held_steps, self._held_cost_s = 0, 0.0
         return False
 
     def record_step(self, now: float, running: int, prefilled: int) -> None:
-        """Record a step. now: seconds before it was scheduled. running: requests in it. prefilled: prefill tokens in it."""
+        """Record a step. `now`: time before it was scheduled. `running`: requests in it. `prefilled`: prefill tokens in it."""
         if running < MIN_LOAD * (1 - MAX_HELD_SHARE) * self._slots:
             self._cycle_started_at = None
             return

@@ -122,7 +122,7 @@ class SwitchingScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule a step with the switch's number of drafts."""
-        drafts = self.switch.drafts()
+        drafts = self.switch.next_drafts()
         self._steps[drafts] += 1
         self.dynamic_sd_lookup = self._tables[drafts]
         return super().schedule(throttle_prefills)
@@ -148,7 +148,7 @@ class SwitchingScheduler(Scheduler):
         self._step_s[drafts].append(now - previous_step[0])
         self.switch.observe(Step(requests, drafts, now - previous_step[0], accepted))
 
-    def speculation(self, drafts: int | None, weights_changed: bool) -> SpeculationState:
+    def control_speculation(self, drafts: int | None, weights_changed: bool) -> SpeculationState:
         """Fix the number of drafts (None: unchanged; -1: automatic), and return the state. Resets `steps` and `step_s`.
 
         `weights_changed`: see `SpeculationSwitch.on_weight_update`.
@@ -164,7 +164,7 @@ class SwitchingScheduler(Scheduler):
         return {
             "steps": steps,
             "step_s": step_s,
-            "drafts": self.switch.drafts(),
+            "drafts": self.switch.next_drafts(),
             "in_trial": self.switch.in_trial,
             "trials": self.switch.trials,
             "switches": self.switch.switches,
@@ -195,26 +195,26 @@ def install_drafter() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    assign(EngineCore, mtpctl_speculation=_speculation)
-    _patch_propose(SpecDecodeBaseProposer, _empty_drafts)
+    assign(EngineCore, mtpctl_speculation=_control_speculation)
+    _patch_propose(SpecDecodeBaseProposer, _make_empty_drafts)
     _patch_sample()
     if HAS_TRITON:
         from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
         for speculator in (MultiModuleMTPSpeculator, TargetDependentARSpeculator):
-            _patch_propose(speculator, _empty_drafts_v2)
+            _patch_propose(speculator, _mark_drafts_empty)
 
 
-def _speculation(self: EngineCore, drafts: int | None, weights_changed: bool) -> SpeculationState:
-    """`SwitchingScheduler.speculation`, with the drafting times of rank 0 since the last call."""
-    state = cast(SwitchingScheduler, self.scheduler).speculation(drafts, weights_changed)
+def _control_speculation(self: EngineCore, drafts: int | None, weights_changed: bool) -> SpeculationState:
+    """`SwitchingScheduler.control_speculation`, with the drafting times of rank 0 since the last call."""
+    state = cast(SwitchingScheduler, self.scheduler).control_speculation(drafts, weights_changed)
     times: list[dict[int, float]] = self.model_executor.collective_rpc("mtpctl_draft_s")
     return {**state, "draft_s": times[0]}
 
 
-def _patch_propose(owner: type, empty_drafts: Propose) -> None:
-    """Make `owner.propose` call `empty_drafts` in steps that request no drafts, and time all other steps."""
+def _patch_propose(owner: type, make_empty_drafts: Propose) -> None:
+    """Make `owner.propose` call `make_empty_drafts` in steps that request no drafts, and time all other steps."""
     upstream: Propose = vars(owner)["propose"]
     if "num_speculative_tokens" not in inspect.signature(upstream).parameters:
         raise UpstreamMoved(f"{__name__}: {owner.__name__}.propose no longer takes num_speculative_tokens; find the new way to skip it")
@@ -226,7 +226,7 @@ def _patch_propose(owner: type, empty_drafts: Propose) -> None:
         if not is_dynamic or drafts is None or kwargs.get("dummy_run") or kwargs.get("is_profile"):
             return upstream(self, *args, **kwargs)
         if drafts == 0:
-            return empty_drafts(self, *args, **kwargs)
+            return make_empty_drafts(self, *args, **kwargs)
         end = DRAFT_TIMES.begin(drafts, self.device)
         result = upstream(self, *args, **kwargs)
         end()
@@ -249,15 +249,15 @@ def _patch_sample() -> None:
     assign(GPUModelRunner, _sample=sample)
 
 
-def _empty_drafts(self: DrafterV1, *_: object, common_attn_metadata: CommonAttentionMetadata, **__: object) -> torch.Tensor:
-    """No draft tokens `[requests, 0]`, in the form of the first model runner."""
+def _make_empty_drafts(self: DrafterV1, *_: object, common_attn_metadata: CommonAttentionMetadata, **__: object) -> torch.Tensor:
+    """The first model runner's form of no draft tokens: a tensor `[requests, 0]`."""
     self.num_speculative_tokens = 0
     self._last_draft_probs = None
     return torch.empty(common_attn_metadata.batch_size(), 0, device=self.device, dtype=torch.int64)
 
 
-def _empty_drafts_v2(self: DrafterV2, input_batch: InputBatch, *_: object, **__: object) -> torch.Tensor:
-    """The second model runner's buffer of draft tokens, marked empty `[requests, limit]`."""
+def _mark_drafts_empty(self: DrafterV2, input_batch: InputBatch, *_: object, **__: object) -> torch.Tensor:
+    """The second model runner's form of no draft tokens: its buffer `[requests, limit]`, filled with -1."""
     return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
 
 

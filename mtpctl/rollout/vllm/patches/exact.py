@@ -81,7 +81,7 @@ def install_exact() -> None:
 
 
 def replace_forward(layer: type[nn.Module], forward: Callable[..., object], method: str = "_forward_method") -> None:
-    """Make layers of a bitwise engine compute `forward(layer, ...)`. method: the attribute that vLLM calls."""
+    """Make layers of a bitwise engine compute `forward(layer, ...)`. `method`: the attribute that vLLM calls."""
     upstream = layer.__init__
 
     @wraps(upstream)

@@ -186,7 +186,7 @@ def to_logprobs_lists(tokens: Sequence[int], logprobs: Sequence[float]) -> Logpr
     return LogprobsLists(ids, values, np.zeros(len(tokens), np.int64), None)
 
 
-def stored_logprobs_of(scheduler: SchedulerInterface, request_ids: list[str]) -> dict[str, Columns]:
+def read_stored_logprobs(scheduler: SchedulerInterface, request_ids: list[str]) -> dict[str, Columns]:
     """Return the stored log-probs of these requests.
 
     They are not removed, because a request may finish before the abort arrives. Its last output then needs all of its log-probs.

@@ -50,8 +50,8 @@ def _partial_outputs(self: EngineCore, request_ids: list[str]) -> PartialOutputs
     }
     return (
         counts,
-        deferred_logprobs.stored_logprobs_of(self.scheduler, request_ids),
-        deferred_routes.unsent_rows_of(self.scheduler, request_ids),
+        deferred_logprobs.read_stored_logprobs(self.scheduler, request_ids),
+        deferred_routes.serialize_unsent_rows(self.scheduler, request_ids),
     )
 
 
@@ -78,7 +78,7 @@ async def fetch_partial_outputs(llm: AsyncLLM, request_ids: list[str]) -> None:
             deferred_logprobs.replace_logprobs(state.logprobs_processor, *columns)
     for internal_id, rows in routes.items():
         if (state := processor.request_states.get(internal_id)) is not None:
-            state.routed_experts_chunks = [deferred_routes.rows_from_bytes(*rows)]
+            state.routed_experts_chunks = [deferred_routes.deserialize_rows(*rows)]
 
 
 async def pause(llm: AsyncLLM, mode: PauseMode, *, clear_cache: bool = True) -> None:

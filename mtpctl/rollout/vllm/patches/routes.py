@@ -48,7 +48,7 @@ Fetch = Callable[[list[Span], bool], Routes]
 """Reads the rows of spans. If the flag is true, it first waits for steps in flight, which may write some of the rows."""
 
 
-def full_attention_group(config: KVCacheConfig) -> int:
+def find_full_attention_group(config: KVCacheConfig) -> int:
     """Find the KV cache's first group of full-attention layers, whose blocks are kept while their request runs.
 
     Raises UpstreamMoved if there is none.
@@ -92,7 +92,7 @@ class SlotConnector:
         """Attach the connector to a scheduler, and read rows with `fetch`."""
         config = scheduler.kv_cache_manager.kv_cache_config
         self.scheduler, self.fetch = scheduler, fetch
-        self._group = full_attention_group(config)
+        self._group = find_full_attention_group(config)
         self._block_size = config.kv_cache_groups[self._group].kv_cache_spec.block_size
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: dict[str, Request]) -> None:
@@ -102,7 +102,7 @@ class SlotConnector:
         """Request rows for an output: all rows of a `DEFERRED` request at its end, new rows with every output of others."""
         if is_deferred(request) and not request.is_finished():
             return
-        start, end = self._first_unsent(request), request.num_tokens - 1
+        start, end = self._first_unsent_position(request), request.num_tokens - 1
         preemption = self._preemptions.get(request.request_id)
         saved_rows: Routes | None = None
         if preemption is not None:
@@ -138,7 +138,7 @@ class SlotConnector:
             self._sent_end.pop(request_id, None)
             self._preemptions.pop(request_id, None)
             return
-        start, computed_end = self._first_unsent(request), request.num_computed_tokens
+        start, computed_end = self._first_unsent_position(request), request.num_computed_tokens
         if request.num_tokens == request.num_prompt_tokens and computed_end < request.num_tokens:
             # A request that is preempted during prefill repeats it, so its rows are not needed.
             return
@@ -155,9 +155,9 @@ class SlotConnector:
     def reset(self) -> None:
         """Called when the prefix cache is cleared. Rows of running requests are unaffected."""
 
-    def unsent_rows(self, request: Request) -> Routes:
-        """The unsent rows of a request that is about to be aborted."""
-        start, end = self._first_unsent(request), min(request.num_tokens - 1, request.num_computed_tokens)
+    def read_unsent_rows(self, request: Request) -> Routes:
+        """Read the unsent rows of a request that is about to be aborted."""
+        start, end = self._first_unsent_position(request), min(request.num_tokens - 1, request.num_computed_tokens)
         preemption = self._preemptions.get(request.request_id)
         chunks = []
         if preemption is not None:
@@ -167,7 +167,7 @@ class SlotConnector:
             chunks.append(self._read([self._span(request, start, max(start, end))]))
         return np.concatenate(chunks)
 
-    def _first_unsent(self, request: Request) -> int:
+    def _first_unsent_position(self, request: Request) -> int:
         """The position of the first unsent row."""
         assert request.sampling_params is not None
         first = min(request.sampling_params.routed_experts_prompt_start, request.num_prompt_tokens)
@@ -188,20 +188,20 @@ class SlotConnector:
         return self.fetch(spans, True)
 
 
-def unsent_rows_of(scheduler: object, request_ids: list[str]) -> dict[str, tuple[bytes, str, tuple[int, ...]]]:
-    """The unsent rows of requests that are about to be aborted, serialized as bytes, type and shape."""
+def serialize_unsent_rows(scheduler: object, request_ids: list[str]) -> dict[str, tuple[bytes, str, tuple[int, ...]]]:
+    """Read the unsent rows of requests that are about to be aborted. Returns their bytes, type and shape by request id."""
     connector = getattr(scheduler, "aux_output_connector", None)
     if not isinstance(connector, SlotConnector):
         return {}
     requests = cast("Scheduler", scheduler).requests
     # Other requests got their rows with each output.
-    deferred = [requests[each] for each in request_ids if each in requests and is_deferred(requests[each])]
-    pending = {each.request_id: connector.unsent_rows(each) for each in deferred}
-    return {each: (rows.tobytes(), rows.dtype.name, rows.shape) for each, rows in pending.items()}
+    deferred_requests = [requests[request_id] for request_id in request_ids if request_id in requests and is_deferred(requests[request_id])]
+    unsent_rows = {request.request_id: connector.read_unsent_rows(request) for request in deferred_requests}
+    return {request_id: (rows.tobytes(), rows.dtype.name, rows.shape) for request_id, rows in unsent_rows.items()}
 
 
-def rows_from_bytes(data: bytes, dtype: str, shape: Iterable[int]) -> Routes:
-    """Deserialize one result of `unsent_rows_of`."""
+def deserialize_rows(data: bytes, dtype: str, shape: Iterable[int]) -> Routes:
+    """Convert one result of `serialize_unsent_rows` back to an array."""
     return np.frombuffer(data, dtype).reshape(tuple(shape))
 
 
@@ -288,7 +288,7 @@ def _record_on_gpu() -> None:
         free_bytes = int(upstream_available(self))
         if not self.vllm_config.aux_output_config.enabled or self.cache_config.kv_cache_memory_bytes:
             return free_bytes
-        row_bytes, kv_bytes = bytes_per_slot(self.vllm_config), bytes_per_token(self.get_kv_cache_spec().values())
+        row_bytes, kv_bytes = route_bytes_per_token(self.vllm_config), kv_bytes_per_token(self.get_kv_cache_spec().values())
         return free_bytes * kv_bytes // (kv_bytes + row_bytes)
 
     assign(model_runner, get_aux_output_connector=get_aux_output_connector)
@@ -338,7 +338,7 @@ class SlotRecorder:
 
         self._capturer = RoutedExpertsCapturer(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config)
         bind_routed_experts_capturer(model, self._capturer)
-        self.group = full_attention_group(kv_cache_config)
+        self.group = find_full_attention_group(kv_cache_config)
         """The group of layers whose slots index the rows."""
         self._block_size = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.block_size
         self._shape, self._dtype = self._capturer.shape_per_token, np.dtype(self._capturer.output_dtype_name)
@@ -406,7 +406,7 @@ def slots_of(blocks: Sequence[int], start: int, end: int, block_size: int) -> np
     return np.asarray(blocks, np.int64)[positions // block_size - start // block_size] * block_size + positions % block_size
 
 
-def bytes_per_slot(config: VllmConfig) -> int:
+def route_bytes_per_token(config: VllmConfig) -> int:
     """Bytes of one token's row on the GPU."""
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import _get_routed_experts_shape
 
@@ -420,7 +420,7 @@ def _storage_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.uint8 if dtype.itemsize == 1 else torch.int16
 
 
-def bytes_per_token(specs: Iterable[Any]) -> int:
+def kv_bytes_per_token(specs: Iterable[Any]) -> int:
     """Bytes of one token in the KV cache of full-attention layers."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 

@@ -168,7 +168,7 @@ def install_packed() -> None:
 
 
 def save_loaded_weights(experts: CPUUnquantizedExperts, layer: nn.Module) -> None:
-    """Keep a copy of the weights of `layer` as loaded, once. experts: the object that packs them."""
+    """Keep a copy of the weights of `layer` as loaded, once. `experts`: the object that packs them."""
     if _LOADED_WEIGHTS not in layer.__dict__:
         # The router's bias is also a parameter of the layer, but is updated in the router.
         leaves = [leaf for leaf, _ in layer.named_parameters(recurse=False) if leaf.startswith(("w13_", "w2_"))]

@@ -70,7 +70,7 @@ def test_stored_logprobs_stay_until_the_response_ends() -> None:
     mine.logprobs.extend([-0.5, -0.25])
     scheduler.mtpctl_pending_logprobs["cut"] = mine
     for _ in range(2):
-        assert logprobs.stored_logprobs_of(scheduler, ["cut", "ended"]) == {"cut": ([7, 8], [-0.5, -0.25])}
+        assert logprobs.read_stored_logprobs(scheduler, ["cut", "ended"]) == {"cut": ([7, 8], [-0.5, -0.25])}
 
 
 def test_aborted_response_gets_its_stored_logprobs() -> None:

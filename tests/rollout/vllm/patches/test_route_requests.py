@@ -17,10 +17,10 @@ from mtpctl.rollout.vllm.patches.routes import (
     SlotConnector,
     SlotRecorder,
     Span,
-    full_attention_group,
-    rows_from_bytes,
+    deserialize_rows,
+    find_full_attention_group,
+    serialize_unsent_rows,
     slots_of,
-    unsent_rows_of,
 )
 
 BLOCK, BLOCKS = 4, 40
@@ -175,13 +175,13 @@ def test_pending_rows_are_read_before_an_abort() -> None:
     request, tokens = request_of(5, start=2), [10, 11, 12, 13, 14, 20]
     gpu.run(request, 0, tokens[:5])
     request.num_tokens = 6
-    assert np.array_equal(gpu.connector.unsent_rows(request), rows_of(tokens[2:5]))
+    assert np.array_equal(gpu.connector.read_unsent_rows(request), rows_of(tokens[2:5]))
     gpu.run(request, 5, [20, 99])
-    assert np.array_equal(gpu.connector.unsent_rows(request), rows_of(tokens[2:5])), (
+    assert np.array_equal(gpu.connector.read_unsent_rows(request), rows_of(tokens[2:5])), (
         "token 20 has another one behind it, which is not known yet"
     )
     gpu.give_up(request)
-    assert np.array_equal(gpu.connector.unsent_rows(request), rows_of(tokens[2:5]))
+    assert np.array_equal(gpu.connector.read_unsent_rows(request), rows_of(tokens[2:5]))
 
 
 def test_pending_rows_survive_serialization() -> None:
@@ -191,9 +191,9 @@ def test_pending_rows_survive_serialization() -> None:
     request.num_tokens = 4
     others = request_of(3, deferred=False)
     scheduler = SimpleNamespace(aux_output_connector=gpu.connector, requests={"r-1": request, "others": others})
-    result = unsent_rows_of(scheduler, ["r-1", "others", "gone"])
-    assert list(result) == ["r-1"] and np.array_equal(rows_from_bytes(*result["r-1"]), rows_of(tokens[:3]))
-    assert unsent_rows_of(SimpleNamespace(aux_output_connector=None), ["r-1"]) == {}
+    result = serialize_unsent_rows(scheduler, ["r-1", "others", "gone"])
+    assert list(result) == ["r-1"] and np.array_equal(deserialize_rows(*result["r-1"]), rows_of(tokens[:3]))
+    assert serialize_unsent_rows(SimpleNamespace(aux_output_connector=None), ["r-1"]) == {}
 
 
 def test_a_step_that_warms_up_writes_nothing() -> None:
@@ -205,9 +205,9 @@ def test_a_step_that_warms_up_writes_nothing() -> None:
 
 def test_cache_group_with_full_attention_is_selected() -> None:
     state = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,))
-    assert full_attention_group(cache_of(state, spec())) == 1
+    assert find_full_attention_group(cache_of(state, spec())) == 1
     with pytest.raises(UpstreamMoved, match="the model has no such layer"):
-        full_attention_group(cache_of(state))
+        find_full_attention_group(cache_of(state))
 
 
 def test_too_few_blocks_raise() -> None:
