@@ -76,7 +76,7 @@ class Chain:
 def gradient_loss(chain: Chain, target: Target, loss: DraftLoss) -> Tensor:
     """A scalar whose gradients are those of the loss."""
     count, drafts = len(chain.labels[0]), len(chain.labels)
-    # Responses follow each other as in a packed row. The first token of each is not drafted.
+    # Responses follow each other as in a packed sequence. The first token of each is not drafted.
     first = torch.arange(count) * (drafts + 1)
     rows = [DraftRows(first, labels, first + depth) for depth, labels in enumerate(chain.labels, start=1)]
     chains, chained, outs = Chains(rows, count * (drafts + 1)), loss.startswith("e2e"), []

@@ -153,9 +153,9 @@ _POLL_S = 0.05
 def fork_command() -> None:
     """Run the command in a child process, because this process is process 1 of a container. Returns in the child.
 
-    The kernel discards a signal for which process 1 has no handler. The first SIGTERM ends the block with the handler (`raising_on_stop`),
-    so a second one could not end a command that hangs on exit. Orphaned processes become children of process 1, and remain zombies until it
-    waits for them. So process 1 only forwards signals, reaps children, and exits with the command's exit code.
+    The kernel discards a signal for which process 1 has no handler. `raising_on_stop` restores the previous handlers after the first
+    SIGTERM, so a second one could not end a command that is process 1 and hangs on exit. Orphaned processes become children of process 1,
+    and remain zombies until it waits for them. So process 1 only forwards signals, reaps children, and exits with the command's exit code.
     """
     wait_signals = {*FORWARDED_SIGNALS, signal.SIGCHLD}
     signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*wait_signals, signal.SIGTTOU})
@@ -172,7 +172,7 @@ def fork_command() -> None:
         else:
             with suppress(ProcessLookupError):
                 os.kill(command, number)
-    # The watchdog of the command may still be running.
+    # The command's `cluster.leftovers.Watchdog`, which ends Ray's daemons after the command, may still be running.
     deadline = time.monotonic() + REAP_TIMEOUT_S
     while _reap_one() is not None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -181,7 +181,10 @@ def fork_command() -> None:
 
 
 def _become_group_leader() -> None:
-    """Become the leader of a process group, in the foreground if there is a terminal, so that signals come only from process 1."""
+    """Become the leader of a process group, in the foreground if there is a terminal.
+
+    Each signal then arrives once: from the terminal (Ctrl-C), which does not signal process 1's group, or from process 1.
+    """
     os.setpgid(0, 0)
     with suppress(OSError):  # no terminal, or one of another session
         os.tcsetpgrp(0, os.getpgid(0))

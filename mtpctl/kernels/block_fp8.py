@@ -22,7 +22,8 @@ FP8_MAX = 448.0
 _ROUNDED_TO_MAX = 464.0
 """Largest value that is rounded to `FP8_MAX`: halfway between 448 and 480, the value that would follow it."""
 _MIN_SCALE = 2.0**-22
-"""Scale of blocks of zeros and of tiny values. vLLM's quantizer for DeepGEMM also limits scales, to those of a maximum of 1e-4."""
+"""Scale of blocks of zeros and of tiny values. vLLM's quantizer for DeepGEMM has a lower limit
+too: it treats a block's largest magnitude as at least 1e-4."""
 _CHUNK_ELEMENTS = 1 << 22
 """Elements that PyTorch quantizes at a time, which bounds the fp32 copies."""
 
@@ -105,7 +106,7 @@ def quantize_kernel(
     scaled = magnitude.to(tl.float32, bitcast=True) * inverse  # at most 464, which is rounded to 448
     bits = scaled.to(tl.int32, bitcast=True)
     # Round 23 bits of fraction to 3, ties to even, and change the exponent's bias from 127 to 7. Below 2^-6, e4m3 numbers are multiples of
-    # 2^-9, to which the sum with 2^14 is rounded.
+    # 2^-9. So are fp32 numbers from 2^14 to 2^15, so adding 2^14 rounds to such a multiple.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     subnormal = (scaled + 16384.0).to(tl.int32, bitcast=True) - ((127 + 14) << 23)
     value = tl.where(bits < ((127 - 6) << 23), subnormal, normal) | ((weight >> 24) & 0x80)

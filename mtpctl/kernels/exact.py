@@ -1,7 +1,8 @@
 """Operations whose results depend neither on the order of summation nor on other rows: fp32 on a CPU, for `numerics: bitwise`.
 
-An engine computes a token's row alone, among drafts, in a chunk of a prompt or in a batch; a trainer computes it in a packed row. Matrix
-libraries select kernels by shape, and kernels sum in different orders, so the last bits of a row depend on the other rows of the call.
+An engine computes a token's row alone, among drafts, in a chunk of a prompt or in a batch; a trainer computes it in a packed sequence.
+Matrix libraries select kernels by shape, and kernels sum in different orders, so the last bits of a row depend on the other rows of the
+call.
 
 Here only the factors of a sum are rounded, not the sum itself. Each row of factors becomes a row of integers times a power of two. The
 integers have so few bits that all partial sums of their products are below 2⁵³. Float64 adds such integers without rounding, so the result

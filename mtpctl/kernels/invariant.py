@@ -1,7 +1,8 @@
 """Row-independent operations in half precision on CUDA, for `numerics: bitwise`: a row's result does not depend on the other rows.
 
-An engine computes a token's row alone, among drafts, in a chunk of a prompt or in a batch; a trainer computes it in a packed row. Matrix
-libraries select kernels by shape, and kernels sum in different orders. Here each operation sums in a fixed order, for any number of rows:
+An engine computes a token's row alone, among drafts, in a chunk of a prompt or in a batch; a trainer computes it in a packed sequence.
+Matrix libraries select kernels by shape, and kernels sum in different orders. Here each operation sums in a fixed order, for any number of
+rows:
 
     linear      each output is one accumulator over blocks of `BLOCK_K` inputs, in ascending order; no split-K
     attention   keys in blocks of `BLOCK_KEYS` from key 0 on, in ascending order, for any number of queries; no split-KV

@@ -24,7 +24,9 @@ class TopK(NamedTuple):
 
 
 class LogProbOut(NamedTuple):
-    """All [N], fp32; None if not requested; 0 (False) in rows that were not selected.
+    """One value per row [N], in fp32 (fp64 from fp64), except for `hit` (bool) and `topk` ([N, k]). None if not requested.
+
+    Rows that are not in `rows`, or have the label `IGNORE_INDEX`, are 0 or False.
 
     logprob: log p(label), at most 0, differentiable. entropy: in nats, differentiable. hit: whether no entry is more likely than the label
     (for an MTP head: whether its greedy draft is accepted). topk: see `TopK`.
@@ -50,14 +52,14 @@ def linear_logprob(
 ) -> LogProbOut:
     """Compute log-probs of `labels` [N] under softmax(hidden · weightᵀ / temperature), optionally with entropy, greedy hits and top k.
 
-    hidden [N, H] and weight [V, H] share a dtype (bf16, fp16, fp32, fp64) and a device. Products accumulate in fp32, results are fp32.
+    hidden [N, H] and weight [V, H] share a dtype (bf16, fp16, fp32, fp64) and a device. Products and results are fp32 (fp64 from fp64).
 
     detach_weight: do not compute the weight's gradient (for an isolated MTP head).
     implementation: "auto" (a measured table per GPU and shape, see `dispatch.select_backend`), "reference", "chunked" or "triton".
     options: see `HeadOptions`.
 
-    Raises ValueError, naming the argument and both values, for labels out of range, mismatched shapes, dtypes or devices, and non-finite
-    values in hidden or weight.
+    Raises ValueError, naming the argument and its value, for labels out of range, mismatched shapes, dtypes or devices, non-finite values
+    in hidden or weight, and logits that overflow.
     """
     call = prepare_call(hidden, weight, labels, **options)
     if not 0 <= topk <= call.shard.total:
@@ -101,7 +103,7 @@ class _LinearLogProb(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, labels, lse, row_entropy)
             ctx.arguments, ctx.backend_state, ctx.finite = arguments, scores.saved, finite
         else:
-            # Without a backward pass, which would check the weight and overflow, they are checked here. `prepare_call` has checked hidden.
+            # The backward pass would check for a non-finite weight and for overflow; without one, check here.
             finite.enforce(inputs.hidden, weight)
         return tuple(outputs)
 

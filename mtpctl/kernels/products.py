@@ -1,7 +1,7 @@
 """Matrix products that accumulate in fp32: for the LM head, and for linear layers whose weight gradients bypass autograd.
 
-LM head: on CUDA, half-precision operands use the library's mixed product (half in, fp32 out). CPUs have none, so operands are converted to
-fp32.
+LM head: on CUDA, half-precision operands use cuBLAS's mixed-precision product (half in, fp32 out). CPUs have none, so operands are
+converted to fp32.
 
 Linear layers write their weight gradient to Megatron's fp32 buffer `main_grad`. Megatron adds the gradients of all microbatches to the
 buffer. Zeroing it before an update and reading the zeros would take as much memory traffic as another microbatch's gradient.
@@ -42,7 +42,7 @@ def hidden_grad(total: Tensor | None, logit_grad: Tensor, weight: Tensor, dtype:
         return total.addmm_(_to_fp32(logit_grad), _to_fp32(weight))
     logit_grad = logit_grad.to(weight.dtype)
     aligned = logit_grad.shape[1] // ALIGNED_COLUMNS * ALIGNED_COLUMNS
-    if 0 < aligned < logit_grad.shape[1]:  # The library is several times slower for unaligned lengths.
+    if 0 < aligned < logit_grad.shape[1]:  # cuBLAS is several times slower for unaligned lengths.
         total = hidden_grad(total, logit_grad[:, :aligned], weight[:aligned], torch.float32)
         logit_grad, weight = logit_grad[:, aligned:], weight[aligned:]
     if total is not None:
@@ -95,7 +95,7 @@ def take_stale(buffer: Tensor) -> bool:
     return stale
 
 
-def buffered_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
+def add_to_buffer(weight: Tensor, grad: Tensor) -> Tensor | None:
     """Add an fp32 gradient to the weight's buffer and return None, or return it in the weight's dtype if the weight has no buffer.
 
     The buffer must not be marked stale. Autograd would round the gradient and call a hook, which takes the host longer.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.kernels.norm import rms_norm
-from mtpctl.kernels.products import autograd_leaf, buffered_grad
+from mtpctl.kernels.products import add_to_buffer, autograd_leaf
 from mtpctl.kernels.triton_support import launcher, on_device_of, tl, triton
 
 TILE_ELEMENTS = 2048
@@ -134,7 +134,7 @@ class _SplitHeads(torch.autograd.Function):
         norm: HeadNorm | None = ctx.norm
         mixed_grad, query_weight_grad, key_weight_grad = split_heads_backward_triton(grads, mixed, ctx.layout, norm, tuple(angles) or None)
         if norm is not None and query_weight_grad is not None and key_weight_grad is not None:
-            query_weight_grad, key_weight_grad = buffered_grad(norm.queries, query_weight_grad), buffered_grad(norm.keys, key_weight_grad)
+            query_weight_grad, key_weight_grad = add_to_buffer(norm.queries, query_weight_grad), add_to_buffer(norm.keys, key_weight_grad)
         return mixed_grad.view(ctx.shape), query_weight_grad, key_weight_grad, None, None, None
 
 

@@ -271,7 +271,7 @@ class _RouterLogits(torch.autograd.Function):
             weight_grad = torch.add(*torch.mm(addends.t(), x, out_dtype=torch.float32).chunk(2))
         else:
             states_grad, weight_grad = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
-        return states_grad.to(states.dtype).view_as(states), None, products.buffered_grad(weight, weight_grad), None
+        return states_grad.to(states.dtype).view_as(states), None, products.add_to_buffer(weight, weight_grad), None
 
 
 def _split_addends(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 An engine runs a repeated layer's first step over all tokens, which fills the KV cache. Each further step runs over one token at the next
 position. It attends to the first step's keys up to the token where drafting began, and to the keys of the steps since, including its own.
-In training, the query of depth d at token i, from which an engine would draft, therefore attends to
+In training, depth d has one query per token i. It stands for step d of a draft that begins after token i, and therefore attends to
 
     the keys of depth 1 at tokens 0 … i,  and the keys of depths 2 … d at token i only.
 
@@ -70,14 +70,14 @@ def flash_attention(
     the log-sum-exp, fp32 [h, t] or [t, h]. d must be a multiple of 8. Calls the operator of
     `torch.nn.attention.varlen.varlen_attn` directly, because the wrapper takes more host time than a short pass takes GPU time.
     """
-    no_mask_for_debugging = False
+    return_debug_mask = False
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-        q, k, v, *arguments, no_mask_for_debugging, scale=scale, **_causal_window(window)
+        q, k, v, *arguments, return_debug_mask, scale=scale, **_causal_window(window)
     )
     return out, lse
 
 
-class Prefix(Protocol):
+class PrefixAttention(Protocol):
     """Causal attention to the first depth's keys."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,8 +90,11 @@ class Prefix(Protocol):
 
 
 @dataclass
-class FlashPrefix:
-    """`Prefix` with the flash kernel, for one pass. heads_first: whether the kernel's log-sum-exp is [h, t] rather than [t, h]."""
+class FlashPrefixAttention:
+    """`PrefixAttention` with the flash kernel. Use one instance per forward and backward pass.
+
+    heads_first: whether the kernel's log-sum-exp is [h, t] rather than [t, h]; set by `forward`.
+    """
 
     arguments: FlashArguments
     scale: float
@@ -137,17 +140,17 @@ class _InvariantAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        prefix = FlashPrefix(ctx.arguments, ctx.scale, heads_first=True)
-        return *prefix.backward(grads[0], q, k, v, out, lse.transpose(0, 1)), None, None
+        attention = FlashPrefixAttention(ctx.arguments, ctx.scale, heads_first=True)
+        return *attention.backward(grads[0], q, k, v, out, lse.transpose(0, 1)), None, None
 
 
 def combined_attention(
-    q: Tensor, k: Tensor, v: Tensor, later: LaterKeysValues | None, prefix: Prefix, scale: float, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, later: LaterKeysValues | None, prefix: PrefixAttention, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention of a depth after the first, of an input of a DFlash block, or with sinks → [t, h, w].
+    """Attention to k and v (by `prefix`), to the `later` keys of the same token, and to the sinks, under one softmax → [t, h, w].
 
-    q [t, h, d]. k, v: keys and values of the first depth, or of the block's context, passed to `prefix`. later: see
-    `LaterKeysValues`; the current depth is the last. sinks [h].
+    Used for depths after the first, for DFlash blocks, and for layers with sinks. q [t, h, d]. k, v: keys and values of the first depth, or
+    of the block's context. later: see `LaterKeysValues`; the current depth is the last. sinks [h].
     """
     return _CombinedAttention.apply(q, k, v, *(later or (None, None)), sinks, prefix, scale)
 
@@ -162,7 +165,7 @@ class _CombinedAttention(torch.autograd.Function):
         keys: Tensor | None,
         values: Tensor | None,
         sinks: Tensor | None,
-        prefix: Prefix,
+        prefix: PrefixAttention,
         scale: float,
     ) -> Tensor:
         out, lse = prefix.forward(q, k, v)
@@ -191,9 +194,9 @@ class _CombinedAttention(torch.autograd.Function):
             sinks_grad = -((sinks.float() - lse).exp() * (grad * out).sum(-1, dtype=torch.float32)).sum(0).to(sinks.dtype)
         if keys is not None:
             grad_fp32 = grad.float()
-            mean = (grad_fp32 * out.float()).sum(-1)
+            delta = (grad_fp32 * out.float()).sum(-1)
             weights = (_scores(q, keys, ctx.scale) - lse).exp()
-            score_grad = weights * ((grad_fp32 * _per_query_head(values, q)).sum(-1) - mean) * ctx.scale
+            score_grad = weights * ((grad_fp32 * _per_query_head(values, q)).sum(-1) - delta) * ctx.scale
             q_grad = q_grad + (score_grad.unsqueeze(-1) * _per_query_head(keys, q)).sum(0).to(q_grad.dtype)
             keys_grad = _sum_query_heads(score_grad.unsqueeze(-1) * q.float(), keys)
             values_grad = _sum_query_heads(weights.unsqueeze(-1) * grad_fp32, values)
@@ -241,7 +244,7 @@ class PackedAttention(torch.nn.Module):
         **__: object,
     ) -> None:
         super().__init__()
-        self.scale, self.window, self.exact = softmax_scale, window, is_bitwise(config)
+        self.scale, self.window, self.bitwise = softmax_scale, window, is_bitwise(config)
         self.tp_group = None if pg_collection is None else pg_collection.tp
         self.register_parameter("softmax_offset", None)
         if sinks:
@@ -269,7 +272,7 @@ class PackedAttention(torch.nn.Module):
         return self.attend(q, *self.gather_visible(k, v, packed_seq_params), packed_seq_params, later)
 
     def gather_visible(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        """The keys and values that this rank's queries attend to, gathered from the ranks that share the row."""
+        """The keys and values that this rank's queries attend to, gathered from the context-parallel ranks."""
         if self.cp_group is None:
             return k, v
         k, v = (packing.select_visible(gather_from_sequence_parallel_region(x, group=self.cp_group)) for x in (k, v))
@@ -295,7 +298,7 @@ class PackedAttention(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def _prefix_window(self, later: LaterKeysValues | None) -> int | None:
-        """Number of the first depth's keys in a query's window, of which each later depth's key takes one."""
+        """Number of first-depth keys that a query attends to: its window, less one for each later depth's key. None: no window."""
         if self.window is None:
             return None
         prefix_keys = self.window - (0 if later is None else len(later[0]))
@@ -305,13 +308,13 @@ class PackedAttention(torch.nn.Module):
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: LaterKeysValues | None = None) -> Tensor:
         dim, value_dim = q.shape[2], v.shape[2]
         scale = dim**-0.5 if self.scale is None else self.scale
-        if self.exact and later is None and self.window is None and self.softmax_offset is None:
+        if self.bitwise and later is None and self.window is None and self.softmax_offset is None:
             return invariant_attention(q, k, v, packing, scale)
         q, k, v, *padded_later = _pad_widths(q, k, v, *(later or ()))
         if later is None and self.softmax_offset is None:
             out, _lse = flash_attention(q, k, v, flash_arguments(packing), scale, self.window)
         else:
-            prefix = FlashPrefix(flash_arguments(packing), scale, self._prefix_window(later))
+            prefix = FlashPrefixAttention(flash_arguments(packing), scale, self._prefix_window(later))
             out = combined_attention(
                 q, k, v, (padded_later[0], padded_later[1]) if padded_later else None, prefix, scale, self.softmax_offset
             )
@@ -320,7 +323,7 @@ class PackedAttention(torch.nn.Module):
     def _attend_by_group(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, later: LaterKeysValues | None = None) -> Tensor:
         indices, outputs = [], []
         for group in packing.attention_groups:
-            # Short samples are padded after their last token with the row's first key, which the causal mask hides.
+            # Short samples are padded after their last token with the first visible key, which the causal mask hides.
             qs = q[group.queries].transpose(1, 2)
             ks, vs = (x[group.keys].transpose(1, 2) for x in (k, v))
             mask = group.mask
@@ -330,7 +333,7 @@ class PackedAttention(torch.nn.Module):
                 ks, vs, mask = _append_later(ks, vs, mask, [x[:, group.queries].transpose(2, 3) for x in later])
             if self.softmax_offset is not None:
                 ks, vs, mask = _append_sink(ks, vs, mask, self.softmax_offset, queries=qs.shape[2])
-            if self.exact and later is None and self.window is None and self.softmax_offset is None:
+            if self.bitwise and later is None and self.window is None and self.softmax_offset is None:
                 visible_mask = _causal_mask(qs.shape[2], ks.shape[2], mask, q.device)
                 out = exact_grad.attention(qs, ks, vs, visible_mask, q.shape[2] ** -0.5 if self.scale is None else self.scale)
             else:
@@ -358,7 +361,10 @@ def _in_window(q: Tensor, k: Tensor, mask: Tensor | None, window: int) -> Tensor
 
 
 def _append_sink(k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor, *, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a key and a value of zeros, and a mask whose last column is the sinks [heads] as scores."""
+    """Append a key and a value of zeros. sinks [heads].
+
+    Returns them and an additive mask: 0 or -inf for the other keys, and the head's sink for the appended key.
+    """
     visible = _causal_mask(queries, k.shape[2], mask, k.device)
     scores = torch.zeros(visible.shape, dtype=k.dtype, device=k.device).masked_fill(~visible, float("-inf"))
     columns = sinks.to(k.dtype)[None, :, None, None].expand(1, -1, queries, 1)

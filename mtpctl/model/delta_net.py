@@ -108,29 +108,29 @@ class _HeadInputs:
         return [x.unflatten(-1, (count, -1)) for x, count in zip(mixed.split(self.widths, dim=-1), counts, strict=True)]
 
 
-def _run_default(heads: _HeadInputs, row: Packing) -> Tensor:
+def _run_default(heads: _HeadInputs, packing: Packing) -> Tensor:
     """Output [T, value heads, value dim]."""
     run = _run_fla if heads.mixed.is_cuda and chunk_gated_delta_rule is not None else _run_torch
-    return run(heads, row)
+    return run(heads, packing)
 
 
-def _run_exact(heads: _HeadInputs, row: Packing) -> Tensor:
+def _run_exact(heads: _HeadInputs, packing: Packing) -> Tensor:
     """`_run_default` by `exact_delta`, with the gradients of `_run_default`."""
 
     def run_default(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
-        return _run_default(replace(heads, mixed=mixed, taps=taps, alpha=alpha, beta=beta, decay=decay, bias=bias), row)
+        return _run_default(replace(heads, mixed=mixed, taps=taps, alpha=alpha, beta=beta, decay=decay, bias=bias), packing)
 
     def run_exact(mixed: Tensor, taps: Tensor, alpha: Tensor, beta: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
         weights = DeltaWeights(taps, decay, bias, heads.num_key_heads, heads.widths[0] // heads.num_key_heads)
-        cache = DeltaCache.empty(weights, len(row.starts) - 1, mixed)
-        return exact_delta.run(mixed, alpha, beta, weights, row.starts, cache)
+        cache = DeltaCache.empty(weights, len(packing.starts) - 1, mixed)
+        return exact_delta.run(mixed, alpha, beta, weights, packing.starts, cache)
 
     return with_gradients_of(run_default, run_exact, heads.mixed, heads.taps, heads.alpha, heads.beta, heads.decay, heads.bias)
 
 
-def _run_fla(heads: _HeadInputs, row: Packing) -> Tensor:
+def _run_fla(heads: _HeadInputs, packing: Packing) -> Tensor:
     """`_run_default` by flash-linear-attention's kernels, which include norms, gates and decays."""
-    cu_seqlens, cu_seqlens_cpu = row.boundaries
+    cu_seqlens, cu_seqlens_cpu = packing.boundaries
     samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
     mixed: Tensor = causal_conv1d(heads.mixed[None], heads.taps, activation="silu", **samples)[0]
     out: Tensor = chunk_gated_delta_rule(
@@ -147,14 +147,14 @@ def _run_fla(heads: _HeadInputs, row: Packing) -> Tensor:
     return out[0]
 
 
-def _run_torch(heads: _HeadInputs, row: Packing) -> Tensor:
+def _run_torch(heads: _HeadInputs, packing: Packing) -> Tensor:
     """`_run_default` in plain PyTorch."""
-    q, k, v = heads.split(F.silu(convolve(heads.mixed, heads.taps, row.position_ids)))
+    q, k, v = heads.split(F.silu(convolve(heads.mixed, heads.taps, packing.position_ids)))
     q, k = (_l2_norm(x).repeat_interleave(heads.num_value_heads // heads.num_key_heads, dim=1) for x in (q, k))
     g = -heads.decay.float().exp() * F.softplus(heads.alpha.float() + heads.bias)
     beta = heads.beta.sigmoid()
     out = torch.empty_like(v)
-    for group in row.recurrence_groups:
+    for group in packing.recurrence_groups:
         # Padding follows a sample's last token; the recurrence is causal, so padding does not affect the sample.
         group_out = gated_delta_rule(*(x[group.queries] for x in (q, k, v, g, beta)))
         out = out.index_put((group.queries[group.valid],), group_out[group.valid])

@@ -8,8 +8,8 @@ biases nor head norms.
 A DFlash drafter (arXiv 2602.06036) drafts a block of tokens in one pass. The trunk's states at several boundaries, projected to one state
 for each token, are the drafter's context: every layer computes keys and values from them. The block's inputs are the embeddings of the last
 sampled token and of one mask token for each draft. The inputs of a block attend to the context before the block and, bidirectionally, to
-each other. In training a block begins at every token, so a row of t tokens has t blocks, which do not attend to each other. Their inputs
-are computed offset by offset, as [t, 1, H] each.
+each other. In training a block begins at every token, so a packed sequence of t tokens has t blocks, which do not attend to each other.
+Their inputs are computed offset by offset, as [t, 1, H] each.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class BlockDrafter(MegatronModule):
             states: the trunk's states at the boundaries, concatenated [t, 1, boundaries · H].
             block: by offset, the embeddings [t, 1, H] of the sampled token and of the masks.
             rotary: by offset, the rotation at the positions of the inputs.
-            packing: the layout of the row.
+            packing: the layout of the packed sequence.
 
         Returns:
             For each mask the states [t, 1, H] that the LM head reads.

@@ -158,7 +158,7 @@ class MtpModel(GPTModel):
         self._prenorm = args[0]
 
     def forward(self, input_ids: Tensor, packing: Packing, *, depths: int = 0) -> Hidden | Tensor:  # type: ignore[override]
-        """input_ids [T] of the whole row → `Hidden` on the last pipeline stage, hidden states [t, 1, H] on others.
+        """input_ids [T] of the whole packed sequence → `Hidden` on the last pipeline stage, hidden states [t, 1, H] on others.
 
         depths: number of MTP depths to compute; with 0, the MTP head is not used.
         """

@@ -4,7 +4,7 @@ megatron-core's mixer requires mamba-ssm, does not support packed samples and ru
 parameters. They are split over tensor-parallel ranks by groups: each rank has the heads, B and C of its groups.
 Context-parallel ranks exchange tokens for groups, see `mtpctl.model.packing`.
 
-Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the row, G groups, N state width.
+Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the packed sequence, G groups, N state width.
 """
 
 from __future__ import annotations
@@ -172,20 +172,20 @@ class Scan:
     step_bias: Tensor
     groups: int
 
-    def run_torch(self, row: Packing) -> Tensor:
+    def run_torch(self, packing: Packing) -> Tensor:
         """Output [T, heads, head dim], in plain PyTorch."""
-        x, b, c = self._split(F.silu(convolve(self.mixed, self.taps, row.position_ids) + self.bias))
+        x, b, c = self._split(F.silu(convolve(self.mixed, self.taps, packing.position_ids) + self.bias))
         steps, log_decay = self._discretize()
         out = torch.empty_like(x)
-        for group in row.recurrence_groups:
+        for group in packing.recurrence_groups:
             # Padding follows a sample's last token; the scan is causal, so padding does not affect the sample.
             group_out = selective_scan(*(part[group.queries] for part in (x, steps, log_decay, b, c)))
             out = out.index_put((group.queries[group.valid],), group_out[group.valid])
         return scale_heads(x, self.skip, out)
 
-    def run_fla(self, row: Packing) -> Tensor:
+    def run_fla(self, packing: Packing) -> Tensor:
         """`run_torch` with flash-linear-attention's kernels: the scan is linear attention with a decay per head and token."""
-        cu_seqlens, cu_seqlens_cpu = row.boundaries
+        cu_seqlens, cu_seqlens_cpu = packing.boundaries
         samples = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
         mixed: Tensor = causal_conv1d(self.mixed[None], self.taps, bias=self.bias, activation="silu", **samples)[0][0]
         x, b, c = self._split(mixed)

@@ -1,19 +1,19 @@
 """Packed sequences: the layout of a microbatch of many samples, as attention needs it.
 
-A microbatch is one row of T tokens: the samples, concatenated without padding, with position ids that restart at each sample. `Packing` is
-passed as Megatron's packed-sequence parameters. Its format is neither `sbhd` nor `thd`, so that rotary tables are indexed by position once
-instead of sliced per sample in Python.
+A microbatch is one packed sequence of T tokens: the samples, concatenated without padding, with position ids that restart at each sample.
+`Packing` is passed as Megatron's packed-sequence parameters. Its format is neither `sbhd` nor `thd`, so that rotary tables are indexed by
+position once instead of sliced per sample in Python.
 
-With context parallelism (CP) the row is split into twice as many equal blocks as there are ranks. Rank r has the r-th block from the front
-and the r-th from the back, which balances the query-key pairs of a long sample over ranks. A block's first sample
-may begin in an earlier block, so the block's keys run from that sample's first token to the block's end.
+With context parallelism (CP) the packed sequence is split into twice as many equal blocks as there are ranks. Rank r has the r-th block
+from the front and the r-th from the back, which balances the query-key pairs of a long sample over ranks. A block's first sample may begin
+in an earlier block, so the block's keys run from that sample's first token to the block's end.
 
 Linear attention and Mamba-2 need all tokens of a sample, but their heads are independent. With CP, ranks therefore exchange some tokens of
 all heads for all tokens of some heads, as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3.1), and reorder the blocks:
 
-    [t, heads, …] ─tokens_to_heads─► [T, heads / P, …], in row order ─recurrence─► [T, heads / P, …] ─heads_to_tokens─► [t, heads, …]
+    [t, heads, …] ─tokens_to_heads─► [T, heads / P, …], in order ─recurrence─► [T, heads / P, …] ─heads_to_tokens─► [t, heads, …]
 
-Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the row.
+Shape legend: P context-parallel ranks, t tokens of this rank, T = P t tokens of the packed sequence.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Packing(PackedSeqParams):
 
     cu_seqlens_q, cu_seqlens_kv: int32 [parts on this rank + 1], start of each part's queries and keys, and the end.
     max_seqlen_q, max_seqlen_kv: longest part, in queries and keys.
-    starts: int64 [samples + 1], start of each sample of the row, and T.
-    tokens: int64 [t], indices in the row of this rank's tokens.
+    starts: int64 [samples + 1], start of each sample, and T.
+    tokens: int64 [t], indices of this rank's tokens in the packed sequence.
     visible_blocks: the blocks whose keys this rank's queries attend to, as (index in `cp_order`, first visible token of the block); empty
     without CP.
     position_ids: of this rank's tokens, restarting at 0 with each sample.
-    lengths: queries and keys of each part on this rank. sample_lengths: of all samples of the row. ranks: CP ranks that share the row.
-    padding_tokens: number of padding tokens at the end of the row.
+    lengths: queries and keys of each part on this rank. sample_lengths: of all samples. ranks: number of CP ranks.
+    padding_tokens: number of padding tokens at the end of the packed sequence.
     rotary: rotation of queries and keys; None for latent attention, which rotates them itself. window_rotary: that of layers with a window.
     earlier: keys and values of earlier depths, while the depths of a repeated MTP layer are computed.
     routes: uint8 or int16 [t, MoE layers, k], experts to replay for tokens with `routed` [t] set. None: nothing is replayed.
@@ -143,14 +143,14 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def local_index(self) -> Tensor:
-        """int64 [T]: index of each token of the row among this rank's tokens, -1 for tokens of other ranks."""
+        """int64 [T]: index of each token of the packed sequence among this rank's tokens, -1 for tokens of other ranks."""
         index = torch.full((int(self.starts[-1]),), -1, device=self.tokens.device)
         index[self.tokens] = torch.arange(len(self.tokens), device=self.tokens.device)
         return index
 
     @cached_property
     def cp_order(self) -> Tensor:
-        """int64 [T]: indices in the row of the tokens of all CP ranks, concatenated in rank order."""
+        """int64 [T]: indices in the packed sequence of the tokens of all CP ranks, in rank order."""
         block_count = self.ranks * 2
         block_size = len(self.tokens) // 2
         blocks = [block for rank in range(self.ranks) for block in (rank, block_count - 1 - rank)]
@@ -158,13 +158,13 @@ class Packing(PackedSeqParams):
         return (starts + torch.arange(block_size, device=self.tokens.device)).flatten()
 
     @cached_property
-    def row_order(self) -> Tensor:
+    def token_order(self) -> Tensor:
         """int64 [T]: the inverse of `cp_order`."""
         return self.cp_order.argsort()
 
     @cached_property
     def full_row(self) -> Packing:
-        """The packing of the whole row, as without CP."""
+        """The packing of the whole packed sequence, as without CP."""
         return self if self.ranks == 1 else Packing.of(self.sample_lengths, self.tokens.device)
 
     @cached_property
@@ -178,20 +178,20 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def padding_mask(self) -> Tensor | None:
-        """bool [t]: this rank's padding tokens; None if the row has none."""
+        """bool [t]: this rank's padding tokens; None if there is no padding."""
         return self.tokens >= self.starts[-1] - self.padding_tokens if self.padding_tokens else None
 
     def select_visible(self, gathered: Tensor) -> Tensor:
         """Select the keys or values that this rank's queries attend to, part by part, from those of all ranks [T, …] in rank order."""
         if not self.visible_blocks:
             return gathered
-        # The backward pass of one split allocates one gradient of the whole row; many slices would allocate one each.
+        # The backward pass of one split allocates one gradient of the whole packed sequence; many slices would allocate one each.
         split = gathered.split(len(self.tokens) // 2)
         return torch.cat([split[block][first:] for block, first in self.visible_blocks])
 
     @cached_property
     def recurrence_groups(self) -> list[LengthGroup]:
-        """The parts in few groups, for recurrences without a kernel for packed rows.
+        """The parts in few groups, for recurrences without a kernel for packed sequences.
 
         A part shorter than half of the group's longest starts a new group, so at most half of a group is padding.
         """
@@ -228,19 +228,19 @@ class Packing(PackedSeqParams):
         return replace(self, rotary=rotary)
 
     def shift(self, values: Tensor) -> Tensor:
-        """Shift `values` [T] of the whole row one token to the left within each sample; each sample's last value becomes 0."""
+        """Shift `values` [T] of all ranks one token to the left within each sample; each sample's last value becomes 0."""
         shifted = values.roll(-1)
         shifted[self.starts[1:] - 1] = 0
         return shifted
 
 
 def num_blocks(cp: int) -> int:
-    """Number of equal blocks into which a row is split for `cp` ranks."""
+    """Number of equal blocks into which a packed sequence is split for `cp` ranks."""
     return 2 * cp if cp > 1 else 1
 
 
 def _cp_position(block: int, cp: int) -> int:
-    """Index of a block of the row in CP order."""
+    """Index of a block in CP order."""
     return 2 * block if block < cp else 2 * (2 * cp - 1 - block) + 1
 
 
@@ -308,20 +308,20 @@ def local_heads(weights: Sequence[Tensor], group: dist.ProcessGroup) -> list[Ten
 
 
 def tokens_to_heads(parts: Sequence[Tensor], packing: Packing, group: dist.ProcessGroup) -> list[Tensor]:
-    """Each of `parts` [t, heads, …] → [T, heads / P, …] in row order. Parts may differ in their number of heads."""
+    """Each of `parts` [t, heads, …] → [T, heads / P, …] in the order of the packed sequence. Parts may differ in their number of heads."""
     ranks = group.size()
     split_parts = [part.unflatten(1, (ranks, -1)) for part in parts]
     shapes = [part.shape[2:] for part in split_parts]
     # One message for all parts: [P, t, all parts' values for a rank].
     message = torch.cat([part.flatten(2) for part in split_parts], dim=-1).transpose(0, 1).contiguous()
     received: Tensor = all_to_all(group, message.flatten(0, 1))
-    ordered = received.index_select(0, packing.row_order)
+    ordered = received.index_select(0, packing.token_order)
     pieces = ordered.split([shape.numel() for shape in shapes], dim=1)
     return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def heads_to_tokens(part: Tensor, packing: Packing, group: dist.ProcessGroup) -> Tensor:
-    """part [T, heads / P, …] in row order → [t, heads, …]."""
+    """part [T, heads / P, …] in the order of the packed sequence → [t, heads, …]."""
     sent = part.index_select(0, packing.cp_order)
     received: Tensor = all_to_all(group, sent)
     return received.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)

@@ -180,7 +180,7 @@ class Router(TopKRouter):
     def _balance_loss_sum(self, logits: Tensor, load: Tensor, is_real: Tensor | None) -> Tensor:
         """The balance loss E Σ f P of the microbatch (Switch, arXiv 2101.03961, equation 4), summed over this rank's tokens.
 
-        f is the fraction of all rows routed to an expert, P its mean score over the tokens. Only P has a gradient.
+        f is the fraction of all (token, expert) pairs routed to an expert, P its mean score over the tokens. Only P has a gradient.
         """
         if self.score_function == "softmax":
             scores = logits.softmax(-1, dtype=torch.float32)
@@ -259,11 +259,11 @@ def use_softmax_scores(model: torch.nn.Module) -> None:
 
 
 def gather_recorded(packing: Packing, layer: DecoderLayer) -> Tensor:
-    """Gather the experts [T, k] of the row's tokens in `layer` from the ranks that share the row. Collective; call after the pass."""
+    """Gather the experts [T, k] of the packed sequence's tokens in `layer` from the CP ranks. Collective; call after the pass."""
     assert packing.recorded is not None and layer.moe_index is not None
     experts = packing.recorded[layer.moe_index].int()  # gloo does not support int16
     if layer.config.sequence_parallel:
         experts = gather_from_sequence_parallel_region(experts, group=layer.pg_collection.tp)
     if layer.config.context_parallel_size > 1:
-        experts = gather_from_sequence_parallel_region(experts, group=layer.pg_collection.cp)[packing.row_order]
+        experts = gather_from_sequence_parallel_region(experts, group=layer.pg_collection.cp)[packing.token_order]
     return experts

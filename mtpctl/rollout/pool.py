@@ -97,7 +97,7 @@ class ReplicaPool:
         """Start `count` replicas concurrently with `start(index)`.
 
         Args:
-            store: the version that a restarted replica applies, within `sync_deadline_s`, before it serves.
+            store: the published versions. A restarted replica applies the current one, within `sync_deadline_s`, before it serves.
             turn_runner: plays the environment between the turns of a response; if None, a response is one turn.
             use_relays: hosts download weights from object storage through each other (`mtpctl.sync.remote`).
             log: receives a line for each failure and each restart of a replica.

@@ -30,7 +30,8 @@ class Sequence:
     """A prompt with its response. Array arguments may be anything that numpy can convert.
 
     loss_mask and the columns have one row per response token. A mask of 0 marks tokens that the policy did not sample (tool output); they
-    are excluded from all losses. routes: experts of the first tokens (see `mtpctl.routes`). name: used in error messages.
+    are excluded from all losses. routes: the experts that the engine chose for each of the first `len(routes)` tokens (see
+    `mtpctl.routes`). name: used in error messages.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -264,7 +265,8 @@ def utilization(
 ) -> float | None:
     """Model FLOPs utilization (arXiv:2204.02311, appendix B) of an update of all weights in bf16; recomputation does not count.
 
-    depths: MTP depths that are trained. Returns None for a device whose peak is unknown.
+    depths: MTP depths that are trained. isolated: whether the trunk and the head get no gradient from the MTP loss (`mtp.mode: isolated`).
+    Returns None for a device whose peak is unknown.
     """
     peak = peak_flops(gpu)
     if peak is None:
@@ -273,6 +275,6 @@ def utilization(
 
 
 def update_flops(shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool) -> int:
-    """FLOPs of a forward and backward pass over these sequences, with `depths` MTP depths trained (see `step_flops`)."""
+    """FLOPs of a forward and backward pass over these sequences, with `depths` MTP depths trained. isolated: see `step_flops`."""
     trunk_rows, *draft_rows = (sum(s.num_drafted(depth) for s in sequences) for depth in range(depths + 1))
     return step_flops(shape, [len(s.token_ids) for s in sequences], trunk_rows, draft_rows, isolated=isolated)

@@ -232,14 +232,14 @@ def recorded_routes(model: MtpModel, micros: list[MicroBatch], shape: RouteShape
     for micro in micros:
         for layer in layers:
             assert layer.moe_index is not None
-            row = gather_recorded(micro.packing, layer).cpu().numpy().astype(shape.dtype)
+            layer_routes = gather_recorded(micro.packing, layer).cpu().numpy().astype(shape.dtype)
             start = 0
-            # Dummy microbatches reuse another sequence. Padding samples come last in a row.
+            # Dummy microbatches reuse another sequence. Padding samples come last.
             for index, length in zip([] if micro.dummy else micro.order, micro.packing.sample_lengths, strict=False):
-                # A copy, so that the rest of the row can be freed. The routes of the last token are not used.
-                local_routes[index, layer.moe_index] = row[start : start + length - 1].copy()
+                # A copy, so that the rest of the packed sequence can be freed. The routes of the last token are not used.
+                local_routes[index, layer.moe_index] = layer_routes[start : start + length - 1].copy()
                 start += length
-    # Ranks that share a row have the same routes, so only one of them sends if all ranks are gathered.
+    # CP and TP ranks of one packed sequence have the same routes, so only one of them sends if all ranks are gathered.
     is_first_sharer = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     all_local = local or parallel_state.get_data_parallel_world_size() == parallel_state.get_pipeline_model_parallel_world_size() == 1
     routes = _gather_values(local_routes if is_first_sharer or all_local else {}, local=local)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtpctl.model.core_attention import FlashPrefix, PackedAttention, combined_attention, flash_arguments, flash_attention
+from mtpctl.model.core_attention import FlashPrefixAttention, PackedAttention, combined_attention, flash_arguments, flash_attention
 from mtpctl.model.packing import EarlierDepths, Packing
 
 TOKENS, HEADS, KV_HEADS, WIDTH = 40, 8, 2, 64
@@ -37,7 +37,7 @@ def test_flash_operator_is_differentiable(window: int | None) -> None:
 
 def test_flash_prefix_converts_the_log_sum_exp_layout() -> None:
     q, k, v = (x.detach() for x in leaves())
-    prefix = FlashPrefix(flash_arguments(packed()), 0.1)
+    prefix = FlashPrefixAttention(flash_arguments(packed()), 0.1)
     out, lse = prefix.forward(q, k, v)
     assert lse.shape == (TOKENS, HEADS)
     assert [each.shape for each in prefix.backward(torch.empty_like(out), q, k, v, out, lse)] == [q.shape, k.shape, v.shape]
@@ -46,19 +46,19 @@ def test_flash_prefix_converts_the_log_sum_exp_layout() -> None:
 def test_sinks_get_a_gradient_with_the_flash_operator() -> None:
     q, k, v = leaves()
     sinks = torch.empty(HEADS, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    out = combined_attention(q, k, v, None, FlashPrefix(flash_arguments(packed()), 0.1, 8), 0.1, sinks)
+    out = combined_attention(q, k, v, None, FlashPrefixAttention(flash_arguments(packed()), 0.1, 8), 0.1, sinks)
     assert out.shape == q.shape and out.dtype == torch.bfloat16
     assert torch.autograd.grad(out, sinks, torch.empty_like(out))[0].shape == sinks.shape
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_pass_of_three_depths_is_freed_with_its_output(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_a_pass_of_three_depths_is_freed_with_its_output(bitwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third depth's keys depend on the output of the second. If its node in the graph also kept the keys, nothing would free the pass:
     Python's collector does not see edges of the graph."""
     monkeypatch.setattr(PackedAttention, "_attend_by_group", PackedAttention._flash)
     monkeypatch.setattr("mtpctl.kernels.invariant.attention", lambda q, *_, **__: (torch.empty_like(q), q.new_empty(HEADS, TOKENS)))
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
-    attention.exact = exact
+    attention.bitwise = bitwise
     packing, q = packed(), leaves()[0]
     earlier = EarlierDepths()
     for _ in range(3):

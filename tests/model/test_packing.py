@@ -1,4 +1,4 @@
-"""Layout of samples in a packed row, whole and cut into the blocks of context-parallel ranks."""
+"""Layout of samples in a packed sequence, whole and cut into the blocks of context-parallel ranks."""
 
 from __future__ import annotations
 

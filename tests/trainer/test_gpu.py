@@ -62,7 +62,7 @@ def error(result: list[Tensor], exact: list[Tensor]) -> float:
     [(8, 8, 128, 128), (8, 2, 128, 128), (4, 1, 256, 256), (4, 4, 192, 128), (4, 4, 12, 12), (4, 4, 40, 24)],
 )
 def test_packed_attention_matches_its_reference(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
-    """Forward and backward of packed rows, including the widths of latent attention, which the kernel does not support."""
+    """Forward and backward of packed sequences, including the widths of latent attention, which the kernel does not support."""
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
     packing = Packing.of([300, 1, 77, 128, 5], "cuda")
     torch.manual_seed(0)
