@@ -38,7 +38,7 @@ class RayHost:
     A host that is being drained has no free capacity, because Ray starts no actors on it.
     """
 
-    node: str
+    node_id: str
     total: Host
     free: Host
 
@@ -129,9 +129,9 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class BundleSpec:
-    """Claims to reserve together in one bundle, on the host with the id `node`."""
+    """Claims to reserve together in one bundle, on the host `node_id`."""
 
-    node: str
+    node_id: str
     claims: tuple[Claim, ...]
 
 
@@ -145,7 +145,7 @@ class ActorBundle:
     """
 
     claim: Claim
-    node: str
+    node_id: str
     group: PlacementGroup | None
     planned: bool = True
 
@@ -154,7 +154,7 @@ class ActorBundle:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
         strategy: object = (
-            NodeAffinitySchedulingStrategy(self.node, soft=False)
+            NodeAffinitySchedulingStrategy(self.node_id, soft=False)
             if self.group is None
             else PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0)
         )
@@ -165,7 +165,7 @@ class ActorBundle:
 class ActorLocation:
     """The node id of an actor's host, and the ids of its GPUs there."""
 
-    node: str
+    node_id: str
     gpu_ids: tuple[str, ...]
 
 
@@ -202,7 +202,7 @@ class Bundles:
             for spec in specs:
                 cpus, gpus = sum(claim.cpus for claim in spec.claims), round(sum(claim.gpus for claim in spec.claims), 4)
                 resources = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
-                selector = [{NODE_LABEL: spec.node}]
+                selector = [{NODE_LABEL: spec.node_id}]
                 groups.append(placement_group([resources], strategy="PACK", bundle_label_selector=selector) if resources else None)
             # The waits are concurrent: until a bundle that does not fit is detected, the others block other jobs.
             successes = await asyncio.gather(*(asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S) for group in groups if group is not None))
@@ -213,12 +213,12 @@ class Bundles:
             raise
         for spec, group in zip(specs, groups, strict=True):
             for claim in spec.claims:
-                self.by_actor[claim.actor] = ActorBundle(claim, spec.node, group, planned)
+                self.by_actor[claim.actor] = ActorBundle(claim, spec.node_id, group, planned)
 
     async def add(self, claim: Claim) -> ActorBundle | None:
         """Return the existing bundle of a joining actor, or reserve one. Returns None if no host has capacity."""
         bundle = self.by_actor.get(claim.actor)
-        if bundle is not None and bundle.node in list_live_nodes() - list_draining_nodes():
+        if bundle is not None and bundle.node_id in list_live_nodes() - list_draining_nodes():
             return bundle
         self.release(claim.actor)
         hosts = list_ray_hosts()
@@ -226,7 +226,7 @@ class Bundles:
         if allocation is None:
             return None
         try:
-            await self.reserve([BundleSpec(hosts[allocation[0]].node, (claim,))], planned=False)
+            await self.reserve([BundleSpec(hosts[allocation[0]].node_id, (claim,))], planned=False)
         except BundlesUnavailable:
             return None
         return self.by_actor[claim.actor]
@@ -237,7 +237,7 @@ class Bundles:
         if (bundle := self.by_actor.get(actor)) is None:
             return
         is_shared = any(other.group is bundle.group for name, other in self.by_actor.items() if name != actor and other.group is not None)
-        if is_shared and bundle.node in list_live_nodes():
+        if is_shared and bundle.node_id in list_live_nodes():
             return
         if not is_shared:
             _remove([bundle.group])
@@ -246,12 +246,12 @@ class Bundles:
     def on_lost_hosts(self, actors: Sequence[str]) -> list[str]:
         """The actors whose host is lost."""
         live_node_ids = list_live_nodes()
-        return [actor for actor in actors if self.by_actor[actor].node not in live_node_ids]
+        return [actor for actor in actors if self.by_actor[actor].node_id not in live_node_ids]
 
     def compact(self, actors: Sequence[str]) -> None:
         """Reassign the bundles of actors with equal claims, so that the first actors get the bundles whose hosts are alive."""
         live_node_ids = list_live_nodes()
-        ordered_bundles = sorted((self.by_actor[actor] for actor in actors), key=lambda bundle: bundle.node not in live_node_ids)
+        ordered_bundles = sorted((self.by_actor[actor] for actor in actors), key=lambda bundle: bundle.node_id not in live_node_ids)
         for actor, bundle in zip(actors, ordered_bundles, strict=True):
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
 
@@ -266,7 +266,7 @@ class Bundles:
                 allocation = allocate(free_capacities, len(claims), claims[0].cpus, claims[0].gpus)
                 if allocation is None:
                     return None
-                specs += [BundleSpec(hosts[allocation[0]].node, (claim,)) for claim in claims]
+                specs += [BundleSpec(hosts[allocation[0]].node_id, (claim,)) for claim in claims]
             lost_groups = [self.by_actor[actor].group for actor in lost_actors]
             try:
                 await self.reserve(specs, planned=False)
@@ -296,12 +296,12 @@ class Bundles:
 
     def check(self, actor: str, location: ActorLocation) -> None:
         """Record the location of a started actor. Raises RuntimeFailure if its host or GPUs differ from the plan."""
-        bundle, host = self.by_actor[actor], _host_name(location.node)
-        if location.node != bundle.node:
-            raise RuntimeFailure(f"{actor}: runs on host {host}, but the plan assigns it to {_host_name(bundle.node)}")
+        bundle, host = self.by_actor[actor], _host_name(location.node_id)
+        if location.node_id != bundle.node_id:
+            raise RuntimeFailure(f"{actor}: runs on host {host}, but the plan assigns it to {_host_name(bundle.node_id)}")
         self.locations[actor] = location
         for other_actor, other_location in self.locations.items():
-            if other_actor == actor or other_location.node != location.node:
+            if other_actor == actor or other_location.node_id != location.node_id:
                 continue
             if not (bundle.planned and self.by_actor[other_actor].planned):
                 continue
@@ -314,14 +314,14 @@ class Bundles:
 
     def host(self, actor: str) -> str:
         """The name of an actor's host."""
-        return _host_name(self.by_actor[actor].node)
+        return _host_name(self.by_actor[actor].node_id)
 
     def summary(self) -> str:
         """The actors of each host, in one line."""
-        by_node: dict[str, list[str]] = {}
+        actors_by_node_id: dict[str, list[str]] = {}
         for actor, bundle in self.by_actor.items():
-            by_node.setdefault(bundle.node, []).append(actor)
-        return "; ".join(f"{_host_name(node)}: {', '.join(actors)}" for node, actors in by_node.items())
+            actors_by_node_id.setdefault(bundle.node_id, []).append(actor)
+        return "; ".join(f"{_host_name(node_id)}: {', '.join(actors)}" for node_id, actors in actors_by_node_id.items())
 
 
 def _remove(groups: Sequence[PlacementGroup | None]) -> None:
@@ -332,5 +332,5 @@ def _remove(groups: Sequence[PlacementGroup | None]) -> None:
             remove_placement_group(group)
 
 
-def _host_name(node: str) -> str:
-    return next((host.name for host in list_ray_hosts() if host.node == node), node[:6])
+def _host_name(node_id: str) -> str:
+    return next((host.name for host in list_ray_hosts() if host.node_id == node_id), node_id[:6])

@@ -121,7 +121,7 @@ async def measure_links() -> list[Link]:
     hosts = list_ray_hosts()
     remote = ray.remote(Endpoint)
     endpoints: list[Any] = [
-        remote.options(num_cpus=0, max_concurrency=2, scheduling_strategy=NodeAffinitySchedulingStrategy(host.node, soft=False)).remote()
+        remote.options(num_cpus=0, max_concurrency=2, scheduling_strategy=NodeAffinitySchedulingStrategy(host.node_id, soft=False)).remote()
         for host in hosts
     ]
     try:

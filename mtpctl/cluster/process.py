@@ -19,6 +19,7 @@ from pathlib import Path
 
 FOLDER_VARIABLE, NAME_VARIABLE = "MTPCTL_LOGS", "MTPCTL_LOG"
 FILE_BYTES = 16 << 20
+"""Maximum size of a log file, in bytes."""
 _CHECK_S = 10.0
 _CLOCK_LAG_S = 1.0
 """Maximum lag of a file system's clock, in seconds."""

@@ -126,9 +126,9 @@ class ElasticRollout:
     def _reconcile(self, membership: Membership, live_node_ids: set[str], draining_node_ids: set[str]) -> None:
         """Begin to remove surplus replicas and those on unusable hosts, and to add missing ones."""
         for index in membership.occupied_slots:
-            node = self._bundles.by_actor[_actor_name(index)].node
-            if node not in live_node_ids or node in draining_node_ids:
-                self._leave(membership, index, "its host is being drained" if node in live_node_ids else "its host is lost")
+            node_id = self._bundles.by_actor[_actor_name(index)].node_id
+            if node_id not in live_node_ids or node_id in draining_node_ids:
+                self._leave(membership, index, "its host is being drained" if node_id in live_node_ids else "its host is lost")
         for index in membership.occupied_slots[: -self.requested_replicas]:
             self._leave(membership, index, f"{self.requested_replicas} are requested")
         if (actor := self._starved_actor()) and not self._leave_tasks and len(membership.occupied_slots) > self.rollout.replica_range.min:

@@ -70,7 +70,7 @@ async def _try_reserve(recipe: Recipe, start_time: float) -> tuple[Placement, Bu
         return None
     bundles = Bundles()
     try:
-        await bundles.reserve([BundleSpec(hosts[bundle.host].node, create_claims(bundle.actors)) for bundle in placement.bundles()])
+        await bundles.reserve([BundleSpec(hosts[bundle.host].node_id, create_claims(bundle.actors)) for bundle in placement.bundles()])
     except BundlesUnavailable:
         return None
     return placement, bundles

@@ -109,7 +109,7 @@ def test_actors_run_on_the_hosts_and_gpus_of_the_plan(hosts: Any) -> None:
         for group in {bundles.by_actor[name].group for name in ("trainer-2", "trainer-3")}:
             remove_placement_group(group)
         second = await asyncio.wait_for(waiting, 30)
-        assert second is not None and second[1].by_actor["trainer-0"].node == bundles.by_actor["trainer-2"].node
+        assert second is not None and second[1].by_actor["trainer-0"].node_id == bundles.by_actor["trainer-2"].node_id
         for group in {bundle.group for bundle in second[1].by_actor.values()} | {
             bundles.by_actor["trainer-0"].group,
             bundles.by_actor["trainer-1"].group,
@@ -143,7 +143,7 @@ def test_a_joined_host_offers_bundles_until_it_is_drained(hosts: Any) -> None:
         large = hosts.add_node(num_cpus=16, num_gpus=3)
         hosts.wait_for_nodes()
         bundle = await bundles.add(claim)
-        assert bundle is not None and bundle.node == large.node_id and not bundle.planned
+        assert bundle is not None and bundle.node_id == large.node_id and not bundle.planned
         actor = start_in(bundle)
         bundles.check("rollout-7", await actor.location.remote())
         assert await bundles.add(claim) is bundle, "an existing bundle is reused"
@@ -177,7 +177,7 @@ def test_a_host_counts_as_lost_as_soon_as_its_raylet_is_killed(hosts: Any) -> No
     assert bundles.on_lost_hosts(["rollout-9"]) == []
     joined.kill_raylet()
     assert bundles.on_lost_hosts(["rollout-9"]) == ["rollout-9"]
-    assert joined.node_id not in {host.node for host in list_ray_hosts()}
+    assert joined.node_id not in {host.node_id for host in list_ray_hosts()}
     hosts.remove_node(joined)
 
 
@@ -217,7 +217,7 @@ def test_compact_moves_bundles_on_live_hosts_to_the_first_actors(plan: Bundles, 
     )
     assert bundles.on_lost_hosts(list(bundles.by_actor)) == ["trainer-0", "trainer-1"]
     bundles.compact(list(bundles.by_actor))
-    assert [(bundle.claim.actor, bundle.node) for bundle in bundles.by_actor.values()] == [
+    assert [(bundle.claim.actor, bundle.node_id) for bundle in bundles.by_actor.values()] == [
         ("trainer-0", "cc"),
         ("trainer-1", "cc"),
         ("trainer-2", "bb"),

@@ -35,7 +35,7 @@ class Hosts:
     awaited: dict[str, float] = field(default_factory=dict)
 
     def taken(self, host: str) -> int:
-        return sum(bundle.node == host for bundle in self.by_actor.values())
+        return sum(bundle.node_id == host for bundle in self.by_actor.values())
 
     async def add(self, claim: Claim) -> ActorBundle | None:
         await asyncio.sleep(0)
@@ -52,7 +52,7 @@ class Hosts:
         self.by_actor.pop(actor, None)
 
     def host(self, actor: str) -> str:
-        return self.by_actor[actor].node
+        return self.by_actor[actor].node_id
 
 
 @dataclass
@@ -84,7 +84,7 @@ class World:
     async def settled_on(self, hosts: str) -> None:
         """Until replicas serve on exactly these hosts, whatever their slots, and for some looks more."""
         for _ in range(3):
-            await self.until(lambda: "".join(sorted(bundle.node for bundle in self.hosts.by_actor.values())) == hosts)
+            await self.until(lambda: "".join(sorted(bundle.node_id for bundle in self.hosts.by_actor.values())) == hosts)
             await self.until(lambda: self.pool.membership.num_serving == len(self.pool.membership.occupied_slots) == len(hosts))
             await asyncio.sleep(0.02)
 
@@ -161,7 +161,7 @@ async def test_replica_lost_with_its_host_is_replaced_on_another_any_number_of_t
     async with world(tmp_path, {"a": 1, "b": 1}, most=2, max_restarts=0) as it:
         await it.settled_on("ab")
         for before, after in ("bc", "cd", "de"):
-            (actor,) = [actor for actor, bundle in it.hosts.by_actor.items() if bundle.node == before]
+            (actor,) = [actor for actor, bundle in it.hosts.by_actor.items() if bundle.node_id == before]
             it.hosts.room[after] = it.hosts.room.pop(before)
             it.fleet.replicas_by_slot[int(actor.removeprefix("rollout-"))][-1].die()
             await it.pool.control_speculation()  # notices it

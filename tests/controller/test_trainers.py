@@ -94,13 +94,13 @@ class Cluster:
         monkeypatch.setattr(trainers, "POLL_S", 0.02)
 
     def _hosts(self) -> list[Any]:
-        return [SimpleNamespace(node=name, free=Host(cpus), whole=Host(cpus), name=name) for name, cpus in self.free.items()]
+        return [SimpleNamespace(node_id=name, free=Host(cpus), whole=Host(cpus), name=name) for name, cpus in self.free.items()]
 
     async def _reserve(self, bundles: Bundles, specs: list[BundleSpec]) -> None:
         for spec in specs:
             for claim in spec.claims:
-                self.free[spec.node] -= claim.cpus
-                bundles.by_actor[claim.actor] = ActorBundle(claim, spec.node, None)
+                self.free[spec.node_id] -= claim.cpus
+                bundles.by_actor[claim.actor] = ActorBundle(claim, spec.node_id, None)
 
     def restart(self, monkeypatch: pytest.MonkeyPatch, *, least: int | None = None, then: Callable[[], object] = lambda: None) -> Any:
         """The hosts of the started ranks, and the reports."""
@@ -108,7 +108,7 @@ class Cluster:
         recipe = Recipe.model_validate({"model": {"path": "x"}, "train": {"parallel": parallel, "min_dp": least}})
         started: list[list[str]] = []
         monkeypatch.setattr(TrainerGroup, "_start", lambda self, options: started.append([option["on"] for option in options]))
-        monkeypatch.setattr(ActorBundle, "options", lambda bundle: {"on": bundle.node})
+        monkeypatch.setattr(ActorBundle, "options", lambda bundle: {"on": bundle.node_id})
         monkeypatch.setattr(TrainerGroup, "kill", lambda self: None)
         placement = cast(Placement, SimpleNamespace(of=lambda _: [SimpleNamespace(cpus=1.0, gpus=0.0)]))
         created, message = TrainerGroup(recipe, placement, self.bundles), list[str]()
