@@ -92,7 +92,7 @@ def _patch_split_sizes() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = to_numpy
-    # Otherwise the first dispatcher of the process creates this stream, and other code may have replaced `torch.cuda.Stream` by then.
+    # The first dispatcher of a process would create this stream. By then other code may have replaced `torch.cuda.Stream`.
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoOpStream()
 
 
@@ -172,8 +172,8 @@ def install() -> None:
     torch.nn.Module.cuda = _module_to_cpu  # type: ignore[method-assign, assignment]
     _patch_split_sizes()
     _patch_random_state()
-    # At its first use, the context `torch.device` collects the functions to which it applies. It must collect the originals, because the
-    # replacements call these: otherwise `with torch.device("meta")` allocates on the CPU.
+    # `with torch.device(…)` changes a fixed list of functions, which torch collects at the first such block. It must collect the original
+    # factories, because the replacements call them.
     with torch.device("meta"):
         torch.empty(0)
     for name in _TENSOR_FACTORIES:

@@ -61,7 +61,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
         self._sizes = {name: size for name, size in shapes.items() if mtp or not self._is_draft(name)}
         locations = {name: location for name in shapes if (location := self._locate(name)) is not None}
         self._locations = {name: location for name, location in locations.items() if name in self._sizes}
-        self._skipped = {location.name for name, location in locations.items() if name not in self._sizes}
+        self._skipped_mtp = {location.name for name, location in locations.items() if name not in self._sizes}
         self._check_names()
         self._check_sizes()
         self._check_unexpected()
@@ -223,7 +223,7 @@ class ModelWeights(Mapping[str, "Tensor"]):
     def _check_unexpected(self) -> None:
         """Raise UserError for decoder tensors that the config does not include. Tensors outside the decoder are extras."""
         layer_prefix = f"{self._prefix}layers."
-        known = {location.name for location in self._locations.values()} | self._skipped | self._scales
+        known = {location.name for location in self._locations.values()} | self._skipped_mtp | self._scales
         known |= {self._stored_name(alias) for alias in self._aliases}
         if (mask_file := self.folder.path / DRAFTER / "mask_embedding.pt").exists():
             raise UserError(f"{mask_file}: separate mask embeddings are not supported; use a drafter of mtpctl add-drafter")

@@ -203,7 +203,7 @@ def load_held_out(
     named = dict(_read_named_sets(sources, evaluation))
     if train is None:
         return ProblemSets([], held_out, [], named, None)
-    # The supervised stage trains on RL's rows unless it has others. A separate generated set has no held-out problem.
+    # The supervised stage trains on RL's rows unless it has its own. Those of `sft_task` are not compared: they exclude held-out problems.
     has_sft_data = config.sft_task is not None or "sft" in sources
     trained = train if "rl" in stages or not has_sft_data else ()
     if "sft" in stages and "sft" in sources:
@@ -236,7 +236,7 @@ def row_sources(config: DataConfig, evaluation: EvaluationConfig | None, stages:
     """
     columns, sources = config.columns, {}
     if config.path is not None:
-        # Only a run without RL may train on conversations, which are not prompts.
+        # Conversations are not prompts, so only runs without responses of an engine may train on them.
         reader = RowReader(columns, supervised=not {"rl", "draft"} & {*stages})
         sources["train"] = RowSource(config.path, reader, "data.path", config.subset, config.split)
     if config.eval_path is not None:
@@ -342,11 +342,14 @@ class RowReader:
     def _parse_row(self, row: Row) -> Problem:
         columns, location = self.columns, row.location
         value = messages_from_columns(column_value(row.columns, columns.prompt))
-        image_column, part_types = next((name for name in ("images", "image") if row.columns.get(name)), None), image_and_video_types(value)
-        if image_column or part_types:
-            rows = f"rows whose messages contain images (parts of the type {', '.join(part_types)})"
-            column, to_remove = (image_column, "the column") if image_column else (columns.prompt, rows)
-            raise UserError(f"{location}: `{column}` contains images, but models are trained only on text; remove {to_remove}")
+        image_column = next((name for name in ("images", "image") if row.columns.get(name)), None)
+        if image_column is not None:
+            raise UserError(f"{location}: `{image_column}` contains images, but models are trained only on text; remove the column")
+        if part_types := image_and_video_types(value):
+            raise UserError(
+                f"{location}: `{columns.prompt}` contains images, but models are trained only on text; remove rows whose messages "
+                f"contain images (parts of the type {', '.join(part_types)})"
+            )
         messages = parse_conversation(value, columns.prompt, location) if isinstance(value, list) else ()
         prompt = text_of(messages) if messages else value
         if not isinstance(prompt, str) or not prompt.strip():

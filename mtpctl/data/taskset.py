@@ -107,8 +107,10 @@ def load_environment_problems(
     name, sizes = rollout.verifiers, sizes or TasksetConfig()
     assert name is not None, "the recipe names a verifiers environment"
     has_eval_args, held_out = bool(rollout.environment_eval_args), sizes.eval_size or 0
+    # Without arguments for held-out tasks, the first training tasks are held out.
     offset = 0 if has_eval_args else held_out
-    train = _load_problems(rollout, name, TRAIN, offset + sizes.train_size if sizes.train_size else None, offset + limit if limit else None)
+    train_size = offset + sizes.train_size if sizes.train_size else None
+    train = _load_problems(rollout, name, TRAIN, train_size, offset + limit if limit else None)
     if has_eval_args:
         return train, _load_problems(rollout, name, HELD_OUT, sizes.eval_size, limit)
     if len(train) <= held_out:
@@ -124,7 +126,8 @@ def _load_problems(rollout: RolloutBase, name: str, split: str, size: int | None
         raise UserError(f"data.taskset.{key}: verifiers:{name} has infinitely many tasks; set a number")
     bounds = [bound for bound in (size, limit) if bound is not None]
     try:
-        problems = [as_problem(task, f"{name}/{split}/{number}") for number, task in enumerate(islice(iterator, min(bounds, default=None)))]
+        tasks = islice(iterator, min(bounds, default=None))
+        problems = [as_problem(task, f"{name}/{split}/{number}") for number, task in enumerate(tasks)]
     except MtpctlError:
         raise
     except Exception as error:  # of the environment's own code

@@ -62,6 +62,7 @@ def section_of(name: str, shape: ModelShape) -> Literal["target", "draft"]:
     inputs = (shape.mtp.embedding_norm, shape.mtp.hidden_norm, shape.mtp.projection)
     for template in (shape.mtp.layer, *inputs):
         if (match := _template_pattern(template).match(name)) is not None:
+            # MTP layers are numbered after the decoder's, if the template has a number.
             return "draft" if int(match.groupdict().get("n", shape.layers)) >= shape.layers else "target"
     return "target"
 

@@ -58,7 +58,7 @@ class SyncResult:
 def sync_manually(recipe: Recipe, weights: Weights | None, urls: list[str], *, verify: bool, repeat: int) -> list[SyncResult]:
     """Start the trainer and, without `urls`, the recipe's engines and log-prob server. Sync `repeat` times and measure each sync.
 
-    `weights`: default: the recipe's model.
+    `weights`: the weights to sync; None for those of the recipe's model.
     """
     if not urls:
         check_engine(recipe)

@@ -85,7 +85,10 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
     @api.post("/v1/logprobs", response_model=LogprobsResponse)
     async def logprobs(body: LogprobsRequest, request: Request) -> Response:
         requests = _build_requests(body, _caller_name(body.user, request), server, tokenizer)
-        route_numbers = server.bounds.routes.token_bytes // 4 + 1 if body.record_routes and server.bounds.routes else 0
+        route_numbers = 0
+        if body.record_routes and server.bounds.routes:
+            # Routes count as one number per four bytes.
+            route_numbers = server.bounds.routes.token_bytes // 4 + 1
         _check_size(server, requests, 1 + body.mtp * server.bounds.depths + 2 * body.top_logprobs + route_numbers)
         if body.stream:
             return StreamingResponse(_stream_lines(server, requests, body), media_type="application/x-ndjson")
@@ -177,7 +180,7 @@ def _encode_prompts(ids_or_texts: str | list[str] | list[int] | list[list[int]],
         if tokenizer is None:
             raise RequestRefused("text: the served model has no tokenizer; send token ids")
         try:
-            # The limit is in tokens, and a text has at most as many tokens as bytes.
+            # `text.encode()` rejects lone surrogates.
             return [tokenizer.encode(text.encode().decode(), special=True) for text in texts]
         except UnicodeEncodeError as error:
             raise RequestRefused(f"text: lone surrogate at character {error.start}") from error

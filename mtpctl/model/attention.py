@@ -163,5 +163,5 @@ class LatentAttention(MLASelfAttention):
 
     def use_rope(self, rope: Rope) -> None:
         """Use `rope` for the positional part of queries and keys."""
-        del self.rotary_pos_emb
-        self.__dict__["rotary_pos_emb"] = PackedRotary(rope, scaled=self.config.rope_type == "yarn")
+        del self._modules["rotary_pos_emb"]
+        self.rotary_pos_emb = PackedRotary(rope, scaled=self.config.rope_type == "yarn")

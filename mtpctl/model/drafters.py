@@ -172,7 +172,7 @@ class BlockDrafter(MegatronModule):
         pg_collection: ProcessGroupCollection,
         **_: None,
     ) -> None:
-        # In other configurations megatron-core sums the gradients of these norms.
+        # With QK norms in the trunk or sequence parallelism, megatron-core sums the gradients of the drafter's QK norms over tp itself.
         sums_norms = not config.qk_layernorm and not config.sequence_parallel
         config = _layer_config(config, dflash.ffn, qk_norm=True)
         super().__init__(config)

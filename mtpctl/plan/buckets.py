@@ -306,8 +306,8 @@ class DeltaPlan:
     """Planned sizes of syncs with `sync.delta`.
 
     nbytes: bytes of a sync in which `share` of every tensor's elements changed; the full size if they exceed `MAX_DELTA_SHARE` of it. copy:
-    bytes of an additional copy of the last version in the host memory of trainer rank 0. It is 0 for transports that push: they have a copy
-    without `sync.delta` as well, for the version store.
+    bytes of the copy of the last version that trainer rank 0 keeps in host memory because of `sync.delta`. It is 0 for transports that
+    push, which always keep one for the version store.
     """
 
     share: float
@@ -380,15 +380,15 @@ def plan_quantization(recipe: Recipe, shape: ModelShape) -> QuantizationPlan | N
         return None
     sizes, dtype = tensor_shapes(shape), DTYPES[recipe.sent_precision]
     sections = section_buckets(recipe, shape)
-    names &= {spec.name for section in sections for spec in wire_tensors(shape, section, dtype)}
+    unquantized_specs = [spec for section in sections for spec in wire_tensors(shape, section, dtype)]
+    names &= {spec.name for spec in unquantized_specs}
     specs = [spec for section in sections for spec in wire_tensors(shape, section, dtype, names)]
     quantized_bytes = sum(spec.nbytes for spec in specs if spec.name.removesuffix(SCALE_SUFFIX) in names)
-    unquantized = sum(spec.nbytes for section in sections for spec in wire_tensors(shape, section, dtype))
     modules = dict.fromkeys(module.rpartition(".")[2] for module in list_unquantized_modules(shape, quantized=names))
     return QuantizationPlan(
         matrices=len(names),
         bytes=quantized_bytes,
         bytes_before=sum(prod(sizes[name]) for name in names) * DTYPE_BYTES[dtype],
         unquantized=tuple(modules),
-        bytes_to_logprob=unquantized if sends_unquantized_too(recipe) else 0,
+        bytes_to_logprob=sum(spec.nbytes for spec in unquantized_specs) if sends_unquantized_too(recipe) else 0,
     )

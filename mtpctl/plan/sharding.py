@@ -29,7 +29,7 @@ _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 class Stage:
     """One rank of a pipeline stage: its decoder layers, and its number of parameters in the trunk and the MTP layers.
 
-    trunk_experts, mtp_experts: the number of these that belong to routed experts.
+    trunk_experts, mtp_experts: the parameters of routed experts, which `trunk` and `mtp` include.
     """
 
     layers: range
@@ -73,7 +73,9 @@ def stages(shape: ModelShape, parallel: ParallelConfig, *, depths: int, only: Co
     boundaries = list(accumulate(stage_layers(shape.layers, depths, parallel), initial=0))
     layer_ranges = [range(start, end) for start, end in pairwise(boundaries)]
     stage_of = {layer: number for number, layers in enumerate(layer_ranges) for layer in layers}
-    counts, expert_counts = ([[0, 0] for _ in layer_ranges] for _ in range(2))
+    # Per stage: the trunk's count, and that of the MTP layers.
+    counts = [[0, 0] for _ in layer_ranges]
+    expert_counts = [[0, 0] for _ in layer_ranges]
     for group, tensors in groups.items():
         if group.draft and not depths:
             continue
@@ -195,7 +197,10 @@ def peak_width(shape: ModelShape, parallel: ParallelConfig, layers: range, *, dr
 
 def peak_transient(shape: ModelShape, parallel: ParallelConfig, layers: range, *, drafter: bool) -> float:
     """Maximum elements per token of a layer's temporaries, among these decoder layers and the drafter's."""
-    return max([*_transient_widths(shape, parallel, layers), *([transient_width(shape, parallel)] if drafter else [])], default=0.0)
+    widths = _transient_widths(shape, parallel, layers)
+    if drafter:
+        widths.append(transient_width(shape, parallel))
+    return max(widths, default=0.0)
 
 
 def activation_width(shape: ModelShape, parallel: ParallelConfig) -> float:

@@ -115,7 +115,8 @@ def check_transport(recipe: Recipe) -> Complaints:
     if TRANSPORTS[transport].one_process_per_gpu and "rl" in recipe.train.stages:
         logprob_gpus = recipe.logprob.gpus if recipe.logprob.standalone else 1
         shares = {"train.gpus": recipe.train.gpus, "rollout.gpus": rollout.gpus, "logprob.gpus": logprob_gpus}
-        for field in [field for field, share in shares.items() if share and share < 1][-1:]:
+        if shared := [field for field, share in shares.items() if share and share < 1]:
+            field = shared[-1]
             yield f"sync.transport: {transport} supports one process per GPU, but with {field}: {shares[field]:g} two share one; set ipc"
     if recipe.sync.delta and transport == "ipc":
         yield "sync.delta: ipc copies between GPUs of one host faster than changes are found; set it to false, or sync.transport: nccl"

@@ -287,8 +287,8 @@ class WeightUpdate:
     async def transfer(self) -> None:
         """Transfer the buckets, and wait until every target has committed.
 
-        An error of the sender that is no SyncError, such as weights that are not finite, takes precedence: it causes the receivers' errors,
-        and a second transfer would fail too. Otherwise the error of a target is raised.
+        Raises the error of a target. If the sender failed with an error other than SyncError, such as weights that are not finite, raises
+        that error: it caused the targets' errors, and a second transfer would fail too.
         """
         assert self.state is State.PLAN
         self.state, started_at = State.TRANSFER, time.perf_counter()
