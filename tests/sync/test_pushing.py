@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -54,6 +55,36 @@ def test_every_receiver_gets_every_byte(tmp_path: Path, pair: list[Receiver], tr
         assert sent.nbytes == manifest.nbytes
         assert 0 < sent.wire_seconds <= sent.seconds
     assert len(addresses) == 1, "one group serves all versions"
+    sends.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_both_buffers_are_filled_before_the_receivers_are_ready(
+    tmp_path: Path, pair: list[Receiver], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer_class = import_module(f"mtpctl.sync.transports.{transport}").Writer
+    send, filled = writer_class.send, []
+
+    def record(writer: Any, section: str, bucket: Bucket) -> None:
+        send(writer, section, bucket)
+        filled.append((section, bucket.index))
+
+    monkeypatch.setattr(writer_class, "send", record)
+    sends = sender(tmp_path, transport)
+    for version in (1, 2):
+        filled.clear()
+        manifest = sends.announce(version, ["a"])
+        sending = Thread(target=sends.send, args=(model(version).items(),))
+        sending.start()
+        while len(filled) < 2:
+            assert sending.is_alive()
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert filled == [("target", 0), ("target", 1)], "there is no third buffer"
+        pair[0].take(manifest)
+        assert equal(pair[0].taken(), version)
+        sending.join(20)
+        assert filled == [(section, bucket.index) for section, plan in manifest.sections.items() for bucket in plan.buckets]
     sends.close()
 
 

@@ -49,7 +49,7 @@ class BucketWriter(ABC):
 
     @abstractmethod
     def begin(self, version: int, section: str) -> None:
-        """Prepare a section; called before its first bucket. A pushing transport waits for every receiver, or raises SyncError."""
+        """Prepare a section; called before its first bucket."""
 
     @abstractmethod
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
@@ -61,11 +61,27 @@ class BucketWriter(ABC):
 
 
 class PushWriter(BucketWriter):
-    """The sender's end of a pushing transport. Its receivers are a group that is joined through `control` and serves many versions."""
+    """The sender's end of a pushing transport. Its receivers are a group that is joined through `control` and serves many versions.
+
+    Engines need tens of milliseconds to pause, so the sender fills both buffers before it waits for the receivers.
+    """
 
     stream_ordered = True
     sequential_sections = True
     control: Control
+    _unready: tuple[int, str] | None = None
+    """Version and section whose receivers may not be ready yet."""
+    _wait_s = 0.0
+
+    def _are_ready(self) -> bool:
+        return self._unready is None or self.control.count(*self._unready) >= self.control.address.receivers
+
+    def _wait_until_ready(self) -> None:
+        """Wait until every receiver is ready for the section's buckets. Raises SyncError if one of them fails."""
+        wait_start = time.monotonic()
+        self.control.wait(self._are_ready, "waiting for receivers to be ready")
+        self._unready = None
+        self._wait_s += time.monotonic() - wait_start
 
     @abstractmethod
     def finish(self) -> TransferStats:

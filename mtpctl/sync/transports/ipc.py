@@ -79,28 +79,27 @@ class Writer(PushWriter):
     def __init__(self, control: Control, device: torch.device, largest: int) -> None:
         self.control, self.device, self.largest = control, device, largest
         self._shared_buffers: _SharedBuffers | None = None
-        self._filled = 0
+        self._filled = self._section_start = 0
         self._reset()
 
     def _reset(self) -> None:
         self._sent_bytes, self._wait_s, self._started_at = 0, 0.0, time.monotonic()
 
     def begin(self, version: int, section: str) -> None:
-        wait_start = time.monotonic()
         if not self._sent_bytes:
-            self._started_at = wait_start
-        receivers = self.control.address.receivers
+            self._started_at = time.monotonic()
         if self._shared_buffers is None:
             self._shared_buffers = _SharedBuffers(self.largest, self.device)
-            for rank in range(1, receivers + 1):
+            for rank in range(1, self.control.address.receivers + 1):
                 # torch's type stubs allow only text, but bytes work too.
                 self.control.store.set(self.control.key("handles", rank), cast(str, self._shared_buffers.handles()))
-        self.control.wait(lambda: self.control.count(version, section) >= receivers, "waiting for receivers to be ready")
-        self._wait_s += time.monotonic() - wait_start
+        self._unready, self._section_start = (version, section), self._filled
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
         """The next buffer. Waits until every receiver has read the buffer's previous bucket."""
         assert self._shared_buffers is not None
+        if self._filled - 2 >= self._section_start:
+            self._wait_until_ready()
         self._wait_until_read(self._filled - 2)
         return self._shared_buffers.buffers[self._filled % 2][: bucket.nbytes]
 
@@ -119,6 +118,7 @@ class Writer(PushWriter):
                 self._shared_buffers.unlink()
 
     def finish(self) -> TransferStats:
+        self._wait_until_ready()
         for number in (self._filled - 2, self._filled - 1):
             self._wait_until_read(number)
         seconds = time.monotonic() - self._started_at

@@ -99,39 +99,53 @@ class Writer(PushWriter):
         self._buffers: list[torch.Tensor] = []
         self._buffer_index = 0
         self._works: list[tuple[dist.Work, int] | None] = [None, None]
+        self._filled: list[torch.Tensor] = []
         self._timestamps: list[list[Timestamp]] = []
         self._sent_bytes, self._wait_s, self._started_at = 0, 0.0, time.monotonic()
 
     def begin(self, version: int, section: str) -> None:
-        wait_start = time.monotonic()
+        self._send_filled()
         if not self._sent_bytes:
-            self._started_at = wait_start
-        receivers = self.control.address.receivers
-        self.control.wait(lambda: self.control.count("joined") >= receivers, "waiting for the receivers of the weights")
-        if self._wire is None:
-            self._wire = Wire(self.control, 0, self.device)
-        self.control.wait(lambda: self.control.count(version, section) >= receivers, "waiting for receivers to be ready")
-        self._wait_s += time.monotonic() - wait_start
+            self._started_at = time.monotonic()
+        self._unready = version, section
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
         """The next buffer. Waits until the buffer's previous bucket has been sent."""
         if not self._buffers:
             self._buffers = _buffers(self.largest, self.device)
+        if len(self._filled) == len(self._buffers):
+            self._send_filled()
         self._wait_sent(self._buffer_index)
         return self._buffers[self._buffer_index][: bucket.nbytes]
 
     def send(self, section: str, bucket: Bucket) -> None:
-        assert self._wire is not None
-        data = self._buffers[self._buffer_index][: bucket.nbytes]
-        self._timestamps.append([self._take_timestamp()])
-        work = self._wire.broadcast(data)
-        self._works[self._buffer_index] = work, len(self._timestamps) - 1
-        if self._side_stream is not None:  # It records the end without making the current stream wait.
-            with torch.cuda.stream(self._side_stream):
-                work.wait()
-                self._timestamps[-1].append(self._take_timestamp())
-        self._sent_bytes += bucket.nbytes
+        """Send the filled buffer, at the latest when another one is needed or the section ends."""
+        self._filled.append(self._buffers[self._buffer_index][: bucket.nbytes])
         self._buffer_index = 1 - self._buffer_index
+        if self._are_ready():
+            self._send_filled()
+
+    def _send_filled(self) -> None:
+        """Send the filled buffers once the receivers are ready."""
+        if not self._filled:
+            return
+        if self._wire is None:
+            # A receiver becomes ready only after the sender has joined the communicator.
+            receivers = self.control.address.receivers
+            self.control.wait(lambda: self.control.count("joined") >= receivers, "waiting for the receivers of the weights")
+            self._wire = Wire(self.control, 0, self.device)
+        self._wait_until_ready()
+        filled, self._filled = self._filled, []
+        first_index = (self._buffer_index - len(filled)) % 2
+        for offset, data in enumerate(filled):
+            self._timestamps.append([self._take_timestamp()])
+            work = self._wire.broadcast(data)
+            self._works[(first_index + offset) % 2] = work, len(self._timestamps) - 1
+            if self._side_stream is not None:  # It records the end without making the current stream wait.
+                with torch.cuda.stream(self._side_stream):
+                    work.wait()
+                    self._timestamps[-1].append(self._take_timestamp())
+            self._sent_bytes += data.numel()
 
     def _take_timestamp(self) -> Timestamp:
         """Take a timestamp: an event on the CUDA stream if there is one, else the CPU time."""
@@ -154,6 +168,7 @@ class Writer(PushWriter):
             work.wait()
 
     def finish(self) -> TransferStats:
+        self._send_filled()
         for buffer_index in (self._buffer_index, 1 - self._buffer_index):
             self._wait_sent(buffer_index)
         if self._side_stream is not None:
