@@ -72,7 +72,7 @@ class GatedDeltaNet(UpstreamGatedDeltaNet):
         widths = [width // self.cp_size for width in self._widths]
         heads = _HeadInputs(mixed, widths, taps, alpha, beta, decay, bias, key_heads, value_heads)
         run = _run_exact if is_bitwise(self.config) else _run_default
-        out = run(heads, packed_seq_params.full_row)
+        out = run(heads, packed_seq_params.full_packing)
         if self.cp_size > 1:
             out = heads_to_tokens(out, packed_seq_params, self.pg_collection.cp)
         return self.out_proj(self.out_norm.gated(out, gate.reshape(out.shape)).flatten(1)[:, None])

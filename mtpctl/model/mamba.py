@@ -106,7 +106,7 @@ class Mamba2(MegatronModule):
         (taps, bias), (decay, skip, step_bias) = convolution, per_head
         scan = Scan(mixed, widths, taps, bias, steps, decay, skip, step_bias, self.groups // ranks)
         run = scan.run_fla if mixed.is_cuda and chunk_simple_gla is not None else scan.run_torch
-        out = run(packed_seq_params.full_row)
+        out = run(packed_seq_params.full_packing)
         if ranks > 1:
             out = heads_to_tokens(out, packed_seq_params, cp)
         return self.out_proj(self.norm(out.flatten(1), gate)[:, None])

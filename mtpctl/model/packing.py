@@ -163,7 +163,7 @@ class Packing(PackedSeqParams):
         return self.cp_order.argsort()
 
     @cached_property
-    def full_row(self) -> Packing:
+    def full_packing(self) -> Packing:
         """The packing of the whole packed sequence, as without CP."""
         return self if self.ranks == 1 else Packing.of(self.sample_lengths, self.tokens.device)
 

@@ -1,4 +1,4 @@
-"""The code of an isolated run: a program, the cells of a session, an answer, or the tests of an answer.
+"""The code of a sandboxed process: a program, the cells of a session, an answer, or the tests of an answer.
 
 Except for tests, this code shares its process with the model's code, which may tamper with it. Therefore its results are not trusted: the
 output of an answer is compared outside, and tests run in a separate process (`questions`).
@@ -39,7 +39,7 @@ _PRELUDE_MODULES = (
 
 
 class Job(TypedDict, total=False):
-    """The input of a run. `kind` is program, session, answer, tests or calls; it determines the other keys."""
+    """The input of a process. `kind` is program, session, answer, tests or calls; it determines the other keys."""
 
     kind: str
     code: str

@@ -1,4 +1,4 @@
-"""Isolation of runs: a system call filter, and either namespaces with a root that contains only the interpreter, or Landlock.
+"""Isolation of model-written code: a system call filter, and either namespaces with a root that contains only the interpreter, or Landlock.
 
 Landlock restricts a process to reading some directories. It needs no privileges, and kernel 5.13 or newer. The existence, size and owner
 of other files remain visible.
@@ -42,7 +42,10 @@ _SCOPES = 3
 
 
 def readable_paths() -> list[str]:
-    """Paths that a run may read: standard library, packages, shared libraries, time zones and three devices. No path contains another."""
+    """Paths that a sandboxed process may read: standard library, packages, shared libraries, time zones and three devices.
+
+    No path contains another.
+    """
     python = sysconfig.get_paths()
     paths = {python[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | {f"{sys.base_prefix}/lib", *_SYSTEM_PATHS}
     # If /lib is a link to /usr/lib, the new root gets the same link (`library_links`).
@@ -59,11 +62,12 @@ def library_links() -> dict[str, str]:
     return {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
 
 
-def isolate_process(mechanism: Mechanism) -> int:
-    """Isolate this process. Returns the descriptor of Landlock's rules, or -1 with other mechanisms.
+def prepare_isolation(mechanism: Mechanism) -> int:
+    """Enter the namespaces, or create Landlock's rules. Returns the descriptor of these rules, or -1 with other mechanisms.
 
-    With namespaces this process becomes process 1 of its namespace, and its parent waits for it. Raises OSError if the kernel or
-    container does not allow it.
+    With namespaces this process becomes process 1 of its namespace, and its parent waits for it. Landlock's rules take effect in each
+    process that calls `apply_landlock_rules`. Other mechanisms need no preparation. Raises OSError if the kernel or container does not
+    allow it.
     """
     if mechanism in ("namespaces", "user namespaces"):
         _unshare(new_user=mechanism == "user namespaces")
@@ -72,7 +76,7 @@ def isolate_process(mechanism: Mechanism) -> int:
 
 
 def scratch_path() -> str:
-    """The private directory of a run: /tmp, or /scratch if the interpreter itself is below /tmp."""
+    """The private directory of a sandboxed process: /tmp, or /scratch if the interpreter itself is below /tmp."""
     return "/scratch" if any(path.startswith("/tmp/") for path in readable_paths()) else "/tmp"
 
 
@@ -236,11 +240,13 @@ def _check_result(result: int, name: str) -> int:
     return result
 
 
-assert sys.byteorder == "little" or not ARCHITECTURE, "filters read the low half of an argument first"
+assert sys.byteorder == "little" or not ARCHITECTURE, (
+    "filters read the low half of an argument, which is at its offset only on a little-endian machine"
+)
 
 
 FileAccess = Literal["mounts", "landlock", "closed"]
-"""File access of a run: a private file system, the paths that Landlock allows, or none."""
+"""File access of a sandboxed process: a private file system, the paths that Landlock allows, or none."""
 
 _AUDIT_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.sandbox.isolation import MECHANISMS_BY_STRENGTH, Mechanism, library_links, readable_paths
 from mtpctl.sandbox.messages import VerdictReader, new_key
-from mtpctl.sandbox.session import Judgement, Limits, Process, Result, Session, wait_for_runs
+from mtpctl.sandbox.session import Judgement, Limits, Process, Result, Session, wait_for_processes
 from mtpctl.sandbox.values import encode, reject_references
 from mtpctl.sandbox.zygote import Request
 
@@ -35,15 +35,15 @@ _ZYGOTE_PROGRAM = (
     "import sys; sys.path.insert(0, {source!r}); from mtpctl.sandbox.zygote import main; main({fd}, {mechanism!r}, {source!r})"
 )
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""All environment variables of a run. Without the last two, libraries start a thread for each core."""
+"""All environment variables of a sandboxed process. Without the last two, libraries start a thread for each core."""
 _LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
-"""Variables of the caller that a run inherits, because its interpreter may not start without them."""
+"""Variables of the caller that a sandboxed process inherits, because its interpreter may not start without them."""
 
 
 class Sandbox:
-    """Starts runs, from any thread. One zygote serves all runs. It is started by the first run, and restarted if it was killed.
+    """Starts processes, from any thread. One zygote forks all of them. It is started with the first one, and restarted if it was killed.
 
-    `isolation="none"` allows runs without isolation if no mechanism works. `only` tries a single mechanism.
+    `isolation="none"` allows processes without isolation if no mechanism works. `only` tries a single mechanism.
     """
 
     def __init__(self, isolation: Isolation = "required", only: Mechanism | None = None) -> None:
@@ -56,14 +56,14 @@ class Sandbox:
         """Why stronger mechanisms do not work on this machine."""
 
     def mechanism(self) -> Mechanism:
-        """The isolation mechanism of runs. Raises EnvironmentMissing if none works."""
+        """The isolation mechanism. Raises EnvironmentMissing if none works."""
         with self._lock:
             self._connect()
             assert self._mechanism is not None, "it has started"
             return self._mechanism
 
     def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> Result:
-        """Run a program. Raises EnvironmentMissing if no isolation works, RuntimeFailure if the run could not start."""
+        """Run a program. Raises EnvironmentMissing if no isolation works, RuntimeFailure if its process could not start."""
         with ExitStack() as stack:
             process = self.start({"kind": "program", "code": code}, limits or Limits(), stdin=stdin)
             stack.callback(process.close)
@@ -114,7 +114,7 @@ class Sandbox:
             return _collect_judgement(answer, judge, VerdictReader(key, count), count)
 
     def close(self) -> None:
-        """Kill all runs. May be called again, and the sandbox may be used afterwards."""
+        """Kill all processes. May be called again, and the sandbox may be used afterwards."""
         with self._lock:
             self._stop()
 
@@ -127,9 +127,9 @@ class Sandbox:
     def start(
         self, job: Mapping[str, object], limits: Limits, *, stdin: str = "", channel: bool = False, link: socket.socket | None = None
     ) -> Process:
-        """Fork a run for `job` (`inside.Job`).
+        """Fork a process for `job` (`inside.Job`).
 
-        channel: open a socket to the caller, for cells or verdicts. link: the run's end of the socket between an answer and its tests.
+        channel: open a socket to the caller, for cells or verdicts. link: the process's end of the socket between an answer and its tests.
         """
         with ExitStack() as stack:
 
@@ -262,14 +262,14 @@ def _collect_judgement(answer: Process, judge: Process, verdicts: VerdictReader,
         verdicts.feed(data)
 
     with selectors.DefaultSelector() as selector:
-        for run in (answer, judge):
-            run.register(selector)
+        for process in (answer, judge):
+            process.register(selector)
         selector.register(channel, selectors.EVENT_READ, read)
         # The judge's channel closes when its process ends, and all verdicts have been read by then.
         deadline = time.monotonic() + answer.limits.deadline_s
-        wait_for_runs([answer, judge], selector, deadline, lambda: judge.ended and channel not in selector.get_map())
+        wait_for_processes([answer, judge], selector, deadline, lambda: judge.ended and channel not in selector.get_map())
         answer.kill()  # the answer may still sleep or have threads
-        wait_for_runs([answer, judge], selector, math.inf, lambda: answer.ended)
+        wait_for_processes([answer, judge], selector, math.inf, lambda: answer.ended)
     answer_result = answer.result()
     timed_out = answer_result.timed_out or judge.result().timed_out
     if verdicts.forged:
@@ -297,7 +297,7 @@ def _bubblewrap_command(command: list[str], source: str) -> list[str] | None:
     """The command in bubblewrap, for systems that allow namespaces only to `bwrap`; None if that is not installed.
 
     The command has no network, and can read the paths of `isolation.readable_paths`, the interpreter and `source`. Nothing is writable,
-    because all runs of a zygote share its mounts.
+    because all processes of a zygote share its mounts.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -318,20 +318,20 @@ _NETWORK_FILTER = "no socket call passes the filter of system calls"
 _NO_NETWORK = f"{_NETWORK_FILTER}, and there is no device in the network namespace"
 _PRIVATE_ROOT = "a private root with interpreter and libraries, read-only"
 _NO_PROCESSES = "no fork, no exec, no signal to another process"
-_LIMITS = "CPU, wall, memory, output and open files for each run"
+_LIMITS = "CPU, wall, memory, output and open files for each process"
 _LIMITS_WITHOUT_THREADS = f"{_LIMITS}; threads limited by memory"
 _ENFORCEMENT: dict[Mechanism, tuple[str, str, str, str]] = {
     "namespaces": (
         _NO_NETWORK,
         f"{_PRIVATE_ROOT}; a private /tmp of bounded size; no /proc",
         f"{_NO_PROCESSES}; processes outside are in another namespace",
-        f"{_LIMITS}; threads for each run, which has a separate user",
+        f"{_LIMITS}; threads for each process, which has a separate user",
     ),
     "user namespaces": (
         _NO_NETWORK,
         f"{_PRIVATE_ROOT}; a private /tmp of bounded size; no /proc",
         f"{_NO_PROCESSES}; processes outside are in another namespace",
-        f"{_LIMITS}; threads for all runs of a process together",
+        f"{_LIMITS}; threads for all processes of a sandbox together",
     ),
     "bubblewrap": (
         _NO_NETWORK,
@@ -362,7 +362,7 @@ def shared(isolation: Isolation) -> Sandbox:
 
 
 def require(field: str, isolation: object = "required") -> None:
-    """Check before a run that the sandbox works. `field`: recipe key of the arguments that contain `isolation`.
+    """Check before a training run that the sandbox works. `field`: recipe key of the arguments that contain `isolation`.
 
     Raises UserError for an invalid value, and EnvironmentMissing if code of the model would run without isolation.
     """
@@ -377,7 +377,7 @@ def require(field: str, isolation: object = "required") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One restriction of runs. `by`: how it is enforced on this machine; None if it is not enforced."""
+    """One restriction of sandboxed processes. `by`: how it is enforced on this machine; None if it is not enforced."""
 
     name: str
     by: str | None

@@ -1,6 +1,6 @@
-"""The caller's side of runs: `Process` is one run, and `Session` a run that executes cells of code one after another.
+"""The caller's side of sandboxed processes: `Process` is one of them, and `Session` one that executes cells of code one after another.
 
-`Limits` are the limits of a run, `Result` and `Judgement` the results of runs and of tests.
+`Limits` are the limits of a process, `Result` and `Judgement` the results of processes and of tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CELL_DONE_BYTES = 6
 
 
 class Report(TypedDict, total=False):
-    """The zygote's report of a run that has ended, or could not start."""
+    """The zygote's report of a process that has ended, or could not start."""
 
     exit: int
     cpu_s: float
@@ -38,9 +38,9 @@ class Report(TypedDict, total=False):
 
 
 class Process:
-    """A run: its output, limits and result. Closing its `status` socket kills it, even if the caller dies.
+    """A sandboxed process: its output, limits and result. Closing its `status` socket kills it, even if the caller dies.
 
-    `channel`: socket to the code in the run, for cells of a session and verdicts of tests; None for other runs.
+    `channel`: socket to the code in the process, for cells of a session and verdicts of tests; None for other processes.
     """
 
     def __init__(self, status: socket.socket, stdout: int, stderr: int | None, channel: socket.socket | None, limits: Limits) -> None:
@@ -55,22 +55,22 @@ class Process:
         self._status.shutdown(socket.SHUT_WR)
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the run."""
+        """Raise KeyboardInterrupt in the process."""
         self._status.send(b"i")
 
     @property
     def ended(self) -> bool:
-        """Whether the run has ended and all of its output has been read."""
+        """Whether the process has ended and all of its output has been read."""
         return self._report is not None and not self._open_pipes
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Register the run's descriptors, with the method `read` as their data."""
+        """Register the process's descriptors, with the method `read` as their data."""
         for pipe in self._open_pipes:
             selector.register(pipe, selectors.EVENT_READ, self.read)
         selector.register(self._status, selectors.EVENT_READ, self.read)
 
     def read(self, selector: selectors.BaseSelector, ready: selectors.SelectorKey) -> None:
-        """Read from one of the run's descriptors."""
+        """Read from one of the process's descriptors."""
         if ready.fileobj is self._status:
             selector.unregister(self._status)
             self._report = self._read_report()
@@ -91,26 +91,26 @@ class Process:
         return text
 
     def finish(self) -> Result:
-        """Wait until the run has ended, or kill it when it exceeds its time or output limit. Raises RuntimeFailure."""
+        """Wait until the process has ended, or kill it when it exceeds its time or output limit. Raises RuntimeFailure."""
         with selectors.DefaultSelector() as selector:
             self.register(selector)
-            wait_for_runs([self], selector, time.monotonic() + self.limits.deadline_s, lambda: self.ended)
+            wait_for_processes([self], selector, time.monotonic() + self.limits.deadline_s, lambda: self.ended)
         return self.result()
 
     def result(self) -> Result:
-        """The result of a run that has ended. Raises RuntimeFailure if the sandbox itself failed."""
+        """The result of a process that has ended. Raises RuntimeFailure if the sandbox itself failed."""
         report = self._report or {}
         stdout, *other_outputs = (content.decode(errors="replace") for content in self._output.values())
         stderr = "".join(other_outputs)
         if "exit" not in report or report["exit"] == EXIT_NOT_ISOLATED:
-            raise RuntimeFailure(f"sandbox: a run could not begin: {report.get('error') or stderr.strip() or 'its process was killed'}")
+            raise RuntimeFailure(f"sandbox: a process could not begin: {report.get('error') or stderr.strip() or 'it was killed'}")
         code, cpu_s = report["exit"], report["cpu_s"]
         # At the limit of CPU time the kernel sends SIGXCPU, and a second later SIGKILL.
         exceeded_cpu = code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= self.limits.cpu_s)
         return Result(stdout, stderr, code, self.timed_out or exceeded_cpu, self.too_much_output, cpu_s)
 
     def close(self) -> None:
-        """Kill the run if it is still running, and close its files."""
+        """Kill the process if it is still running, and close its files."""
         self._status.close()
         for pipe in self._output:
             os.close(pipe)
@@ -140,16 +140,16 @@ class Process:
         return report
 
 
-def wait_for_runs(runs: list[Process], selector: selectors.BaseSelector, deadline: float, is_done: Callable[[], bool]) -> None:
-    """Read from the runs until `is_done()` is true. Kill all runs at the deadline, or if one exceeds its output limit."""
+def wait_for_processes(processes: list[Process], selector: selectors.BaseSelector, deadline: float, is_done: Callable[[], bool]) -> None:
+    """Read from the processes until `is_done()` is true. Kill all of them at the deadline, or if one exceeds its output limit."""
     killed = False
     while not is_done():
         remaining = deadline - time.monotonic()
-        if not killed and (remaining <= 0 or any(run.too_much_output for run in runs)):
+        if not killed and (remaining <= 0 or any(process.too_much_output for process in processes)):
             killed = True
-            for run in runs:
-                run.timed_out |= remaining <= 0
-                run.kill()
+            for process in processes:
+                process.timed_out |= remaining <= 0
+                process.kill()
         for key, _ in selector.select(None if killed or remaining == math.inf else max(remaining, 0.0)):
             key.data(selector, key)
 
@@ -225,7 +225,7 @@ class Session:
                         process.read(selector, key)
                         continue
                     data = b""
-                    with suppress(ConnectionResetError):  # the run was killed before it read the cell
+                    with suppress(ConnectionResetError):  # the process was killed before it read the cell
                         data = channel.recv(_CELL_DONE_BYTES - len(message))
                     message += data
                     if not data:
@@ -236,13 +236,13 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one run.
+    """Limits of one process.
 
     Attributes:
         cpu_s: CPU seconds of all threads together, rounded up to whole seconds. It does not depend on the load of the machine.
-        wall_s: wall-clock seconds, for runs that sleep or wait; default: 3 `cpu_s` + 1.
+        wall_s: wall-clock seconds, for processes that sleep or wait; default: 3 `cpu_s` + 1.
         memory_mb: address space beyond that of the interpreter.
-        tmp_mb: size of /tmp, if the run has one.
+        tmp_mb: size of /tmp, if the process has one.
         output_bytes: stdout and stderr together.
     """
 
@@ -260,11 +260,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A run that has ended.
+    """A process that has ended.
 
     Attributes:
         exit: exit code, or minus the signal that ended it.
-        timed_out, too_much_output: whether the run was killed for this reason.
+        timed_out, too_much_output: whether the process was killed for this reason.
     """
 
     stdout: str

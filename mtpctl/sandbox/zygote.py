@@ -1,11 +1,11 @@
-"""The zygote: a process that forks a process for each run. It has imported the modules that answers use, so a run starts in milliseconds.
+"""The zygote: forks the sandboxed processes. It has imported the modules that answers use, so a process starts in milliseconds.
 
-A fork has a copy of its parent's memory, which must not contain data of other runs. Therefore the zygote never reads code, tests or input:
-it receives them as open files.
+A fork has a copy of its parent's memory, which must not contain data of other processes. Therefore the zygote never reads code, tests or
+input: it receives them as open files.
 
-A request is a JSON datagram with file descriptors: `status` and the ones in `DESCRIPTOR_NAMES`. When the run has ended, the zygote reports
-on `status`. Closing the other end of `status` kills the run; a byte on it interrupts the run. When the request socket is closed, all runs
-are killed.
+A request is a JSON datagram with file descriptors: `status` and the ones in `DESCRIPTOR_NAMES`. When the process has ended, the zygote
+reports on `status`. Closing the other end of `status` kills the process; a byte on it interrupts the process. When the request socket is
+closed, all processes are killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TypedDict
 from mtpctl.sandbox import inside, isolation
 
 DESCRIPTOR_NAMES = ("stdin", "stdout", "stderr", "job", "channel", "link")
-"""File descriptors of a run; the position is the number.
+"""File descriptors of a process; the position is the number.
 
 `job`: what to run. `channel`: cells of a session, or verdicts of tests. `link`: connects the processes of an answer and its tests.
 """
@@ -38,7 +38,7 @@ _NOBODY_UID = 65534
 _INTERPRETER_BYTES = 128 << 20
 """Address space of the interpreter with preloaded modules, in bytes, if /proc is not available."""
 _MAX_SHARED_THREADS = 2048
-"""Maximum number of threads of all runs of a zygote, if the kernel counts them together."""
+"""Maximum number of threads of all processes of a zygote, if the kernel counts them together."""
 # fmt: off
 _PRELOADED = (
     "abc", "array", "ast", "asyncio", "atexit", "base64", "binascii", "bisect", "bz2", "calendar", "cmath", "cmd", "code", "codecs",
@@ -53,11 +53,11 @@ _PRELOADED = (
     "urllib.parse", "uuid", "warnings", "weakref", "xml.etree.ElementTree", "zlib", "zoneinfo", "_strptime", "_pydecimal",
 )
 # fmt: on
-"""Modules of the standard library that answers use. Preloading them makes them available in runs that cannot open files."""
+"""Modules of the standard library that answers use. Preloading them makes them available in processes that cannot open files."""
 
 
 class Request(TypedDict):
-    """One run: its descriptors by name, and its limits."""
+    """One process: its descriptors by name, and its limits."""
 
     names: list[str]
     cpu_s: float
@@ -67,24 +67,24 @@ class Request(TypedDict):
 
 
 @dataclass(slots=True)
-class _Run:
+class _Process:
     pid: int
     status: socket.socket
 
 
 class Zygote:
-    """Forks runs until its `control` socket closes."""
+    """Forks processes until its `control` socket closes."""
 
     def __init__(self, control: socket.socket, mechanism: isolation.Mechanism) -> None:
         self._control, self._mechanism = control, mechanism
         self._base_address_space = _address_space_bytes()
-        self._landlock_fd = isolation.isolate_process(mechanism)
-        self._runs: dict[int, _Run] = {}
-        self._num_runs = 0
+        self._landlock_fd = isolation.prepare_isolation(mechanism)
+        self._processes: dict[int, _Process] = {}
+        self._num_forks = 0
         self._selector = selectors.DefaultSelector()
 
     def test_isolation(self) -> None:
-        """Isolate a fork like a run. Raises OSError if this fails."""
+        """Isolate a fork as for a job. Raises OSError if this fails."""
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -116,14 +116,14 @@ class Zygote:
                         return
                 elif key.fd == wakeup:
                     os.read(wakeup, 512)
-                elif isinstance(key.data, _Run):
+                elif isinstance(key.data, _Process):
                     self._handle_command(key.data)
             self._reap()
 
     def close(self) -> None:
-        """Kill all runs."""
-        for run in self._runs.values():
-            os.kill(run.pid, signal.SIGKILL)
+        """Kill all processes."""
+        for process in self._processes.values():
+            os.kill(process.pid, signal.SIGKILL)
 
     def _accept(self) -> bool:
         """Fork for one request. Returns False if the socket is closed."""
@@ -131,7 +131,7 @@ class Zygote:
         if not text:
             return False
         request: Request = json.loads(text)
-        self._num_runs += 1
+        self._num_forks += 1
         status, *run_descriptors = descriptors
         try:
             pid = os.fork()
@@ -144,31 +144,31 @@ class Zygote:
         for descriptor in run_descriptors:
             os.close(descriptor)
         if pid > 0:
-            run = self._runs[pid] = _Run(pid, socket.socket(fileno=status))
-            self._selector.register(run.status, selectors.EVENT_READ, run)
+            process = self._processes[pid] = _Process(pid, socket.socket(fileno=status))
+            self._selector.register(process.status, selectors.EVENT_READ, process)
         return True
 
-    def _handle_command(self, run: _Run) -> None:
+    def _handle_command(self, process: _Process) -> None:
         try:
-            command = run.status.recv(1)
+            command = process.status.recv(1)
         except OSError:
             command = b""
-        os.kill(run.pid, signal.SIGINT if command else signal.SIGKILL)
+        os.kill(process.pid, signal.SIGINT if command else signal.SIGKILL)
         if not command:  # a closed socket would stay ready
-            self._selector.unregister(run.status)
+            self._selector.unregister(process.status)
 
     def _reap(self) -> None:
-        while self._runs:
+        while self._processes:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 return
-            run = self._runs.pop(pid)
-            if run.status in self._selector.get_map():
-                self._selector.unregister(run.status)
+            process = self._processes.pop(pid)
+            if process.status in self._selector.get_map():
+                self._selector.unregister(process.status)
             report = {"exit": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime}
             with suppress(OSError):  # the caller has ended
-                run.status.sendall(json.dumps(report).encode())
-            run.status.close()
+                process.status.sendall(json.dumps(report).encode())
+            process.status.close()
 
     def _start_run(self, request: Request, descriptors: list[int]) -> None:
         """In the fork: renumber the descriptors, isolate the process, and run the job. Never returns."""
@@ -179,7 +179,7 @@ class Zygote:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._confine(request)
         except BaseException as error:
-            os.write(2, f"the run could not be isolated: {error}\n".encode())
+            os.write(2, f"the process could not be isolated: {error}\n".encode())
             os._exit(inside.EXIT_NOT_ISOLATED)
         inside.run_job()
 
@@ -203,9 +203,9 @@ class Zygote:
         isolation.install_filter(isolation.build_filter(os.getpid(), file_access.get(self._mechanism, "mounts")))
 
     def _change_user(self) -> bool:
-        """Switch to a user that owns no files. Returns whether no other run has this user, so that its threads are counted separately."""
+        """Switch to a user that owns no files. Returns whether no other process has this user, so that its threads count separately."""
         os.setgroups([])
-        for user in (_FIRST_UID + self._num_runs % _NUM_UIDS, _NOBODY_UID):
+        for user in (_FIRST_UID + self._num_forks % _NUM_UIDS, _NOBODY_UID):
             try:
                 os.setresgid(user, user, user)
                 os.setresuid(user, user, user)
@@ -248,7 +248,7 @@ def _renumber(descriptors: dict[str, int], landlock_fd: int) -> int:
 
 
 def _address_space_bytes() -> int:
-    """Bytes of address space of this process, which every run inherits."""
+    """Bytes of address space of this process, which every forked process inherits."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
