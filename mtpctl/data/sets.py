@@ -257,10 +257,10 @@ def row_sources(config: DataConfig, evaluation: EvaluationConfig | None, stages:
 def _read_named_sets(sources: Mapping[str, RowSource], evaluation: EvaluationConfig | None) -> Iterator[tuple[str, list[Problem]]]:
     for name, evaluation_set in (evaluation.sets if evaluation else {}).items():
         problems = sources[f"eval/{name}"].read()
-        yield name, problems if evaluation_set.limit is None else evenly_spaced(problems, evaluation_set.limit)
+        yield name, problems if evaluation_set.limit is None else _at_even_intervals(problems, evaluation_set.limit)
 
 
-def evenly_spaced(problems: Sequence[Problem], limit: int) -> list[Problem]:
+def _at_even_intervals(problems: Sequence[Problem], limit: int) -> list[Problem]:
     count = len(problems)
     return [problems[i * count // limit] for i in range(limit)] if limit < count else list(problems)
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from mtpctl.data.problems import Problem
 from mtpctl.data.taskset import check_runtimes
@@ -22,7 +22,7 @@ from mtpctl.environments.environment import (
     Message,
     UserLoops,
 )
-from mtpctl.environments.turns import ChatReplies, TemplateTokenizer, TextTokenizer
+from mtpctl.environments.turns import ChatReplies, ChatTokenizer
 from mtpctl.errors import UserError
 from mtpctl.recipe.rollout import RolloutBase
 from mtpctl.rollout.protocol import create_request
@@ -35,10 +35,6 @@ NUM_TRIAL_PROBLEMS = 3
 """Number of problems to try."""
 TRIAL_TIMEOUT_S = 60.0
 """Maximum seconds per problem."""
-
-
-class ChatTokenizer(TextTokenizer, TemplateTokenizer, Protocol):
-    """A tokenizer that encodes, decodes and renders the chat template."""
 
 
 @dataclass(frozen=True)

@@ -244,11 +244,11 @@ class ChatReplies:
         return suffix
 
 
-class TurnTokenizer(TextTokenizer, TemplateTokenizer, Protocol):
-    """A tokenizer that reads turns and renders the environment's chat messages."""
+class ChatTokenizer(TextTokenizer, TemplateTokenizer, Protocol):
+    """A tokenizer that encodes, decodes and renders the chat template."""
 
 
-def load_turns(rollout: RolloutBase, tokenizer: TurnTokenizer) -> TurnSessions | None:
+def load_turns(rollout: RolloutBase, tokenizer: ChatTokenizer) -> TurnSessions | None:
     """The recipe's environment; None if a response is a single turn or an agent's. See `load_environment_class` for errors."""
     environment = load_environment_class(rollout)
     return None if environment is None else TurnSessions(environment, tokenizer, rollout.max_turns, ChatReplies(tokenizer))

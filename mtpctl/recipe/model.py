@@ -162,7 +162,7 @@ def _check_separate_drafter(recipe: Recipe, shape: ModelShape) -> Complaints:
     drafter, speculation = "an EAGLE-3 drafter" if shape.dflash is None else "a DFlash drafter", recipe.rollout.speculation
     if recipe.mtp.mode == "joint":
         yield f"mtp.mode: joint is not supported with {drafter}, whose loss does not reach the trunk; set it to isolated"
-    if not recipe.rollout.traits.weightless_drafters:
+    if not recipe.rollout.traits.other_drafters:
         yield f"rollout.engine: {recipe.rollout.engine} cannot receive {drafter}; set vllm"
     if recipe.train.parallel.pp > 1:
         yield f"train.parallel.pp: {drafter} reads states of several stages, which is not supported; set it to 1"

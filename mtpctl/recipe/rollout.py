@@ -55,8 +55,8 @@ class EngineTraits:
     """Runs each MTP layer at its depth, only on GPUs and only once each."""
     unquantized_only: bool
     """Updates live weights only without quantization and pipeline stages."""
-    weightless_drafters: bool
-    """Drafts by n-grams or suffixes."""
+    other_drafters: bool
+    """Can draft without an MTP head: by n-grams or suffixes, or with EAGLE-3 or DFlash."""
     block_verification: bool
     """Can verify the drafts of a step jointly (`rollout.speculation.verification: block`), on GPUs."""
     bitwise: bool
@@ -234,7 +234,7 @@ class VllmConfig(RolloutBase):
         routes=True,
         mtp_by_depth=True,
         unquantized_only=True,
-        weightless_drafters=True,
+        other_drafters=True,
         block_verification=True,
         bitwise=True,
         fp8_syncs=True,
@@ -259,7 +259,7 @@ class SglangConfig(RolloutBase):
         routes=False,
         mtp_by_depth=False,
         unquantized_only=False,
-        weightless_drafters=False,
+        other_drafters=False,
         block_verification=False,
         bitwise=False,
         fp8_syncs=False,
@@ -347,7 +347,7 @@ def check_speculation(rollout: RolloutBase) -> Complaints:
         yield "rollout.speculation.auto: has no effect with num_tokens: 0; set num_tokens, or auto: false"
     if speculation.method == "model" or not speculation.num_tokens:
         return
-    if not rollout.traits.weightless_drafters:
+    if not rollout.traits.other_drafters:
         yield f"rollout.speculation.method: {speculation.method} works with rollout.engine: vllm; set model"
     if speculation.auto:
         yield f"rollout.speculation.auto: works with method: model, not {speculation.method}; set it to false"

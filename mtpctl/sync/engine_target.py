@@ -58,7 +58,7 @@ class WithDeadline(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ActiveSection:
+class SectionUpdate:
     """The section between `begin_update` and `finish_update`. `discards`: whether its buckets are dropped."""
 
     manifest: Manifest
@@ -91,7 +91,7 @@ class EngineState:
     complete: Manifest | None = None
     loaded: dict[Section, int] = field(default_factory=dict)
     overwritten: set[Section] = field(default_factory=set)
-    active: ActiveSection | None = None
+    active: SectionUpdate | None = None
     session_open: bool = False
     known_plans: set[str] = field(default_factory=set)
     adapter: Path | None = None
@@ -159,7 +159,7 @@ class EngineTarget:
             raise PlanMismatch("the engine has an adapter loaded, which would be added to merged weights: send the adapter too")
         if not self._paused():
             raise SyncError("weights may change only while generation is paused")
-        state.active = ActiveSection(plan, section, discards=is_repeated or section not in self._sections)
+        state.active = SectionUpdate(plan, section, discards=is_repeated or section not in self._sections)
         if state.active.skipped:
             return
         try:
@@ -170,7 +170,7 @@ class EngineTarget:
                 raise
             raise PlanMismatch(str(error)) from error
 
-    async def _open(self, active: ActiveSection, version: int) -> None:
+    async def _open(self, active: SectionUpdate, version: int) -> None:
         known = set(self.state.known_plans)
         step = begin_step(active.manifest, active.section, version=version, discard=active.discards, known=known)
         await self._in_session(self._client.start(draft=active.section == "draft" and not active.discards), "opening a weight session")

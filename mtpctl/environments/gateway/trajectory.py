@@ -27,7 +27,7 @@ from mtpctl.environments.gateway.requests import (
     message_key,
     to_template_message,
 )
-from mtpctl.environments.turns import ChatReplies, TemplateTokenizer, TextTokenizer, find_stop_length
+from mtpctl.environments.turns import ChatReplies, ChatTokenizer, find_stop_length
 from mtpctl.errors import UserError
 from mtpctl.rollout.protocol import ABORTED, DEADLINE
 from mtpctl.samples import GenerationRequest, Ids, Sample, ids_of
@@ -38,8 +38,8 @@ ReadAnswer = Callable[[Sequence[int], Sequence[str], Sequence[dict[str, Any]]], 
 """Converts an answer's tokens to a message, given the stop strings and tools."""
 
 
-class ChatTokenizer(TextTokenizer, TemplateTokenizer, Protocol):
-    """A tokenizer with a chat template."""
+class GatewayTokenizer(ChatTokenizer, Protocol):
+    """A tokenizer that also renders tools, into token ids."""
 
     chat_template: str
 
@@ -53,7 +53,7 @@ class ChatBackend:
     """The engines (`generate`), the tokenizer, the parser of answers (`read`), and the `context` in tokens."""
 
     generate: Generate
-    tokenizer: ChatTokenizer
+    tokenizer: GatewayTokenizer
     read: ReadAnswer
     context: int
     replies: ChatReplies = field(init=False)
