@@ -150,7 +150,7 @@ async def compare_speed(options: argparse.Namespace) -> None:
             engine_args={"load_format": "dummy", "enable_prefix_caching": True},
         )
         settings = build_engine_settings(
-            rollout, model=temporary, precision="bf16" if cuda else "fp32", device="cuda" if cuda else "cpu", admit_at_once=True
+            rollout, model=temporary, precision="bf16" if cuda else "fp32", device="cuda" if cuda else "cpu", immediate_admission=True
         )
         engine = await VllmEngine.start(settings)
         try:

@@ -66,7 +66,7 @@ class Depths:
         if loss != NONE:
             for rows, state, weights in zip(self.rows, self.states, chains.weights, strict=True):
                 hidden = scale_gradient(state, weights if loss in CHAINED else None)
-                drafts.append(Draft(hidden, rows.tokens, loss, detach_weight=True))  # type: ignore[arg-type]
+                drafts.append(Draft(hidden, rows.response_indices, loss, detach_weight=True))  # type: ignore[arg-type]
 
         def token_loss(logprob: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return -(logprob * x.advantage[rows]).sum(), {}
@@ -88,7 +88,7 @@ def chain_weights(depths: Depths, loss: str, softmax_dtype: torch.dtype) -> list
             part = slice(start, start + ROWS_AT_ONCE)
             p, q = (
                 (states.to(head.dtype) @ head.T).to(softmax_dtype).softmax(1)
-                for states in (x.hidden.detach()[rows.tokens[part]], state.detach()[part])
+                for states in (x.hidden.detach()[rows.response_indices[part]], state.detach()[part])
             )
             parts.append(torch.minimum(p, q).sum(1) if loss == "e2e_tv" else p.gather(1, q.argmax(1, keepdim=True)).squeeze(1))
         accepted.append(torch.cat(parts))
@@ -104,7 +104,7 @@ def state_grads(depths: Depths, loss: str, softmax_dtype: torch.dtype) -> list[T
     for rows, state, row_weights in zip(depths.rows, depths.states, chain_weights(depths, loss, softmax_dtype), strict=True):
         indices = sample(state)
         h = state.detach()[indices].to(weight.dtype).requires_grad_()
-        trunk = x.hidden.detach()[rows.tokens[indices]].to(weight.dtype)
+        trunk = x.hidden.detach()[rows.response_indices[indices]].to(weight.dtype)
         draft_logits, trunk_logits = ((states @ weight.T).to(softmax_dtype) for states in (h, trunk))
         value = draft_loss(loss, draft_logits, trunk_logits, row_weights[indices].to(softmax_dtype))  # type: ignore[arg-type]
         grads.append(torch.autograd.grad(value, h)[0])

@@ -34,7 +34,7 @@ def arms_of(batches: list[int], engines: int, names: list[str]) -> list[Arm]:
         arms += [
             Arm(OFFLINE, 0, batch),
             Arm("one engine", 1, batch),
-            Arm("one engine, at once", 1, batch, at_once=True),
+            Arm("one engine, at once", 1, batch, immediate_admission=True),
             Arm("one engine, worker", 1, batch, engine_args=WORKER),
         ]
         if batch == max(batches):
@@ -42,7 +42,7 @@ def arms_of(batches: list[int], engines: int, names: list[str]) -> list[Arm]:
         if batch == min(batches):
             arms += [
                 Arm(f"{engines} engines", engines, batch),
-                Arm(f"{engines} engines, at once", engines, batch, at_once=True),
+                Arm(f"{engines} engines, at once", engines, batch, immediate_admission=True),
             ]
     return [arm for arm in arms if not names or arm.name in names or not arm.engines]
 

@@ -351,39 +351,40 @@ _DEFAULT_EXTRA_SAMPLING = ExtraSampling()
 
 
 class Unwanted(asyncio.Event):
-    """An event that is set when responses are no longer needed."""
+    """An event that is set when responses are no longer needed. callbacks: called when it is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._callbacks: set[Callable[[], None]] = set()
+        self.callbacks: set[Callable[[], None]] = set()
 
     def set(self) -> None:
         super().set()
-        for callback in list(self._callbacks):
+        for callback in list(self.callbacks):
             callback()
 
-    async def finished_first(self, work: asyncio.Future[Any]) -> bool:
-        """Wait until `work` is done or this event is set, which cancels `work`. Returns whether it is done.
 
-        Unlike `mtpctl.cluster.deadlines.finished_before`, this creates no task per response, because many responses wait for one event.
-        """
-        either: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+async def finished_before_unwanted(work: asyncio.Future[Any], unwanted: Unwanted) -> bool:
+    """Wait until `work` is done or `unwanted` is set, which cancels `work`. Returns whether `work` is done.
 
-        def wake(_: object = None) -> None:
-            if not either.done():
-                either.set_result(None)
+    Unlike `mtpctl.cluster.deadlines.finished_before`, this creates no task per response, because many responses wait for one event.
+    """
+    either: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        work.add_done_callback(wake)
-        self._callbacks.add(wake)
-        if self.is_set():
-            wake()
-        try:
-            await either
-            return work.done()
-        finally:
-            work.remove_done_callback(wake)
-            self._callbacks.discard(wake)
-            work.cancel()
+    def wake(_: object = None) -> None:
+        if not either.done():
+            either.set_result(None)
+
+    work.add_done_callback(wake)
+    unwanted.callbacks.add(wake)
+    if unwanted.is_set():
+        wake()
+    try:
+        await either
+        return work.done()
+    finally:
+        work.remove_done_callback(wake)
+        unwanted.callbacks.discard(wake)
+        work.cancel()
 
 
 @dataclass(slots=True)

@@ -202,7 +202,7 @@ async def offline_actor(recipe: Recipe, folder: Path, context: int, device: Lite
         model=str(folder),
         precision=recipe.train.precision,
         device=device,
-        admit_at_once=True,
+        immediate_admission=True,
     )
     options = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": settings.environment}}
     actor: Any = ray.remote(OfflineEngine).options(**options).remote(settings)

@@ -55,14 +55,14 @@ EngineKey = tuple[int, int, str]
 class Arm:
     """One way to generate: `engines` engines of mtpctl on the GPU, or vLLM alone if 0.
 
-    in_flight: maximum concurrent requests of each engine. at_once: admit each request as soon as a slot is free. engine_args:
+    in_flight: maximum concurrent requests of each engine. immediate_admission: admit each request as soon as a slot is free. engine_args:
     `rollout.engine_args` as JSON; ignored on CPUs.
     """
 
     name: str
     engines: int
     in_flight: int
-    at_once: bool = False
+    immediate_admission: bool = False
     engine_args: str = "{}"
 
     @property
@@ -275,7 +275,7 @@ class ModelBench:
             for arm in arms[:: 1 if round_number % 2 else -1]:
                 workload, engine = make_workload(self.options, self.prompts, arm.in_flight, arm.engines), by_key[arm.engine_key]
                 if isinstance(engine, ReplicaPool):
-                    await engine.admit_at_once(arm.at_once)
+                    await engine.set_immediate_admission(arm.immediate_admission)
                     sending = send_workload(engine, workload, self.options.group, await engine.pids())
                 else:
                     sending = engine(workload)  # type: ignore[assignment]

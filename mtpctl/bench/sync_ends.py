@@ -140,8 +140,8 @@ class SingleEngine:
     def quiesce(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    def members(self, ranks: int) -> list[str]:
-        return [f"engine {rank}" for rank in range(ranks)]
+    def rank_names(self, num_ranks: int) -> list[str]:
+        return [f"engine {rank}" for rank in range(num_ranks)]
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         from mtpctl.sync.update import cancel_on_error

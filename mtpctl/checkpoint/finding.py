@@ -47,7 +47,7 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(_checkpoint_folders(root), key=number_of, reverse=True)
 
 
-def choose_checkpoint(root: Path, *, verify_checksums: bool) -> Choice:
+def find_complete_checkpoint(root: Path, *, verify_checksums: bool) -> Choice:
     """Find the newest complete checkpoint under `root`. `verify_checksums`: compare files with their checksums, not only sizes.
 
     Raises UserError if every checkpoint is damaged.
@@ -59,7 +59,7 @@ def choose_checkpoint(root: Path, *, verify_checksums: bool) -> Choice:
             return Choice(path, damaged)
         except Damaged as error:
             if not path.exists():  # A running job has deleted it in the meantime.
-                return choose_checkpoint(root, verify_checksums=verify_checksums)
+                return find_complete_checkpoint(root, verify_checksums=verify_checksums)
             damaged.append((path, error))
     if damaged:
         newest_path, newest_error = damaged[0]
@@ -76,7 +76,7 @@ def newest_checkpoint(root: Path) -> Path | None:
 
     Only checksums of small files are compared. Raises UserError if every checkpoint is damaged.
     """
-    return choose_checkpoint(root, verify_checksums=False).path
+    return find_complete_checkpoint(root, verify_checksums=False).path
 
 
 def check_checkpoint(path: Path, *, verify_checksums: bool) -> None:
@@ -89,15 +89,15 @@ def check_checkpoint(path: Path, *, verify_checksums: bool) -> None:
         shard_sizes(path)  # Rejects unsafe pickles: a listing does not prove who wrote the file.
 
 
-def select_checkpoint(root: Path) -> Choice:
-    """Choose the checkpoint to resume from, and rename damaged ones so that they are not overwritten.
+def prepare_resume(root: Path) -> Choice:
+    """Find the checkpoint to resume from, rename damaged ones so that they are not overwritten, and write `latest`.
 
     The caller must hold the run's lock.
     """
     for path in root.glob(f"*{REPLACED}"):
         if not (final := path.with_name(path.name.removesuffix(REPLACED))).exists():
             path.rename(final)
-    choice = choose_checkpoint(root, verify_checksums=True)
+    choice = find_complete_checkpoint(root, verify_checksums=True)
     for path, _ in choice.damaged:
         mark_damaged(path)
     if choice.path is not None:

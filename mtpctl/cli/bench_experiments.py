@@ -22,10 +22,16 @@ Seeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated
 Arms = Annotated[list[str] | None, typer.Option("--arm", metavar="NAME", help="Only this arm; may be repeated.")]
 ArmsOrCustom = Annotated[
     list[str] | None,
-    typer.Option("--arm", metavar="NAME[: KEY=VALUE …]", help="Only this arm, or a custom one by the keys it sets; may be repeated."),
+    typer.Option(
+        "--arm",
+        metavar="NAME[: KEY=VALUE …]",
+        help="Only this arm. `NAME: KEY=VALUE …` defines a custom arm with these recipe keys. May be repeated.",
+    ),
 ]
 ThreeSeeds = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated; default: the recipe's seed and the next two.")]
-MeasuredOnly = Annotated[bool, typer.Option("--measured-only", help="Start nothing: evaluate the runs in DIR, finished or not.")]
+MeasuredOnly = Annotated[
+    bool, typer.Option("--measured-only", help="Start nothing: summarize the recorded metrics of the runs in DIR, finished or not.")
+]
 
 
 def mtp(
@@ -33,7 +39,7 @@ def mtp(
     out: Out = Path("runs/bench-mtp"),
     seed: Seeds = None,
     arm: Arms = None,
-    last_updates: Annotated[int, typer.Option("--last", min=1, help="Updates at the end of RL that are evaluated.")] = 10,
+    last_updates: Annotated[int, typer.Option("--last", min=1, help="Number of last RL updates that are summarized.")] = 10,
     measured_only: MeasuredOnly = False,
     together: Annotated[
         bool, typer.Option("--together", help="Run the arms of a seed concurrently: tokens/s are then not comparable.")

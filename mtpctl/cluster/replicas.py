@@ -118,7 +118,7 @@ async def start_all[R](
 class Replicas[R]:
     """The slots and their restarts. `updating` is locked during an update, and while a new replica catches up.
 
-    An update runs in a block of `fixed_members`. If its weights are pushed to named receivers, `members` names the ranks of the live
+    An update runs in a block of `fixed_members`. If its weights are pushed to named receivers, `rank_names` names the ranks of the live
     replicas, and `apply_update` calls exactly these replicas, even those that died in between: the others wait for every member of the
     transfer, and the error of a dead one releases them.
     """
@@ -191,13 +191,16 @@ class Replicas[R]:
             self._update_members = None
             yield
 
-    def members(self, kind: str, ranks: int, condition: Callable[[R], bool] = lambda _: True) -> list[str]:
-        """A unique name for each rank of each live replica with `condition`. The next `apply_update` calls exactly these replicas."""
+    def rank_names(self, kind: str, num_ranks: int, condition: Callable[[R], bool] = lambda _: True) -> list[str]:
+        """A unique name for each rank of each live replica that satisfies `condition` and has `num_ranks` ranks.
+
+        The next `apply_update` calls exactly these replicas.
+        """
         self._update_members = self.live(condition)
-        return [f"{kind} {slot.index}.{slot.num_starts}.{rank}" for slot, _ in self._update_members for rank in range(ranks)]
+        return [f"{kind} {slot.index}.{slot.num_starts}.{rank}" for slot, _ in self._update_members for rank in range(num_ranks)]
 
     async def apply_update[T](self, call: Callable[[R], Awaitable[T]], condition: Callable[[R], bool] = lambda _: True) -> list[T]:
-        """Like `call_each`, for the replicas that `members` named, or for the live ones that satisfy `condition` if it was not called."""
+        """Like `call_each`, for the replicas of the last `rank_names`; if it was not called, for live ones that satisfy `condition`."""
         assert self.updating.locked(), "replicas are updated in a block of `fixed_members`"
         members, self._update_members = self._update_members, None
         return await self._call_all(self.live(condition) if members is None else members, call)

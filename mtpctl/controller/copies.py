@@ -158,8 +158,8 @@ def check_sync_url(recipe: Recipe) -> None:
 def check_copies(recipe: Recipe) -> None:
     """Check that copies can be written, and that existing ones belong to this run.
 
-    Raises UserError if the bucket does not exist, or has the copy of another run, and EnvironmentMissing if the store cannot be used. A
-    store that does not answer is accepted if the run has a local checkpoint.
+    Raises UserError if the bucket does not exist, or has copies of another run's checkpoints, and EnvironmentMissing if the store cannot be
+    used. A store that does not answer is accepted if the run has a local checkpoint.
     """
     store = open_copy_store(recipe)
     if store is None:
@@ -190,9 +190,10 @@ def _has_checkpoint(directory: RunDirectory) -> bool:
 
 
 def fetch_if_lost(recipe: Recipe, report: Report) -> str:
-    """Fetch the copied checkpoint if the run directory has none. Returns a message, empty if nothing was fetched.
+    """Fetch the newest complete copied checkpoint, if the run directory has no complete one.
 
-    Raises UserError if no checkpoint of the copy is complete, EnvironmentMissing if the store fails.
+    Returns a message, empty if nothing was fetched. Raises UserError if none of the copies is complete, EnvironmentMissing if the store
+    fails.
     """
     store, directory = open_copy_store(recipe), RunDirectory(recipe.run_path)
     if store is None or _has_checkpoint(directory):

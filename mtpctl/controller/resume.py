@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from mtpctl.checkpoint.copying import newest_copy
-from mtpctl.checkpoint.finding import check_checkpoint, choose_checkpoint, select_checkpoint
+from mtpctl.checkpoint.finding import check_checkpoint, find_complete_checkpoint, prepare_resume
 from mtpctl.checkpoint.listing import Damaged
 from mtpctl.controller.copies import open_copy_store, start_copier
 from mtpctl.controller.state import SavedState, check_stages, load_resume_state
@@ -56,10 +56,10 @@ def find_starting_point(recipe: Recipe, directory: RunDirectory, report: Report)
     Raises UserError if every checkpoint is damaged, if the checkpoint is within a stage that the recipe leaves out, or if the initial
     policy of RL is needed and damaged.
     """
-    candidate = choose_checkpoint(directory.checkpoints, verify_checksums=False).path
+    candidate = find_complete_checkpoint(directory.checkpoints, verify_checksums=False).path
     if candidate is not None and (nbytes := sum(file.stat().st_size for file in candidate.iterdir())) > _ANNOUNCED_BYTES:
         report(f"verifying {candidate.name}, {nbytes / (1 << 30):,.1f} GiB")
-    choice = select_checkpoint(directory.checkpoints)
+    choice = prepare_resume(directory.checkpoints)
     state = load_resume_state(choice.path, recipe.train)
     check_stages(choice.path, state, recipe.train.stages)
     _check_reference(recipe, directory, state)
@@ -70,7 +70,7 @@ def find_starting_point(recipe: Recipe, directory: RunDirectory, report: Report)
 def describe_start(recipe: Recipe) -> list[str]:
     """Verify the checkpoint that a start would resume from, and describe it; empty without one. Raises like `find_starting_point`."""
     directory = RunDirectory(recipe.run_path)
-    choice = choose_checkpoint(directory.checkpoints, verify_checksums=True)
+    choice = find_complete_checkpoint(directory.checkpoints, verify_checksums=True)
     if choice.path is None:
         return []
     state = load_resume_state(choice.path, recipe.train)

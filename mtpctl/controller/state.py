@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from mtpctl.checkpoint.finding import BUFFER_FILE, RUN_FILE, check_checkpoint, choose_checkpoint, newest_checkpoint
+from mtpctl.checkpoint.finding import BUFFER_FILE, RUN_FILE, check_checkpoint, find_complete_checkpoint, newest_checkpoint
 from mtpctl.checkpoint.listing import Damaged, Entry, entry_of_text
 from mtpctl.cluster.deadlines import await_within
 from mtpctl.controller.buffer import SampleBuffer
@@ -57,7 +57,7 @@ def read_ended_stages(root: Path) -> list[str]:
 
 def find_newest_version(root: Path, report: Report) -> tuple[Path | None, int]:
     """The newest checkpoint whose checksums match, and its weight version; (None, 0) without a checkpoint. Reports newer, damaged ones."""
-    choice = choose_checkpoint(root, verify_checksums=True)
+    choice = find_complete_checkpoint(root, verify_checksums=True)
     for line in choice.lines:
         report(line)
     return choice.path, int(load_state(choice.path)["version"])

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 from functools import partial
 
-from mtpctl.checkpoint.finding import choose_checkpoint
+from mtpctl.checkpoint.finding import find_complete_checkpoint
 from mtpctl.cluster.hosts import Host
 from mtpctl.cluster.local import check_capacity, cluster
 from mtpctl.controller.copies import check_copies, check_sync_url, fetch_if_lost
@@ -35,7 +35,7 @@ def run(recipe: Recipe, *, plain: bool = False) -> int:
     report = partial(print, flush=True)
     fetch_note = fetch_if_lost(recipe, report)
     earlier_run = RunDirectory(recipe.run_path)
-    checkpoint = choose_checkpoint(earlier_run.checkpoints, verify_checksums=False).path
+    checkpoint = find_complete_checkpoint(earlier_run.checkpoints, verify_checksums=False).path
     state = load_resume_state(checkpoint, recipe.train)
     if report_completed_run(recipe, earlier_run, checkpoint, state, report):
         return 0

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Protocol
 
-from mtpctl.checkpoint.finding import select_checkpoint
+from mtpctl.checkpoint.finding import prepare_resume
 from mtpctl.checkpoint.listing import Entry
 from mtpctl.cluster.bundles import POLL_S, ActorLocation, Bundles, Options
 from mtpctl.cluster.deadlines import await_start, await_within, describe_error
@@ -290,7 +290,7 @@ class TrainerRecovery:
         restarts. Raises `error` if the recipe permits no restarts, or if the newest checkpoint is damaged and not `redraw_prompts`.
         """
         self.state.is_updating, self.state.weights_lost = False, True
-        choice = await asyncio.to_thread(select_checkpoint, self.state.root)
+        choice = await asyncio.to_thread(prepare_resume, self.state.root)
         for line in choice.lines:
             self.telemetry.event("checkpoint", line)
         if choice.damaged and not redraw_prompts:

@@ -126,7 +126,7 @@ class _NoEngines:
     def quiesce(self, mode: PauseMode) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    def members(self, ranks: int) -> list[str]:
+    def rank_names(self, num_ranks: int) -> list[str]:
         return []
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
@@ -135,7 +135,7 @@ class _NoEngines:
 
 def _compute_changed_shares(manifest: Manifest) -> dict[str, float]:
     """The share of elements that changed since the previous version, overall and by section; empty if the sender did not compare them."""
-    counts = {name: (plan.changed, plan.numel) for name, plan in manifest.sections.items() if plan.changed is not None}
+    counts = {name: (plan.num_changed, plan.numel) for name, plan in manifest.sections.items() if plan.num_changed is not None}
     if not counts:
         return {}
     all_changed, all_elements = (sum(column) for column in zip(*counts.values(), strict=True))

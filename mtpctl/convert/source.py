@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mtpctl.checkpoint.finding import ENGINE_FILE, check_checkpoint, choose_checkpoint
+from mtpctl.checkpoint.finding import ENGINE_FILE, check_checkpoint, find_complete_checkpoint
 from mtpctl.checkpoint.listing import LISTING, Damaged, pointer_of
 from mtpctl.checkpoint.reading import check_shards, tensors_in
 from mtpctl.convert.hf_folder import HfFolder
@@ -74,7 +74,7 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     if not checkpoints.is_dir() and (pointer_of(path).exists() or path.name == checkpoints.name):
         checkpoints = path
     if checkpoints.is_dir():
-        choice = choose_checkpoint(checkpoints, verify_checksums=verify_checksums)
+        choice = find_complete_checkpoint(checkpoints, verify_checksums=verify_checksums)
         for line in choice.lines:
             report(line)
         if choice.path is not None:

@@ -232,8 +232,10 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{file}: not readable as a pickle of tensors only ({reason}); convert it to safetensors at its source") from error
+        raise UserError(
+            f"{file}: not readable as a pickle of tensors only ({reason}); convert it to safetensors with the program that wrote it"
+        ) from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UserError(f"{file}: contains more than named tensors; convert it to safetensors at its source")
+        raise UserError(f"{file}: contains more than named tensors; convert it to safetensors with the program that wrote it")
     return state

@@ -97,6 +97,8 @@ def end_tokens(
 ) -> EndTokens:
     """The end tokens from the tokenizer, the section `rollout`, and the model's configs (`config_end_ids`).
 
+    Makes a Hugging Face tokenizer omit the end tokens from decoded text, except stop ids that only the recipe names, which may be part of
+    the answer.
     Ids of the configs beyond the model's `vocab` are skipped, because the model cannot generate them. If `tokenizer` is None, as for a
     model that is not downloaded yet, the set is incomplete.
     """
@@ -120,7 +122,6 @@ def end_tokens(
     if tokenizer is not None:
         texts = {token: tokenizer.decode([token], special=True) for token in sources if token < tokenizer.vocab_size}
         if isinstance(tokenizer, HfTokenizer):
-            # A stop id that only the recipe names may be part of the answer, which a reward reads.
             tokenizer.hide(token for token, names in sources.items() if names != [STOP_IDS])
     tokens = tuple(EndToken(token, texts.get(token, ""), tuple(names)) for token, names in sources.items())
     before_user, before_tool = (token if token in sources else None for token in (before_user, before_tool))

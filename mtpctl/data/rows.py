@@ -178,7 +178,7 @@ Layout = dict[str, dict[str, list[str]]]
 """The files of a dataset by subset and split."""
 
 _PARQUET_BRANCH = "refs/convert/parquet"
-"""Branch with the hub's Parquet copy of a dataset in another format, as `subset/split/0000.parquet`."""
+"""Branch in which the hub keeps a Parquet copy of a dataset whose own files are not Parquet, as `subset/split/0000.parquet`."""
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"} | dict.fromkeys(
     ("validation", "valid", "val", "dev"), "validation"
 )

@@ -70,16 +70,19 @@ class RowSource:
     def empty_error(self) -> UserError:
         reader = self.reader
         columns = f"`{reader.columns.prompt}`"
-        if reader.answers and not reader.supervised and reader.columns.answer is not None:
+        if reader.require_answers and not reader.supervised and reader.columns.answer is not None:
             columns += f" and `{reader.columns.answer}`"
         return UserError(f"{self.key}: {self.path} has no problem; add lines with {columns}")
 
 
 def read_problems(
-    path: str | Path, field: str = "data.path", *, answers: bool = True, columns: ColumnsConfig | None = None
+    path: str | Path, field: str = "data.path", *, require_answers: bool = True, columns: ColumnsConfig | None = None
 ) -> list[Problem]:
-    """All problems of a file or folder, in order. See `RowSource.read` for errors. `field`: the recipe key or option of the path."""
-    return RowSource(str(path), RowReader(columns or ColumnsConfig(), answers=answers), field).read()
+    """All problems of a file or folder, in order. See `RowSource.read` for errors.
+
+    field: the recipe key or option of the path. require_answers: if false, a row may lack an answer.
+    """
+    return RowSource(str(path), RowReader(columns or ColumnsConfig(), require_answers=require_answers), field).read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ def load_problem_sets(
 ) -> ProblemSets:
     """Read or generate the problems of a run with these stages.
 
-    If the section names neither files nor a task, the problems are the tasks of `rollout`'s environment. Unless the section names other
+    If `data` sets neither `path` nor `task`, the problems are those of `rollout`'s verifiers environment. Unless the section names other
     problems for it, the supervised stage trains on those of RL. Problems of `sft_task` that are held out are removed.
 
     Raises:
@@ -282,13 +285,13 @@ class RowReader:
 
     Attributes:
         field: the recipe key of `columns`.
-        answers: if false, a row may lack an answer.
+        require_answers: if false, a row may lack an answer.
         supervised: a row may be a whole conversation, or have a solution instead of an answer.
     """
 
     columns: ColumnsConfig
     field: str = "data.columns"
-    answers: bool = True
+    require_answers: bool = True
     supervised: bool = False
 
     def problems(self, rows: Iterable[Row], source: str) -> Iterator[Problem]:
@@ -316,13 +319,18 @@ class RowReader:
             and conversation_column is not None
             and prompt_column == "prompt"
         ):
-            return RowReader(self.columns.model_copy(update={"prompt": conversation_column}), self.field, self.answers, True)
+            return RowReader(self.columns.model_copy(update={"prompt": conversation_column}), self.field, self.require_answers, True)
         return self
 
     def _check_columns(self, row: Row, source: str) -> None:
         prompt_column, answer_column = self.columns.prompt, self.columns.answer
         missing = {"prompt": prompt_column} if column_value(row.columns, prompt_column) is _MISSING else {}
-        if answer_column is not None and self.answers and not self.supervised and column_value(row.columns, answer_column) is _MISSING:
+        if (
+            answer_column is not None
+            and self.require_answers
+            and not self.supervised
+            and column_value(row.columns, answer_column) is _MISSING
+        ):
             missing["answer"] = answer_column
         if not missing:
             return
@@ -365,7 +373,7 @@ class RowReader:
         solution = None if (text := column_value(row.columns, columns.solution)) is _MISSING else text
         if solution is not None and (not isinstance(solution, str) or not solution):
             raise UserError(f"{location}: `{columns.solution}` must be non-empty text if it is present; fix or remove it")
-        answer_is_optional = not self.answers or (self.supervised and (last_role == "assistant" or solution is not None))
+        answer_is_optional = not self.require_answers or (self.supervised and (last_role == "assistant" or solution is not None))
         answer = self._parse_answer(row, answer_is_optional)
         for name, text in ((columns.prompt, prompt), (columns.answer, answer), (columns.solution, solution or "")):
             if LONE_SURROGATE.search(text):

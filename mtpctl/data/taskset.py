@@ -149,7 +149,10 @@ def as_problem(task: Any, prompt_id: str) -> Problem:
 
 
 def task_data(problem: Problem) -> dict[str, object]:
-    """The data of the problem's task: its fields, and for a row of a file also prompt and answer."""
+    """The data from which verifiers creates the task.
+
+    For a problem that was a task, these are its fields; for one that was read from a file, prompt, answer and fields.
+    """
     row: dict[str, object] = {"prompt": [dict(message) for message in problem.messages] or problem.prompt}
     if problem.answer != NO_ANSWER:
         row["answer"] = problem.answer

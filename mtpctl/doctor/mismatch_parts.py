@@ -119,7 +119,7 @@ async def _start(request: Request, *, eager: bool) -> VllmEngine:
         device=request.device,
         seed=recipe.seed,
         routes=routes.layers if routes else (),
-        admit_at_once=True,
+        immediate_admission=True,
         numerics=recipe.numerics,
     )
     return await VllmEngine.start(settings)

@@ -24,7 +24,7 @@ from mtpctl.rl.rewards.function import AGENT, EPISODE, Outcome
 from mtpctl.rl.rewards.pool import Pool
 from mtpctl.rollout.pool import ReplicaPool
 from mtpctl.rollout.protocol import ABORTED, DEADLINE, ENVIRONMENT_ERROR, Generator, SpeculationState, as_completed
-from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample
+from mtpctl.samples import EnvironmentUse, GenerationRequest, Sample, finished_before_unwanted
 from mtpctl.web.server import listen
 
 KEY_VARIABLE = "MTPCTL_GATEWAY_KEY"
@@ -118,7 +118,7 @@ class AgentGenerator(Generator):
         try:
             if request.unwanted is None:
                 outcome = await agent_task
-            elif await request.unwanted.finished_first(agent_task):
+            elif await finished_before_unwanted(agent_task, request.unwanted):
                 outcome = agent_task.result()
         finally:
             agent_task.cancel()

@@ -70,7 +70,7 @@ def rollout(
     recipe = with_local_merged_sync(recipe)
     if n < 1:
         raise UserError(f"--n: must be at least 1, got {n}")
-    problems = read_problems(prompts, "--prompts", answers=False, columns=recipe.data.columns)
+    problems = read_problems(prompts, "--prompts", require_answers=False, columns=recipe.data.columns)
     if out.exists() and out.samefile(prompts):
         raise UserError(f"--out: {out} holds the prompts; name another file")
     with tempfile.TemporaryDirectory(prefix="mtpctl-rollout-") as scratch, contextlib.ExitStack() as stack:

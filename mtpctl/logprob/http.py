@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 MAX_NUMBERS = 1 << 21
 """Maximum count of numbers in a response: tokens times numbers per token."""
-NUMBERS_OF_BYTES = 4
+BYTES_PER_TOKEN = 4
 """Estimated number of bytes of a token; each is a number in the response."""
 
 
@@ -105,7 +105,7 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
         sequences = _encode_prompts(body.prompt, tokenizer)
         requests = [ScoreRequest(ids, topk=topk, caller=_caller_name(body.user, request), deadline_s=60.0) for ids in sequences]
         _check_requests(server, requests)
-        _check_size(server, requests, 1 + 2 * topk + NUMBERS_OF_BYTES)
+        _check_size(server, requests, 1 + 2 * topk + BYTES_PER_TOKEN)
         answers: dict[int, Scored] = {}
         async for index, scored in server.stream(requests, wait=False):
             answers[index] = scored
@@ -253,13 +253,13 @@ def _check_requests(server: LogprobServer, requests: list[ScoreRequest]) -> None
             raise RequestRefused(f"sequence {index}: {error}" if len(requests) > 1 else str(error)) from None
 
 
-def _check_size(server: LogprobServer, requests: list[ScoreRequest], numbers: int) -> None:
+def _check_size(server: LogprobServer, requests: list[ScoreRequest], numbers_per_token: int) -> None:
     """Reject a request whose response would be too large, or for which the queue has no room, before any sequence is queued."""
     tokens = sum(request.tokens for request in requests)
     if tokens > server.limits.queue_tokens:
         raise RequestRefused(f"{tokens} tokens are more than the {server.limits.queue_tokens} that may wait; send several requests")
-    if tokens * numbers > MAX_NUMBERS:
-        raise RequestRefused(f"{tokens} tokens with {numbers} numbers each are more than {MAX_NUMBERS}; send several requests")
+    if tokens * numbers_per_token > MAX_NUMBERS:
+        raise RequestRefused(f"{tokens} tokens with {numbers_per_token} numbers each are more than {MAX_NUMBERS}; send several requests")
     server.queue.check_capacity(tokens)
 
 

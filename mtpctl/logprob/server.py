@@ -176,9 +176,12 @@ class LogprobServer:
         async with self.quiesce(deadline_s):
             return await self.apply_update(manifest, verify=verify, deadline_s=deadline_s)
 
-    def members(self, version: int, ranks: int) -> list[str]:
-        """Unique names of all ranks that need `version`, `ranks` per live replica. In `quiesce`, `apply_update` updates exactly these."""
-        return self.replicas.members("log-prob", ranks, lambda replica: replica.version < version)
+    def rank_names(self, version: int, num_ranks: int) -> list[str]:
+        """Unique names of all ranks that need `version`, `num_ranks` per live replica.
+
+        Within a `quiesce` block, `apply_update` updates exactly these replicas.
+        """
+        return self.replicas.rank_names("log-prob", num_ranks, lambda replica: replica.version < version)
 
     def health(self) -> list[dict[str, object]]:
         """One entry per replica: whether it serves, its versions, and if not, why."""

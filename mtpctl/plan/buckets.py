@@ -281,24 +281,24 @@ class Change:
     """How a changed tensor of `numel` elements is sent: the layout of its blob, and the number of changed elements."""
 
     layout: Layout
-    changed: int
+    num_changed: int
     numel: int
 
     @property
     def values_start(self) -> int:
         if self.layout == "whole":
             return 0
-        positions = -(-self.numel // 8) if self.layout == "bitmap" else 4 * -(-self.numel // BLOCK) + 2 * self.changed
+        positions = -(-self.numel // 8) if self.layout == "bitmap" else 4 * -(-self.numel // BLOCK) + 2 * self.num_changed
         return -(-positions // 8) * 8
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes of the blob of a tensor with elements of `itemsize` bytes."""
-        return self.values_start + itemsize * (self.numel if self.layout == "whole" else self.changed)
+        return self.values_start + itemsize * (self.numel if self.layout == "whole" else self.num_changed)
 
 
-def smallest_change(changed: int, numel: int, itemsize: int) -> Change:
+def smallest_change(num_changed: int, numel: int, itemsize: int) -> Change:
     layouts: tuple[Layout, ...] = ("whole", "bitmap", "offsets")
-    return min((Change(layout, changed, numel) for layout in layouts), key=lambda change: change.nbytes(itemsize))
+    return min((Change(layout, num_changed, numel) for layout in layouts), key=lambda change: change.nbytes(itemsize))
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class EngineControl(Protocol):
 
     async def control_speculation(self, drafts: int | None = None) -> SpeculationState: ...
 
-    async def admit_at_once(self, at_once: bool) -> None: ...
+    async def set_immediate_admission(self, enabled: bool) -> None: ...
 
     async def health(self) -> Health: ...
 
@@ -185,7 +185,7 @@ class RayReplica:
     serve_relay = _forward_to_engine(EngineControl.serve_relay)
     pause = _forward_to_engine(EngineControl.pause)
     control_speculation = _forward_to_engine(EngineControl.control_speculation)
-    admit_at_once = _forward_to_engine(EngineControl.admit_at_once)
+    set_immediate_admission = _forward_to_engine(EngineControl.set_immediate_admission)
     health = _forward_to_engine(EngineControl.health)
 
     async def _call[**P, T](self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:

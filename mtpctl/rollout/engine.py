@@ -221,12 +221,12 @@ class Engine(ABC):
         `speculation.auto`.
         """
 
-    async def admit_at_once(self, at_once: bool) -> None:
-        """Start each request as soon as a slot is free; False: hold requests back if that is faster.
+    async def set_immediate_admission(self, enabled: bool) -> None:
+        """True: start each request as soon as a slot is free. False: hold requests back if that is faster.
 
         Raises UserError if the engine cannot hold requests back.
         """
-        if not at_once:
+        if not enabled:
             raise UserError("admission: this engine starts each request as soon as a slot is free")
 
     @abstractmethod

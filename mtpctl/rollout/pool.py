@@ -18,7 +18,7 @@ from mtpctl.cluster.replicas import Lifecycle, Log, Replicas, no_log, start_all
 from mtpctl.rollout.actor import Replica
 from mtpctl.rollout.protocol import ABORTED, EngineDead, EnvironmentSession, Health, SpeculationState, TurnRunner, as_completed
 from mtpctl.rollout.routing import Membership, Router
-from mtpctl.samples import GenerationRequest, Sample
+from mtpctl.samples import GenerationRequest, Sample, finished_before_unwanted
 from mtpctl.sync.protocol import Manifest, PauseMode, PublishedVersions, TargetDirty
 from mtpctl.sync.remote import split_address, upstream_of
 from mtpctl.sync.update import SyncReport, cancel_on_error
@@ -136,7 +136,7 @@ class ReplicaPool:
             if request.unwanted is None:
                 return await self._play_turns(request)
             task = asyncio.ensure_future(self._play_turns(request))
-            if await request.unwanted.finished_first(task):
+            if await finished_before_unwanted(task, request.unwanted):
                 return task.result()
             request.sample.finish_reason = ABORTED
             return request.sample
@@ -250,9 +250,12 @@ class ReplicaPool:
             if mode == "wait":
                 self._admission_open.set()
 
-    def members(self, ranks: int) -> list[str]:
-        """A unique name for each of the `ranks` of each live replica. In `quiesce`, `apply_update` calls exactly these replicas."""
-        return self._replicas.members("rollout", ranks)
+    def rank_names(self, num_ranks: int) -> list[str]:
+        """A unique name for each rank of each live replica, which has `num_ranks` ranks.
+
+        Within a `quiesce` block, `apply_update` updates exactly these replicas.
+        """
+        return self._replicas.rank_names("rollout", num_ranks)
 
     async def apply_update(
         self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0
@@ -305,9 +308,9 @@ class ReplicaPool:
         """See `Generator.control_speculation`; one entry per live replica."""
         return await self._replicas.call_each(lambda replica: replica.control_speculation(drafts))
 
-    async def admit_at_once(self, at_once: bool) -> None:
-        """See `VllmEngine.admit_at_once`, for all live replicas."""
-        await self._replicas.call_each(lambda replica: replica.admit_at_once(at_once))
+    async def set_immediate_admission(self, enabled: bool) -> None:
+        """See `VllmEngine.set_immediate_admission`, for all live replicas."""
+        await self._replicas.call_each(lambda replica: replica.set_immediate_admission(enabled))
 
     async def pids(self) -> list[int]:
         """The process ids of the live replicas' actors."""

@@ -102,7 +102,7 @@ async def start_pool(
             keep_kv=recipe.sync.kv == "keep",
             routes=routes,
             outside_cache=outside_cache,
-            admit_at_once=recipe.async_.deterministic,
+            immediate_admission=recipe.async_.deterministic,
             numerics=recipe.numerics,
             host_limited=placement.device == "cuda"
             and trunk_weights(shape_of(hf_config(ModelConfig(path=model)) or {})) <= MAX_HOST_LIMITED_WEIGHTS,

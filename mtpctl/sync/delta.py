@@ -32,11 +32,11 @@ def compare(new: torch.Tensor, old: torch.Tensor) -> tuple[Change, torch.Tensor 
     new, old = _integers(new), _integers(old)
     positions = _positions(new, old, new.numel() // _SPARSE)
     if positions is not None:
-        changed = len(positions)
+        num_changed = len(positions)
     else:
         chunks = zip(new.split(_chunk_elements(new)), old.split(_chunk_elements(old)), strict=True)
-        changed = int(torch.stack([torch.count_nonzero(a != b) for a, b in chunks]).sum())
-    return smallest_change(changed, new.numel(), new.element_size()), positions
+        num_changed = int(torch.stack([torch.count_nonzero(a != b) for a, b in chunks]).sum())
+    return smallest_change(num_changed, new.numel(), new.element_size()), positions
 
 
 def _chunk_elements(tensor: torch.Tensor) -> int:
@@ -109,7 +109,7 @@ def _write_bitmap(new: torch.Tensor, old: torch.Tensor, blob: torch.Tensor, valu
 def _offset_views(change: Change, blob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts per block (int32) and positions (the bits of uint16) of a blob with the layout `offsets`."""
     end = 4 * -(-change.numel // BLOCK)
-    return blob[:end].view(torch.int32), blob[end : end + 2 * change.changed].view(torch.int16)
+    return blob[:end].view(torch.int32), blob[end : end + 2 * change.num_changed].view(torch.int16)
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def decode(change: Change, blob: torch.Tensor, dtype: torch.dtype) -> tuple[torc
     Raises ValueError if the blob does not have the size of its change.
     """
     if blob.numel() != (expected := change.nbytes(dtype.itemsize)):
-        elements = f"{change.changed} of {change.numel} elements changed"
+        elements = f"{change.num_changed} of {change.numel} elements changed"
         raise ValueError(f"expected {expected} bytes for layout {change.layout} with {elements}, got {blob.numel()}")
     values = blob[change.values_start :].view(dtype)
     if change.layout == "whole":
@@ -132,7 +132,7 @@ def decode(change: Change, blob: torch.Tensor, dtype: torch.dtype) -> tuple[torc
         return torch.cat([mask.view(-1).nonzero().view(-1) + i * chunk_elements for i, mask in enumerate(masks)]), values
     counts, offsets = _offset_views(change, blob)
     # Few operations, because on a GPU each takes longer to launch than to run.
-    positions = torch.repeat_interleave(counts.to(torch.int64), output_size=change.changed).mul_(BLOCK)
+    positions = torch.repeat_interleave(counts.to(torch.int64), output_size=change.num_changed).mul_(BLOCK)
     positions.view(torch.int16)[::4] = offsets  # the low 16 bits
     return positions, values
 

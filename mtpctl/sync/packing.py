@@ -71,9 +71,9 @@ class Changes:
     blobs: dict[Section, dict[str, torch.Tensor]] = field(default_factory=dict)
     fits: bool = True
 
-    def changed(self, section: Section) -> int:
-        """Changed elements of a section."""
-        return sum(change.changed for change in self.changes[section].values())
+    def num_changed(self, section: Section) -> int:
+        """Number of changed elements in a section."""
+        return sum(change.num_changed for change in self.changes[section].values())
 
 
 class Comparison:
@@ -111,7 +111,7 @@ class Comparison:
         new = tensor.detach().contiguous().reshape(-1)
         old = self._previous((section, name), new.device).view(new.dtype)
         change, positions = compare(new, old)
-        if not change.changed:
+        if not change.num_changed:
             return
         self._changes[section][name] = change
         self._nbytes += change.nbytes(new.element_size())
@@ -150,7 +150,8 @@ class Comparison:
             return torch.cat(parts) if len(parts) > 1 else parts[0]
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        # Allocated on the current stream, so that the allocator caches no memory for the second one. Earlier kernels may still use it.
+        # Allocated on the current stream, so that the allocator caches no memory for the second one. Kernels enqueued earlier may still use
+        # the block that the allocator returns, so the second stream waits for them.
         old = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
@@ -254,12 +255,12 @@ class Packer:
 
     @property
     def next_plans(self) -> dict[Section, tuple[Bucket, ...]]:
-        """The buckets of the complete sections in `next_sections`."""
+        """The buckets for sending each section in `next_sections` in full, not as a delta."""
         return {section: buckets for section, buckets in self.plans.items() if section in self.next_sections}
 
     @property
-    def complete_nbytes(self) -> int:
-        """Bytes of the complete sections in `next_sections`."""
+    def full_nbytes(self) -> int:
+        """Bytes of the sections in `next_sections`, sent in full."""
         return sum(bucket.nbytes for buckets in self.next_plans.values() for bucket in buckets)
 
     @property
@@ -273,7 +274,7 @@ class Packer:
         for section, buckets in self.next_plans.items():
             plan = SectionPlan(buckets, sums.get(section, {}), self.config.get(section, {}))
             if changes is not None:
-                plan = replace(plan, changed=changes.changed(section))
+                plan = replace(plan, num_changed=changes.num_changed(section))
             if changes is not None and delta:
                 blobs = [spec_of(name, blob) for name, blob in changes.blobs[section].items()]
                 plan = replace(
@@ -288,7 +289,7 @@ class Packer:
         With `update`, the copy is updated to the new version. Raises PlanMismatch if the export differs from the plan.
         """
         plans = self.next_plans
-        comparison = Comparison(copy, base, plans, limit=MAX_DELTA_SHARE * self.complete_nbytes, update=update)
+        comparison = Comparison(copy, base, plans, limit=MAX_DELTA_SHARE * self.full_nbytes, update=update)
         sums: Checksums = {section: {} for section in plans}
         for name, tensor in export:
             section = self.section_of(name)
@@ -306,7 +307,7 @@ class Packer:
             packer = _SectionPacker(section, plan.wire_buckets)
             for name, blob in changes.blobs[section].items():
                 packer.add(spec_of(name, blob), blob, writer)
-            packer.check_complete()
+            packer.check_ended()
 
     @torch.no_grad()
     def pack(self, version: int, tensors: Export, writer: BucketWriter, *, checksums: bool = False) -> Checksums:
@@ -325,15 +326,15 @@ class Packer:
             packer = packers[section]
             if name not in packer.aliases:
                 if not packer.has_started:
-                    expected = next(other for other, packer in packers.items() if not packer.complete)
+                    expected = next(other for other, packer in packers.items() if not packer.has_ended)
                     if writer.sequential_sections and section != expected:
-                        raise SyncError(f"the export began section {section} before section {expected} was complete")
+                        raise SyncError(f"the export began section {section} before section {expected} had ended")
                     writer.begin(version, section)
                 packer.add(spec_of(name, tensor), tensor, writer)
             if checksums:
                 sums[section][name] = checksum(tensor)
         for packer in packers.values():
-            packer.check_complete()
+            packer.check_ended()
         return sums
 
 
@@ -353,7 +354,7 @@ class _SectionPacker:
         return self.next > 0
 
     @property
-    def complete(self) -> bool:
+    def has_ended(self) -> bool:
         return self.next == len(self.entries)
 
     def add(self, spec: TensorSpec, tensor: torch.Tensor, writer: BucketWriter) -> None:
@@ -375,16 +376,16 @@ class _SectionPacker:
                 return
 
     def _next_entry(self, spec: TensorSpec) -> tuple[Bucket, Entry]:
-        if self.complete:
-            raise PlanMismatch(f"{spec.name}: not in the plan of section {self.section}, which is complete")
+        if self.has_ended:
+            raise PlanMismatch(f"{spec.name}: not in the plan of section {self.section}, which has ended")
         bucket, entry = self.entries[self.next]
         if (entry.name, entry.shape, entry.dtype) != (spec.name, spec.shape, spec.dtype):
             planned = f"{entry.name} {entry.shape} {entry.dtype}"
             raise PlanMismatch(f"{spec.name} {spec.shape} {spec.dtype}: the plan of section {self.section} has {planned} here")
         return bucket, entry
 
-    def check_complete(self) -> None:
+    def check_ended(self) -> None:
         """Raise PlanMismatch that names the missing tensors."""
-        if not self.complete:
+        if not self.has_ended:
             missing = sorted({entry.name for _, entry in self.entries[self.next :]})
             raise PlanMismatch(f"the export ended without {', '.join(missing)}")

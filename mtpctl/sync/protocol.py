@@ -48,14 +48,14 @@ class SectionPlan:
     """Buckets of one section in the order of transfer, and the checksum of each tensor, if computed.
 
     `config`: for the section `adapter`, the content of PEFT's `adapter_config.json`. If there is a `delta`, its buckets are sent instead.
-    `changed`: number of elements that differ from the previous version, None if they were not compared.
+    `num_changed`: number of elements that differ from the previous version, None if they were not compared.
     """
 
     buckets: tuple[Bucket, ...]
     checksums: dict[str, str] = field(default_factory=dict)
     config: dict[str, object] = field(default_factory=dict)
     delta: Delta | None = None
-    changed: int | None = None
+    num_changed: int | None = None
 
     @property
     def numel(self) -> int:
@@ -117,7 +117,7 @@ class Manifest:
                 dict(section["checksums"]),
                 dict(section.get("config", {})),
                 Delta.from_dict(delta) if (delta := section.get("delta")) else None,
-                section.get("changed"),
+                section.get("num_changed"),
             )
             for name, section in data["sections"].items()
         }

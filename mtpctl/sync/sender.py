@@ -81,7 +81,7 @@ class Publisher(Packer):
         folder = self.store.prepare(version)
         files = folder.absolute()
         if self.store.remote is not None:
-            files = make_host_folder(f"upload-{self._token}-{version}", 2 * self.complete_nbytes)  # until the files are uploaded
+            files = make_host_folder(f"upload-{self._token}-{version}", 2 * self.full_nbytes)  # until the files are uploaded
         try:
             manifest = Manifest(version, SHM, str(files), {}, str(self.store.root.absolute()))
             if self._copy is None:
@@ -110,7 +110,7 @@ class Publisher(Packer):
                 manifest = replace(manifest, base=base, sections=self.section_plans(sums, changes, delta=True))
                 self.pack_blobs(manifest.version, changes, manifest.sections, writer)
                 self._changed_bytes += manifest.nbytes
-                if self._changed_bytes < MAX_DELTA_SHARE * self.complete_nbytes or (self._upload is not None and self._upload.running):
+                if self._changed_bytes < MAX_DELTA_SHARE * self.full_nbytes or (self._upload is not None and self._upload.running):
                     return manifest
                 writer.folder /= COMPLETE
                 writer.folder.mkdir()

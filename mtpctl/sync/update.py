@@ -189,8 +189,8 @@ class Generators(Protocol):
         """While the block runs, no engine joins, and with `wait` no response is in progress."""
         ...
 
-    def members(self, ranks: int) -> list[str]:
-        """A name for each rank of each serving engine, which has `ranks` ranks; `apply_update` calls exactly these engines."""
+    def rank_names(self, num_ranks: int) -> list[str]:
+        """A name for each rank of each serving engine, which has `num_ranks` ranks; `apply_update` calls exactly these engines."""
         ...
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
@@ -205,8 +205,11 @@ class LogprobReplicas(Protocol):
         """While the block runs, no forward pass is in progress, and no replica joins."""
         ...
 
-    def members(self, version: int, ranks: int) -> list[str]:
-        """A name for each rank of each replica without `version`; `apply_update` calls exactly these replicas."""
+    def rank_names(self, version: int, num_ranks: int) -> list[str]:
+        """A name for each rank of each replica without `version`. A replica has `num_ranks` ranks.
+
+        `apply_update` calls exactly these replicas.
+        """
         ...
 
     async def apply_update(self, manifest: Manifest, *, verify: bool, deadline_s: float) -> list[SyncReport]:
@@ -249,7 +252,7 @@ class WeightUpdate:
         """Plan, transfer and commit. Raises SyncError if a target refuses; targets that did not commit keep the previous version."""
         if self.is_push:
             async with self._quiesced():
-                await self.plan(self._members())
+                await self.plan(self._rank_names())
                 await self.transfer()
         else:
             await self.plan([])
@@ -268,11 +271,11 @@ class WeightUpdate:
                 await stack.enter_async_context(self.parties.logprob.quiesce(self.options.deadline_s))
             yield
 
-    def _members(self) -> list[str]:
+    def _rank_names(self) -> list[str]:
         """The names of the receivers of a pushed version, one per rank."""
         recipe, logprob = self.parties.recipe, self.parties.logprob
-        members = self.parties.generators.members(recipe.rollout.tp)
-        return members if logprob is None else members + logprob.members(self.version, recipe.logprob.parallel.world_size)
+        names = self.parties.generators.rank_names(recipe.rollout.tp)
+        return names if logprob is None else names + logprob.rank_names(self.version, recipe.logprob.parallel.world_size)
 
     async def plan(self, members: list[str]) -> None:
         """Let the trainer plan the version for receivers of these names."""

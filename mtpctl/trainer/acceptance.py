@@ -106,7 +106,7 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthProbabilities], tokens:
             sums[f"accept{suffix}_{depth_number}"] = depth.accepted[kind].sum()
     mask = micro.mask[:tokens].tolist()
     ends = [0]
-    for length in micro.lengths:
+    for length in micro.response_lengths:
         ends.append(ends[-1] + length)
     turns = _turns(mask, set(ends))
     draft_depths = depths[: drafts or None]
@@ -161,7 +161,7 @@ class Chains:
 
     def __init__(self, drafts: Sequence[DraftRows], tokens: int) -> None:
         self.tokens = tokens
-        self.start_tokens = [draft.tokens - depth for depth, draft in enumerate(drafts, start=1)]
+        self.start_tokens = [draft.response_indices - depth for depth, draft in enumerate(drafts, start=1)]
         """For each depth and row: the token after which the row's chain begins, as an index among the microbatch's response tokens."""
         self.weights = [torch.zeros(len(starts), device=starts.device) for starts in self.start_tokens]
 

@@ -80,11 +80,14 @@ class Sequence:
 
 @dataclass
 class DraftRows:
-    """Rows of one MTP depth: hidden states at `rows` predict `labels`; `tokens` are the labels' indices among the R response tokens."""
+    """Rows of one MTP depth: hidden states at `rows` predict `labels`.
+
+    response_indices: indices of the labels among the R response tokens.
+    """
 
     rows: Tensor
     labels: Tensor
-    tokens: Tensor
+    response_indices: Tensor
 
 
 @dataclass
@@ -93,8 +96,8 @@ class MicroBatch:
 
     input_ids [T]. rows, labels [R]: the hidden state at `rows[r]` predicts `labels[r]`. mask [R]: the loss mask. seq_ids [R]: the sequence
     of each response token within this microbatch. columns: name → [R, …]. order: indices of the sequences in the list that was packed.
-    lengths: response tokens of each. drafts: one `DraftRows` per depth. dummy: set for the microbatch that a rank computes when it has no
-    sequences; it has no loss, and its scores are not used.
+    response_lengths: number of response tokens of each. drafts: one `DraftRows` per depth. dummy: set for the microbatch that a rank
+    computes when it has no sequences; it has no loss, and its scores are not used.
     """
 
     input_ids: Tensor
@@ -105,7 +108,7 @@ class MicroBatch:
     seq_ids: Tensor
     columns: dict[str, Tensor]
     order: list[int]
-    lengths: list[int]
+    response_lengths: list[int]
     drafts: list[DraftRows]
     dummy: bool = False
 
@@ -141,11 +144,11 @@ def pack(
     """
     packed = [sequences[i] for i in order]
     lengths = [len(s.token_ids) for s in packed]
-    responses = [len(s.loss_mask) for s in packed]
+    response_lengths = [len(s.loss_mask) for s in packed]
     # The row of the preceding token predicts a response token, so rows end one before the end of the sequence.
     ends = np.cumsum(lengths)
-    starts = np.cumsum(responses) - responses
-    rows = np.arange(sum(responses)) + np.repeat(ends - responses - 1 - starts, responses)
+    starts = np.cumsum(response_lengths) - response_lengths
+    rows = np.arange(sum(response_lengths)) + np.repeat(ends - response_lengths - 1 - starts, response_lengths)
     pieces = [s.token_ids for s in packed]
     if padding := -sum(lengths) % (num_blocks(cp) * tp):
         pieces.append(np.zeros(padding, np.int32))
@@ -158,12 +161,12 @@ def pack(
     turn_starts = np.where(mask, 0, positions + 1)
     turn_starts[starts] = np.maximum(turn_starts[starts], starts)
     turn_positions = positions - np.maximum.accumulate(turn_starts)
-    arrays = [token_ids, rows, labels, mask.astype(np.float32), np.repeat(np.arange(len(packed)), responses)]
+    arrays = [token_ids, rows, labels, mask.astype(np.float32), np.repeat(np.arange(len(packed)), response_lengths)]
     names = packed[0].columns.keys()
     arrays += [np.concatenate([s.columns[name] for s in packed]) for name in names]
     for depth in range(1, depths + 1):
-        tokens = np.flatnonzero(turn_positions >= depth)
-        arrays += [rows[tokens] - depth, labels[tokens], tokens]
+        response_indices = np.flatnonzero(turn_positions >= depth)
+        arrays += [rows[response_indices] - depth, labels[response_indices], response_indices]
     tensors = iter(to_device(arrays, device))
     packing = replace(Packing.of(lengths, device, cp_rank=cp_rank, cp=cp), padding_tokens=padding)
     return MicroBatch(
@@ -175,7 +178,7 @@ def pack(
         seq_ids=next(tensors),
         columns={name: next(tensors) for name in names},
         order=order,
-        lengths=responses,
+        response_lengths=response_lengths,
         drafts=[DraftRows(next(tensors), next(tensors), next(tensors)) for _ in range(depths)],
     )
 

@@ -206,7 +206,7 @@ class Head:
                 replace(
                     draft,
                     hidden=scale_gradient(distinct_rows(self._gather_sequence(draft.hidden), draft_rows.rows), row_factors),
-                    rows=draft_rows.tokens,
+                    rows=draft_rows.response_indices,
                 )
                 for draft_rows, draft, row_factors in drafts
             ],

@@ -155,10 +155,10 @@ class Scorer:
     ) -> None:
         requested = torch.tensor([option.mtp for option in options], device=micro.seq_ids.device)[micro.seq_ids]
         for state, draft in zip(hidden.mtp, micro.drafts, strict=True):
-            labels = draft.labels.masked_fill(~requested[draft.tokens], IGNORE_INDEX)
-            draft_temperature = temperature[draft.tokens] if isinstance(temperature, Tensor) else temperature
+            labels = draft.labels.masked_fill(~requested[draft.response_indices], IGNORE_INDEX)
+            draft_temperature = temperature[draft.response_indices] if isinstance(temperature, Tensor) else temperature
             out = self.head.logprob(micro.packing, state, hidden.head, draft.rows, labels, draft_temperature, hit=True)
-            for score, option, draft_scores in zip(scores, options, _draft_scores(out, draft.tokens, micro), strict=True):
+            for score, option, draft_scores in zip(scores, options, _draft_scores(out, draft.response_indices, micro), strict=True):
                 if option.mtp:
                     score.drafts.append(draft_scores)
 
@@ -208,12 +208,12 @@ def _draft_scores(out: LogProbOut, tokens: Tensor, micro: MicroBatch) -> list[Dr
 
 def _split_arrays(values: Tensor, micro: MicroBatch) -> list[Logprobs]:
     """Split `values` [R] into an array per sequence."""
-    return [array("f", piece.numpy().tobytes()) for piece in values.detach().float().cpu().split(micro.lengths)]
+    return [array("f", piece.numpy().tobytes()) for piece in values.detach().float().cpu().split(micro.response_lengths)]
 
 
 def _split_lists(values: Tensor, micro: MicroBatch) -> list[list]:
     """Split `values` [R, …] into a nested list per sequence."""
-    return [piece.tolist() for piece in values.cpu().split(micro.lengths)]
+    return [piece.tolist() for piece in values.cpu().split(micro.response_lengths)]
 
 
 def with_recording(micros: list[MicroBatch]) -> list[MicroBatch]:

@@ -178,8 +178,8 @@ class UpdateLoss:
                     hit=True,
                     detach_weight=mtp.mode == "isolated",
                 )
-                count = int((draft.tokens < measured_tokens).sum())
-                measured_rows = DraftRows(draft.rows[:count], draft.labels[:count], draft.tokens[:count])
+                count = int((draft.response_indices < measured_tokens).sum())
+                measured_rows = DraftRows(draft.rows[:count], draft.labels[:count], draft.response_indices[:count])
                 sums |= {f"mtp/loss_{depth}": loss_sums["loss"], f"mtp/accept_{depth}": loss_sums[HITS]}
                 with torch.no_grad():
                     output = self._trunk_draft_loss(micro, hidden, state, measured_rows, depth, 0.0)[1]
@@ -211,7 +211,7 @@ class UpdateLoss:
             hidden.trunk,
             hidden.head,
             draft_rows,
-            micro.rows[draft_rows.tokens],
+            micro.rows[draft_rows.response_indices],
             self.temperature,
             depth=depth,
             loss=self.draft_loss,
@@ -224,7 +224,7 @@ class UpdateLoss:
     def _count_measured_tokens(self, micro: MicroBatch) -> int:
         """Number of response tokens of the microbatch from which acceptance is estimated, in whole sequences."""
         tokens = 0
-        for length in [] if micro.dummy else micro.lengths:
+        for length in [] if micro.dummy else micro.response_lengths:
             if self._tokens_to_measure <= 0:
                 break
             tokens, self._tokens_to_measure = tokens + length, self._tokens_to_measure - length
@@ -255,8 +255,8 @@ def _depth_probabilities(output: DraftLossOut, draft: DraftRows, num_tokens: int
 
     They are 0 for tokens that are not drafted, and from index `measured_tokens` on.
     """
-    is_measured = draft.tokens < measured_tokens
-    tokens = draft.tokens[is_measured]
+    is_measured = draft.response_indices < measured_tokens
+    tokens = draft.response_indices[is_measured]
 
     def scatter(values: Tensor) -> Tensor:
         dense = torch.zeros(num_tokens, dtype=torch.float32, device=values.device)

@@ -84,7 +84,7 @@ def test_a_row_compares_with_vllm_in_the_same_round() -> None:
 
 
 def test_arms_with_the_same_engines_share_them_and_the_gpu(folder: Path) -> None:
-    arms = [*default_arms([64, 256], 3), Arm("one engine, at once", 1, 256, at_once=True)]
+    arms = [*default_arms([64, 256], 3), Arm("one engine, at once", 1, 256, immediate_admission=True)]
     assert [(arm.name, arm.in_flight) for arm in arms[:3]] == [(OFFLINE, 64), ("one engine", 64), ("3 engines", 64)]
     bench = ModelBench(Options(folder, "cuda", 8, 12), arms)
     assert bench.num_engines == 10 and bench.share == 0.1

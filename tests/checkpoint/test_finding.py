@@ -15,12 +15,12 @@ import pytest
 from mtpctl.checkpoint.finding import (
     Choice,
     check_checkpoint,
-    choose_checkpoint,
     damaged_in,
+    find_complete_checkpoint,
     list_checkpoints,
     newest_checkpoint,
     next_number,
-    select_checkpoint,
+    prepare_resume,
 )
 from mtpctl.checkpoint.listing import LISTING, Damaged, Listing, write_latest
 from mtpctl.errors import UserError
@@ -49,14 +49,14 @@ def test_lost_or_wrong_pointer_does_not_change_the_newest_checkpoint(run: Path, 
     if pointer is not None:
         latest.write_text(pointer)
     assert newest_checkpoint(run / "checkpoints") == run / "checkpoints" / "rl-000004"
-    assert select_checkpoint(run / "checkpoints").path == run / "checkpoints" / "rl-000004"
+    assert prepare_resume(run / "checkpoints").path == run / "checkpoints" / "rl-000004"
     assert latest.read_text() == "rl-000004"
 
 
 def test_pointer_that_is_a_folder_is_ignored(run: Path) -> None:
     (run / "checkpoints" / "latest").unlink()
     (run / "checkpoints" / "latest").mkdir()
-    assert select_checkpoint(run / "checkpoints").path == run / "checkpoints" / "rl-000004"
+    assert prepare_resume(run / "checkpoints").path == run / "checkpoints" / "rl-000004"
 
 
 def test_order_does_not_depend_on_the_clock(run: Path) -> None:
@@ -102,7 +102,7 @@ def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_is_used(
     root = run / "checkpoints"
     damage(root / "rl-000004")
     before = {file.name: file.read_bytes() for file in (root / "rl-000004").iterdir()}
-    choice = select_checkpoint(root)
+    choice = prepare_resume(root)
     assert choice.path == root / "rl-000002"
     (line,) = choice.lines
     assert line.startswith(f"{root}/rl-000004/") and line.endswith("; rl-000002 is used instead") and "\n" not in line
@@ -111,7 +111,7 @@ def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_is_used(
     retained = root / "rl-000004.damaged"
     assert damaged_in(root) == [retained] and {file.name: file.read_bytes() for file in retained.iterdir()} == before
     assert names(root) == ["rl-000002"] and (root / "latest").read_text() == "rl-000002"
-    assert select_checkpoint(root) == Choice(root / "rl-000002"), "damage is reported once"
+    assert prepare_resume(root) == Choice(root / "rl-000002"), "damage is reported once"
 
 
 def test_every_flipped_bit_of_a_listing_is_damage(run: Path) -> None:
@@ -126,7 +126,7 @@ def test_checkpoint_of_another_version_is_an_error_that_renames_nothing(run: Pat
     path = run / "checkpoints" / "rl-000004" / LISTING
     listing = json.loads(path.read_text())
     path.write_text(json.dumps(with_checksum(listing | {"format": 4})))
-    for read in (lambda: select_checkpoint(path.parents[1]), lambda: check_checkpoint(path.parent, verify_checksums=True)):
+    for read in (lambda: prepare_resume(path.parents[1]), lambda: check_checkpoint(path.parent, verify_checksums=True)):
         with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: was saved by another version of mtpctl \(format 4, .*; use that"):
             read()
     assert sorted(each.name for each in path.parents[1].iterdir()) == ["latest", "rl-000002", "rl-000004"]
@@ -148,7 +148,7 @@ def test_flipped_number_of_a_listing_does_not_change_the_order(run: Path) -> Non
     root = run / "checkpoints"
     listing = root / "rl-000004" / LISTING
     listing.write_bytes(listing.read_bytes().replace(b'"number": 2', b'"number": 0'))
-    choice = select_checkpoint(root)
+    choice = prepare_resume(root)
     assert choice.path == root / "rl-000002" and damaged_in(root) == [root / "rl-000004.damaged"]
 
 
@@ -156,7 +156,7 @@ def test_second_damaged_checkpoint_of_a_name_does_not_replace_the_first(run: Pat
     root = run / "checkpoints"
     for _ in range(3):
         flip(root / "rl-000004" / SHARD)
-        select_checkpoint(root)
+        prepare_resume(root)
         write_checkpoint(run, "rl-000004")
     assert [path.name for path in damaged_in(root)] == ["rl-000004.damaged", "rl-000004.damaged-2", "rl-000004.damaged-3"]
     assert names(root) == ["rl-000004", "rl-000002"]
@@ -173,7 +173,7 @@ def test_only_sizes_of_large_files_are_compared_without_checksums(run: Path, mon
 @pytest.mark.parametrize("verify_checksums", [False, True])
 def test_flipped_bit_in_the_state_of_the_newest_checkpoint_selects_the_one_before(run: Path, verify_checksums: bool) -> None:
     flip(run / "checkpoints" / "rl-000004" / "run.json", 5)
-    assert choose_checkpoint(run / "checkpoints", verify_checksums=verify_checksums).path == run / "checkpoints" / "rl-000002"
+    assert find_complete_checkpoint(run / "checkpoints", verify_checksums=verify_checksums).path == run / "checkpoints" / "rl-000002"
 
 
 def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
@@ -183,7 +183,7 @@ def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
     with pytest.raises(
         UserError, match=r"rl-000004/__0_0\.distcp has 10 bytes, .* and so is the 1 before it; restore the file, or .* --start-over`"
     ) as lines:
-        select_checkpoint(root)
+        prepare_resume(root)
     assert "remove" not in str(lines.value) and "\n" not in str(lines.value)
     assert names(root) == ["rl-000004", "rl-000002"]
 
@@ -203,7 +203,7 @@ def test_interrupted_replacement_of_a_checkpoint_is_undone(run: Path) -> None:
     root = run / "checkpoints"
     (root / "rl-000004").rename(root / "rl-000004.replaced")
     assert newest_checkpoint(root) == root / "rl-000004.replaced"
-    assert select_checkpoint(root).path == root / "rl-000004"
+    assert prepare_resume(root).path == root / "rl-000004"
     shutil.copytree(root / "rl-000004", root / "rl-000004.replaced")
     assert names(root) == ["rl-000004", "rl-000002"], "unless the new one has it"
 
@@ -227,7 +227,7 @@ def test_file_that_cannot_be_read_is_damage(run: Path, monkeypatch: pytest.Monke
 
 def test_files_added_by_the_user_are_not_damage(run: Path) -> None:
     (run / "checkpoints" / "rl-000004" / "notes.txt").write_text("the good one")
-    assert choose_checkpoint(run / "checkpoints", verify_checksums=True) == Choice(run / "checkpoints" / "rl-000004")
+    assert find_complete_checkpoint(run / "checkpoints", verify_checksums=True) == Choice(run / "checkpoints" / "rl-000004")
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b"])
@@ -236,4 +236,4 @@ def test_listing_with_files_outside_its_folder_is_rejected(run: Path, name: str)
     listing = json.loads(path.read_text())
     listing["files"][name] = {"size": 1, "checksum": "xxh3:00"}
     path.write_text(json.dumps(with_checksum(listing)))
-    assert select_checkpoint(run / "checkpoints").path == run / "checkpoints" / "rl-000002"
+    assert prepare_resume(run / "checkpoints").path == run / "checkpoints" / "rl-000002"

@@ -12,11 +12,11 @@ import pytest
 
 from mtpctl.cluster.deadlines import ChangeNotifier, await_start, finished_before, run_in_thread
 from mtpctl.errors import RuntimeFailure
-from mtpctl.samples import Unwanted
+from mtpctl.samples import Unwanted, finished_before_unwanted
 from tests.fakes.event_loop import in_loop
 
 Wait = Callable[[asyncio.Future[Any], Unwanted], Awaitable[bool]]
-either_way = pytest.mark.parametrize("first", [finished_before, lambda work, event: event.finished_first(work)], ids=["task", "callbacks"])
+either_way = pytest.mark.parametrize("first", [finished_before, finished_before_unwanted], ids=["task", "callbacks"])
 
 
 async def work(seconds: float) -> str:

@@ -224,7 +224,7 @@ async def test_an_update_calls_the_named_replicas_and_no_others() -> None:
     fleet = Fleet()
     replicas = await fleet.replicas(3)
     async with replicas.fixed_members():
-        assert replicas.members("fake", 2, lambda replica: replica.index > 0) == ["fake 1.0.0", "fake 1.0.1", "fake 2.0.0", "fake 2.0.1"]
+        assert replicas.rank_names("fake", 2, lambda replica: replica.index > 0) == ["fake 1.0.0", "fake 1.0.1", "fake 2.0.0", "fake 2.0.1"]
         fleet.started[1].answer = Gone()
         replicas.report_failure(*replicas.live()[1], Gone())
         await until(lambda: len(fleet.started) == 4)
@@ -238,7 +238,7 @@ async def test_an_update_calls_the_named_replicas_and_no_others() -> None:
         assert called == fleet.started[1:3], "includes the dead one, for which others may wait"
         assert len(await replicas.apply_update(Fake.ask)) == 2, "names apply to one update"
     await until(lambda: len(replicas.live()) == 3)
-    assert replicas.members("fake", 1) == ["fake 0.0.0", "fake 1.1.0", "fake 2.0.0"]
+    assert replicas.rank_names("fake", 1) == ["fake 0.0.0", "fake 1.1.0", "fake 2.0.0"]
     async with replicas.fixed_members():
         assert await replicas.apply_update(Fake.ask, condition=lambda replica: replica.index > 1) == ["here"], (
             "names do not apply to another block"

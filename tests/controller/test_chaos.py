@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpctl.checkpoint.finding import newest_checkpoint, select_checkpoint
+from mtpctl.checkpoint.finding import newest_checkpoint, prepare_resume
 from mtpctl.controller.buffer import SampleBuffer
 from mtpctl.telemetry.metrics_file import load_history
 from mtpctl.telemetry.sample_log import SampleRow, read_samples
@@ -149,7 +149,7 @@ def test_damage_missing_from_the_log_is_reported_as_unnoticed(tmp_path: Path) ->
     assert damage is not None and damage.file.parent.name == "rl-000004" and message.startswith("rl-000004/")
     assert damage_checkpoint(root, draw, 0)[1] is None, "one checkpoint stays whole"
     assert unnoticed([damage], root, "before\nrl resumes after step 4, from rl-000004\n")
-    line = select_checkpoint(root).lines[0]
+    line = prepare_resume(root).lines[0]
     assert not unnoticed([damage], root, f"before\n{line}\nrl resumes after step 2, from rl-000002\n")
     shutil.rmtree(root / "rl-000004.damaged")
     assert unnoticed([damage], root, f"before\n{line}\n") == ["rl-000004 was damaged, and is not kept"]

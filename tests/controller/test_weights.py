@@ -72,8 +72,8 @@ class Engine:
         self.started, self.trainer, self.refusals = started, trainer, refusals
         self.paused_at: list[float] = []
 
-    def members(self, ranks: int) -> list[str]:
-        return [f"rollout 0.0.{rank}" for rank in range(ranks)]
+    def rank_names(self, num_ranks: int) -> list[str]:
+        return [f"rollout 0.0.{rank}" for rank in range(num_ranks)]
 
     def quiesce(self, mode: str) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()

@@ -144,11 +144,11 @@ def test_answers_are_optional_if_not_required(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "name a fish"}, {"prompt": "x", "answer": None}, {"prompt": "2+2=", "answer": 4}]
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    answers = [problem.answer for problem in read_problems(path, "--prompts", answers=False)]
+    answers = [problem.answer for problem in read_problems(path, "--prompts", require_answers=False)]
     assert answers == ["2", NO_ANSWER, NO_ANSWER, "4"]
     path = tmp_path / "p.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "topic": ["x", "y"]}), path)
-    assert read_problems(path, "--prompts", answers=False) == [
+    assert read_problems(path, "--prompts", require_answers=False) == [
         Problem("p.parquet:1", "a", NO_ANSWER, fields={"topic": "x"}),
         Problem("p.parquet:2", "b", NO_ANSWER, fields={"topic": "y"}),
     ]
@@ -167,7 +167,7 @@ def test_invalid_prompt_file_is_reported(name: str, text: str, message: str, tmp
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        read_problems(path, "--prompts", answers=False)
+        read_problems(path, "--prompts", require_answers=False)
 
 
 def test_data_section_selects_training_evaluation_and_supervised_sets(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mtpctl.doctor.parts import run_part
 from mtpctl.errors import ThresholdMissed, UserError
 from mtpctl.model.gpt import MtpModel
 from mtpctl.recipe.loading import load_recipe
-from mtpctl.rollout.vllm.patches import ADMIT_AT_ONCE
+from mtpctl.rollout.vllm.patches import IMMEDIATE_ADMISSION
 from mtpctl.trainer.engine import MegatronEngine
 from tests.fakes.toys import GLM4_MOE, MIMO
 
@@ -42,7 +42,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         recipe = load_recipe("tiny_mtp", sets=[f"{key}={value}" for key, value in keys.items()]).recipe
         Request(recipe.model_dump_json(by_alias=True), str(model), list(range(3, 40)), 48, "cpu").write(folders[name])
         with pytest.MonkeyPatch.context() as variables:
-            variables.setenv(ADMIT_AT_ONCE, "1")  # which the engine sets, and later engines of this process must not find
+            variables.setenv(IMMEDIATE_ADMISSION, "1")  # which the engine sets, and later engines of this process must not find
             # The patches of bitwise numerics change a whole process.
             counts = asyncio.run(run_part("mismatch-engine", folders[name], 200)) if name == "bitwise" else generate(folders[name])
         assert counts["tokens"] == 48 and counts["drafted"] > 20

@@ -12,7 +12,7 @@ import pytest
 from mtpctl.bench import rollout as bench
 from mtpctl.bench import rollout_engines as engines
 from mtpctl.rollout import start
-from mtpctl.rollout.vllm.patches import ADMIT_AT_ONCE
+from mtpctl.rollout.vllm.patches import IMMEDIATE_ADMISSION
 from mtpctl.rollout.vllm.settings import VllmSettings
 from tests.environment import with_tree
 from tests.fakes import runner
@@ -28,7 +28,7 @@ def fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (log := tmp_path / "steps").mkdir()
     upstream = engines.build_engine_settings
     # Both admit at once: holding requests back would change the steps that are compared.
-    extra = {runner.STEP_S: str(STEP_S), runner.LOG: str(log), ADMIT_AT_ONCE: "1", "PYTHONPATH": with_tree()["PYTHONPATH"]}
+    extra = {runner.STEP_S: str(STEP_S), runner.LOG: str(log), IMMEDIATE_ADMISSION: "1", "PYTHONPATH": with_tree()["PYTHONPATH"]}
 
     def settings(*args: Any, **options: Any) -> VllmSettings:
         created = upstream(*args, **options)

@@ -132,7 +132,7 @@ async def test_replica_restarted_during_a_push_is_not_a_member() -> None:
     await pool.control_speculation()  # notices it
     with pushed(1) as announce:
         async with pool.quiesce():
-            members = pool.members(1)
+            members = pool.rank_names(1)
             while len(fleet.replicas_by_slot[1]) < 2:
                 await asyncio.sleep(0.001)
             reports = await pool.apply_update(manifest := announce(members))
@@ -141,7 +141,7 @@ async def test_replica_restarted_during_a_push_is_not_a_member() -> None:
     while not all(health.alive for health in await pool.health()):
         await asyncio.sleep(0.005)
     assert [health.version for health in await pool.health()] == [1, 1]
-    assert pool.members(1) == ["rollout 0.0.0", "rollout 1.1.0"]
+    assert pool.rank_names(1) == ["rollout 0.0.0", "rollout 1.1.0"]
 
 
 @in_loop
@@ -151,7 +151,7 @@ async def test_push_does_not_wait_for_a_dead_member() -> None:
     began = time.monotonic()
     with pushed(1, deadline_s=60.0) as announce:
         async with pool.quiesce():
-            manifest = announce(pool.members(1))
+            manifest = announce(pool.rank_names(1))
             fleet.live[1].die()
             await pool.control_speculation()  # notices it
             with pytest.raises(SyncError, match="a receiver of the weights gave up: the fake was killed"):

@@ -190,19 +190,19 @@ async def test_update_and_leave_exclude_each_other() -> None:
     fleet = Fleet()
     pool = await fleet.pool(2)
     async with pool.quiesce():
-        assert pool.members(1) == ["rollout 0.0.0", "rollout 1.0.0"]
+        assert pool.rank_names(1) == ["rollout 0.0.0", "rollout 1.0.0"]
         leaving = asyncio.ensure_future(pool.membership.leave(1))
         await asyncio.sleep(0.01)
         reports = await pool.apply_update(MANIFESTS[1])
         assert [report.version for report in reports] == [1, 1] and not leaving.done()
     await leaving
     async with pool.quiesce():
-        assert pool.members(1) == ["rollout 0.0.0"]
+        assert pool.rank_names(1) == ["rollout 0.0.0"]
     fleet.published.there = [MANIFESTS[1]]
     pool.membership.join(1)
     await until_serving(pool.membership, 2)
     async with pool.quiesce():
-        assert pool.members(1) == ["rollout 0.0.0", "rollout 1.1.0"], "no name is used twice"
+        assert pool.rank_names(1) == ["rollout 0.0.0", "rollout 1.1.0"], "no name is used twice"
 
 
 @in_loop

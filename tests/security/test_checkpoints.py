@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.checkpoint.finding import choose_checkpoint
+from mtpctl.checkpoint.finding import find_complete_checkpoint
 from mtpctl.checkpoint.listing import LISTING, write_listing
 from mtpctl.checkpoint.reading import shard_sizes
 from mtpctl.errors import UserError
@@ -66,7 +66,7 @@ def test_metadata_that_runs_code_is_refused_by_each_reader(run: Path, tmp_path: 
     path = write_checkpoint(run, "rl-000002")
     (path / ".metadata").write_bytes(attacks(mark)[attack])
     write_listing(path, 1, {})
-    for read in (shard_sizes, tensors_in, lambda path: choose_checkpoint(path.parent, verify_checksums=True)):
+    for read in (shard_sizes, tensors_in, lambda path: find_complete_checkpoint(path.parent, verify_checksums=True)):
         with pytest.raises(
             UserError, match=r"/rl-000002/\.metadata: contains .*, which no checkpoint needs and which may run code"
         ) as caught:
@@ -105,7 +105,7 @@ def test_pointer_to_another_checkpoint_is_ignored(run: Path, tmp_path: Path, poi
     write_checkpoint(tmp_path / "outside", "rl-000009")
     path = write_checkpoint(run, "rl-000002")
     (run / "checkpoints" / "latest").write_text(pointer)
-    assert choose_checkpoint(run / "checkpoints", verify_checksums=True).path == path
+    assert find_complete_checkpoint(run / "checkpoints", verify_checksums=True).path == path
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd"])
@@ -115,4 +115,4 @@ def test_listing_that_names_a_file_outside_is_damage(run: Path, name: str) -> No
     listing["files"] = {name: {"size": 1, "checksum": "xxh3:00"}}
     (path / LISTING).write_text(json.dumps(with_checksum(listing)))
     with pytest.raises(UserError, match=r"files\.json is truncated or overwritten"):
-        choose_checkpoint(run / "checkpoints", verify_checksums=True)
+        find_complete_checkpoint(run / "checkpoints", verify_checksums=True)

@@ -51,7 +51,7 @@ def test_a_decoded_tensor_equals_the_sent_one_bit_for_bit(dtype: torch.dtype, mo
         new = changed(old, share, generator)
         change, positions = compare(new, old)
         count = int((bits(new) != bits(old)).sum())
-        assert (change.changed, change.numel) == (count, numel)
+        assert (change.num_changed, change.numel) == (count, numel)
         if not count:
             continue
         blob = encode(new, old, change, positions)
@@ -112,7 +112,7 @@ def test_one_percent_of_bf16_needs_at_most_4_percent_of_the_bytes() -> None:
     old = torch.randn(1_000_003, generator=generator).bfloat16()
     new = changed(old, 0.01, generator)
     change, blob = encoded(new, old)
-    assert 0.009 < change.changed / change.numel < 0.011
+    assert 0.009 < change.num_changed / change.numel < 0.011
     assert blob.numel() <= 0.04 * 2 * old.numel()
 
 

@@ -53,8 +53,8 @@ class World:
         yield
         self.note("resume")
 
-    def members(self, ranks: int) -> list[str]:
-        return [f"engine {rank}" for rank in range(ranks)]
+    def rank_names(self, num_ranks: int) -> list[str]:
+        return [f"engine {rank}" for rank in range(num_ranks)]
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:
         self.note("apply")

@@ -182,12 +182,13 @@ def test_gradient_matches_finite_differences() -> None:
 
     def states(x: Tensor) -> list[Tensor]:
         """All depths depend on the parameter, as with a repeated layer."""
-        return [trunk[draft.tokens] + 0.5 * z @ x for draft, z in zip(drafts, noise, strict=True)]
+        return [trunk[draft.response_indices] + 0.5 * z @ x for draft, z in zip(drafts, noise, strict=True)]
 
     def accepted(x: Tensor) -> float:
         p = (trunk @ weight.T).softmax(1)
         alphas = [
-            torch.minimum(p[draft.tokens], (state @ weight.T).softmax(1)).sum(1) for draft, state in zip(drafts, states(x), strict=True)
+            torch.minimum(p[draft.response_indices], (state @ weight.T).softmax(1)).sum(1)
+            for draft, state in zip(drafts, states(x), strict=True)
         ]
         return sum(float(expected_accepted(chain_of(alphas, RAGGED, start))) for start in RAGGED[0])
 
@@ -195,7 +196,11 @@ def test_gradient_matches_finite_differences() -> None:
     chains = Chains(drafts, tokens)
     outs = [
         linear_draft_loss(
-            scale_gradient(state, weights), trunk[draft.tokens], weight, torch.zeros(len(state), dtype=torch.long), detach_weight=True
+            scale_gradient(state, weights),
+            trunk[draft.response_indices],
+            weight,
+            torch.zeros(len(state), dtype=torch.long),
+            detach_weight=True,
         )
         for state, draft, weights in zip(states(x), drafts, chains.weights, strict=True)
     ]

@@ -35,8 +35,8 @@ class TestPack:
     def test_depth_starts_at_the_last_prompt_token(self):
         """Depth k at position i predicts token i + 1 + k, and only sampled tokens of the response."""
         first, second = pack(BATCH, [1, 0], 2, "cpu").drafts
-        assert (first.rows.tolist(), first.labels.tolist(), first.tokens.tolist()) == ([2, 6], [9, 8], [3, 5])
-        assert second.tokens.tolist() == []
+        assert (first.rows.tolist(), first.labels.tolist(), first.response_indices.tolist()) == ([2, 6], [9, 8], [3, 5])
+        assert second.response_indices.tolist() == []
 
     @pytest.mark.parametrize("depth", [1, 2, 3])
     def test_first_tokens_of_a_turn_are_not_drafted(self, depth):
@@ -45,7 +45,7 @@ class TestPack:
         alone = Sequence(list(range(1, 6)), 1, [1, 1, 1, 1])
         drafted = {1: [1, 2, 3, 7, 8, 13], 2: [2, 3, 8], 3: [3]}[depth]
         micro = pack([alone, turns], [0, 1], 3, "cpu").drafts[depth - 1]
-        assert micro.tokens.tolist() == [*range(depth, 4), *(4 + place for place in drafted)]
+        assert micro.response_indices.tolist() == [*range(depth, 4), *(4 + place for place in drafted)]
         assert micro.rows.tolist() == [*range(4 - depth), *(5 + 1 + place - depth for place in drafted)]
         assert (turns.num_drafted(depth), alone.num_drafted(depth)) == (len(drafted), 4 - depth)
 

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import FileSystemReader
 
-from mtpctl.checkpoint.finding import list_checkpoints, newest_checkpoint, publish_checkpoint, select_checkpoint
+from mtpctl.checkpoint.finding import list_checkpoints, newest_checkpoint, prepare_resume, publish_checkpoint
 from mtpctl.checkpoint.listing import entry_of, entry_of_text, files_in, read_listing
 from mtpctl.errors import SaveFailed, UserError
 from mtpctl.recipe.model import MtpConfig
@@ -218,7 +218,7 @@ class TestCheckpointPublishing:
                 (root / "rl-0.partial").mkdir(exist_ok=True)
                 assert newest_checkpoint(root) == root / name
             flip(root / "rl-2" / "__0_0.distcp")
-            assert select_checkpoint(root).path == root / "rl-1"
+            assert prepare_resume(root).path == root / "rl-1"
             self.save(trainer, root, "rl-2", keep=1)
         assert sorted(p.name for p in root.iterdir()) == ["latest", "rl-0.partial", "rl-2", "rl-2.damaged"]
 

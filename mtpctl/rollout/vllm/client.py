@@ -235,8 +235,8 @@ class ServedEngines:
         """Does nothing: no server joins or leaves, and `apply_update` pauses each of them."""
         return contextlib.nullcontext()
 
-    def members(self, ranks: int) -> list[str]:
-        """A name for each rank of each server. `ranks` is ignored, because servers report their own number."""
+    def rank_names(self, num_ranks: int) -> list[str]:
+        """A name for each rank of each server. `num_ranks` is ignored, because servers report their own number."""
         return [f"{engine.client.url} {rank}" for engine in self.engines for rank in range(engine.ranks)]
 
     async def apply_update(self, manifest: Manifest, *, mode: PauseMode, verify: bool, deadline_s: float) -> list[SyncReport]:

@@ -194,9 +194,11 @@ class VllmEngine(Engine):
         )
         return state
 
-    async def admit_at_once(self, at_once: bool) -> None:
-        """False: hold requests back if that is faster (`mtpctl.rollout.vllm.patches.admission`)."""
-        await self._with_deadline(self._llm.engine_core.call_utility_async("mtpctl_admit_at_once", at_once), "setting the admission")
+    async def set_immediate_admission(self, enabled: bool) -> None:
+        """True: start each request as soon as a slot is free. False: see `mtpctl.rollout.vllm.patches.admission`."""
+        await self._with_deadline(
+            self._llm.engine_core.call_utility_async("mtpctl_set_immediate_admission", enabled), "setting the admission"
+        )
 
     @property
     def _errored(self) -> bool:

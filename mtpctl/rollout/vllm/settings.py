@@ -17,7 +17,7 @@ from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.rollout import VLLM_ADAPTER_RANKS, VllmConfig
 from mtpctl.recipe.train import EXPERT_TARGETS, LoraConfig
 from mtpctl.rollout.vllm.fp8_loading import DRAFTER_QUANTIZED, FOLDER, LOAD_FORMAT, PRECISION, with_fp8
-from mtpctl.rollout.vllm.patches import ADMIT_AT_ONCE, NUMERICS
+from mtpctl.rollout.vllm.patches import IMMEDIATE_ADMISSION, NUMERICS
 from mtpctl.rollout.vllm.plugin import ENGINE_MARKER, TRANSFER_BACKEND
 
 MAX_GRAPH_TOKENS = 2048
@@ -82,7 +82,7 @@ def build_engine_settings(
     keep_kv: bool = False,
     routes: tuple[int, ...] = (),
     outside_cache: int | None = None,
-    admit_at_once: bool = False,
+    immediate_admission: bool = False,
     host_limited: bool = False,
     numerics: Numerics = "default",
 ) -> VllmSettings:
@@ -92,7 +92,7 @@ def build_engine_settings(
         tokenizer: folder or hub id; required for stop strings, including those of environments.
         adapter: the LoRA adapter that weight syncs send, if any.
         release_kv, keep_kv, routes, outside_cache: see `VllmSettings`.
-        admit_at_once: start each request as soon as a slot is free. By default requests are held back if that is faster
+        immediate_admission: start each request as soon as a slot is free. By default requests are held back if that is faster
             (`mtpctl.rollout.vllm.patches.admission`), which depends on measured times.
         host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens, and
             the model runs in a separate process.
@@ -189,7 +189,7 @@ def build_engine_settings(
         # This applies to n-gram and suffix drafters too.
         args.setdefault("per_request_spec_decode_metrics", "summary")
     in_loop = is_cpu and args["tensor_parallel_size"] == 1
-    environment = _environment(is_cpu, in_loop, rollout.threads) | ({ADMIT_AT_ONCE: "1"} if admit_at_once else {})
+    environment = _environment(is_cpu, in_loop, rollout.threads) | ({IMMEDIATE_ADMISSION: "1"} if immediate_admission else {})
     environment[NUMERICS] = numerics
     if numerics == "bitwise" and not is_cpu:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # The patches replace the sampler of this model runner.

@@ -123,11 +123,11 @@ def test_delayed_requests_get_the_same_responses(engine: VllmEngine, run: Loop, 
     async def many() -> list[Sample]:
         return await asyncio.gather(*(engine.generate(request(200 + index, 5 + index % 30)) for index in range(160)))
 
-    run(engine.admit_at_once(True))
+    run(engine.set_immediate_admission(True))
     monkeypatch.setattr(AdmissionBursts, "should_hold", count)
     at_once = run(many())
     assert not holds
-    run(engine.admit_at_once(False))
+    run(engine.set_immediate_admission(False))
     held_back = run(many())
     assert sum(holds) >= 5
     assert [sample.response_ids.tolist() for sample in held_back] == [sample.response_ids.tolist() for sample in at_once]

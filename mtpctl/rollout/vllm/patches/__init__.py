@@ -12,7 +12,7 @@ from mtpctl.errors import UpstreamMoved
 PINNED = "0.32.0"
 """The vLLM release whose sources every patch in this package was checked against."""
 
-ADMIT_AT_ONCE = "MTPCTL_ADMIT_AT_ONCE"
+IMMEDIATE_ADMISSION = "MTPCTL_IMMEDIATE_ADMISSION"
 """Environment variable that makes an engine admit each request as soon as a slot is free, so that its steps do not depend on timing."""
 
 NUMERICS = "MTPCTL_NUMERICS"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from mtpctl.rollout.vllm.patches import ADMIT_AT_ONCE, assign, patch
+from mtpctl.rollout.vllm.patches import IMMEDIATE_ADMISSION, assign, patch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -170,24 +170,24 @@ def install_admission() -> None:
         return output
 
     assign(Scheduler, schedule=schedule)
-    assign(EngineCore, mtpctl_admit_at_once=_admit_at_once)
+    assign(EngineCore, mtpctl_set_immediate_admission=_set_immediate_admission)
 
 
 def _bursts(scheduler: Scheduler) -> AdmissionBursts | None:
     """The scheduler's `AdmissionBursts`; None if it admits requests immediately."""
     if _STATE not in scheduler.__dict__:
-        _reset_bursts(scheduler, at_once=bool(os.environ.get(ADMIT_AT_ONCE)))
+        _reset_bursts(scheduler, immediate=bool(os.environ.get(IMMEDIATE_ADMISSION)))
     bursts: AdmissionBursts | None = scheduler.__dict__[_STATE]
     return bursts
 
 
-def _reset_bursts(scheduler: Scheduler, *, at_once: bool) -> None:
-    scheduler.__dict__[_STATE] = None if at_once else AdmissionBursts(scheduler.max_num_running_reqs)
+def _reset_bursts(scheduler: Scheduler, *, immediate: bool) -> None:
+    scheduler.__dict__[_STATE] = None if immediate else AdmissionBursts(scheduler.max_num_running_reqs)
 
 
-def _admit_at_once(self: EngineCore, at_once: bool) -> None:
+def _set_immediate_admission(self: EngineCore, immediate: bool) -> None:
     """Switch holding back on or off. Measurements restart."""
-    _reset_bursts(cast("Scheduler", self.scheduler), at_once=at_once)
+    _reset_bursts(cast("Scheduler", self.scheduler), immediate=immediate)
 
 
 def count_prefilled_tokens(scheduler: Scheduler, output: SchedulerOutput) -> int:
