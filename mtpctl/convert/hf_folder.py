@@ -64,7 +64,7 @@ class HfFolder:
         family = next(family for family in FAMILIES if family.name == self.shape.family)
         if family.mtp is not None and not (self.shape.mtp_layers and has_mtp_layers_field(config)):
             depth = 0
-            template = family.mtp.layer + ("norm.weight" if family.blocks else "input_layernorm.weight")
+            template = family.mtp.layer + ("norm.weight" if family.layer_pattern else "input_layernorm.weight")
             while family.mtp.name(template, depth, self.shape.layers) in weights and (depth == 0 or "{" in template):
                 depth += 1
             if depth != self.shape.mtp_layers:

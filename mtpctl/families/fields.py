@@ -50,7 +50,8 @@ class ConfigFields:
             raise UserError(f"model config: {key} must be true or false, got {value!r}")
         return bool(value)
 
-    def flag(self, flag: Flag) -> bool:
+    def resolve(self, flag: Flag) -> bool:
+        """The flag's value. It is read from the config if the family names a field for it."""
         return self.boolean(flag, False) if isinstance(flag, str) else flag
 
 
@@ -102,11 +103,11 @@ def read_rope_fields(family: Family, config: Mapping[str, object], positions: in
     Raises UserError if the trainer does not support the scaling, or if a number is missing or of another type.
     """
     rope, top_level = ConfigFields(object_field(config, "rope_scaling") or object_field(config, "rope_parameters")), ConfigFields(config)
-    if family.blocks:
+    if family.layer_pattern:
         # Attention has no rotary embedding, although published configs have its fields.
         return RopeFields(top_level.number("rope_theta", family.rope_theta), None, 0.0, positions)
     if family.windows:
-        # Engines read the fields of the config itself, and no scaling.
+        # Engines read only the config's top-level fields, and ignore RoPE scaling.
         rope = ConfigFields({})
     if any(isinstance(rope.raw.get(kind), Mapping) for kind in LAYER_KINDS):
         raise UserError(f"model config: rope_parameters for each kind of layer are not supported for {family.name}; use one for all layers")
@@ -189,11 +190,11 @@ UNSUPPORTED_FIELDS = (
     # MTP layers
     "mtp_use_dedicated_embeddings",
 )
-SCALE_FIELDS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "scale_emb", "moe_layer_freq")
+UNIT_FIELDS = ("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "scale_emb", "moe_layer_freq")
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(UNSUPPORTED_FIELDS, UNSET_VALUES),
-    **dict.fromkeys(SCALE_FIELDS, UNIT_VALUES),
+    **dict.fromkeys(UNIT_FIELDS, UNIT_VALUES),
     "is_causal": (None, True),
     "position_embedding_type": (None, "rope", "rotary"),
     "dual_chunk_attention_config": (*UNSET_VALUES, {}),
@@ -223,8 +224,8 @@ def check_supported(family: Family, fields: ConfigFields, positions: int) -> Non
         is_window_field = family.windows and (key == "attention_chunk_size" or (key == "moe_layer_freq" and isinstance(value, list)))
         if value not in neutral and not is_window_field:
             raise UserError(f"model config: {key} {value!r} is not supported: the trainer would compute the model without it")
-    if family.blocks:
-        check_blocks(family.name, fields.raw)
+    if family.layer_pattern:
+        check_layer_pattern(family.name, fields.raw)
     _check_windows(family, fields, positions)
     _check_norms_and_gates(family, fields)
     _check_router(family, fields)
@@ -242,7 +243,11 @@ def _check_biases(family: Family, fields: ConfigFields) -> None:
 
 
 def _check_window_fields(family: Family, fields: ConfigFields) -> None:
-    """Reject a config of a family with windows that vLLM and transformers read differently, or whose window layers have other heads."""
+    """Check a config of a family with windows.
+
+    Raises UserError if vLLM and transformers read the config differently, or if window layers differ from full-attention layers in the
+    number of query heads or the width of heads.
+    """
     for key in WINDOW_FIELDS:
         if key not in fields.raw or (fields.raw[key] is None and key != "attention_value_scale"):
             raise UserError(f"model config: {key} is missing; {family.name} needs it, because the defaults of engines differ")
@@ -282,22 +287,26 @@ def _check_window_fields(family: Family, fields: ConfigFields) -> None:
 def _check_windows(family: Family, fields: ConfigFields, positions: int) -> None:
     layers = fields.raw.get("no_rope_layers")
     if isinstance(layers, list) and not all(layers):
-        raise UserError("model config: no_rope_layers is not supported: every layer has rotary embeddings")
+        raise UserError("model config: no_rope_layers is not supported: the trainer applies rotary embeddings in every layer")
     if family.windows:
         _check_window_fields(family, fields)
         return
     layer_types = fields.raw.get("layer_types")
     if isinstance(layer_types, list) and any(kind in ("sliding_attention", "chunked_attention") for kind in layer_types):
-        raise UserError("model config: layer_types with windows are not supported: every token attends to all previous tokens")
+        raise UserError(
+            "model config: layer_types with windows are not supported: in the trainer every token attends to all previous tokens"
+        )
     window = fields.raw.get("sliding_window", family.sliding_window)
     is_unused = window in UNSET_VALUES or family.name in UNUSED_SLIDING_WINDOW or fields.raw.get("use_sliding_window") is False
     if not is_unused and (not isinstance(window, int) or window < positions):
-        raise UserError(f"model config: sliding_window {window!r} is not supported: every token attends to all previous tokens")
+        raise UserError(
+            f"model config: sliding_window {window!r} is not supported: in the trainer every token attends to all previous tokens"
+        )
 
 
 def _check_norms_and_gates(family: Family, fields: ConfigFields) -> None:
     for key in ("qk_norm", "use_qk_norm", "qk_layernorm"):
-        if key != family.qk_norm and key in fields.raw and fields.boolean(key, False) != fields.flag(family.qk_norm):
+        if key != family.qk_norm and key in fields.raw and fields.boolean(key, False) != fields.resolve(family.qk_norm):
             raise UserError(f"model config: {key} {str(fields.raw[key]).lower()} is not supported for {family.name}")
     if fields.boolean("attn_output_gate", family.gated_attention) != family.gated_attention:
         raise UserError(f"model config: attn_output_gate must be {str(family.gated_attention).lower()} for {family.name}")
@@ -307,7 +316,7 @@ def _check_router(family: Family, fields: ConfigFields) -> None:
     if family.moe is None:
         return
     if not family.moe.unnormalised_topk and fields.raw.get("norm_topk_prob") is False:
-        raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: routing weights sum to 1")
+        raise UserError(f"model config: norm_topk_prob false is not supported for {family.name}: the trainer normalizes routing weights")
     score = "sigmoid" if family.moe.router_bias and not family.moe.softmax_bias else "softmax"
     if (value := fields.raw.get("scoring_func")) not in (None, score):
         raise UserError(f"model config: scoring_func {value!r} is not supported for {family.name}; expected {score!r}")
@@ -326,7 +335,7 @@ def _check_router(family: Family, fields: ConfigFields) -> None:
             raise UserError(f"model config: {key} {value!r} is not supported for {family.name}; expected 1")
 
 
-class BlockKind(NamedTuple):
+class PatternKind(NamedTuple):
     """A kind of layer: its names in transformers 5 and in legacy configs, its letter in a pattern, and its mixer."""
 
     name: str
@@ -335,48 +344,50 @@ class BlockKind(NamedTuple):
     mixer: LayerKind
 
 
-BLOCK_KINDS = (
-    BlockKind("linear_attention", "mamba", "M", "mamba"),
-    BlockKind("full_attention", "attention", "*", "full_attention"),
-    BlockKind("moe", "moe", "E", "none"),
-    BlockKind("mlp", "mlp", "-", "none"),
+PATTERN_KINDS = (
+    PatternKind("linear_attention", "mamba", "M", "mamba"),
+    PatternKind("full_attention", "attention", "*", "full_attention"),
+    PatternKind("moe", "moe", "E", "none"),
+    PatternKind("mlp", "mlp", "-", "none"),
 )
 
-BLOCKS_FIELD = "layers_block_type"
+PATTERN_FIELD = "layers_block_type"
 """Config field with the kind of each layer. Older configs have a pattern of letters instead."""
-_MTP_BLOCKS = "mtp_layers_block_type"
-_PATTERN_FIELDS = {BLOCKS_FIELD: "hybrid_override_pattern", _MTP_BLOCKS: "mtp_hybrid_override_pattern"}
-_SUPPORTED_MTP_BLOCKS = ["full_attention", "moe"]
+_MTP_PATTERN_FIELD = "mtp_layers_block_type"
+_LETTER_FIELDS = {PATTERN_FIELD: "hybrid_override_pattern", _MTP_PATTERN_FIELD: "mtp_hybrid_override_pattern"}
+_SUPPORTED_MTP_PATTERN = ["full_attention", "moe"]
 _FIXED_VALUES = {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "use_conv_bias": True, "n_shared_experts": 1}
 """Config fields, each with the only supported value, which is also the default of engines."""
 _INFINITIES: tuple[object, ...] = (math.inf, "Infinity", {"__float__": "Infinity"})
 """The representations of infinity in configs."""
 
 
-def read_block_types(config: Mapping[str, object], key: str = BLOCKS_FIELD) -> list[str]:
+def read_layer_pattern(config: Mapping[str, object], key: str = PATTERN_FIELD) -> list[str]:
     """The kind of each layer, by its name in transformers 5. Raises UserError if the config does not list them."""
-    stated, pattern = config.get(key), config.get(_PATTERN_FIELDS[key])
+    stated, pattern = config.get(key), config.get(_LETTER_FIELDS[key])
     if stated is None and isinstance(pattern, str):
         stated = list(pattern)
-    if stated is None and key == _MTP_BLOCKS:
-        stated = _SUPPORTED_MTP_BLOCKS
-    names = {spelling: kind.name for kind in BLOCK_KINDS for spelling in kind[:3]}
-    if not isinstance(stated, list) or not stated or not all(str(block) in names for block in stated):
-        raise UserError(f"model config: {key} must list {', '.join(kind.name for kind in BLOCK_KINDS)} for the layers, got {stated!r}")
-    return [names[str(block)] for block in stated]
+    if stated is None and key == _MTP_PATTERN_FIELD:
+        stated = _SUPPORTED_MTP_PATTERN
+    names = {spelling: kind.name for kind in PATTERN_KINDS for spelling in kind[:3]}
+    if not isinstance(stated, list) or not stated or not all(str(kind) in names for kind in stated):
+        raise UserError(f"model config: {key} must list {', '.join(kind.name for kind in PATTERN_KINDS)} for the layers, got {stated!r}")
+    return [names[str(kind)] for kind in stated]
 
 
-def mixer_of_block(block: str) -> LayerKind:
-    return next(kind.mixer for kind in BLOCK_KINDS if kind.name == block)
+def mixer_of(layer: str) -> LayerKind:
+    return next(kind.mixer for kind in PATTERN_KINDS if kind.name == layer)
 
 
-def check_blocks(family: str, config: Mapping[str, object]) -> None:
-    """Raise UserError for fields that an engine refuses or computes differently from the trainer."""
-    layers, mtp_blocks = len(read_block_types(config)), read_block_types(config, _MTP_BLOCKS)
+def check_layer_pattern(family: str, config: Mapping[str, object]) -> None:
+    """Raise UserError for fields of a Nemotron-H config that an engine refuses or computes differently from the trainer."""
+    layers, mtp_pattern = len(read_layer_pattern(config)), read_layer_pattern(config, _MTP_PATTERN_FIELD)
     if (stated := config.get("num_hidden_layers")) not in (None, layers):
-        raise UserError(f"model config: num_hidden_layers is {stated!r}, but {BLOCKS_FIELD} has {layers}; make them equal")
-    if mtp_blocks != _SUPPORTED_MTP_BLOCKS:
-        raise UserError(f"model config: {_MTP_BLOCKS} {mtp_blocks} is not supported for {family}; expected {_SUPPORTED_MTP_BLOCKS}")
+        raise UserError(f"model config: num_hidden_layers is {stated!r}, but {PATTERN_FIELD} has {layers}; make them equal")
+    if mtp_pattern != _SUPPORTED_MTP_PATTERN:
+        raise UserError(
+            f"model config: {_MTP_PATTERN_FIELD} {mtp_pattern} is not supported for {family}; expected {_SUPPORTED_MTP_PATTERN}"
+        )
     for key, value in _FIXED_VALUES.items():
         if (stated := config.get(key)) not in (None, value):
             raise UserError(f"model config: {key} {stated!r} is not supported for {family}; expected {value!r}")

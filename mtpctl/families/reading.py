@@ -8,12 +8,12 @@ from importlib.util import find_spec
 
 from mtpctl.errors import EnvironmentMissing, UserError
 from mtpctl.families.fields import (
-    BLOCKS_FIELD,
+    PATTERN_FIELD,
     ConfigFields,
     check_supported,
-    mixer_of_block,
+    mixer_of,
     object_field,
-    read_block_types,
+    read_layer_pattern,
     read_rope_fields,
 )
 from mtpctl.families.registry import DFLASH, EAGLE3, FAMILIES, Family, MoeFields, check_architecture, missing_parts
@@ -97,9 +97,9 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
     fields = ConfigFields({**config, **object_field(config, "text_config")})
     fields = ConfigFields({**fields.raw, **{standard: fields.raw[name] for name, standard in family.renamed if name in fields.raw}})
     positions = stated_positions(config)
-    blocks = read_block_types(fields.raw) if family.blocks else []
-    if blocks:
-        fields = ConfigFields({**fields.raw, BLOCKS_FIELD: blocks})
+    pattern = read_layer_pattern(fields.raw) if family.layer_pattern else []
+    if pattern:
+        fields = ConfigFields({**fields.raw, PATTERN_FIELD: pattern})
     check_supported(family, fields, positions)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kinds = _read_layer_kinds(family, fields)
@@ -122,9 +122,9 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         raise UserError(
             f"model config: {mtp_layers} MTP layers of {family.name} would share one projection, which is not supported; expected 1"
         )
-    moe = _read_moe_shape(family.moe, fields, layers) if family.moe and (not family.blocks or "moe" in blocks) else None
-    if family.blocks and mtp_layers and not has_drafter and (moe is None or "full_attention" not in kinds):
-        raise UserError(f"model config: {BLOCKS_FIELD} needs at least one attention and one MoE layer, whose sizes the MTP layer uses")
+    moe = _read_moe_shape(family.moe, fields, layers) if family.moe and (not family.layer_pattern or "moe" in pattern) else None
+    if family.layer_pattern and mtp_layers and not has_drafter and (moe is None or "full_attention" not in kinds):
+        raise UserError(f"model config: {PATTERN_FIELD} needs at least one attention and one MoE layer, whose sizes the MTP layer uses")
     rope = read_rope_fields(family, fields.raw, positions)
     shape = ModelShape(
         family=family.name,
@@ -132,7 +132,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         prefix=family.prefix,
         hidden=hidden,
         layers=layers,
-        ffn=fields.integer("intermediate_size", 0) if moe or family.blocks else fields.integer("intermediate_size"),
+        ffn=fields.integer("intermediate_size", 0) if moe or family.layer_pattern else fields.integer("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -141,8 +141,8 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         rope_scaling=rope.scaling,
         rotary_fraction=rope.fraction,
         rms_eps=fields.number("rms_norm_eps", family.rms_eps),
-        qkv_bias=fields.flag(family.qkv_bias),
-        qk_norm=fields.flag(family.qk_norm),
+        qkv_bias=fields.resolve(family.qkv_bias),
+        qk_norm=fields.resolve(family.qk_norm),
         gated_attention=family.gated_attention,
         tied=ConfigFields(config if "tie_word_embeddings" in config else fields.raw).boolean("tie_word_embeddings", family.tied),
         max_positions=rope.positions,
@@ -155,7 +155,7 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         value_dim=latent.value_dim if latent else fields.integer("v_head_dim") if family.windows else head_dim,
         value_scale=fields.number("attention_value_scale", 1.0) if family.windows else 1.0,
         window=_read_window_shape(fields, heads) if family.windows else None,
-        mamba=_read_mamba_shape(fields) if family.blocks else None,
+        mamba=_read_mamba_shape(fields) if family.layer_pattern else None,
         embedding=family.embedding,
         norm=family.norm,
     )
@@ -196,8 +196,8 @@ def _read_moe_shape(family: MoeFields, fields: ConfigFields, layers: int) -> Moe
         end_index = fields.raw.get("moe_layer_end_index")
         end = layers - 1 if end_index in (None, -1) else fields.integer("moe_layer_end_index")
         dense_layers = frozenset(i for i in range(layers) if not start <= i <= end or (i + 1) % step)
-    elif family.dense == "blocks":
-        dense_layers = frozenset(i for i, block in enumerate(_block_list(fields)) if block == "mlp")
+    elif family.dense == "pattern":
+        dense_layers = frozenset(i for i, kind in enumerate(_layer_pattern(fields)) if kind == "mlp")
     elif family.dense == "listed":
         dense_layers = frozenset(i for i, sparse in enumerate(_read_layer_flags(fields, "moe_layer_freq", layers)) if not sparse)
     else:
@@ -208,8 +208,8 @@ def _read_moe_shape(family: MoeFields, fields: ConfigFields, layers: int) -> Moe
     shared_ffn = {
         "none": 0,
         "shared_expert": fields.integer("shared_expert_intermediate_size", 0),
-        "shared_experts": fields.integer("n_shared_experts", int(family.dense == "blocks"))
-        * (fields.integer("moe_shared_expert_intermediate_size") if family.dense == "blocks" else ffn),
+        "shared_experts": fields.integer("n_shared_experts", int(family.dense == "pattern"))
+        * (fields.integer("moe_shared_expert_intermediate_size") if family.dense == "pattern" else ffn),
     }[family.shared]
     return MoeShape(
         experts=fields.integer(count_fields[0] if count_fields else EXPERT_COUNTS[0]),
@@ -253,10 +253,10 @@ def _read_mamba_shape(fields: ConfigFields) -> MambaShape:
     )
 
 
-def _block_list(fields: ConfigFields) -> list[str]:
-    blocks = fields.raw[BLOCKS_FIELD]
-    assert isinstance(blocks, list)
-    return blocks
+def _layer_pattern(fields: ConfigFields) -> list[str]:
+    pattern = fields.raw[PATTERN_FIELD]
+    assert isinstance(pattern, list)
+    return pattern
 
 
 def _read_layer_flags(fields: ConfigFields, key: str, layers: int) -> list[int]:
@@ -268,8 +268,8 @@ def _read_layer_flags(fields: ConfigFields, key: str, layers: int) -> list[int]:
 
 def _read_layer_kinds(family: Family, fields: ConfigFields) -> tuple[LayerKind, ...]:
     """The mixer of each decoder layer."""
-    if family.blocks:
-        return tuple(mixer_of_block(block) for block in _block_list(fields))
+    if family.layer_pattern:
+        return tuple(mixer_of(kind) for kind in _layer_pattern(fields))
     layers = fields.integer("num_hidden_layers")
     if family.windows:
         pattern = _read_layer_flags(fields, "hybrid_layer_pattern", layers)

@@ -22,14 +22,15 @@ class MoeFields:
     """The experts of a family.
 
     dense: which layers are dense. first: the first ones; sparse_step: all except every n-th; interval: all outside a range of layers, and
-    all except every n-th within it; listed: those with 0 in `moe_layer_freq`; blocks: see `Family.blocks`. softmax_bias: see `MoeShape`.
+    all except every n-th within it; listed: those with 0 in `moe_layer_freq`; pattern: see `Family.layer_pattern`. softmax_bias: see
+    `MoeShape`.
     unnormalised_topk: whether routing weights may have a sum other than 1 (`norm_topk_prob: false`).
     """
 
     shared: Literal["none", "shared_expert", "shared_experts"]
     shared_gate: bool
     router_bias: bool
-    dense: Literal["first", "sparse_step", "interval", "listed", "blocks"]
+    dense: Literal["first", "sparse_step", "interval", "listed", "pattern"]
     unnormalised_topk: bool = False
     softmax_bias: bool = False
 
@@ -43,7 +44,7 @@ class Family:
     have the field. renamed: pairs of the family's name of a config field and its usual name. head_dim: default of the config
     field; None: the hidden size divided by the number of heads. windows: layers may have sliding windows (MiMo-V2-Flash's fields).
     sliding_window: default of the config field; None: no window.
-    blocks: each layer is a Mamba-2 mixer, attention, a dense MLP or experts, as `layers_block_type` lists (Nemotron-H's fields).
+    layer_pattern: each layer is a Mamba-2 mixer, attention, a dense MLP or experts, as `layers_block_type` lists (Nemotron-H's fields).
     embedding, norm: see `ModelShape`.
     mtp_layers: the number of MTP layers if the config has no field for it. imports: packages that vLLM imports for the family in addition
     to its dependencies.
@@ -67,7 +68,7 @@ class Family:
     moe: MoeFields | None = None
     mtp: MtpConvention | None = None
     windows: bool = False
-    blocks: bool = False
+    layer_pattern: bool = False
     embedding: str = "embed_tokens"
     norm: str = "norm"
     mtp_layers: int = 0
@@ -276,10 +277,10 @@ FAMILIES: tuple[Family, ...] = (
         prefix="backbone.",
         embedding="embeddings",
         norm="norm_f",
-        blocks=True,
+        layer_pattern=True,
         output_biases=("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"),
         renamed=(("layer_norm_epsilon", "rms_norm_eps"),),
-        moe=replace(_DEEPSEEK_MOE, dense="blocks"),
+        moe=replace(_DEEPSEEK_MOE, dense="pattern"),
         mtp=_NEMOTRON_MTP,
     ),
     Family(

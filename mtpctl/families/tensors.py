@@ -29,7 +29,7 @@ def tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
         tensors.update(
             _layer_tensors(shape, prefix, kind, mlp == "sparse")
             if shape.mamba is None
-            else _block_tensors(shape, shape.mamba, prefix, kind, mlp)
+            else _pattern_layer_tensors(shape, shape.mamba, prefix, kind, mlp)
         )
     tensors[shape.norm_name] = (shape.hidden,)
     if not shape.tied:
@@ -119,7 +119,7 @@ def _layer_tensors(
         yield from _mlp_tensors(shape, f"{prefix}mlp.", shape.ffn)
 
 
-def _block_tensors(shape: ModelShape, mamba: MambaShape, prefix: str, kind: LayerKind, mlp: MlpKind) -> TensorShapes:
+def _pattern_layer_tensors(shape: ModelShape, mamba: MambaShape, prefix: str, kind: LayerKind, mlp: MlpKind) -> TensorShapes:
     """A layer of Nemotron-H: one norm, and one mixer or MLP."""
     yield f"{prefix}norm.weight", (shape.hidden,)
     mixer = f"{prefix}mixer."
@@ -231,8 +231,8 @@ def _mtp_tensors(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
     }
     tensors = {mtp.name(template, depth, shape.layers): size for template, size in templates.items() if template}
     if shape.mamba is not None:
-        tensors.update(_block_tensors(shape, shape.mamba, mtp.layer, "full_attention", "none"))
-        tensors.update(_block_tensors(shape, shape.mamba, MTP_EXPERT_LAYER, "none", "sparse"))
+        tensors.update(_pattern_layer_tensors(shape, shape.mamba, mtp.layer, "full_attention", "none"))
+        tensors.update(_pattern_layer_tensors(shape, shape.mamba, MTP_EXPERT_LAYER, "none", "sparse"))
         return tensors
     sparse = shape.moe is not None and not mtp.dense
     tensors.update(_layer_tensors(shape, mtp.name(mtp.layer, depth, shape.layers), mtp.kind, sparse, mtp.mlp_norm))
