@@ -1,4 +1,4 @@
-"""The package lists in constraints/ match pyproject.toml, and pip installs from them without other tools."""
+"""The lists in constraints/ match pyproject.toml, pip installs from them, and environments of other systems ignore them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ def run(*command: str | Path, folder: Path, seconds: float) -> str:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+@pytest.mark.parametrize("script", ["scripts/sglang_environment.sh", "benchmarks/peers/verl_bundle.sh", "benchmarks/peers/trl_bundle.sh"])
+def test_environments_of_other_systems_ignore_the_versions_of_this_project(script: str) -> None:
+    """In the checkout, uv would apply the overrides of `tool.uv`, such as this project's torch."""
+    installs = [line for line in (ROOT / script).read_text(encoding="utf-8").splitlines() if " pip install " in line]
+    assert installs
+    assert all("--no-config" in line for line in installs)
 
 
 @pytest.mark.slow
