@@ -1,6 +1,6 @@
 """Block-wise FP8 weights in the format of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3).
 
-Values are float8_e4m3fn. Each block of 128 x 128 values has one fp32 scale, by which values are multiplied to dequantize them. On CUDA one
+Values are float8_e4m3fn. Each block of 128 x 128 values has one fp32 scale. To dequantize values, multiply them by it. On CUDA one
 Triton kernel quantizes a matrix, bit-identical to `quantize_torch`. PyTorch's operations would read and write it more than ten times.
 """
 

@@ -4,7 +4,7 @@ Engine and trainer compute experts alike, with the same roundings:
 
     logits      fp32, products of states and the router's weight in their own dtype
     selection   the k largest logits; ties go to the lower expert index
-    probs       fp32, from the logits of a token and its experts, which may have been selected elsewhere
+    probs       fp32, from the logits of a token and its experts; the experts may be replayed ones
     experts     each expert's rows in one product per layer; a row's prob scales the activation's output before it is rounded
     output      the sum of a token's rows in fp32, from its last expert to its first
 

@@ -250,7 +250,7 @@ class WeightGradBuffer:
     """Buffer of the weight gradient.
 
     out: None if no gradient is needed. accumulates: add to `out` instead of overwriting it. finish: returns the gradient for autograd.
-    shared: `out` is Megatron's buffer, to which other gradients are added as well.
+    shared: `out` is Megatron's buffer; other gradients are added to it as well.
     """
 
     out: Tensor | None

@@ -1,10 +1,10 @@
 """`linear_policy_loss` and `linear_draft_loss`: losses and their gradients from hidden states, in one pass over the rows.
 
 A policy loss takes three matrix products. The gradient of a logit depends on its row's softmax and on two numbers: the derivatives of the
-loss with respect to the token's log-prob and entropy. If the loss is separable (each token's term depends on that token only), both
-are known as soon as the row's logits are. Rows are therefore processed in slices. Each slice computes the logits and their statistics, then
-the loss and its two derivatives. The logit gradient overwrites the logits, and two products with it complete the slice. Nothing is computed
-twice, and only gradients and a few numbers per row outlive a slice.
+loss with respect to the token's log-prob and entropy. If the loss is separable (each token's term depends on that token only), these
+two numbers are known as soon as the row's logits are. Rows are therefore processed in slices. Each slice computes the logits and their
+statistics, then the loss and its two derivatives. The logit gradient overwrites the logits, and two products with it complete the slice.
+Nothing is computed twice, and only gradients and a few numbers per row outlive a slice.
 
 A draft adds to each slice its own logits, the sums over both distributions, its logit gradient, and the two products with it. Learning from
 the trunk's whole distribution thus takes as many products as learning from the sampled tokens.
@@ -71,7 +71,7 @@ def linear_policy_loss(
         summed loss and sums to report. Must be differentiable and separable: no term may depend on another token's log-prob.
     drafts: drafts that learn from the distributions of these rows. `hidden` gets no gradient from them; the weight gets one through a
         draft's own logits unless the draft detaches it.
-    grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale), for which gradients are computed. If
+    grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale). Gradients are computed for it. If
         `loss_sum` receives another one, they are rescaled. If that is impossible (they were added to `main_grad`, or computed for 0), the
         backward pass raises ValueError.
     implementation: "auto", "chunked" or "triton".
@@ -117,7 +117,7 @@ def linear_draft_loss(
     """Sum `mix` times `loss` plus 1 − `mix` times the cross-entropy over the selected rows. `loss_sum` is differentiable once.
 
     The trunk's logits are computed for this loss only. If the trunk has a separable loss in the same step, pass the draft to
-    `linear_policy_loss`, which computes them once for both.
+    `linear_policy_loss`: it computes the logits once for the trunk and the draft.
 
     hidden [N, H]: the draft's states. teacher [N, H]: the trunk's states from which the labels were sampled; no gradient flows through
         them. labels [N]: the sampled tokens. loss: see `mtpctl.kernels.drafts`.

@@ -265,7 +265,7 @@ class _RouterLogits(torch.autograd.Function):
         if x.is_cuda and x.dtype in products.HALF_DTYPES:
             addends = _split_addends(grad, x.dtype)
             repeated_weight = torch.cat([weight, weight])
-            # For unaligned rows the library's product rounds to half precision more than once.
+            # For unaligned rows cuBLAS's product rounds to half precision more than once.
             is_aligned = addends.shape[1] % products.ALIGNED_COLUMNS == 0
             states_grad = addends @ repeated_weight if is_aligned else torch.mm(addends, repeated_weight, out_dtype=torch.float32)
             weight_grad = torch.add(*torch.mm(addends.t(), x, out_dtype=torch.float32).chunk(2))

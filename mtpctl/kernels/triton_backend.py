@@ -5,7 +5,7 @@ fused (`mtpctl.kernels.products`). Memory in addition to the results:
 
 - forward: the saved logits, and partial results of four numbers per row and tile of 256 columns. Rows are processed in parts, so that
   the partial results take at most a quarter of the workspace;
-- backward: fp32 [n, H], in which the hidden gradient accumulates (regardless of the workspace), and a chunk of logit gradients.
+- backward: the accumulated hidden gradient, fp32 [n, H] (regardless of the workspace), and a chunk of logit gradients.
 
 `head_tiles_kernel` processes tiles of [BM rows, BN vocabulary entries], with one persistent program per SM and fp32 logits in registers.
 `MODE` selects the result of a tile:
@@ -419,7 +419,7 @@ def join_tiles_kernel(
 def saved_grads_kernel(
     saved_ptr,  # fp16 [n, c], padded in memory to 8 x `eights` columns: stored by KEEP
     grad_ptr,  # the same memory, in the operands' dtype: overwritten with the gradient of the unscaled logits
-    top_ptr,  # fp32 [n, T]: each tile's maxima, to which saved logits are relative
+    top_ptr,  # fp32 [n, T]: each tile's maxima; saved logits are relative to them
     target_ptr,  # int64 [n], relative to the first column
     scale_ptr,  # fp32 [n], inverse temperature
     lse_ptr,  # fp32 [n]

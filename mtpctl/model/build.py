@@ -172,7 +172,7 @@ def layer_spec(
 ) -> ModuleSpec:
     """One transformer layer: grouped-query, window, latent or linear attention or Mamba-2, and a dense MLP or a mixture of experts.
 
-    A layer of Nemotron-H has only one of both.
+    A layer of Nemotron-H has only a mixer or only an MLP (dense or experts).
     """
     submodules = TransformerLayerSubmodules()
     if kind != "none":

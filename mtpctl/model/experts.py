@@ -62,15 +62,15 @@ def gather_row_probs(probs: Tensor, order: ExpertOrder) -> Tensor:
 class ExchangePlan:
     """Plan of the all-to-all of tokens between expert-parallel ranks.
 
-    order: this rank's tokens by destination; its columns are ranks. sent, received: number of tokens per rank. rows: number of (token,
-    expert) pairs of this rank's experts. even_share: mean number of rows per rank, rounded up.
+    order: this rank's tokens by destination; its columns are ranks. sent, received: number of tokens per rank. num_rows: number of
+    (token, expert) pairs of this rank's experts. even_share: mean number of rows per rank, rounded up.
     """
 
     group: dist.ProcessGroup
     order: ExpertOrder
     sent: list[int]
     received: list[int]
-    rows: int
+    num_rows: int
     even_share: int
 
     @classmethod
@@ -121,7 +121,7 @@ class Dispatch:
 
     def decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         self._message = rows
-        self.order = expert_order(self._layout.split(rows)[1], self._k, 1, self._exchange.rows, unrouted=UNROUTED)
+        self.order = expert_order(self._layout.split(rows)[1], self._k, 1, self._exchange.num_rows, unrouted=UNROUTED)
         return self._layout.unpack(rows, self.order)
 
     def encode_grads(self, *grads: Tensor) -> Tensor:
@@ -375,7 +375,7 @@ class MixtureOfExperts(MoELayer):
         inner = None if overlapped_states is None else self.shared_experts.up(overlapped_states)
         rows, row_probs = tokens_in_flight.wait()
         order, gather = dispatch.order, dispatch.take_message()
-        if exchange.rows <= IMBALANCE_LIMIT * exchange.even_share:
+        if exchange.num_rows <= IMBALANCE_LIMIT * exchange.even_share:
             with recompute_in_backward(rows, gather):
                 out = self.experts.run(rows, order.ends, row_probs)
         else:

@@ -228,19 +228,19 @@ class MtpModel(GPTModel):
         return states
 
     def _draft_block(
-        self, drafter: BlockDrafter, boundary_states: Tensor, input_ids: Tensor, packing: Packing, drafts: int
+        self, drafter: BlockDrafter, boundary_states: Tensor, input_ids: Tensor, packing: Packing, num_drafts: int
     ) -> list[Tensor]:
-        """States of a block of `drafts` drafts, as inputs of the LM head.
+        """States of a block of `num_drafts` drafts, as inputs of the LM head.
 
-        A block begins at every token i, after which the engine has sampled token i + 1. Its inputs are that token and `drafts` mask tokens,
-        at the positions from i + 1 on. The mask at token i + 1 + k drafts that token, like depth k of MTP layers.
+        A block begins at every token i: the engine has then sampled token i + 1. The block's inputs are that token and `num_drafts` mask
+        tokens, at the positions from i + 1 on. The mask at token i + 1 + k drafts that token, like depth k of MTP layers.
         """
         positions = packing.position_ids
         sampled = packing.shift(input_ids)[packing.tokens]
         masks = torch.full_like(sampled, drafter.mask_token)
         token, mask = (self._embed(ids, positions).detach() for ids in (sampled, masks))
-        rotary = [self._rotary(positions + 1 + offset) for offset in range(drafts + 1)]
-        return drafter(boundary_states, [token, *[mask] * drafts], rotary, packing)
+        rotary = [self._rotary(positions + 1 + offset) for offset in range(num_drafts + 1)]
+        return drafter(boundary_states, [token, *[mask] * num_drafts], rotary, packing)
 
     def _router_padding_mask(self, packing: Packing) -> Tensor | None:
         """Mask of local tokens excluded from router losses and load statistics."""

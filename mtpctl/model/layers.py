@@ -1,7 +1,7 @@
 """Plain PyTorch layers for megatron-core's layer specs, replacing Transformer Engine's.
 
 Parameters have Transformer Engine's fused names (`linear_qkv.layer_norm_weight`), so that Megatron-Bridge's mappings and checkpoints work
-with both. Megatron-Bridge recognizes several classes by name.
+with these layers and with Transformer Engine's. Megatron-Bridge recognizes several classes by name.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Router(TopKRouter):
         # Upstream would update the bias before it is known whether the optimizer steps; `mtpctl.trainer.data_parallel` updates it later.
         self.frozen_expert_bias = True
         self.passes = (config.mtp_num_layers or 1) if is_mtp_layer and config.mtp_use_repeated_layer else 1
-        """Number of MTP depths that share this router, over which its losses are averaged."""
+        """Number of MTP depths that share this router. Its losses are averaged over them."""
         self.tokens = 1
         load = torch.zeros(self.num_experts, dtype=torch.long, device=torch.cuda.current_device())
         self.register_buffer("load", load, persistent=False)

@@ -159,8 +159,8 @@ class Chains:
     the losses.
     """
 
-    def __init__(self, drafts: Sequence[DraftRows], tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, drafts: Sequence[DraftRows], num_tokens: int) -> None:
+        self.num_tokens = num_tokens
         self.start_tokens = [draft.response_indices - depth for depth, draft in enumerate(drafts, start=1)]
         """For each depth and row: the token after which the row's chain begins, as an index among the microbatch's response tokens."""
         self.weights = [torch.zeros(len(starts), device=starts.device) for starts in self.start_tokens]
@@ -172,9 +172,10 @@ class Chains:
         accepted: α_j of each depth's rows.
         """
         alphas = [
-            values.new_zeros(self.tokens).index_copy_(0, starts, values) for starts, values in zip(self.start_tokens, accepted, strict=True)
+            values.new_zeros(self.num_tokens).index_copy_(0, starts, values)
+            for starts, values in zip(self.start_tokens, accepted, strict=True)
         ]
-        later_factors = [torch.ones(self.tokens, dtype=alpha.dtype, device=alpha.device) for alpha in alphas]
+        later_factors = [torch.ones(self.num_tokens, dtype=alpha.dtype, device=alpha.device) for alpha in alphas]
         for depth in range(len(alphas) - 2, -1, -1):
             later_factors[depth] += alphas[depth + 1] * later_factors[depth + 1]
         losses = []
