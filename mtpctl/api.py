@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, RuntimeFailure, ThresholdMissed, UserError
+from mtpctl.errors import ClusterResources, MtpctlError, PrerequisiteMissing, RuntimeFailure, ThresholdMissed, UserError
 from mtpctl.signals import STOP_SIGNALS, exit_code
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mtpctl.telemetry.runs import State
     from mtpctl.telemetry.sample_log import SampleRow
 
-_ERRORS = {error.exit_code: error for error in (UserError, EnvironmentMissing, ClusterResources, RuntimeFailure, ThresholdMissed)}
+_ERRORS = {error.exit_code: error for error in (UserError, PrerequisiteMissing, ClusterResources, RuntimeFailure, ThresholdMissed)}
 _STOP_CODES = tuple(map(exit_code, STOP_SIGNALS))
 
 

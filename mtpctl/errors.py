@@ -17,7 +17,7 @@ class UserError(MtpctlError):
     exit_code = 2
 
 
-class EnvironmentMissing(MtpctlError):
+class PrerequisiteMissing(MtpctlError):
     """Something outside the recipe is missing: a package, a device, access to the hub."""
 
     exit_code = 3

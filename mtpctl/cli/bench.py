@@ -258,7 +258,7 @@ def sync_weights(
 ) -> None:
     """Sync weights from a trainer to an engine under load: time of the transfer and of the whole sync, stall, memory. Exit code 6 if a
     bound is missed."""
-    from mtpctl.errors import EnvironmentMissing, UserError
+    from mtpctl.errors import PrerequisiteMissing, UserError
     from mtpctl.recipe.sync import TRANSPORTS
 
     for name in transport or ():
@@ -280,9 +280,9 @@ def sync_weights(
     cuda = torch.cuda.is_available()
     transports = transport or ((["ipc"] if shared else ["nccl", "ipc"]) if cuda else ["shm"])
     if not cuda and (needing := [name for name in transports if TRANSPORTS[name].cuda]):
-        raise EnvironmentMissing(f"--transport: {needing[0]} needs CUDA; on a CPU measure shm")
+        raise PrerequisiteMissing(f"--transport: {needing[0]} needs CUDA; on a CPU measure shm")
     if cuda and not shared and torch.cuda.device_count() < 2:
-        raise EnvironmentMissing("two GPUs are needed, this machine has one; with --shared trainer and engine share it")
+        raise PrerequisiteMissing("two GPUs are needed, this machine has one; with --shared trainer and engine share it")
     tiny = load_recipe("tiny_mtp").recipe.model.config
     assert tiny is not None
 

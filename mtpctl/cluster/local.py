@@ -30,7 +30,7 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import Watchdog
 from mtpctl.cluster.process import make_log_folder_variables
 from mtpctl.compat import replace_temporarily
-from mtpctl.errors import ClusterResources, EnvironmentMissing, UpstreamMoved
+from mtpctl.errors import ClusterResources, PrerequisiteMissing, UpstreamMoved
 from mtpctl.recipe.schema import ClusterConfig
 
 CONNECT_TIMEOUT_S = 5.0
@@ -79,17 +79,17 @@ def _capacity_error(name: str, required: float, available: float, field: str) ->
 
 
 def check_shared_memory() -> None:
-    """Raise EnvironmentMissing if the shared memory of this host is full. Every process needs some for its semaphores."""
+    """Raise PrerequisiteMissing if the shared memory of this host is full. Every process needs some for its semaphores."""
     memory = leftovers.SHARED_MEMORY
     if memory.is_dir() and (free := shutil.disk_usage(memory).free) < MIN_SHARED_BYTES:
-        raise EnvironmentMissing(
+        raise PrerequisiteMissing(
             f"{memory}: {free >> 10} KiB are free, but actors need at least {MIN_SHARED_BYTES >> 10}; free space there, or give the "
             "container more (docker run --shm-size)"
         )
 
 
 def _check_reachable(address: str) -> None:
-    """Raise EnvironmentMissing if nothing listens where Ray would connect to, since Ray would retry for minutes.
+    """Raise PrerequisiteMissing if nothing listens where Ray would connect to, since Ray would retry for minutes.
 
     For `auto`, Ray looks for a cluster on this machine. It replaces the loopback address by the host's, at which the local cluster of
     another run does not listen.
@@ -106,7 +106,7 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         location = address if resolved == address else f"{address} ({resolved})"
-        raise EnvironmentMissing(f"cluster.address: no Ray cluster answers at {location}: {error}") from error
+        raise PrerequisiteMissing(f"cluster.address: no Ray cluster answers at {location}: {error}") from error
 
 
 def _environment(config: ClusterConfig, logs: Path | None) -> dict[str, str]:
@@ -200,7 +200,7 @@ def keep_token_private() -> None:
 def make_private_sessions() -> Path:
     """Create the folder for Ray's sessions without access for other users.
 
-    Raises EnvironmentMissing if its parent belongs to another user, or if it cannot be created.
+    Raises PrerequisiteMissing if its parent belongs to another user, or if it cannot be created.
     """
     sessions = leftovers.sessions_folder()
     user_folder = sessions.parent
@@ -208,11 +208,11 @@ def make_private_sessions() -> Path:
         user_folder.mkdir(mode=0o700, exist_ok=True)
         status = user_folder.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-            raise EnvironmentMissing(f"{user_folder}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder")
+            raise PrerequisiteMissing(f"{user_folder}: does not belong to this user; remove it, or set RAY_TMPDIR to another folder")
         user_folder.chmod(0o700)
         sessions.mkdir(exist_ok=True)
     except OSError as error:
-        raise EnvironmentMissing(
+        raise PrerequisiteMissing(
             f"{user_folder}: cannot hold Ray's sessions ({error.strerror}); set RAY_TMPDIR to another folder"
         ) from error
     return sessions
@@ -226,7 +226,7 @@ def cluster(
 
     Yields the daemons of a local cluster, None for one at an address. Actors write their output to files in the folder `logs`
     (`cluster/process.py`). The handler of SIGTERM is not changed. Raises ClusterResources if there are fewer CPUs or GPUs, and
-    EnvironmentMissing if shared memory is full, or Ray does not start or does not answer at the address.
+    PrerequisiteMissing if shared memory is full, or Ray does not start or does not answer at the address.
     """
     check_capacity(config, cpus=cpus, gpus=gpus)
     if remove_leftovers:
@@ -262,7 +262,7 @@ def cluster(
 
 
 def _connect(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) -> Any:
-    """Call `ray.init`. Raises EnvironmentMissing if it fails."""
+    """Call `ray.init`. Raises PrerequisiteMissing if it fails."""
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -283,7 +283,7 @@ def _connect(config: ClusterConfig, logs: Path | None, daemons: Daemons | None) 
             )
         except Exception as error:  # Ray raises plain `Exception` if one of its daemons does not start.
             problem = f"no Ray cluster answers at {config.address}" if config.address else "Ray did not start on this machine"
-            raise EnvironmentMissing(f"cluster.address: {problem}: {str(error).splitlines()[0]}") from error
+            raise PrerequisiteMissing(f"cluster.address: {problem}: {str(error).splitlines()[0]}") from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 # Ray's handler ends the process immediately, and leaves its daemons running.

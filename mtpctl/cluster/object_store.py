@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
+from mtpctl.errors import PrerequisiteMissing, RuntimeFailure, UserError
 
 _PROBE = ".mtpctl-probe"
 REQUEST_BYTES, READ_AHEAD = 2 << 20, 2
@@ -51,7 +51,7 @@ class ObjectStore:
     """The folder at `url`. Names are relative to it, with `/` as separator. Every method raises StoreFailed if the store fails."""
 
     def __init__(self, url: str, field: UrlField) -> None:
-        """Raises UserError for an unknown scheme, EnvironmentMissing if its package is not installed or its server is unreachable."""
+        """Raises UserError for an unknown scheme, PrerequisiteMissing if its package is not installed or its server is unreachable."""
         # Most runs have no store, so the import is deferred.
         from fsspec.core import url_to_fs
         from fsspec.registry import known_implementations
@@ -65,9 +65,9 @@ class ObjectStore:
         except ImportError as error:
             package = known_implementations[scheme]["class"].partition(".")[0]
             problem = f"{scheme}:// needs the package {package}, which is not installed; install it, or {field.fix}"
-            raise EnvironmentMissing(f"{field}: {problem}") from error
+            raise PrerequisiteMissing(f"{field}: {problem}") from error
         except OSError as error:
-            raise EnvironmentMissing(f"{field}: {url} cannot be reached: {error}") from error
+            raise PrerequisiteMissing(f"{field}: {url} cannot be reached: {error}") from error
         except ValueError as error:
             raise UserError(f"{field}: fsspec does not know the scheme of {url}; use s3://…, gs://… or file:///…") from error
 
@@ -138,7 +138,7 @@ class ObjectStore:
                 self._files.rm_file(self._object_path(name))
 
     def check(self) -> None:
-        """Write, read and remove a small object. Raises UserError, EnvironmentMissing or StoreFailed, with the fix."""
+        """Write, read and remove a small object. Raises UserError, PrerequisiteMissing or StoreFailed, with the fix."""
         try:
             self.write(_PROBE, b"")
             self.read(_PROBE)
@@ -146,7 +146,7 @@ class ObjectStore:
         except ObjectMissing as error:
             raise UserError(f"{self._field}: {self.url} does not exist ({error.reason}); create the bucket, or name another") from error
         except AccessDenied as error:
-            raise EnvironmentMissing(f"{self._field}: the credentials do not allow writing to {self.url} ({error.reason})") from error
+            raise PrerequisiteMissing(f"{self._field}: the credentials do not allow writing to {self.url} ({error.reason})") from error
 
     def _object_path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

@@ -12,7 +12,7 @@ from mtpctl.checkpoint.copying import COPY_URL_FIELD, CopyWriter, fetch_run, new
 from mtpctl.checkpoint.finding import newest_checkpoint
 from mtpctl.checkpoint.listing import Damaged, OtherVersion
 from mtpctl.cluster.object_store import ObjectStore, StoreFailed
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.loading import dump_resolved
 from mtpctl.recipe.schema import Recipe
@@ -150,7 +150,7 @@ def open_copy_store(recipe: Recipe) -> ObjectStore | None:
 
 
 def check_sync_url(recipe: Recipe) -> None:
-    """Check that weight versions can be written to `sync.url`. Raises UserError, EnvironmentMissing or StoreFailed."""
+    """Check that weight versions can be written to `sync.url`. Raises UserError, PrerequisiteMissing or StoreFailed."""
     if recipe.sync_url is not None and "rl" in recipe.train.stages:
         ObjectStore(recipe.sync_url, remote.URL_FIELD).check()
 
@@ -158,8 +158,8 @@ def check_sync_url(recipe: Recipe) -> None:
 def check_copies(recipe: Recipe) -> None:
     """Check that copies can be written, and that existing ones belong to this run.
 
-    Raises UserError if the bucket does not exist, or has copies of another run's checkpoints, and EnvironmentMissing if the store cannot be
-    used. A store that does not answer is accepted if the run has a local checkpoint.
+    Raises UserError if the bucket does not exist, or has copies of another run's checkpoints, and PrerequisiteMissing if the store cannot
+    be used. A store that does not answer is accepted if the run has a local checkpoint.
     """
     store = open_copy_store(recipe)
     if store is None:
@@ -171,7 +171,7 @@ def check_copies(recipe: Recipe) -> None:
         if _has_checkpoint(RunDirectory(recipe.run_path)):
             return  # The run starts, and reports that its checkpoints cannot be copied yet.
         problem = f"{store.url} does not answer ({error.reason}), and may have the checkpoint from which this run resumes"
-        raise EnvironmentMissing(f"{COPY_URL_FIELD}: {problem}; start again once it does, or remove the key") from error
+        raise PrerequisiteMissing(f"{COPY_URL_FIELD}: {problem}; start again once it does, or remove the key") from error
     if recipe_text is not None:
         other_recipe = yaml12.parse(recipe_text.decode("utf-8", errors="replace"), f"{store.url}/{RECIPE}").value
         if isinstance(other_recipe, dict) and other_recipe.get("name") != recipe.name:
@@ -192,7 +192,7 @@ def _has_checkpoint(directory: RunDirectory) -> bool:
 def fetch_if_lost(recipe: Recipe, report: Report) -> str:
     """Fetch the newest complete copied checkpoint, if the run directory has no complete one.
 
-    Returns a message, empty if nothing was fetched. Raises UserError if none of the copies is complete, EnvironmentMissing if the store
+    Returns a message, empty if nothing was fetched. Raises UserError if none of the copies is complete, PrerequisiteMissing if the store
     fails.
     """
     store, directory = open_copy_store(recipe), RunDirectory(recipe.run_path)
@@ -208,7 +208,7 @@ def fetch_if_lost(recipe: Recipe, report: Report) -> str:
             return f"{name} was fetched from {store.url} in {time.monotonic() - started_at:.0f} s" if name else ""
         except StoreFailed as error:
             if attempt == FETCH_ATTEMPTS:
-                raise EnvironmentMissing(f"{COPY_URL_FIELD}: {error}; start again once it answers; fetched files are kept") from error
+                raise PrerequisiteMissing(f"{COPY_URL_FIELD}: {error}; start again once it answers; fetched files are kept") from error
             report(f"{error}; trying again")
             time.sleep(FIRST_DELAY_S * 2**attempt)
     raise AssertionError("the last attempt returns or raises")

@@ -43,7 +43,7 @@ def try_code(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool) ->
     """Try the user-defined code that RL calls: loss and advantage on a small example, environment and rewards on problems.
 
     `check_verifiers`: also check built-in verifiers, on many problems. Raises UserError for the first failure, with its file and line, and
-    EnvironmentMissing if there is no sandbox for code that the model writes.
+    PrerequisiteMissing if there is no sandbox for code that the model writes.
     """
     if "rl" not in recipe.train.stages:
         return CodeTrial()
@@ -132,7 +132,7 @@ def _try_rewards(recipe: Recipe, problems: ProblemSets, *, check_verifiers: bool
 
 
 def check_sandbox(recipe: Recipe) -> None:
-    """Raise EnvironmentMissing if the recipe runs code that the model writes, and this host has no sandbox for it."""
+    """Raise PrerequisiteMissing if the recipe runs code that the model writes, and this host has no sandbox for it."""
     sandboxed = {f"{field}.args": reward.args for field, reward in recipe.rewards.items() if reward.function == "code"}
     if recipe.rollout.environment == "python":
         sandboxed["rollout.environment_args"] = recipe.rollout.environment_args

@@ -17,7 +17,7 @@ from mtpctl.data.problems import Problem
 from mtpctl.data.prompts import check_lengths, encode_prompt
 from mtpctl.data.sets import ProblemSets, load_problem_sets
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_plain_tokenizer, load_tokenizer, make_byte_tokenizer
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.families.reading import check_importable, extend_context
 from mtpctl.families.shape import ModelShape
 from mtpctl.families.tensors import count_parameters
@@ -117,7 +117,7 @@ class Prepared:
 def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     """Find, download or create the recipe's inputs.
 
-    Raises UserError if they are missing or do not match, and EnvironmentMissing if the hub or a sandbox is unavailable.
+    Raises UserError if they are missing or do not match, and PrerequisiteMissing if the hub or a sandbox is unavailable.
     """
     from mtpctl.convert.model_weights import ModelWeights
 
@@ -260,7 +260,7 @@ def open_version_store(folder: Path, recipe: Recipe, shape: ModelShape) -> Versi
 def resolve_model_folder(name: str, field: str) -> Path:
     """The absolute path of a model folder, given by its path or hub id. `field`: its recipe key, for messages.
 
-    Raises UserError if there is neither, EnvironmentMissing if the hub does not answer.
+    Raises UserError if there is neither, PrerequisiteMissing if the hub does not answer.
     """
     if Path(name).is_dir():
         return Path(name).absolute()
@@ -272,7 +272,7 @@ def resolve_model_folder(name: str, field: str) -> Path:
     except RepositoryNotFoundError as error:
         raise UserError(f"{field}: {name} is neither a folder on this machine nor a model on the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise EnvironmentMissing(
+        raise PrerequisiteMissing(
             f"{field}: {name} is not in the cache and could not be downloaded from the hub; download it, or name a folder"
         ) from error
 

@@ -19,7 +19,7 @@ from mtpctl.checkpoint.finding import check_checkpoint, find_complete_checkpoint
 from mtpctl.checkpoint.listing import Damaged
 from mtpctl.controller.copies import open_copy_store, start_copier
 from mtpctl.controller.state import SavedState, check_stages, load_resume_state
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.fields import KeyPath
 from mtpctl.recipe.loading import dump_resolved, flatten
@@ -131,8 +131,8 @@ def start_over(recipe: Recipe, shared_folders: Sequence[str] = ()) -> Path | Non
             raise UserError(
                 f"--start-over: train.checkpoint_copy: {store.url} has {name} of this run, which would be overwritten; use another URL"
             )
-    except EnvironmentMissing as error:
-        raise EnvironmentMissing(f"--start-over: {error}") from error
+    except PrerequisiteMissing as error:
+        raise PrerequisiteMissing(f"--start-over: {error}") from error
     with RunDirectory.create(path, ""):
         previous_run = next(candidate for count in range(1, 1 << 16) if not (candidate := path.with_name(f"{path.name}.{count}")).exists())
         path.rename(previous_run)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 from mtpctl.recipe.data import DataConfig, EvaluationConfig
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequenc
         now = time.monotonic()
         try:
             prompt_hashes, is_complete = _hash_prompts(rows.problems(fetch=False), now + max(0.0, end - now) / remaining_sets)
-        except EnvironmentMissing:
+        except PrerequisiteMissing:
             reports.append(SetReport(role, rows.name, 0, False, f"{rows.path} is not in the cache yet; the run downloads it from the hub"))
             continue
         if not prompt_hashes:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import yaml
 
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe.data import ROW_FILES
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def read_dataset_rows(name: str, subset: str | None, split: str, *, field: str, 
     """The rows of one split, with ids `owner/name/subset/split:number`. With `fetch=False`, only the cache is searched.
 
     `field` is the recipe key of the dataset, `section` the prefix of the keys `subset` and `split`. Raises UserError, with alternatives,
-    if there is no such dataset, subset or split; EnvironmentMissing if neither the hub nor the cache has it.
+    if there is no such dataset, subset or split; PrerequisiteMissing if neither the hub nor the cache has it.
     """
     if find_spec("datasets") is not None:
         yield from _read_with_datasets(name, subset, split, field, section, fetch)
@@ -205,7 +205,7 @@ def read_dataset_rows(name: str, subset: str | None, split: str, *, field: str, 
     try:
         layout, source = _locate_files(name, field, fetch)
     except _NotCached as error:
-        raise EnvironmentMissing(
+        raise PrerequisiteMissing(
             f"{field}: {name} could not be downloaded from the hub and is not in the cache; "
             f"download it on a machine with a network (hf download --repo-type dataset {name}), or name a file"
         ) from error
@@ -229,7 +229,7 @@ def _read_with_datasets(name: str, subset: str | None, split: str, field: str, s
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(error, ValueError):
             raise UserError(f"{section}split: {name} with subset {subset} and split {split} cannot be loaded: {reason}") from error
-        raise EnvironmentMissing(f"{field}: {name} could not be loaded ({type(error).__name__}: {reason}); name a file instead") from error
+        raise PrerequisiteMissing(f"{field}: {name} could not be loaded ({type(error).__name__}: {reason}); name a file instead") from error
     subset = dataset.info.config_name or subset or "default"
     for number, columns in enumerate(dataset, start=1):
         row_id = f"{name}/{subset}/{split}:{number}"
@@ -295,7 +295,7 @@ def _local_path(name: str, file: str, source: Path | str, field: str) -> Path:
         return Path(hf_hub_download(name, file, repo_type="dataset", revision=source))
     except (HfHubHTTPError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EnvironmentMissing(f"{field}: {file} of {name} could not be downloaded ({reason}); try again, or name a file") from error
+        raise PrerequisiteMissing(f"{field}: {file} of {name} could not be downloaded ({reason}); try again, or name a file") from error
 
 
 def _select_subset(name: str, subset: str | None, split: str, layout: Layout, field: str, section: str) -> str:

@@ -18,7 +18,7 @@ from mtpctl.data.messages import LONE_SURROGATE, image_and_video_types, messages
 from mtpctl.data.problems import NO_ANSWER, Problem, text_of
 from mtpctl.data.rows import Row, read_dataset_rows, read_file_rows
 from mtpctl.data.tasks import generate
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig, EvaluationConfig, is_dataset_id
 from mtpctl.recipe.rollout import RolloutBase
 
@@ -52,7 +52,8 @@ class RowSource:
     def problems(self, *, fetch: bool = True) -> Iterator[Problem]:
         """The problems, read lazily. With `fetch=False`, a dataset is only read from the cache.
 
-        Raises the errors of `RowReader.problems`, `read_file_rows` and `read_dataset_rows`; EnvironmentMissing if the hub does not respond.
+        Raises the errors of `RowReader.problems`, `read_file_rows` and `read_dataset_rows`; PrerequisiteMissing if the hub does not
+        respond.
         """
         if is_dataset_id(self.path):
             rows = read_dataset_rows(self.path, self.subset, self.split, field=self.key, section=self.section, fetch=fetch)
@@ -177,7 +178,7 @@ def first_problems(
         if role != "sft":
             try:
                 problems[role] = list(islice(source.problems(fetch=False), limit))
-            except EnvironmentMissing:
+            except PrerequisiteMissing:
                 problems[role] = []
     return problems
 
@@ -213,7 +214,7 @@ def load_held_out(
         trained = chain(trained, sources["sft"].problems(fetch=False))
     try:
         seen_prompts: frozenset[bytes] | None = _find_seen_prompts(trained, [held_out, *named.values()])
-    except (UserError, EnvironmentMissing):
+    except (UserError, PrerequisiteMissing):
         seen_prompts = None
     return ProblemSets([], held_out, [], named, seen_prompts)
 

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtpctl.data.problems import NO_ANSWER, Problem
-from mtpctl.errors import EnvironmentMissing, MtpctlError, UserError
+from mtpctl.errors import MtpctlError, PrerequisiteMissing, UserError
 from mtpctl.recipe.data import TasksetConfig
 from mtpctl.recipe.rollout import RolloutBase
 
@@ -29,20 +29,20 @@ TRAIN, HELD_OUT = "train", "eval"
 
 
 def require_verifiers() -> None:
-    """Raise EnvironmentMissing if verifiers is not installed, or another release is."""
+    """Raise PrerequisiteMissing if verifiers is not installed, or another release is."""
     install = f"uv pip install verifiers=={RELEASE} (mtpctl's extra [verifiers])"
     try:
         installed = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError as error:
-        raise EnvironmentMissing(f"{ENVIRONMENT_KEY}: the package verifiers is not installed; {install}") from error
+        raise PrerequisiteMissing(f"{ENVIRONMENT_KEY}: the package verifiers is not installed; {install}") from error
     if installed != RELEASE:
-        raise EnvironmentMissing(f"{ENVIRONMENT_KEY}: verifiers {installed} is installed, but mtpctl supports {RELEASE}; {install}")
+        raise PrerequisiteMissing(f"{ENVIRONMENT_KEY}: verifiers {installed} is installed, but mtpctl supports {RELEASE}; {install}")
 
 
 def resolve_environment_config(name: str, args: Mapping[str, object], overrides: Mapping[str, object], field: str = ARGS_KEY) -> Any:
     """The configuration of the environment `name`. `args` has the form of the block `env` in verifiers' configuration files.
 
-    `overrides` are merged into `args`. `field` is the recipe key in errors. Raises EnvironmentMissing if the environment's package is not
+    `overrides` are merged into `args`. `field` is the recipe key in errors. Raises PrerequisiteMissing if the environment's package is not
     installed, UserError for unsupported arguments.
     """
     require_verifiers()
@@ -55,7 +55,7 @@ def resolve_environment_config(name: str, args: Mapping[str, object], overrides:
     try:
         return vf.resolve_env_config(settings)
     except ModuleNotFoundError as error:
-        raise EnvironmentMissing(f"{ENVIRONMENT_KEY}: verifiers:{name}: {' '.join(str(error).split())[:300]}") from error
+        raise PrerequisiteMissing(f"{ENVIRONMENT_KEY}: verifiers:{name}: {' '.join(str(error).split())[:300]}") from error
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{'.'.join([field, *map(str, first['loc'])])}: {first['msg']}") from error
@@ -64,7 +64,7 @@ def resolve_environment_config(name: str, args: Mapping[str, object], overrides:
 
 
 def check_runtimes(rollout: RolloutBase) -> None:
-    """Raise EnvironmentMissing if an agent runs in Prime Intellect's sandboxes, verifiers' default, and no API key for them is set."""
+    """Raise PrerequisiteMissing if an agent runs in Prime Intellect's sandboxes, verifiers' default, and no API key for them is set."""
     assert rollout.verifiers is not None, "the recipe names a verifiers environment"
     config = resolve_environment_config(rollout.verifiers, rollout.environment_args, {})
     from verifiers.v1.configs.agent import agent_config_fields
@@ -74,7 +74,7 @@ def check_runtimes(rollout: RolloutBase) -> None:
         return
     for agent, agent_config in agent_config_fields(config).items():
         if agent_config.runtime.type == "prime":
-            raise EnvironmentMissing(
+            raise PrerequisiteMissing(
                 f"{ARGS_KEY}: {agent} runs in a sandbox of Prime Intellect, but PRIME_API_KEY is not set; set it, or choose another "
                 f"runtime: {{{agent}: {{runtime: {{type: docker}}}}}}, or subprocess, which is this machine without isolation"
             )

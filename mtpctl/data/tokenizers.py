@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from mtpctl.compat.transformers import import_transformers
 from mtpctl.data.messages import NotRendered, RenderCheck, prepare_for_template, without_nulls
 from mtpctl.data.problems import Message
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe.model import cached_file
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class HfTokenizer:
 def load_tokenizer(path: str | Path, *, ignore_tools: bool = False) -> Tokenizer:
     """The tokenizer of a folder or hub id. `ignore_tools`: its chat template may drop tools (`data.ignore_tools`).
 
-    Raises UserError for a folder without a tokenizer, EnvironmentMissing if the hub does not respond.
+    Raises UserError for a folder without a tokenizer, PrerequisiteMissing if the hub does not respond.
     """
     import_transformers()
     from transformers import AutoTokenizer
@@ -230,7 +230,7 @@ def load_tokenizer(path: str | Path, *, ignore_tools: bool = False) -> Tokenizer
             raise UserError(
                 f"model.tokenizer: the tokenizer in {path} cannot be loaded ({_first_line(error)}); name another folder"
             ) from error
-        raise EnvironmentMissing(
+        raise PrerequisiteMissing(
             f"model.tokenizer: there is no folder {path}, and the hub download failed ({_first_line(error)})"
         ) from error
     return HfTokenizer(inner, str(path), ignore_tools=ignore_tools)

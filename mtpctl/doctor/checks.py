@@ -20,7 +20,7 @@ from mtpctl.cluster.local import cluster
 from mtpctl.controller.resume import REFERENCE
 from mtpctl.doctor import stack
 from mtpctl.doctor.parts import Agreement, PartTimeout, run_part
-from mtpctl.errors import EnvironmentMissing, MtpctlError, ThresholdMissed, UserError
+from mtpctl.errors import MtpctlError, PrerequisiteMissing, ThresholdMissed, UserError
 from mtpctl.families.configs import HUB_CONFIGS
 from mtpctl.families.drafters import Support, check_support
 from mtpctl.families.tensors import count_parameters
@@ -107,7 +107,7 @@ Report = Callable[[Check], None]
 
 
 def examine(*, quick: bool = False, on_check: Report = lambda check: None) -> Diagnosis:
-    """Run all checks, even if some fail. Raises EnvironmentMissing if the project is not installed.
+    """Run all checks, even if some fail. Raises PrerequisiteMissing if the project is not installed.
 
     `quick`: skip the self-check. `on_check`: called with each check when it ends.
     """
@@ -167,7 +167,7 @@ async def python() -> Finding:
     """Is this Python version supported?"""
     running = stack.python()
     if running.state == "other":
-        raise EnvironmentMissing(
+        raise PrerequisiteMissing(
             f"Python: {running.found} is running, {running.wanted} is needed; create the environment with a supported version"
         )
     return Finding("ok", f"{running.found} ({running.wanted} is needed)", {"version": running.found, "needed": running.wanted})
@@ -205,7 +205,7 @@ async def packages(requirements: list[stack.Package]) -> Finding:
     unmet = [package for package in requirements if package.needed and package.state != "ok"]
     if unmet:
         others = f" (also: {', '.join(package.name for package in unmet[1:])})" if unmet[1:] else ""
-        return Finding("failed", "; ".join(package.fix for package in unmet), data, EnvironmentMissing(unmet[0].fix + others))
+        return Finding("failed", "; ".join(package.fix for package in unmet), data, PrerequisiteMissing(unmet[0].fix + others))
     pinned = [f"{package.name} {package.found}" for package in requirements if package.pinned and package.state == "ok"]
     optional = [package for package in requirements if not package.needed]
     missing = sum(package.state != "ok" for package in optional)
@@ -231,7 +231,7 @@ async def transports(folder: Path) -> Finding:
     rows = (await run_part("transports", folder, DEADLINE_S["transports"]))["transports"]
     text = _summarize_trials(rows)
     if not any(row["live"] for row in rows):
-        return Finding("failed", text, rows, EnvironmentMissing(f"transports: none works here: {text}"))
+        return Finding("failed", text, rows, PrerequisiteMissing(f"transports: none works here: {text}"))
     return Finding("ok", text, rows)
 
 
@@ -247,7 +247,7 @@ async def sandbox() -> Finding:
         with Sandbox() as box:
             available = await asyncio.to_thread(describe_layers, box)
             mechanism = box.mechanism()
-    except EnvironmentMissing as error:
+    except PrerequisiteMissing as error:
         return Finding("absent", f"{error}; the reward code and the environment python refuse to start", [])
     summary = "; ".join([str(mechanism), *(f"{layer.name}: {layer.by}" for layer in available)])
     return Finding("ok", summary, [asdict(layer) for layer in available])
@@ -264,7 +264,7 @@ async def families(folder: Path, *, on_cpu: bool) -> Finding:
         missing = next((row["lacks"] for row in failed if row["lacks"]), None)
         fix = f"install {missing} in the release that pyproject.toml names" if missing else "reinstall the project"
         names = ", ".join(row["name"] for row in failed)
-        return Finding("failed", text, rows, EnvironmentMissing(f"families: vLLM cannot serve {names} here: {failed[0]['reason']}; {fix}"))
+        return Finding("failed", text, rows, PrerequisiteMissing(f"families: vLLM cannot serve {names} here: {failed[0]['reason']}; {fix}"))
     return Finding("ok", text + ("; on a CPU, linear attention runs in bf16 only" if on_cpu else ""), rows)
 
 
@@ -295,7 +295,7 @@ def _summarize_trials(rows: list[Trial]) -> str:
 
 
 def examine_cluster(address: str) -> Diagnosis:
-    """Measure the network between all pairs of hosts of the cluster at `address`. Raises EnvironmentMissing if there is no cluster."""
+    """Measure the network between all pairs of hosts of the cluster at `address`. Raises PrerequisiteMissing if there is no cluster."""
     began = time.perf_counter()
     with cluster(ClusterConfig(address=address), cpus=0, gpus=0, remove_leftovers=False):
         all_links = asyncio.run(measure_links())
@@ -314,7 +314,7 @@ def links(all_links: list[Link]) -> Finding:
     if not slow_links:
         return Finding("ok", overview, data)
     summary = f"{overview}; slow: {'; '.join(map(str, slow_links))}"
-    kind = EnvironmentMissing if any(link.error for link in slow_links) else ThresholdMissed
+    kind = PrerequisiteMissing if any(link.error for link in slow_links) else ThresholdMissed
     return Finding("failed", summary, data, kind(f"links: {summary}; check their cables and routes, or set cluster.interface"))
 
 

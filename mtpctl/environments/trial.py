@@ -158,7 +158,7 @@ class AnswerEngine:
 def try_episodes(rollout: RolloutBase, problems: Sequence[Problem]) -> None:
     """Play an episode of a verifiers environment for each of the first problems, with `AnswerEngine` as the model.
 
-    Raises UserError with the first error if all episodes failed, and EnvironmentMissing if a sandbox of the environment is unavailable.
+    Raises UserError with the first error if all episodes failed, and PrerequisiteMissing if a sandbox of the environment is unavailable.
     """
     check_runtimes(rollout)
     failures = asyncio.run(_play_episodes(rollout, problems[:NUM_TRIAL_PROBLEMS]))

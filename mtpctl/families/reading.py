@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.families.fields import (
     PATTERN_FIELD,
     ConfigFields,
@@ -422,11 +422,11 @@ def unsupported_by_vllm_cpu(shape: ModelShape, dtype: str) -> Iterator[str]:
 
 
 def check_importable(config: Mapping[str, object]) -> None:
-    """Raise EnvironmentMissing if a package that vLLM imports for the model's family is not installed."""
+    """Raise PrerequisiteMissing if a package that vLLM imports for the model's family is not installed."""
     family = family_of(config)
     for package in family.imports:
         if find_spec(package) is None:
-            raise EnvironmentMissing(
+            raise PrerequisiteMissing(
                 f"{package}: is not installed, and vLLM needs it to serve {family.name}; reinstall the project, "
                 f"or run mtpctl doctor for the release"
             )

@@ -22,7 +22,7 @@ from mtpctl.data.inspection import inspect_sets, leaks_in
 from mtpctl.data.prompts import check_lengths
 from mtpctl.data.sets import first_problems, row_sources
 from mtpctl.data.tokenizers import Tokenizer, check_fits_model, load_plain_tokenizer, make_byte_tokenizer
-from mtpctl.errors import ClusterResources, EnvironmentMissing, MtpctlError, UserError
+from mtpctl.errors import ClusterResources, MtpctlError, PrerequisiteMissing, UserError
 from mtpctl.families.drafters import Drafting, describe_drafting
 from mtpctl.families.reading import check_importable, shape_of
 from mtpctl.families.shape import ModelShape
@@ -139,7 +139,7 @@ class _ErrorCollector:
 
 
 def dry_run(recipe: Recipe) -> Plan:
-    """Plan a run. Raises UserError or EnvironmentMissing if the model's sizes are not available."""
+    """Plan a run. Raises UserError or PrerequisiteMissing if the model's sizes are not available."""
     config = hf_config(recipe.model)
     if config is None:
         raise UserError("model: its config is not available; download the model, or set model.config")
@@ -210,7 +210,7 @@ def _with_gpu_size(recipe: Recipe) -> tuple[Recipe, str]:
 def _cluster_hosts(recipe: Recipe) -> list[tuple[str, Host]]:
     """Names and resources of the hosts of the cluster that the run joins: the free resources, or all if the free ones do not suffice.
 
-    Raises EnvironmentMissing if no cluster answers.
+    Raises PrerequisiteMissing if no cluster answers.
     """
     from mtpctl.cluster.bundles import list_ray_hosts
 
@@ -427,7 +427,7 @@ def check_rows(recipe: Recipe, shape: ModelShape) -> None:
     if rows is not None:
         try:
             supervised = list(islice(rows.problems(fetch=False), 1))
-        except EnvironmentMissing:  # not in the hub's cache
+        except PrerequisiteMissing:  # not in the hub's cache
             supervised = []
     for role, problems in sets.items():
         if recipe.train.needs_rollout or role != "train":

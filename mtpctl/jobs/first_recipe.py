@@ -19,7 +19,7 @@ from typing import Any
 
 from mtpctl.data.messages import NotRendered
 from mtpctl.data.tokenizers import Tokenizer, load_plain_tokenizer, load_tokenizer
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.families.drafters import add_drafter_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.shape import ModelShape
@@ -252,7 +252,7 @@ class FirstTask:
 def first_task(name: str, model: str, task: str, machine: Machine, templates: Path) -> FirstTask:
     """The files of `mtpctl init NAME`, except README.md. model: a folder or hub id. task: a dataset of reasoning-gym.
 
-    Raises UserError for an unknown task or an unreadable model, and EnvironmentMissing if reasoning-gym is not installed or the hub does
+    Raises UserError for an unknown task or an unreadable model, and PrerequisiteMissing if reasoning-gym is not installed or the hub does
     not respond.
     """
     _check_task(task)
@@ -287,7 +287,7 @@ def _check_task(task: str) -> None:
             warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
             from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise EnvironmentMissing(f"init: the template reasoning-gym needs mtpctl[tasks]; install it ({error})") from error
+        raise PrerequisiteMissing(f"init: the template reasoning-gym needs mtpctl[tasks]; install it ({error})") from error
     if task not in DATASETS:
         matches = difflib.get_close_matches(task, DATASETS, 1)
         raise UserError(f"--task: reasoning-gym has no dataset {task}; " + (f"did you mean {matches[0]}?" if matches else "try chain_sum"))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpctl.cluster.hosts import Host
-from mtpctl.errors import ClusterResources, EnvironmentMissing, UserError
+from mtpctl.errors import ClusterResources, PrerequisiteMissing, UserError
 from mtpctl.plan.placement import Placement, place
 from mtpctl.recipe import yaml12
 from mtpctl.recipe.loading import dump_resolved
@@ -73,9 +73,9 @@ class SlurmAllocation:
 
 
 def run_slurm_command(command: str, *arguments: str) -> str:
-    """The output of a Slurm command. Raises EnvironmentMissing without Slurm, and UserError with Slurm's message if the command fails."""
+    """The output of a Slurm command. Raises PrerequisiteMissing without Slurm, and UserError with Slurm's message if the command fails."""
     if shutil.which(command) is None:
-        raise EnvironmentMissing(f"{command}: is not on PATH; run this command where Slurm jobs are submitted")
+        raise PrerequisiteMissing(f"{command}: is not on PATH; run this command where Slurm jobs are submitted")
     result = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     if result.returncode:
         raise UserError(f"{command}: {' '.join(result.stderr.split())}")

@@ -63,7 +63,7 @@ def rollout(
 
     `from_weights`: run, checkpoint or model folder whose weights are used; default: those of the recipe's run or model.
 
-    Before anything starts, raises UserError for unsuitable prompts, model or file, and EnvironmentMissing without vLLM. Errors of the
+    Before anything starts, raises UserError for unsuitable prompts, model or file, and PrerequisiteMissing without vLLM. Errors of the
     cluster and the engines (ClusterResources, RuntimeFailure) are raised unchanged.
     """
     validate(without_rl(recipe))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
 from mtpctl.families.drafters import DrafterKind, add_drafter_config
 from mtpctl.families.reading import DRAFTER, describe_context, extend_context, shape_of
@@ -239,7 +239,7 @@ def hf_config(model: ModelConfig, *, fetch: bool = True, field: str = "model.pat
     """The config.json fields of the recipe's model, with the context and the drafter that the recipe adds.
 
     `fetch`: if false, the hub is not contacted, and the result is None for a hub model that is not in `families.configs`. `field`: name of
-    the path in errors. Raises UserError for a folder without a usable config.json, EnvironmentMissing if the hub does not respond.
+    the path in errors. Raises UserError for a folder without a usable config.json, PrerequisiteMissing if the hub does not respond.
     """
     config = _base_config(model, fetch=fetch, field=field)
     if config is not None and model.context is not None:
@@ -331,4 +331,4 @@ def _fetch(hub_id: str, field: str) -> dict[str, object]:
         return _read(Path(hf_hub_download(hub_id, "config.json")), field)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be downloaded from the hub ({reason})") from error
+        raise PrerequisiteMissing(f"{field}: the config of {hub_id} could not be downloaded from the hub ({reason})") from error

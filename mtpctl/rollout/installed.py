@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe.rollout import RolloutBase, SglangConfig
 from mtpctl.recipe.schema import Recipe
 
@@ -21,21 +21,21 @@ _ROOTS = {"object", "Struct"}
 
 
 def check_engine(recipe: Recipe) -> None:
-    """Raise EnvironmentMissing if the recipe's engine is not installed, and UserError for an unknown name in `rollout.engine_args`."""
+    """Raise PrerequisiteMissing if the recipe's engine is not installed, and UserError for an unknown name in `rollout.engine_args`."""
     check_engine_installed(recipe)
     check_engine_args(recipe)
 
 
 def check_engine_installed(recipe: Recipe) -> None:
-    """Raise EnvironmentMissing if the engine's package or Python environment is missing. A run that joins a cluster needs no vLLM here."""
+    """Raise PrerequisiteMissing if the engine's package or Python environment is missing. A run that joins a cluster needs no vLLM here."""
     rollout = recipe.rollout
     if isinstance(rollout, SglangConfig):
         if rollout.python is None:
-            raise EnvironmentMissing(
+            raise PrerequisiteMissing(
                 "rollout.python: SGLang needs a separate environment; create one with scripts/sglang_environment.sh, and set its python"
             )
     elif recipe.cluster.address is None and find_spec(rollout.engine) is None:
-        raise EnvironmentMissing(f"rollout.engine: {rollout.engine} is not installed; install mtpctl with the extra [cpu] or [gpu]")
+        raise PrerequisiteMissing(f"rollout.engine: {rollout.engine} is not installed; install mtpctl with the extra [cpu] or [gpu]")
 
 
 def check_engine_args(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.sandbox.isolation import MECHANISMS_BY_STRENGTH, Mechanism, library_links, readable_paths
 from mtpctl.sandbox.messages import VerdictReader, new_key
 from mtpctl.sandbox.session import Judgement, Limits, Process, Result, Session, wait_for_processes
@@ -56,14 +56,14 @@ class Sandbox:
         """Why stronger mechanisms do not work on this machine."""
 
     def mechanism(self) -> Mechanism:
-        """The isolation mechanism. Raises EnvironmentMissing if none works."""
+        """The isolation mechanism. Raises PrerequisiteMissing if none works."""
         with self._lock:
             self._connect()
             assert self._mechanism is not None, "it has started"
             return self._mechanism
 
     def run(self, code: str, *, stdin: str = "", limits: Limits | None = None) -> Result:
-        """Run a program. Raises EnvironmentMissing if no isolation works, RuntimeFailure if its process could not start."""
+        """Run a program. Raises PrerequisiteMissing if no isolation works, RuntimeFailure if its process could not start."""
         with ExitStack() as stack:
             process = self.start({"kind": "program", "code": code}, limits or Limits(), stdin=stdin)
             stack.callback(process.close)
@@ -188,7 +188,7 @@ class Sandbox:
                 self.refused[mechanism] = failure
         if self._control is None:
             reasons = "; ".join(f"{mechanism}: {reason}" for mechanism, reason in self.refused.items())
-            raise EnvironmentMissing(f"sandbox: the model's code cannot be isolated from network and files here ({reasons})")
+            raise PrerequisiteMissing(f"sandbox: the model's code cannot be isolated from network and files here ({reasons})")
         return self._control
 
     def _start_zygote(self, mechanism: Mechanism) -> str:
@@ -364,15 +364,15 @@ def shared(isolation: Isolation) -> Sandbox:
 def require(field: str, isolation: object = "required") -> None:
     """Check before a training run that the sandbox works. `field`: recipe key of the arguments that contain `isolation`.
 
-    Raises UserError for an invalid value, and EnvironmentMissing if code of the model would run without isolation.
+    Raises UserError for an invalid value, and PrerequisiteMissing if code of the model would run without isolation.
     """
     if isolation not in ("required", "none"):
         raise UserError(f"{field}.isolation: {isolation!r} is neither required nor none")
     try:
         with Sandbox("none" if isolation == "none" else "required") as sandbox:
             sandbox.mechanism()
-    except EnvironmentMissing as error:
-        raise EnvironmentMissing(f"{error}; set {field}.isolation: none to run it with your rights") from error
+    except PrerequisiteMissing as error:
+        raise PrerequisiteMissing(f"{error}; set {field}.isolation: none to run it with your rights") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +384,6 @@ class Layer:
 
 
 def describe_layers(sandbox: Sandbox) -> list[Layer]:
-    """Describe how network, files, processes and resources are restricted. Raises EnvironmentMissing if the sandbox does not start."""
+    """Describe how network, files, processes and resources are restricted. Raises PrerequisiteMissing if the sandbox does not start."""
     enforced_by = _ENFORCEMENT.get(sandbox.mechanism(), (None, None, None, _LIMITS))
     return [Layer(name, by) for name, by in zip(("network", "files", "processes", "limits"), enforced_by, strict=True)]

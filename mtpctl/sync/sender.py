@@ -68,7 +68,7 @@ class Publisher(Packer):
         Unless `plan` or `plan_from` was called, the first export is held in memory to plan from it; later ones stream. With `checksums`,
         the checksum of each tensor is included for receivers to compare.
 
-        Raises VersionConflict unless `version` is newer, PlanMismatch if the export differs from the plan, and EnvironmentMissing if the
+        Raises VersionConflict unless `version` is newer, PlanMismatch if the export differs from the plan, and PrerequisiteMissing if the
         store is full. A failed version is deleted.
         """
         tensors = self.wire_tensors(export)

@@ -23,7 +23,7 @@ from mtpctl.cluster import leftovers
 from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.cluster.local import on_one_host
 from mtpctl.cluster.object_store import ObjectStore
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 from mtpctl.recipe.numerics import sends_unquantized_too
 from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.remote import delete_cache, with_retries
@@ -66,8 +66,8 @@ def default_root(name: str, needed_bytes: int, fallback: Path) -> Path:
     return fallback
 
 
-def _no_space_error(folder: Path, error: OSError) -> EnvironmentMissing:
-    return EnvironmentMissing(f"{folder}: cannot hold published weights ({error.strerror}); free space there and start again")
+def _no_space_error(folder: Path, error: OSError) -> PrerequisiteMissing:
+    return PrerequisiteMissing(f"{folder}: cannot hold published weights ({error.strerror}); free space there and start again")
 
 
 class VersionStore:
@@ -127,7 +127,7 @@ class VersionStore:
     def prepare(self, version: int) -> Path:
         """Create an empty folder for the buckets of `version`. Files of an earlier, unpublished attempt are removed.
 
-        Raises VersionConflict unless `version` is newer than every published one, and EnvironmentMissing if the folder cannot be created.
+        Raises VersionConflict unless `version` is newer than every published one, and PrerequisiteMissing if the folder cannot be created.
         """
         if (published := self.versions()) and version <= published[-1]:
             raise VersionConflict(f"weight version {version} is not newer than the published {published[-1]}")
@@ -142,7 +142,7 @@ class VersionStore:
     def commit(self, manifest: Manifest) -> None:
         """Publish the written version, and retain the newest `RETAINED_VERSIONS` and their bases.
 
-        Raises EnvironmentMissing if the file system is full.
+        Raises PrerequisiteMissing if the file system is full.
         """
         folder = self.folder(manifest.version)
         temporary = folder / f"{_MANIFEST}.{os.getpid()}"
@@ -176,7 +176,7 @@ class VersionStore:
         """Create an empty folder that is marked with this process as its owner, so that it can be removed if the process is killed.
 
         An existing folder on disk is always deleted, because it is in the run directory, which this process has locked. Raises
-        EnvironmentMissing if the folder cannot be created, or is in shared memory and may be in use by another process.
+        PrerequisiteMissing if the folder cannot be created, or is in shared memory and may be in use by another process.
         """
         if self.root.parent != SHARED_MEMORY:
             self.close()
@@ -184,9 +184,9 @@ class VersionStore:
         try:
             is_claimed = leftovers.claim(self.root)
         except OSError as error:
-            raise EnvironmentMissing(f"{self.root}: cannot hold published weights: {error.strerror}") from error
+            raise PrerequisiteMissing(f"{self.root}: cannot hold published weights: {error.strerror}") from error
         if not is_claimed:
-            raise EnvironmentMissing(f"{self.root}: another process may keep its weights there; start again, or remove it once none does")
+            raise PrerequisiteMissing(f"{self.root}: another process may keep its weights there; start again, or remove it once none does")
 
     def close(self) -> None:
         """Delete the folder with all versions. Idempotent. Raises StoreFailed if their buckets cannot be removed from the remote store."""

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 from mtpctl.recipe.loading import flatten
 from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.telemetry.metrics_file import History
@@ -28,10 +28,10 @@ PACKAGES = ("wandb", "mlflow")
 
 
 def check_packages(telemetry: TelemetryConfig) -> None:
-    """Raise EnvironmentMissing if the package of a destination is not installed."""
+    """Raise PrerequisiteMissing if the package of a destination is not installed."""
     for key in PACKAGES:
         if getattr(telemetry, key) and find_spec(key) is None:
-            raise EnvironmentMissing(f"telemetry.{key}: the package {key} is not installed; install it, or remove the key")
+            raise PrerequisiteMissing(f"telemetry.{key}: the package {key} is not installed; install it, or remove the key")
 
 
 class Sink(Protocol):
@@ -146,7 +146,7 @@ class WandbSink:
     failure = ""
 
     def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: UpdateCounter) -> None:
-        """Raises EnvironmentMissing if W&B rejects the run, for example without a login or a network."""
+        """Raises PrerequisiteMissing if W&B rejects the run, for example without a login or a network."""
         import wandb
 
         self._updates = updates
@@ -164,7 +164,7 @@ class WandbSink:
         except wandb.Error as error:
             reason = str(error).partition("\n")[0]
             fix = "log in (wandb login), set WANDB_MODE=offline, or remove the key"
-            raise EnvironmentMissing(f"telemetry.wandb: W&B rejects the run ({reason}); {fix}") from error
+            raise PrerequisiteMissing(f"telemetry.wandb: W&B rejects the run ({reason}); {fix}") from error
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
         self._run.define_metric("eval/*", step_metric="update", summary="max,last")
@@ -194,7 +194,7 @@ class MlflowSink:
     """
 
     def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: UpdateCounter) -> None:
-        """Raises EnvironmentMissing if the tracking server does not respond."""
+        """Raises PrerequisiteMissing if the tracking server does not respond."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -216,7 +216,7 @@ class MlflowSink:
             self._put_params(recipe, run.data.params)
         except MlflowException as error:
             reason = str(error).partition("\n")[0]
-            raise EnvironmentMissing(
+            raise PrerequisiteMissing(
                 f"telemetry.mlflow: MLflow rejects the run ({reason}); set MLFLOW_TRACKING_URI to a working server, or remove the key"
             ) from error
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe.loading import load_recipe
 from tests.fakes.commands import mtpctl as mtpctl
 from tests.fakes.runs import sparse_folder
@@ -270,7 +270,7 @@ def test_unknown_gpu_size_is_reported_and_the_local_one_is_used(mtpctl: Any, mon
 
 def test_unreachable_hub_is_exit_code_3(mtpctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(hub_id: str, field: str) -> dict[str, Any]:
-        raise EnvironmentMissing(f"{field}: the config of {hub_id} could not be had")
+        raise PrerequisiteMissing(f"{field}: the config of {hub_id} could not be had")
 
     monkeypatch.setattr("mtpctl.recipe.model._fetch", unreachable)
     message = mtpctl("train", "mimo7b_mtp", "--dry-run", "--set", "model.path=missing/nothing")

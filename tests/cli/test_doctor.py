@@ -10,11 +10,11 @@ import pytest
 
 from mtpctl.cli.app import main
 from mtpctl.doctor.checks import Check, Diagnosis, Finding
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 
 WELL = [Check("python", Finding("ok", "3.12 [as wanted]"), 0.0), Check("gpus", Finding("absent", "none"), 0.0)]
 SKIPPED = Check("self-check", Finding("skipped", "skipped by --quick"), 0.0)
-BROKEN = Check("packages", Finding("failed", "torch: is not installed", [1], EnvironmentMissing("torch: is not installed")), 0.1)
+BROKEN = Check("packages", Finding("failed", "torch: is not installed", [1], PrerequisiteMissing("torch: is not installed")), 0.1)
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtpctl.cluster.local import _check_reachable, _environment, check_capacity, cluster, on_one_host
-from mtpctl.errors import ClusterResources, EnvironmentMissing
+from mtpctl.errors import ClusterResources, PrerequisiteMissing
 from mtpctl.recipe.schema import ClusterConfig
 
 
@@ -93,7 +93,7 @@ def test_full_shared_memory_is_reported_before_ray_starts(monkeypatch: pytest.Mo
     monkeypatch.setattr("mtpctl.cluster.local.shutil.disk_usage", lambda path: SimpleNamespace(free=12 << 10))
     monkeypatch.setattr("ray.init", None)
     with (
-        pytest.raises(EnvironmentMissing, match=r"^/dev/shm: 12 KiB are free, but actors need at least 4096; free space there"),
+        pytest.raises(PrerequisiteMissing, match=r"^/dev/shm: 12 KiB are free, but actors need at least 4096; free space there"),
         cluster(ClusterConfig(num_cpus=1), cpus=1, gpus=0),
     ):
         pass
@@ -128,7 +128,7 @@ def test_cluster_that_listens_on_the_loopback_only_is_reported_at_once(auto: boo
         monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {address})
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         named, resolved = "auto" if auto else address, address.replace("0.0.1", "0.0.2")
-        with pytest.raises(EnvironmentMissing, match=rf"^cluster\.address: no Ray cluster answers at {named} \({resolved}\): .*refused"):
+        with pytest.raises(PrerequisiteMissing, match=rf"^cluster\.address: no Ray cluster answers at {named} \({resolved}\): .*refused"):
             _check_reachable(named)
 
 
@@ -136,7 +136,7 @@ def test_cluster_that_is_not_running_is_reported_at_once(monkeypatch: pytest.Mon
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda _: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(EnvironmentMissing, match=r"^cluster\.address: no Ray cluster answers at auto: Could not find any running"):
+    with pytest.raises(PrerequisiteMissing, match=r"^cluster\.address: no Ray cluster answers at auto: Could not find any running"):
         _check_reachable("auto")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mtpctl.checkpoint.copying import COPY_URL_FIELD
 from mtpctl.cluster.object_store import ObjectMissing, ObjectStore, StoreFailed
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.sync import remote
 from tests.fakes.s3_server import BUCKET, S3Server, serving
 
@@ -59,7 +59,7 @@ def test_unknown_scheme_is_a_user_error() -> None:
 
 
 def test_unreachable_server_is_reported_at_once() -> None:
-    with pytest.raises(EnvironmentMissing, match=r"train.checkpoint_copy: ftp://127.0.0.1:9/x cannot be reached: .*refused"):
+    with pytest.raises(PrerequisiteMissing, match=r"train.checkpoint_copy: ftp://127.0.0.1:9/x cannot be reached: .*refused"):
         ObjectStore("ftp://127.0.0.1:9/x", COPY_URL_FIELD)
 
 
@@ -68,7 +68,7 @@ def test_missing_package_of_a_scheme_is_reported(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     for field, fix in ((COPY_URL_FIELD, "remove the key"), (remote.URL_FIELD, "set another sync.transport")):
         message = f"^{field}: s3:// needs the package s3fs, which is not installed; install it, or {fix}$"
-        with pytest.raises(EnvironmentMissing, match=message):
+        with pytest.raises(PrerequisiteMissing, match=message):
             ObjectStore("s3://bucket/run", field)
 
 
@@ -76,7 +76,7 @@ def test_rejected_credentials_are_an_environment_error() -> None:
     with serving() as server:
         server.refuse()
         message = rf"train.checkpoint_copy: the credentials do not allow writing to s3://{BUCKET}/run \(The AWS Access Key Id"
-        with pytest.raises(EnvironmentMissing, match=message):
+        with pytest.raises(PrerequisiteMissing, match=message):
             ObjectStore(f"s3://{BUCKET}/run", COPY_URL_FIELD).check()
 
 

@@ -23,7 +23,7 @@ from mtpctl.controller import copies as module
 from mtpctl.controller.copies import CheckpointCopier, check_copies, fetch_if_lost
 from mtpctl.controller.state import RunState
 from mtpctl.controller.trainers import TrainerGroup
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.train import TrainConfig
 from tests.environment import with_tree
@@ -242,7 +242,7 @@ def test_unreachable_store_is_an_error_without_a_local_checkpoint(run: Path, mon
     monkeypatch.setattr(ObjectStore, "write", fail_to_write)
     recipe = recipe_in(run, "memory://away/run")
     message = r"train.checkpoint_copy: memory://away/run does not answer \(no answer\), and may have the checkpoint from which this"
-    with pytest.raises(EnvironmentMissing, match=message):
+    with pytest.raises(PrerequisiteMissing, match=message):
         check_copies(recipe)
     make_checkpoint(run, "rl-000002")
     check_copies(recipe)

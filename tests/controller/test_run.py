@@ -13,7 +13,7 @@ from mtpctl.controller.prepare import Prepared, open_model, prepare
 from mtpctl.controller.resume import StartingPoint
 from mtpctl.controller.run import Run
 from mtpctl.controller.state import load_resume_state
-from mtpctl.errors import EnvironmentMissing, MtpctlError, RuntimeFailure
+from mtpctl.errors import MtpctlError, PrerequisiteMissing, RuntimeFailure
 from mtpctl.telemetry.run_directory import RunDirectory
 from mtpctl.telemetry.session import Telemetry
 from tests.fakes.checkpoint_folders import write_checkpoint
@@ -65,7 +65,7 @@ def test_resume_message_of_rl_lists_changes(tmp_path: Path, monkeypatch: pytest.
     assert line.endswith("other log-probs") == (stage == "rl")
 
 
-@pytest.mark.parametrize("failure", [RuntimeFailure("rollout replica 0, start: out of memory"), EnvironmentMissing("no room for it")])
+@pytest.mark.parametrize("failure", [RuntimeFailure("rollout replica 0, start: out of memory"), PrerequisiteMissing("no room for it")])
 def test_failed_stage_saves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: MtpctlError) -> None:
     """The engines do not start, which the concurrent supervised stage learns after three updates."""
     done, failed = 0, asyncio.Event()

@@ -16,7 +16,7 @@ import pytest
 from mtpctl.data.inspection import inspect_sets
 from mtpctl.data.rows import Layout, converted_layout, layout_of
 from mtpctl.data.sets import RowReader, RowSource
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe.data import ColumnsConfig, DataConfig, EvaluationConfig, is_dataset_id
 
 CARD = """---
@@ -107,7 +107,7 @@ def test_missing_subset_or_split_is_reported_with_existing_ones(cache: Path, sub
 
 
 def test_missing_network_and_cache_give_one_line_with_the_download_command(cache: Path) -> None:
-    with pytest.raises(EnvironmentMissing) as caught:
+    with pytest.raises(PrerequisiteMissing) as caught:
         list(read())
     assert str(caught.value) == (
         "data.path: openai/gsm8k could not be downloaded from the hub and is not in the cache; download it on a machine with a network "
@@ -124,7 +124,7 @@ def test_unreachable_hub_gives_the_same_line_for_errors_of_any_library(cache: Pa
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
     with pytest.raises(
-        EnvironmentMissing, match=r"^data\.path: openai/gsm8k could not be downloaded from the hub and is not in the cache; "
+        PrerequisiteMissing, match=r"^data\.path: openai/gsm8k could not be downloaded from the hub and is not in the cache; "
     ):
         list(read())
     cached(cache)

@@ -21,7 +21,7 @@ from mtpctl.data.tokenizers import (
     make_byte_tokenizer,
     text_offsets,
 )
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe.model import BYTE_VOCAB_SIZE
 
 
@@ -106,7 +106,7 @@ def test_a_tokenizer_in_a_form_that_the_library_does_not_know(tmp_path: Path, na
 
 def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EnvironmentMissing, match=r"model\.tokenizer") as caught:
+    with pytest.raises(PrerequisiteMissing, match=r"model\.tokenizer") as caught:
         load_tokenizer("missing/such-model")
     assert "\n" not in str(caught.value)
 

@@ -17,7 +17,7 @@ from mtpctl.doctor import checks
 from mtpctl.doctor.checks import Diagnosis, examine, examine_model
 from mtpctl.doctor.parts import Agreement, PartTimeout
 from mtpctl.doctor.stack import packages
-from mtpctl.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed, UserError
+from mtpctl.errors import PrerequisiteMissing, RuntimeFailure, ThresholdMissed, UserError
 from tests.fakes.toys import LLAMA_EAGLE3, MIMO, QWEN3_5
 
 AGREED = Agreement(2, 40, 0.7, "fp32", mean_abs=1e-6, max_abs=1e-5, bound=1e-4, drafted=30, accepted=9)
@@ -84,7 +84,7 @@ def test_nan_log_probs_fail(examined: Any) -> None:
 
 
 def test_failed_checks_are_named_and_the_others_still_run(examined: Any) -> None:
-    diagnosis = examined({"ray": EnvironmentMissing("Ray did not start"), "sample": RuntimeFailure("sample: crashed")})
+    diagnosis = examined({"ray": PrerequisiteMissing("Ray did not start"), "sample": RuntimeFailure("sample: crashed")})
     assert diagnosis.to_dict()["exit_code"] == 3
     assert str(diagnosis.error) == "Ray did not start (also failed: self-check)"
     assert finding(diagnosis, "kernels").state == "ok"
@@ -93,7 +93,7 @@ def test_failed_checks_are_named_and_the_others_still_run(examined: Any) -> None
 def test_missing_package_gives_exit_code_3_with_its_fix(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.stack, "project_requirements", lambda: ["nonesuch==1.0", "rich>=13.7", "typer>=999"])
     diagnosis = examined()
-    assert isinstance(diagnosis.error, EnvironmentMissing)
+    assert isinstance(diagnosis.error, PrerequisiteMissing)
     assert str(diagnosis.error) == "nonesuch: is not installed; run pip install 'nonesuch==1.0' in this environment (also: typer)"
 
 
@@ -108,7 +108,9 @@ def test_wrong_kernel_selected_by_auto_gives_exit_code_6(examined: Any) -> None:
     assert diagnosis.to_dict()["exit_code"] == 6
 
 
-@pytest.mark.parametrize("error", [PartTimeout("ray: no answer within 120 s"), EnvironmentMissing("Ray did not start: the node timed out")])
+@pytest.mark.parametrize(
+    "error", [PartTimeout("ray: no answer within 120 s"), PrerequisiteMissing("Ray did not start: the node timed out")]
+)
 def test_timeout_on_a_loaded_machine_is_reported_as_loaded(error: Exception, examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (20.0, 20.0, 20.0))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
@@ -180,7 +182,7 @@ GOOD = Link("a", "b", 1e-4, 1e9)
         ([], "absent", None, "the cluster has one host"),
         ([GOOD, GOOD], "ok", None, "2 pairs of hosts, 1.00 GB/s in the median"),
         ([GOOD, GOOD, Link("b", "c", 1e-4, 1e8)], "failed", ThresholdMissed, "slow: b – c: 0.10 GB/s"),
-        ([GOOD, Link("b", "c", error="not reached: refused")], "failed", EnvironmentMissing, "slow: b – c: not reached: refused"),
+        ([GOOD, Link("b", "c", error="not reached: refused")], "failed", PrerequisiteMissing, "slow: b – c: not reached: refused"),
     ],
 )
 def test_links_between_hosts(measured: list[Link], state: str, error: type[Exception] | None, summary: str) -> None:

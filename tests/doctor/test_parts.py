@@ -14,20 +14,20 @@ import pytest
 
 from mtpctl.doctor import parts
 from mtpctl.doctor.parts import Agreement, compare, run_part
-from mtpctl.errors import EnvironmentMissing, RuntimeFailure, ThresholdMissed
+from mtpctl.errors import PrerequisiteMissing, RuntimeFailure, ThresholdMissed
 from mtpctl.samples import Sample, Speculation
 from tests.fakes.processes import runs
 
 MODULE = """
 import os, subprocess, sys, time
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 
 def well(folder):
     print("chatter")
     return {"found": 3}
 
 def missing(folder):
-    raise EnvironmentMissing("torch: is not installed")
+    raise PrerequisiteMissing("torch: is not installed")
 
 def crashes(folder):
     print("before", file=sys.stderr)
@@ -75,7 +75,7 @@ def test_result_is_returned_and_output_goes_to_the_log(run: Run, tmp_path: Path,
 
 
 def test_errors_of_the_project_keep_their_type(run: Run) -> None:
-    with pytest.raises(EnvironmentMissing, match=r"^torch: is not installed$"):
+    with pytest.raises(PrerequisiteMissing, match=r"^torch: is not installed$"):
         run("missing")
 
 

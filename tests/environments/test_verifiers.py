@@ -22,7 +22,7 @@ from mtpctl.environments.agents import open_generator
 from mtpctl.environments.built_in import environment_reward
 from mtpctl.environments.gateway.server import Gateway
 from mtpctl.environments.trial import try_episodes
-from mtpctl.errors import EnvironmentMissing, RuntimeFailure, UserError
+from mtpctl.errors import PrerequisiteMissing, RuntimeFailure, UserError
 from mtpctl.recipe.data import DataConfig, EvaluationConfig
 from mtpctl.recipe.rollout import VllmConfig
 from mtpctl.rl.rewards.function import Outcome
@@ -182,7 +182,7 @@ def test_the_trial_plays_three_problems_with_their_own_answers() -> None:
     rollout = rollout_of("last_letter")
     try_episodes(rollout, problem_sets(rollout).train)
     bad = rollout_of("last_letter", environment_args={"agent": {"runtime": {"type": "prime"}}})
-    with pytest.raises(EnvironmentMissing, match=r"rollout\.environment_args: agent runs in a sandbox of Prime Intellect"):
+    with pytest.raises(PrerequisiteMissing, match=r"rollout\.environment_args: agent runs in a sandbox of Prime Intellect"):
         try_episodes(bad, problem_sets(bad).train[:1])
 
 
@@ -260,7 +260,7 @@ def test_missing_package_error_has_the_install_command(result: str | None, monke
         return result
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(EnvironmentMissing, match=r"rollout\.environment: .*; uv pip install verifiers==0\.4\.0") as caught:
+    with pytest.raises(PrerequisiteMissing, match=r"rollout\.environment: .*; uv pip install verifiers==0\.4\.0") as caught:
         problem_sets(rollout_of("last_letter"))
     assert caught.value.exit_code == 3 and (result or "not installed") in str(caught.value)
 

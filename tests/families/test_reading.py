@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.families.configs import HUB_CONFIGS, hub_config
 from mtpctl.families.reading import MTP_COUNTS, check_importable, describe_context, extend_context, shape_of
 from mtpctl.families.registry import FAMILIES
@@ -331,7 +331,7 @@ def test_a_missing_package_that_vllm_needs_for_the_family_is_an_error(family: st
     if not family.startswith("qwen3.5"):
         check_importable(TOYS[family])
         return
-    with pytest.raises(EnvironmentMissing, match=f"torchvision: is not installed, and vLLM needs it to serve {family}; reinstall"):
+    with pytest.raises(PrerequisiteMissing, match=f"torchvision: is not installed, and vLLM needs it to serve {family}; reinstall"):
         check_importable(TOYS[family])
 
 

@@ -18,7 +18,7 @@ from mtpctl.cli.recipe import TEMPLATES
 from mtpctl.data.problems import Problem
 from mtpctl.data.sets import load_problem_sets
 from mtpctl.data.tokenizers import make_byte_tokenizer
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.jobs.first_recipe import (
     FirstTask,
     Machine,
@@ -167,7 +167,7 @@ def test_missing_package_is_named(package: str, model: Path, monkeypatch: pytest
     for name in [name for name in sys.modules if name.split(".")[0] in ("reasoning_gym", package)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(EnvironmentMissing, match=rf"needs mtpctl\[tasks\]; install it \(.*{package}"):
+    with pytest.raises(PrerequisiteMissing, match=rf"needs mtpctl\[tasks\]; install it \(.*{package}"):
         task_of(model, Machine(2))
 
 

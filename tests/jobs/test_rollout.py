@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.jobs import engines, rollout
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rollout.sample_file import SampleFile
@@ -215,6 +215,6 @@ def test_prompts_file_is_not_overwritten(run: Path, tmp_path: Path) -> None:
 
 def test_missing_vllm_gives_exit_code_3_and_no_file(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.rollout.installed.find_spec", lambda name: None)
-    with pytest.raises(EnvironmentMissing, match=r"rollout\.engine: vllm is not installed"):
+    with pytest.raises(PrerequisiteMissing, match=r"rollout\.engine: vllm is not installed"):
         answer(recipe(run), write_prompts(tmp_path / "p.jsonl", {"prompt": "1"}), tmp_path / "o")
     assert not (tmp_path / "o").exists()

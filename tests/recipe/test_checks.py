@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtpctl.cli.app import main
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.families.reading import shape_of
 from mtpctl.plan.memory import GIB, engine_memory, trainer_memory
 from mtpctl.plan.placement import place
@@ -608,7 +608,7 @@ def test_a_hub_that_does_not_answer_is_missing_environment(monkeypatch: pytest.M
         raise OSError("no route to host")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    with pytest.raises(EnvironmentMissing, match=r"missing/nothing could not be downloaded from the hub \(no route to host\)"):
+    with pytest.raises(PrerequisiteMissing, match=r"missing/nothing could not be downloaded from the hub \(no route to host\)"):
         hf_config(ModelConfig(path="missing/nothing"))
 
 

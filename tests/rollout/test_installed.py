@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.rollout import SglangConfig, VllmConfig
 from mtpctl.recipe.schema import Recipe
@@ -47,7 +47,7 @@ def test_options_are_not_checked_for_a_joined_cluster(monkeypatch: pytest.Monkey
     check_engine(recipe("rollout.engine_args={foo: 1}", "cluster.address=host:6379"))
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
     check_engine_args(recipe("rollout.engine_args={foo: 1}"))
-    with pytest.raises(EnvironmentMissing, match=r"^rollout\.engine: vllm is not installed; install"):
+    with pytest.raises(PrerequisiteMissing, match=r"^rollout\.engine: vllm is not installed; install"):
         check_engine(recipe())
 
 

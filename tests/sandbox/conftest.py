@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 from mtpctl.sandbox.isolation import MECHANISMS_BY_STRENGTH, Mechanism
 from mtpctl.sandbox.sandbox import Sandbox
 
@@ -23,7 +23,7 @@ def sandbox(mechanism: Mechanism) -> Iterator[Sandbox]:
     with Sandbox(only=mechanism) as sandbox:
         try:
             sandbox.mechanism()
-        except EnvironmentMissing as error:
+        except PrerequisiteMissing as error:
             pytest.skip(str(error))
         yield sandbox
 

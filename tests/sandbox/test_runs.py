@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.data.problems import Problem
 from mtpctl.environments.built_in import Python, shorten_middle
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.samples import Sample
 from mtpctl.sandbox.reward import same_output, score
 from mtpctl.sandbox.sandbox import Sandbox, describe_layers, require
@@ -199,7 +199,7 @@ def test_code_runs_without_isolation_only_if_the_recipe_allows_it(monkeypatch: p
         return ""
 
     monkeypatch.setattr(Sandbox, "_start_zygote", start)
-    with pytest.raises(EnvironmentMissing, match=r"^sandbox: the model's code .*\(namespaces: no .*; set reward.args.isolation: none"):
+    with pytest.raises(PrerequisiteMissing, match=r"^sandbox: the model's code .*\(namespaces: no .*; set reward.args.isolation: none"):
         require("reward.args")
     with pytest.raises(UserError, match=r"^rollout.environment_args.isolation: 'off' is neither required nor none$"):
         require("rollout.environment_args", "off")

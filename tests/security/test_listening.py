@@ -14,7 +14,7 @@ import pytest
 from mtpctl.cluster import leftovers
 from mtpctl.cluster.local import keep_token_private, make_private_sessions
 from mtpctl.cluster.rendezvous import host_store
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 from mtpctl.sync.remote import RelayServer
 from mtpctl.telemetry.run_directory import RECIPE, RunDirectory
 from tests.fakes.daemons import Command, started
@@ -71,14 +71,14 @@ def test_directory_of_another_user_is_not_used_for_sessions(tmp_path: Path, monk
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     private.symlink_to(elsewhere)
-    with pytest.raises(EnvironmentMissing, match=f"^{private}: does not belong to this user; remove it, or set RAY_TMPDIR"):
+    with pytest.raises(PrerequisiteMissing, match=f"^{private}: does not belong to this user; remove it, or set RAY_TMPDIR"):
         make_private_sessions()
     private.unlink()
     private.mkdir(mode=0o755)
     assert make_private_sessions() == private / "ray" and mode(private) == 0o700
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     (tmp_path / "mtpctl-12345").mkdir()
-    with pytest.raises(EnvironmentMissing, match="does not belong to this user"):
+    with pytest.raises(PrerequisiteMissing, match="does not belong to this user"):
         make_private_sessions()
 
 

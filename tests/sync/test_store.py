@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtpctl.cluster import leftovers
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 from mtpctl.recipe.schema import Recipe
 from mtpctl.sync.protocol import Manifest, VersionConflict
 from mtpctl.sync.sender import Publisher
@@ -109,7 +109,7 @@ def test_close_deletes_the_store(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentMissing, match="cannot hold published weights"):
+    with pytest.raises(PrerequisiteMissing, match="cannot hold published weights"):
         publisher(tmp_path / "file").publish(tensors(1), 1)
 
 
@@ -173,7 +173,7 @@ def test_a_store_of_another_container_is_not_removed(memory: Path, tmp_path: Pat
         change_mark(root, namespace="another")
     assert default_root("run", 1, tmp_path) == tmp_path
     assert all(VersionStore(root).versions() == [7] for root in memory.iterdir())
-    with pytest.raises(EnvironmentMissing, match="another process may keep its weights there"):
+    with pytest.raises(PrerequisiteMissing, match="another process may keep its weights there"):
         VersionStore(root).claim()
 
 
@@ -223,7 +223,7 @@ def test_a_manifest_on_a_full_disk_is_an_error_with_its_folder(tmp_path: Path) -
     store = VersionStore(tmp_path)
     manifest = publisher(tmp_path).publish(tensors(1), 1)
     folder = store.prepare(2)
-    with full_disk(), pytest.raises(EnvironmentMissing, match=f"^{folder}: cannot hold published weights .*; free space there"):
+    with full_disk(), pytest.raises(PrerequisiteMissing, match=f"^{folder}: cannot hold published weights .*; free space there"):
         store.commit(replace(manifest, version=2))
     assert store.versions() == [1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mtpctl.errors import EnvironmentMissing, RuntimeFailure
+from mtpctl.errors import PrerequisiteMissing, RuntimeFailure
 from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.samples import Sample
 from mtpctl.telemetry.metrics_file import load_history
@@ -205,7 +205,7 @@ def test_many_threads_write_whole_rows(tmp_path: Path) -> None:
 
 def test_wandb_is_optional_and_reported_if_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.telemetry.trackers.find_spec", lambda name: None)
-    with pytest.raises(EnvironmentMissing, match=r"^telemetry\.wandb: "):
+    with pytest.raises(PrerequisiteMissing, match=r"^telemetry\.wandb: "):
         start(tmp_path / "run", TelemetryConfig(tensorboard=False, wandb="project"))
 
 

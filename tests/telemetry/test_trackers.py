@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 from mtpctl.recipe.schema import TelemetryConfig
 from mtpctl.samples import Sample
 from mtpctl.telemetry.metrics_file import History, load_history
@@ -121,7 +121,7 @@ def test_wandb_gets_recipe_group_and_tags_and_rows_over_updates(tmp_path: Path, 
 
 def test_wandb_without_login_is_reported_with_fix(tmp_path: Path, wandb: Wandb) -> None:
     wandb.refuses = "api_key not configured\nsee docs"
-    with pytest.raises(EnvironmentMissing, match=r"^telemetry\.wandb: .*api_key not configured\); .*WANDB_MODE=offline") as message:
+    with pytest.raises(PrerequisiteMissing, match=r"^telemetry\.wandb: .*api_key not configured\); .*WANDB_MODE=offline") as message:
         session(tmp_path / "run", TelemetryConfig(tensorboard=False, wandb="project"), [], "name: t\n")
     assert "\n" not in str(message.value)
 

@@ -93,7 +93,7 @@ class SglangEngine(Engine):
     async def start(cls, settings: SglangSettings, *, version: int = 0) -> SglangEngine:
         """Load the model and warm up. `version`: the version of its weights.
 
-        Raises UserError for an unknown name in `rollout.engine_args`, EnvironmentMissing if SGLang's processes would not find the plugin,
+        Raises UserError for an unknown name in `rollout.engine_args`, PrerequisiteMissing if SGLang's processes would not find the plugin,
         UpstreamMoved for another SGLang release, and SGLang's errors for a model that it cannot load.
         """
         os.environ.update(settings.environment)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mtpctl.compat.transformers import register_mimo
-from mtpctl.errors import EnvironmentMissing, UpstreamMoved
+from mtpctl.errors import PrerequisiteMissing, UpstreamMoved
 from mtpctl.sync.parameters import Shard, TpRank, match_shards
 from mtpctl.sync.protocol import ABORTED_BY_SENDER, PlanMismatch, SectionPlan, SyncError
 from mtpctl.sync.receiver import Inbox, RankSums, StepReceiver, UpdateStep
@@ -36,9 +36,9 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 def check_plugin() -> None:
-    """Raise EnvironmentMissing if SGLang's processes would not find this plugin."""
+    """Raise PrerequisiteMissing if SGLang's processes would not find this plugin."""
     if not any(entry.value == f"{__name__}:register" for entry in entry_points(group=PLUGIN_GROUP)):
-        raise EnvironmentMissing(
+        raise PrerequisiteMissing(
             "rollout.python: mtpctl is not installed in SGLang's environment; create it with scripts/sglang_environment.sh"
         )
 

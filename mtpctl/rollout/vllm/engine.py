@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mtpctl.cluster.process import gc_paused_for_imports
 from mtpctl.compat.transformers import import_transformers
-from mtpctl.errors import EnvironmentMissing, UserError
+from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.plan.memory import GIB
 from mtpctl.recipe.numerics import check_gpu
 from mtpctl.rollout.engine import Engine, GenerationChunk, speculation_from_histogram
@@ -234,9 +234,9 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 
 def check_plugin() -> None:
-    """Raise EnvironmentMissing if vLLM's processes would not find mtpctl's plugin."""
+    """Raise PrerequisiteMissing if vLLM's processes would not find mtpctl's plugin."""
     if not entry_points(group="vllm.general_plugins", name="mtpctl"):
-        raise EnvironmentMissing("mtpctl: vLLM finds its plugin through the package's entry point; install mtpctl (pip install -e .)")
+        raise PrerequisiteMissing("mtpctl: vLLM finds its plugin through the package's entry point; install mtpctl (pip install -e .)")
 
 
 def check_verification(worker_rules: list[object]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from mtpctl.errors import EnvironmentMissing
+from mtpctl.errors import PrerequisiteMissing
 from mtpctl.plan.buckets import Bucket
 from mtpctl.sync.protocol import SyncError, bucket_file
 from mtpctl.sync.transports.base import BucketReader, BucketWriter
@@ -34,8 +34,8 @@ def _path(folder: Path, section: str, bucket: Bucket) -> Path:
     return folder / bucket_file(section, bucket)
 
 
-def _no_space_error(path: Path, bucket: Bucket, error: OSError) -> EnvironmentMissing:
-    return EnvironmentMissing(
+def _no_space_error(path: Path, bucket: Bucket, error: OSError) -> PrerequisiteMissing:
+    return PrerequisiteMissing(
         f"{path}: no room for {bucket.nbytes} bytes of published weights ({error.strerror}); free space there and start again"
     )
 
@@ -54,7 +54,7 @@ class Writer(BucketWriter):
         """Nothing to do: receivers read once the whole version is written."""
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """A mapped file of the bucket's size. Raises EnvironmentMissing if the file system is full."""
+        """A mapped file of the bucket's size. Raises PrerequisiteMissing if the file system is full."""
         path = _path(self.folder, section, bucket)
         try:
             with path.open("xb+") as file:
@@ -68,7 +68,7 @@ class Writer(BucketWriter):
         """Write a bucket from host memory in pieces, and call `before` before each piece.
 
         Writing is faster than copying into a mapping, because no page is mapped, zeroed or faulted. It does not block other threads. Raises
-        EnvironmentMissing if the file system is full.
+        PrerequisiteMissing if the file system is full.
         """
         path, remaining = _path(self.folder, section, bucket), memoryview(data.numpy())
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtpctl.errors import EnvironmentMissing, UpstreamMoved
+from mtpctl.errors import PrerequisiteMissing, UpstreamMoved
 from mtpctl.rollout.sglang import plugin
 
 
@@ -106,5 +106,5 @@ def test_environment_without_the_plugin_is_reported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(plugin, "entry_points", lambda group: result if group == plugin.PLUGIN_GROUP else [])
     plugin.check_plugin()
     result.clear()
-    with pytest.raises(EnvironmentMissing, match=r"rollout\.python: mtpctl is not installed in SGLang"):
+    with pytest.raises(PrerequisiteMissing, match=r"rollout\.python: mtpctl is not installed in SGLang"):
         plugin.check_plugin()
