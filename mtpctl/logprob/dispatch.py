@@ -218,7 +218,7 @@ class Counters:
 
     requests: int = 0
     failed: int = 0
-    refused: int = 0
+    queue_full: int = 0
     tokens: int = 0
     batches: int = 0
     retried: int = 0

@@ -338,7 +338,7 @@ def prometheus(server: LogprobServer) -> str:
     series = [
         Series("requests_total", "counter", "Sequences answered.", counters.requests),
         Series("failed_total", "counter", "Sequences that ended in an error.", counters.failed),
-        Series("refused_total", "counter", "Sequences rejected because the queue was full.", counters.refused),
+        Series("refused_total", "counter", "Sequences rejected because the queue was full.", counters.queue_full),
         Series("tokens_total", "counter", "Tokens of the forward passes.", counters.tokens),
         Series("batches_total", "counter", "Forward passes.", counters.batches),
         Series("retried_total", "counter", "Sequences retried after a failed pass.", counters.retried),

@@ -91,7 +91,7 @@ class LogprobServer:
             newest = f"; the newest weights are {self.version}" if not request.allows(self.version) else ""
             raise DeadlineExceeded(f"no answer within {request.deadline_s:g} s{newest}") from error
         except QueueFull:
-            self.counters.refused += 1
+            self.counters.queue_full += 1
             raise
         except Exception:
             self.counters.failed += 1

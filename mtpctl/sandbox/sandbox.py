@@ -362,7 +362,7 @@ def shared(isolation: Isolation) -> Sandbox:
 
 
 def require(field: str, isolation: object = "required") -> None:
-    """Check before a training run that the sandbox works. `field`: recipe key of the arguments that contain `isolation`.
+    """Check that the sandbox works, before engines or a trainer start. `field`: recipe key of the arguments that contain `isolation`.
 
     Raises UserError for an invalid value, and PrerequisiteMissing if code of the model would run without isolation.
     """
