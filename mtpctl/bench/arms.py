@@ -120,7 +120,7 @@ class Experiment:
     def run(self, arms: Sequence[Arm], seeds: Sequence[int], *, concurrent: bool = False, report: Report) -> list[Outcome]:
         """Train every arm with every seed, except for runs that `out` already has. Returns the outcomes.
 
-        concurrent: run the arms of a seed concurrently, if the measurements do not depend on time.
+        concurrent: run the arms of a seed concurrently. Set it only if no measurement depends on time.
 
         Raises:
             UserError: if the recipe does not support an arm, or if `out` has a finished run of another recipe.

@@ -248,7 +248,7 @@ async def _measure_transport(
         await sync(version := version + 1, verify=True)
         assert sync.last_update is not None
         manifest, first_report = sync.last_update.manifest, sync.last_update.reports[0]
-        await sync.wait_persisted()
+        await sync.wait_copied()
         link = await _measure_link(options, trainer, engine, manifest)
         buckets = sum(len(section.buckets) for section in manifest.sections.values())
         result = Result(transport, manifest.nbytes, buckets, link, first_report.verified)
@@ -262,7 +262,7 @@ async def _measure_transport(
             rate_before = load.recent_rate(3 * options.window_s)
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
-            await sync.wait_persisted()
+            await sync.wait_copied()
             persisted = time.perf_counter() - resumed
             load.check()
             sync_report, sent = sync.last_update.reports[0], sync.last_update.sent

@@ -81,7 +81,7 @@ def entry_of_text(text: str) -> Entry:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a folder by relative name. `number` counts the checkpoints of a run or a copy; it is 0 for other folders."""
+    """The files of a folder by relative name. `number`: ordinal of a checkpoint in its run or copy; 0 for other folders."""
 
     number: int
     files: dict[str, Entry]

@@ -295,4 +295,4 @@ class Run:
             with self.waits.show("weights: the first sync"):
                 await stage.publish()
             await stage.run()
-        await sync.wait_persisted()
+        await sync.wait_copied()

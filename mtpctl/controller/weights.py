@@ -58,7 +58,7 @@ class WeightSync:
         if verify is None:
             verify_option = self.parties.recipe.sync.verify
             verify = verify_option == "always" or (verify_option == "first" and self.last_update is None)
-        await self.wait_persisted()
+        await self.wait_copied()
         logprob_bytes = 0
         if self._logprob_parties is not None and self._logprob_version != version:
             # The log-prob server is updated before the engines, so that no sample is scored with older weights than it was generated with.
@@ -113,8 +113,11 @@ class WeightSync:
             persist_task.cancel()
             await asyncio.gather(persist_task, return_exceptions=True)
 
-    async def wait_persisted(self) -> None:
-        """Wait until the trainer has copied the latest version to the store. Raises the error of the copy."""
+    async def wait_copied(self) -> None:
+        """Wait until the trainer has copied the latest version into host memory; a thread then writes the copy to the store.
+
+        Raises an error of this copy, or of writing the previous one.
+        """
         if self._persist_task is not None:
             persist_task, self._persist_task = self._persist_task, None
             await persist_task
@@ -155,14 +158,15 @@ class Collapse:
     def __str__(self) -> str:
         return (
             f"draft acceptance fell to {self.acceptance:.1%} over the {WINDOW_DRAFTS} drafts after the sync of version {self.version}, "
-            f"from {self.earlier_mean:.1%} before: the drafter's weights may not be the trainer's (sync.verify: always compares them)"
+            f"from {self.earlier_mean:.1%} before: the drafter's weights may not be the trainer's; set sync.verify: always to compare them"
         )
 
 
 class AcceptanceWatch:
     """Compares the first window of `WINDOW_DRAFTS` drafts after each sync with the mean of the last `MEAN_WINDOWS` windows.
 
-    Drafts of outdated or wrong weights are almost always rejected. A collapse is a first window with an acceptance below half of the mean.
+    A collapse is a first window with an acceptance below half of the mean. Drafts of wrong weights (such as mixed-up tensors) are almost
+    always rejected, but a drafter that is one version old may lose too little to be detected.
     """
 
     def __init__(self) -> None:
@@ -182,7 +186,7 @@ class AcceptanceWatch:
         self._drafted = self._accepted = 0
 
     def observe(self, sample: Sample) -> Collapse | None:
-        """Count a sample if the live version drafted most of its tokens. Returns a collapse at the end of a version's first window."""
+        """Count a sample if the live version generated most of its tokens. Returns a collapse at the end of a version's first window."""
         new_tokens = sum(span.end - span.start for span in sample.version_spans if span.version >= self._version)
         if 2 * new_tokens <= len(sample.response_ids):
             return None

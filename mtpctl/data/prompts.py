@@ -25,7 +25,7 @@ from mtpctl.errors import UserError
 from mtpctl.recipe.data import DataConfig
 
 _BOUNDARY_TOKENS = 8
-"""Allowance for other token boundaries where a prompt meets its template, in tokens."""
+"""Allowance in tokens: text may be split differently where a prompt or target meets the text around it."""
 _ESCAPED_PROMPT = '"\n\\<' * 16
 """A prompt of characters that JSON or HTML escapes, to measure a template that escapes its input."""
 
@@ -81,9 +81,9 @@ def with_hint(problem: Problem, hint: str) -> Problem:
 
 
 def encode_target(tokenizer: Tokenizer, problem: Problem, ends: EndTokens | None = None, *, templated: bool = False) -> list[int]:
-    """Ids of the target of the supervised stage; an end token is appended unless the text ends with one.
+    """Ids of the target of the supervised stage. An end token is appended, unless the text ends with one of `ends` that is special.
 
-    ends: the run's end tokens; default: the tokenizer's. templated: the prompt is rendered with the chat template.
+    ends: the run's end tokens; default: always append EOS. templated: the prompt is rendered with the chat template.
     """
     ids = tokenizer.encode(problem.target)
     if ends is None:
@@ -122,8 +122,8 @@ def check_lengths(
 ) -> None:
     """Raise UserError for the first prompt that leaves no room for a response in `context` tokens.
 
-    With `targets`, also raise it for the first prompt and solution, or conversation, that exceeds `context`. Rows that would fit with one
-    token per character are not encoded, which saves most of the time.
+    With `targets`, also raise it for the first prompt and solution, or conversation, that exceeds `context`. To save time, plain ASCII rows
+    that would fit with one token per character are not encoded.
     """
     template_length: float | None = None
     for problem in problems:

@@ -68,7 +68,9 @@ class EnvironmentTrial:
 def try_environment(
     environment: EnvironmentClass, problems: Sequence[object], *, chat: bool, deadline_s: float = TRIAL_TIMEOUT_S
 ) -> EnvironmentTrial:
-    """Create the environment for each of the first problems. Call `reply` with its stop string, then `reward` and `close`.
+    """Create the environment for each of the first problems, and call `tools`, `reply`, `reward` and `close`.
+
+    The response for `reply` is the environment's first stop string, or an empty text.
 
     `chat`: whether the chat template is used. `deadline_s`: the deadline of a response in the run; a trial takes at most this
     and at most `TRIAL_TIMEOUT_S`. Raises UserError for the first failure.

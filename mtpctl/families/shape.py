@@ -78,7 +78,7 @@ class Eagle3Shape:
     """An EAGLE-3 drafter (arXiv 2503.01840), which is stored in the subfolder `drafter/` of the model's folder.
 
     It is a Llama layer with the model's attention heads. Its attention reads the concatenation of token embedding and state. `boundaries`:
-    numbers of decoder layers before the states that it reads at the first depth. `ffn`: width of its MLP.
+    at the first depth it reads the trunk's state after each of these numbers of decoder layers. `ffn`: width of its MLP.
     """
 
     boundaries: tuple[int, ...]
@@ -158,7 +158,7 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class MambaShape:
-    """Mamba-2 (arXiv 2405.21060). The heads of each of the `groups` share the input and output projections of the state.
+    """Mamba-2 (arXiv 2405.21060). The heads of each of the `groups` share B and C, the projections into and out of the state.
 
     state: width of the state per channel. conv: width of the convolution. fp32_state: engines store the state in fp32.
     """
@@ -283,5 +283,5 @@ class ModelShape:
 
 
 def tp_divides(tp: int, name: str, count: int) -> bool:
-    """Whether `tp` ranks can split an entry of `tp_counts` equally. For `KV_HEADS`, neighboring ranks may also share a head."""
+    """Whether `tp` ranks (or cp, ep ranks) can split `count` equally. If `name` is `KV_HEADS`, neighboring ranks may also share a head."""
     return count % tp == 0 or (name == KV_HEADS and tp % count == 0)

@@ -74,7 +74,7 @@ def _template_pattern(template: str) -> re.Pattern[str]:
 
 
 def count_parameters(shape: ModelShape) -> dict[str, int]:
-    """Parameter counts: `total`, and the parts `mtp`, `embedding`, `head` and `experts` (routed). Aliases count once."""
+    """Parameter counts: `total`, and of it `mtp`, `embedding`, `head` and `experts` (routed, also those in `mtp`). Aliases count once."""
     if shape.moe is None or shape.moe.experts <= 2:
         return _count_by_part(shape)
     # Every count is linear in the number of experts. Listing all experts takes seconds for the largest models.

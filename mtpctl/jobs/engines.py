@@ -56,7 +56,7 @@ class WeightSource:
 
     @property
     def name(self) -> str:
-        """A description of the weights."""
+        """A phrase for messages that says which weights these are."""
         if self.checkpoint is None:
             return f"the weights of {self.model.path}"
         return f"checkpoint {self.checkpoint} (weight version {self.version})"
@@ -65,7 +65,8 @@ class WeightSource:
 def find_weights(recipe: Recipe, from_weights: str | None, scratch: Path, report: Report) -> WeightSource:
     """Find the weights that `from_weights` names: a run (its newest checkpoint), a checkpoint, or a model folder.
 
-    By default they are those of the recipe's run directory or model. A model or tokenizer that has to be created is written to `scratch`.
+    Default: the newest checkpoint of the recipe's run, or the recipe's model if there is none. A model or tokenizer that has to be created
+    is written to `scratch`.
     """
     run, checkpoint, version = recipe.run_path.absolute(), None, 0
     if from_weights is not None and (Path(from_weights) / "config.json").is_file():
@@ -93,7 +94,7 @@ def find_weights(recipe: Recipe, from_weights: str | None, scratch: Path, report
 
 
 def without_rl(recipe: Recipe) -> Recipe:
-    """A copy of the recipe with one SFT step as its only stage, for validation: RL rejects top-p and top-k, which other samples may use."""
+    """A copy of the recipe with one SFT step as its only stage, for validation, because RL rejects top-p and top-k."""
     train = recipe.train.model_copy(update={"stages": ["sft"], "sft": recipe.train.sft.model_copy(update={"steps": 1})})
     return recipe.model_copy(update={"train": train})
 
@@ -107,7 +108,7 @@ def with_local_merged_sync(recipe: Recipe) -> Recipe:
 
 @contextlib.contextmanager
 def engine_cluster(recipe: Recipe, source: WeightSource, folder: Path) -> Iterator[VersionStore]:
-    """Start or join a cluster with capacity for the recipe's engines. Yields a version store in `folder` for them."""
+    """Start or join a cluster that fits the recipe's engines. Yields their version store, in shared memory if it fits, else in `folder`."""
     check_engine(recipe)
     placement = _engine_placement(recipe)
     with contextlib.ExitStack() as stack:
@@ -192,7 +193,7 @@ class CheckpointReader:
 
 
 UNNAMED_LABEL = "held-out"
-"""Printed name of the held-out set that has no name in the recipe, that of `data.eval_path`."""
+"""Key and printed name of the unnamed held-out set: `data.eval_path`, a generated task, or the tasks of an environment."""
 
 
 class Evaluation(TypedDict):
@@ -268,7 +269,7 @@ def _for_validation(recipe: Recipe) -> Recipe:
 
 
 def _set_metrics(metrics: Mapping[str, float], name: str) -> dict[str, float]:
-    """The metrics of one set, without their prefix. Version and mixed fraction of the whole evaluation have the unnamed set's prefix."""
+    """The metrics of one set, without their prefix. Excludes those of the whole evaluation, which have the unnamed set's prefix."""
     prefix = f"eval/{name}/" if name else "eval/"
     set_values = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     return {key: value for key, value in set_values.items() if "/" not in key and (name or key not in ("version", "mixed_fraction"))}

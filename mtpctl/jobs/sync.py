@@ -122,7 +122,7 @@ async def _start_log_prob_server(recipe: Recipe, model: HfFolder, placement: Pla
 
 async def _measure_sync(sync: WeightSync, version: int, verify: bool, targets: int) -> SyncResult:
     metrics = await sync(version, verify=verify)
-    await sync.wait_persisted()
+    await sync.wait_copied()
     from mtpctl.sync.receiver import copy_rate
 
     update = sync.last_update

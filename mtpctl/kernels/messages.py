@@ -3,8 +3,8 @@
     row of a message = state [H] | padding | probs of the rank's experts, UNROUTED for experts that the token does not use | padding
 
 Both parts start at multiples of 16 bytes. State and probs are sent together, because the host takes longer to start an exchange than the
-GPU takes to run it. A group is the part of a token's probs that belongs to one row: E / ranks probs in a message, one prob in a row of an
-expert.
+GPU takes to run it. A group is the part of a token's probs that one row carries: in a message those for the E / ranks experts of a rank,
+after `unpack` the one of the row's expert.
 
 Gradients of a message have the same layout. On CUDA one Triton kernel gathers states and probs, and one sums their gradients.
 
@@ -88,7 +88,7 @@ def _gather(
 ) -> None:
     """Copy the state of each row's token to `rows` [R, H], and its group of probs to `row_probs` [R, group].
 
-    probs [T, groups · group]; UNROUTED if not in `routes`. order: its columns are groups of probs.
+    probs [T, groups · group]; those outside `routes` are copied as UNROUTED. order: its `pair_of` indexes the T · groups groups.
     """
     if states.is_cuda:
         gather_triton(states, probs, routes, order, rows, row_probs, group=group)
@@ -114,7 +114,7 @@ def _sum(rows: Tensor, row_probs: Tensor, order: ExpertOrder, states: Tensor, pr
 def gather_kernel(
     states_ptr,  # [T, H]
     probs_ptr,  # [T, groups · GROUP]
-    routes_ptr,  # bytes like probs, read if MASKED
+    routes_ptr,  # a byte per prob, in the layout of probs; read if MASKED
     token_of_ptr,  # int32 [R]
     pair_of_ptr,  # int64 [R]
     rows_ptr,  # [R, H]

@@ -6,8 +6,9 @@ two numbers are known as soon as the row's logits are. Rows are therefore proces
 statistics, then the loss and its two derivatives. The logit gradient overwrites the logits, and two products with it complete the slice.
 Nothing is computed twice, and only gradients and a few numbers per row outlive a slice.
 
-A draft adds to each slice its own logits, the sums over both distributions, its logit gradient, and the two products with it. Learning from
-the trunk's whole distribution thus takes as many products as learning from the sampled tokens.
+A draft (the states of a draft head, with their loss) adds to each slice its own logits, the sums over both distributions, its logit
+gradient, and the two products with it. Learning from the trunk's whole distribution thus takes as many products as learning from the
+sampled tokens.
 
 Losses that couple tokens are made separable by a first pass: GSPO's sequence ratio comes from `linear_logprob` without gradient and is then
 a constant per token. Gradients are computed in the forward pass, for an upstream gradient that the caller passes in advance.
@@ -69,8 +70,8 @@ def linear_policy_loss(
 
     token_loss: called once per slice of rows with their log-probs, entropies (None unless `entropy`) and row indices; returns the slice's
         summed loss and sums to report. Must be differentiable and separable: no term may depend on another token's log-prob.
-    drafts: drafts that learn from the distributions of these rows. `hidden` gets no gradient from them; the weight gets one through a
-        draft's own logits unless the draft detaches it.
+    drafts: states of draft heads, each with its loss on the distributions of these rows. `hidden` gets no gradient from them; the weight
+        gets one through a draft's own logits unless the draft detaches it.
     grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale). Gradients are computed for it. If
         `loss_sum` receives another one, they are rescaled. If that is impossible (they were added to `main_grad`, or computed for 0), the
         backward pass raises ValueError.
@@ -117,7 +118,7 @@ def linear_draft_loss(
     """Sum `mix` times `loss` plus 1 − `mix` times the cross-entropy over the selected rows. `loss_sum` is differentiable once.
 
     The trunk's logits are computed for this loss only. If the trunk has a separable loss in the same step, pass the draft to
-    `linear_policy_loss`: it computes the logits once for the trunk and the draft.
+    `linear_policy_loss`: it computes the trunk's logits once, for both losses.
 
     hidden [N, H]: the draft's states. teacher [N, H]: the trunk's states from which the labels were sampled; no gradient flows through
         them. labels [N]: the sampled tokens. loss: see `mtpctl.kernels.drafts`.

@@ -54,8 +54,9 @@ def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """A function that launches `kernel` on `grid` with about half of Triton's work on the host.
 
     That work limits models with many small kernels. Compiled kernels are cached by device and by everything for which Triton specializes
-    a kernel: types, alignment of pointers, divisibility of integers, constants and options, as Triton's own function returns them. Unlike
-    `kernel[grid]`, a launch builds no string of these, does not check global variables, and does not call profilers' hooks.
+    a kernel: types, alignment of pointers, divisibility of integers, constants and options, as Triton's binder returns them. Unlike
+    `kernel[grid]`, a launch after the first builds no string from these as a cache key, does not check global variables, and does not call
+    profilers' hooks.
     """
     # torch.compile recognizes only the public function.
     return kernel[grid] if not _IS_DIRECT or torch.compiler.is_compiling() else partial(_launch, kernel, grid)

@@ -90,7 +90,7 @@ def _bypass_upstream(
 ) -> tuple[Tensor, Tensor | None] | None:
     """The layer's output, and the bias if the caller adds it; None if upstream's forward pass must compute them."""
     if is_bitwise(layer.config):
-        assert not has_options or layer.tp_group.size() == 1, "options of a call are not exact with tp > 1"
+        assert not has_options or layer.tp_group.size() == 1, "numerics: bitwise does not support options of forward with tp > 1"
         out = _exact_product(layer, x)
     elif has_options or layer.tp_group.size() > 1 or not is_buffered(layer.weight):
         return None
@@ -171,7 +171,7 @@ class RMSNorm(torch.nn.Module):
         return _rms_norm(self.config, x, self.reduced_weight(), self.eps)
 
     def reduced_weight(self) -> Tensor:
-        """The weight, with its gradient summed over ranks if `is_head_sharded`."""
+        """The weight as it is; only its gradient is summed over ranks, if `is_head_sharded`."""
         return copy_to_tensor_model_parallel_region(self.weight) if self.is_head_sharded else self.weight
 
 

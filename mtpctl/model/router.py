@@ -156,7 +156,8 @@ class Router(TopKRouter):
     def _kernel_rule(self, logits: Tensor) -> RoutingRule | None:
         """The rule for the kernel of `mtpctl.kernels.routing`.
 
-        None if the kernel does not support the router: on a CPU, with expert groups, if it records routes, or with `numerics: bitwise`.
+        None if the kernel does not support the router: on a CPU, with logits other than fp32, expert groups, a bias on softmax scores or
+        `numerics: bitwise`, or if it records routes.
         """
         config = self.config
         recorded = self.choice is not None and self.choice.recorded
@@ -178,9 +179,10 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(x, loss / (self.tokens * self.passes))
 
     def _balance_loss_sum(self, logits: Tensor, load: Tensor, is_real: Tensor | None) -> Tensor:
-        """The balance loss E Σ f P of the microbatch (Switch, arXiv 2101.03961, equation 4), summed over this rank's tokens.
+        """The balance loss E Σ f P of the microbatch (Switch, arXiv 2101.03961, equation 4), times this rank's number of tokens.
 
-        f is the fraction of all (token, expert) pairs routed to an expert, P its mean score over the tokens. Only P has a gradient.
+        f is the fraction of all (token, expert) pairs routed to an expert, P its mean score over the rank's tokens (times their number: the
+        sum of its scores). Only P has a gradient.
         """
         if self.score_function == "softmax":
             scores = logits.softmax(-1, dtype=torch.float32)
@@ -259,7 +261,10 @@ def use_softmax_scores(model: torch.nn.Module) -> None:
 
 
 def gather_recorded(packing: Packing, layer: DecoderLayer) -> Tensor:
-    """Gather the experts [T, k] of the packed sequence's tokens in `layer` from the CP ranks. Collective; call after the pass."""
+    """Gather the experts [T, k] of the packed sequence's tokens in `layer` from the ranks that split them.
+
+    These are CP ranks, and TP ranks with sequence parallelism. Collective; call after the pass.
+    """
     assert packing.recorded is not None and layer.moe_index is not None
     experts = packing.recorded[layer.moe_index].int()  # gloo does not support int16
     if layer.config.sequence_parallel:

@@ -60,7 +60,7 @@ class ParallelConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Total number of ranks. Expert parallelism reuses the data-parallel ranks."""
+        """Total number of ranks. Expert parallelism adds none: it spreads experts over a stage's tp, cp and dp ranks."""
         return self.tp * self.pp * self.cp * self.dp
 
     def dp_rank(self, rank: int) -> int:
@@ -79,7 +79,7 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> C
         counts |= {"expert ffn width": shape.moe.ffn}
     yield from check_divides(parallel.tp, counts, f"{field}.tp")
     if parallel.sequence_parallel and parallel.tp == 1:
-        yield f"{field}.sequence_parallel: splits over tensor-parallel ranks; set tp above 1, or false"
+        yield f"{field}.sequence_parallel: splits over tensor-parallel ranks; set it to false, or tp above 1"
     if parallel.pp_layout is not None:
         if len(parallel.pp_layout) != parallel.pp or sum(parallel.pp_layout) != shape.layers:
             yield f"{field}.pp_layout: must list {parallel.pp} stages with {shape.layers} layers in total, got {list(parallel.pp_layout)}"
@@ -89,7 +89,7 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> C
         # Context-parallel ranks split linear attention by its heads.
         heads = {
             "linear key heads per tensor-parallel rank": shape.delta.key_heads // parallel.tp,
-            "linear value heads": shape.delta.value_heads // parallel.tp,
+            "linear value heads per tensor-parallel rank": shape.delta.value_heads // parallel.tp,
         }
         yield from check_divides(parallel.cp, heads, f"{field}.cp")
     if shape.mamba is not None and not shape.mamba.groups % parallel.tp:
@@ -107,7 +107,7 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, field: str) -> C
 
 
 def check_divides(number: int, counts: dict[str, int], field: str) -> Complaints:
-    """Report a `number` that does not divide one of `counts`. The message lists the numbers that divide all of them."""
+    """Report a `number` that does not fit one of `counts` (see `tp_divides`). The message lists numbers that fit all."""
     for name, count in counts.items():
         if not tp_divides(number, name, count):
             divisors = [n for n in range(1, max(counts.values()) + 1) if all(tp_divides(n, *item) for item in counts.items())]

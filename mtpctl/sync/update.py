@@ -9,8 +9,8 @@
                    │ Ray, all ranks                              │ Ray, all replicas
                    └ TrainerRank (a WeightExporter)                └ Engine, Replica: pause
                      └ Sender or Publisher                         └ update_target: section after section
-                       └ BucketWriter                                └ EngineTarget ► receiver in each worker;
-                                                                       ScoreRank
+                       └ BucketWriter                                ├ EngineTarget ► receiver in each worker (engine)
+                                                                     └ ScoreRank in each rank (log-prob)
     plan       export once to plan the buckets;
                describe them in a Manifest              ──────►  begin_update: check names, shapes, version
     transfer   export, pack                             ══════►  receive: buckets into live parameters (log-prob
@@ -107,7 +107,8 @@ async def update_target(
     If the target generates, the caller must pause it first. Any error aborts the update, as does a duration above `deadline_s`. Restoring
     the previous version may take another `deadline_s`. `sections`: the sections whose checksums the target returns, for `verify`.
 
-    If `manifest` is a delta to a version that is not live, the update begins with a complete version from the store.
+    If `manifest` is a delta whose base is not live, the versions that lead to it are applied first, from the store: the deltas since the
+    live version, or a complete version and the deltas after it. A pushed delta is refused instead.
 
     Raises:
         SyncError: the previous version is live again.
@@ -213,7 +214,7 @@ class LogprobReplicas(Protocol):
         ...
 
     async def apply_update(self, manifest: Manifest, *, verify: bool, deadline_s: float) -> list[SyncReport]:
-        """Apply the update to every replica. Raises SyncError if a replica refuses it and keeps its old weights."""
+        """Apply the update to every replica without the version. Raises SyncError if a replica refuses it and keeps its old weights."""
         ...
 
 
@@ -263,7 +264,7 @@ class WeightUpdate:
     async def _quiesced(self) -> AsyncIterator[None]:
         """Keep the set of receivers fixed while the block runs.
 
-        Generators quiesce first, so that engines are not paused while the log-prob server ends its forward passes.
+        Generators quiesce first: with `wait` this can take long, and the log-prob server continues meanwhile.
         """
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.parties.generators.quiesce(self.pause))

@@ -194,7 +194,7 @@ class MlflowSink:
     """
 
     def __init__(self, config: TelemetryConfig, name: str, folder: Path, recipe: Mapping[str, object], updates: UpdateCounter) -> None:
-        """Raises PrerequisiteMissing if the tracking server does not respond."""
+        """Raises PrerequisiteMissing if the tracking server does not respond, or rejects the run."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 

@@ -8,8 +8,8 @@ step begins where the previous step ended: after a rejected draft, or after all 
 Let x be a sampled token, p the trunk's distribution and q the head's. Rejection sampling emits x either as an accepted draft or after a
 rejection. Given x, the draft was accepted with probability w = min(1, q(x) / p(x)) if drafts are sampled, and w = [x = argmax q] if they
 are greedy. Within a step, draft d is reached with the product of w over the drafts before it. It is then accepted with probability
-Σ min(p, q) if sampled, or p(argmax q) if greedy. If it is rejected, a step begins there. One pass over the response therefore computes the
-probability that a step begins at each token.
+Σ min(p, q) if sampled, or p(argmax q) if greedy. If it is rejected, the next step begins after this token. One pass over the response
+therefore computes the probability that a step begins after each token.
 
 The multi-step loss `e2e_tv` weights the rows of all MTP depths to maximize the expected number of accepted drafts per step.
 
@@ -70,12 +70,13 @@ class StepEstimate:
     steps: float = 0.0
     accepted: list[float] = field(default_factory=list)
 
-    def add(self, accepted: list[list[float]], accept_given_token: list[list[float]], length: int) -> None:
+    def add(self, accept_probs: list[list[float]], accept_given_token: list[list[float]], length: int) -> None:
         """Add a turn of `length` tokens.
 
-        accepted, accept_given_token: a probability per depth and token; depth d does not read its first d tokens.
+        accept_probs, accept_given_token: a probability per depth and token. Those of depth d (from 1) at the turn's first d tokens are not
+        read, because no step drafts these tokens at that depth.
         """
-        depths = len(accepted)
+        depths = len(accept_probs)
         self.accepted = self.accepted or [0.0] * depths
         start_probs = [1.0] + [0.0] * length
         for start in range(length - 1):
@@ -85,7 +86,7 @@ class StepEstimate:
             self.steps += reach_prob
             for depth in range(min(depths, length - 1 - start)):
                 token = start + depth + 1
-                self.accepted[depth] += reach_prob * accepted[depth][token]
+                self.accepted[depth] += reach_prob * accept_probs[depth][token]
                 accepted_prob = reach_prob * accept_given_token[depth][token]
                 start_probs[token] += reach_prob - accepted_prob
                 reach_prob = accepted_prob
@@ -96,7 +97,7 @@ class StepEstimate:
 def acceptance_sums(micro: MicroBatch, depths: list[DepthProbabilities], tokens: int, drafts: int = 0) -> Sums:
     """The sums behind `mtp/expected_*` over the first `tokens` response tokens of the microbatch, which must be whole sequences.
 
-    drafts: draft tokens per step, estimated up to the number of depths; 0: one per depth.
+    drafts: draft tokens per step of the engine; positions beyond the trained depths are not estimated. 0: one per depth.
     """
     device = micro.labels.device
     sums: dict[str, float | Tensor] = {}
@@ -112,11 +113,11 @@ def acceptance_sums(micro: MicroBatch, depths: list[DepthProbabilities], tokens:
     draft_depths = depths[: drafts or None]
     for kind, suffix in DRAFT_KINDS.items():
         estimate = StepEstimate(accepted=[0.0] * len(draft_depths))
-        accepted = [depth.accepted[kind][:tokens].tolist() for depth in draft_depths]
+        accept_probs = [depth.accepted[kind][:tokens].tolist() for depth in draft_depths]
         accept_given_token = [depth.accept_given_token[kind][:tokens].tolist() for depth in draft_depths]
         for begin, end in turns:
             estimate.add(
-                [depth_probs[begin:end] for depth_probs in accepted],
+                [depth_probs[begin:end] for depth_probs in accept_probs],
                 [depth_probs[begin:end] for depth_probs in accept_given_token],
                 end - begin,
             )

@@ -4,7 +4,8 @@ Reductions of gradients overlap with the last backward pass of an update. megatr
 computed a gradient of each of its parameters. That does not work here: the gradients of this package's layers bypass autograd, and some
 parameters have no gradient in some updates. Therefore a bucket's reduction starts when the backward pass has left the layers of the bucket
 in all microbatches. Buckets are reduced in the same order on all ranks; the remaining buckets are reduced after the backward pass. The
-embedding's bucket is the last, and its reduction overlaps with nothing, so only the rows that have a gradient are exchanged.
+embedding's bucket is the last, and its reduction overlaps with nothing. Therefore only the rows that have a gradient are exchanged, if they
+are few (`SPARSE_SHARE`), the embedding is not tied, and the optimizer is not distributed.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class Gradients:
         expert_weights = {weight for experts in self._experts for weight in experts.parameters()}
         self._other_weights = [weight for weight in self.model.params_with_grad if weight not in expert_weights]
         layers = [part for part in _linear_layers(module) if part.weight not in expert_weights and is_buffered(part.weight)]
-        # Layers split by tp use upstream's backward pass, which then calls this function; `ReplicatedLinear` has its own.
+        # Layers split by tp use upstream's backward pass, which then calls `accumulate_weight_grad`; `ReplicatedLinear` has its own.
         fuse_gradient_accumulation([part for part in layers if not isinstance(part, ReplicatedLinear)], accumulate_weight_grad)
         overwritten_weights = [part.weight for part in layers]
         if head_uses_kernels and module.post_process and not module.share_embeddings_and_output_weights:
@@ -319,7 +320,7 @@ def _slices_outside(buffer: Tensor, ranges: Iterable[tuple[int, int]]) -> list[T
 
 
 class ExpertBalance:
-    """Expert load balance of an update: metrics, and updates of the router biases. Methods are collective."""
+    """Expert load balance of an update: metrics, and updates of the router biases. `finish` is collective."""
 
     def __init__(self, model: torch.nn.Module, bias_update: float) -> None:
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
@@ -353,7 +354,7 @@ class ExpertBalance:
         return {"moe/replay_agreement": agreed / replayed} if replayed else {}
 
     def _gather_loads(self) -> Tensor:
-        """Rows per expert of each router [routers, E], over all ranks that share the routers."""
+        """Rows per expert of each router [routers, E], summed over all ranks that share the routers."""
         if not self.routers:
             return torch.zeros(0, 1, dtype=torch.double, device=torch.cuda.current_device())
         loads = torch.stack([router.load for router in self.routers])

@@ -1,4 +1,7 @@
-"""Fixes for kernels of vLLM's CPU backend (vLLM 0.32.0): rotary embeddings, norms, linear attention, values, experts."""
+"""Fixes for kernels of vLLM's CPU backend (vLLM 0.32.0).
+
+Rotary embeddings, norms, linear attention, values narrower than keys, experts, and routers with a bias.
+"""
 
 from __future__ import annotations
 
@@ -242,7 +245,8 @@ def install_experts() -> None:
     """Select the CPU's own kernel for experts in an engine with LoRA.
 
     With LoRA enabled, vLLM computes all experts with Triton kernels, even if the adapter does not target experts; a CPU has no Triton.
-    This is correct, because `build_engine_settings` limits adapters to the recipe's targets, and on a CPU these must not include experts.
+    The CPU's kernel ignores adapters. That is correct, because `build_engine_settings` limits adapters to the recipe's targets, and on a
+    CPU these must not include experts.
     """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe_method
 
@@ -283,7 +287,7 @@ class SequentialExperts:
     ) -> None:
         """vLLM's call of the kernel, with `topk_weights` and `topk_ids` [T, k]."""
         if apply_router_weight_on_input:
-            raise NotImplementedError("the router's weights are applied to the outputs")
+            raise NotImplementedError("apply_router_weight_on_input is not supported: weights are applied to the outputs")
         local_experts = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
         output.copy_(
             sum_experts(hidden_states, topk_weights, local_experts, lambda states, expert: self.run_expert(states, w1, w2, expert))
