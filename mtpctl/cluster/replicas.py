@@ -131,6 +131,11 @@ class Replicas[R]:
         self._closed = False
         self._update_members: list[tuple[Slot[R], R]] | None = None
 
+    @property
+    def num_serving(self) -> int:
+        """Number of replicas that get requests."""
+        return sum(slot.state == "serving" for slot in self.slots)
+
     def live(self, condition: Callable[[R], bool] = lambda _: True) -> list[tuple[Slot[R], R]]:
         """The slots and replicas that serve and satisfy `condition`."""
         return [(slot, slot.replica) for slot in self.slots if slot.replica is not None and condition(slot.replica)]

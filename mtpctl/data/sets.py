@@ -124,8 +124,8 @@ def load_problem_sets(
 ) -> ProblemSets:
     """Read or generate the problems of a run with these stages.
 
-    If `data` sets neither `path` nor `task`, the problems are those of `rollout`'s verifiers environment. Unless the section names other
-    problems for it, the supervised stage trains on those of RL. Problems of `sft_task` that are held out are removed.
+    If `data` sets neither `path` nor `task`, the problems are those of `rollout`'s verifiers environment. The supervised
+    stage trains on the problems of RL, unless the section names others for it. Held-out problems of `sft_task` are removed.
 
     Raises:
         UserError: if there are no problems, if the section names both files and a task, and for invalid files or rows.

@@ -107,7 +107,7 @@ def load_environment_problems(
     name, sizes = rollout.verifiers, sizes or TasksetConfig()
     assert name is not None, "the recipe names a verifiers environment"
     has_eval_args, held_out = bool(rollout.environment_eval_args), sizes.eval_size or 0
-    # Without arguments for held-out tasks, the first training tasks are held out.
+    # If the recipe has no arguments for held-out tasks, the first training tasks are held out.
     offset = 0 if has_eval_args else held_out
     train_size = offset + sizes.train_size if sizes.train_size else None
     train = _load_problems(rollout, name, TRAIN, train_size, offset + limit if limit else None)

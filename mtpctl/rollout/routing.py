@@ -59,7 +59,7 @@ class Router:
     @property
     def capacity(self) -> int:
         """Maximum responses in flight; at least 1, so that a pool without replicas accepts a request, which then raises the error."""
-        return max(self._max_in_flight * sum(slot.state == "serving" for slot in self._replicas.slots), 1)
+        return max(self._max_in_flight * self._replicas.num_serving, 1)
 
     def _free_slots(self) -> list[Slot[Replica]]:
         return [slot for slot, _ in self._replicas.live() if slot.is_occupied and slot.num_requests < self._max_in_flight]
@@ -78,7 +78,7 @@ class Membership:
     @property
     def num_serving(self) -> int:
         """Number of replicas that get requests."""
-        return sum(slot.state == "serving" for slot in self._replicas.slots)
+        return self._replicas.num_serving
 
     @property
     def occupied_slots(self) -> list[int]:

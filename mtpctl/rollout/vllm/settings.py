@@ -92,8 +92,8 @@ def build_engine_settings(
         tokenizer: folder or hub id; required for stop strings, including those of environments.
         adapter: the LoRA adapter that weight syncs send, if any.
         release_kv, keep_kv, routes, outside_cache: see `VllmSettings`.
-        immediate_admission: start each request as soon as a slot is free. By default requests are held back if that is faster
-            (`mtpctl.rollout.vllm.patches.admission`), which depends on measured times.
+        immediate_admission: start each request as soon as a slot is free. By default, requests are admitted in bursts if
+            measured times show that this is faster (`mtpctl.rollout.vllm.patches.admission`).
         host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens, and
             the model runs in a separate process.
         numerics: the recipe's. `bitwise` needs fp32 on a CPU, or bf16 on a GPU, where it disables compilation.

@@ -78,9 +78,13 @@ class PushWriter(BucketWriter):
 
     def _wait_until_ready(self) -> None:
         """Wait until every receiver is ready for the section's buckets. Raises SyncError if one of them fails."""
-        wait_start = time.monotonic()
-        self.control.wait(self._are_ready, "waiting for receivers to be ready")
+        self._wait(self._are_ready, "waiting for receivers to be ready")
         self._unready = None
+
+    def _wait(self, done: Callable[[], bool], action: str) -> None:
+        """Wait for the receivers, and count the seconds as waiting. Raises the errors of `Control.wait`."""
+        wait_start = time.monotonic()
+        self.control.wait(done, action)
         self._wait_s += time.monotonic() - wait_start
 
     @abstractmethod

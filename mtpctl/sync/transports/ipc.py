@@ -98,7 +98,7 @@ class Writer(PushWriter):
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
         """The next buffer. Waits until every receiver has read the buffer's previous bucket."""
         assert self._shared_buffers is not None
-        if self._filled - 2 >= self._section_start:
+        if self._filled - 2 >= self._section_start:  # Both buffers have buckets of this section.
             self._wait_until_ready()
         self._wait_until_read(self._filled - 2)
         return self._shared_buffers.buffers[self._filled % 2][: bucket.nbytes]

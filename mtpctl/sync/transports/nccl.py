@@ -99,7 +99,7 @@ class Writer(PushWriter):
         self._buffers: list[torch.Tensor] = []
         self._buffer_index = 0
         self._works: list[tuple[dist.Work, int] | None] = [None, None]
-        self._filled: list[torch.Tensor] = []
+        self._filled: list[tuple[int, torch.Tensor]] = []
         self._timestamps: list[list[Timestamp]] = []
         self._sent_bytes, self._wait_s, self._started_at = 0, 0.0, time.monotonic()
 
@@ -119,8 +119,8 @@ class Writer(PushWriter):
         return self._buffers[self._buffer_index][: bucket.nbytes]
 
     def send(self, section: str, bucket: Bucket) -> None:
-        """Send the filled buffer, at the latest when another one is needed or the section ends."""
-        self._filled.append(self._buffers[self._buffer_index][: bucket.nbytes])
+        """Send the filled buffer if the receivers are ready; otherwise later, when another buffer is needed or the section ends."""
+        self._filled.append((self._buffer_index, self._buffers[self._buffer_index][: bucket.nbytes]))
         self._buffer_index = 1 - self._buffer_index
         if self._are_ready():
             self._send_filled()
@@ -132,15 +132,14 @@ class Writer(PushWriter):
         if self._wire is None:
             # A receiver becomes ready only after the sender has joined the communicator.
             receivers = self.control.address.receivers
-            self.control.wait(lambda: self.control.count("joined") >= receivers, "waiting for the receivers of the weights")
+            self._wait(lambda: self.control.count("joined") >= receivers, "waiting for the receivers of the weights")
             self._wire = Wire(self.control, 0, self.device)
         self._wait_until_ready()
         filled, self._filled = self._filled, []
-        first_index = (self._buffer_index - len(filled)) % 2
-        for offset, data in enumerate(filled):
+        for buffer_index, data in filled:
             self._timestamps.append([self._take_timestamp()])
             work = self._wire.broadcast(data)
-            self._works[(first_index + offset) % 2] = work, len(self._timestamps) - 1
+            self._works[buffer_index] = work, len(self._timestamps) - 1
             if self._side_stream is not None:  # It records the end without making the current stream wait.
                 with torch.cuda.stream(self._side_stream):
                     work.wait()
