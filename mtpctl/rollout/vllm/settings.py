@@ -103,6 +103,8 @@ def build_engine_settings(
     """
     is_cpu = device == "cpu"
     num_drafts = rollout.speculation.num_tokens
+    # vLLM rejects sizes in both its `compilation_config` and these options.
+    chooses_graph_sizes = not rollout.engine_args.keys() & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     args: Arguments = {
         "model": model,
         "dtype": DTYPES[precision if rollout.dtype == "auto" else rollout.dtype],
@@ -136,9 +138,9 @@ def build_engine_settings(
         speculative_config["num_speculative_tokens_per_batch_size"] = _build_draft_schedule(num_drafts, rollout.max_in_flight)
         async_scheduling = bool(rollout.engine_args.get("async_scheduling", not is_cpu))
         args |= {"async_scheduling": async_scheduling, "scheduler_cls": SCHEDULER_CLASSES[async_scheduling]}
-        if not args["enforce_eager"]:
+        if not args["enforce_eager"] and chooses_graph_sizes:
             args["compilation_config"] = {"cudagraph_capture_sizes": _list_switching_graph_sizes(num_drafts, rollout.max_in_flight)}
-    elif host_limited and not args["enforce_eager"] and adapter is None:
+    elif host_limited and not args["enforce_eager"] and adapter is None and chooses_graph_sizes:
         max_step_tokens = rollout.engine_args.get("max_num_batched_tokens")
         cudagraph_sizes = _list_host_limited_graph_sizes(
             num_drafts, rollout.max_in_flight, max_step_tokens=max_step_tokens if isinstance(max_step_tokens, int) else ENGINE_STEP_TOKENS

@@ -97,8 +97,8 @@ def test_folder_with_its_own_drafter_is_served_with_it(method: str, config: dict
     }
 
 
-def graphs_of(*, host_limited: bool = True, k: int = 0, **rollout: object) -> list[int] | None:
-    config = VllmConfig(**rollout, speculation=SpeculationConfig(num_tokens=k))  # type: ignore[arg-type]
+def graphs_of(*, host_limited: bool = True, k: int = 0, auto: bool = False, **rollout: object) -> list[int] | None:
+    config = VllmConfig(**rollout, speculation=SpeculationConfig(num_tokens=k, auto=auto))  # type: ignore[arg-type]
     args = build_engine_settings(config, model="m", precision="bf16", device="cuda", host_limited=host_limited).args
     return args.get("compilation_config", {}).get("cudagraph_capture_sizes")
 
@@ -113,6 +113,9 @@ def test_a_small_models_steps_are_replayed_beyond_vllms_512_tokens() -> None:
     assert graphs_of(host_limited=False, max_in_flight=1024) is None
     assert graphs_of(eager=True) is None
     assert graphs_of(engine_args={"compilation_config": {"mode": 0}}) is None, "the recipe's own options win"
+    for option in ({"cudagraph_capture_sizes": [1, 2]}, {"max_cudagraph_capture_size": 2}):
+        assert graphs_of(engine_args=option) is None, "vLLM rejects sizes in two places"
+        assert graphs_of(engine_args=option, k=2, auto=True) is None
     limited = graphs_of(max_in_flight=64, engine_args={"max_num_batched_tokens": 1024})
     assert limited is not None and max(limited) == 1024
 
