@@ -242,7 +242,7 @@ class Packer:
     def wire_tensors(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the sections in `next_sections`, quantized if they are sent in FP8.
 
-        Quantized tensors must not be sent before `_finite.check`.
+        A section must not be complete at a receiver before `_finite.check`.
         """
         self._finite.clear()
         for name, tensor in export:
@@ -339,7 +339,11 @@ class Packer:
 
 
 class _SectionPacker:
-    """Copies the tensors of one section into its buckets. `check`: called before a bucket is sent."""
+    """Copies the tensors of one section into its buckets.
+
+    `check` is called before the last bucket is sent: receivers cannot complete a section that fails it. It waits for the GPU, so it is not
+    called for every bucket.
+    """
 
     def __init__(self, section: str, buckets: Sequence[Bucket], check: Callable[[], None] = lambda: None) -> None:
         self.section = section
@@ -369,7 +373,8 @@ class _SectionPacker:
             self.buffer[entry.offset : entry.offset + entry.nbytes].copy_(piece, non_blocking=writer.stream_ordered)
             self.next += 1
             if entry is bucket.entries[-1]:
-                self.check()
+                if self.has_ended:
+                    self.check()
                 writer.send(self.section, bucket)
                 self.buffer = None
             if entry.is_last:
