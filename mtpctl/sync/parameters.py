@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mtpctl.families.quantization import FP8_BLOCK, SCALE_SUFFIX
-from mtpctl.plan.buckets import Entry
+from mtpctl.plan.buckets import Bucket, Entry
 from mtpctl.sync.checksums import PartialSums, partial_sums
 from mtpctl.sync.protocol import PlanMismatch, SectionPlan
 
@@ -137,6 +137,13 @@ class Shard:
         matrix = self.live.view(self.outer, -1)
         return [(run.wire * inner, matrix[:, run.live * inner : (run.live + run.length) * inner]) for run in self.runs]
 
+    def contiguous_parts(self) -> list[tuple[int, torch.Tensor]] | None:
+        """First element in the flattened wire tensor, and flat view of the live memory, of each run; None if a run is split over rows."""
+        blocks = self.blocks()
+        if self.outer == 1:
+            return [(column, block[0]) for column, block in blocks]
+        return [(0, self.live.view(-1))] if len(blocks) == 1 and blocks[0][1].shape[1] == self.columns else None
+
     def write(self, piece: torch.Tensor, start: int, stop: int) -> None:
         """Copy elements `[start, stop)` of the flattened wire tensor to the live parameter, except those of other ranks."""
         width = self.columns
@@ -170,6 +177,90 @@ class Shard:
         """This rank's contribution to the tensor's checksum."""
         numel = prod(self.shape)
         return [partial_sums(block.to(self.dtype or block.dtype), numel, self.columns, column) for column, block in self.blocks()]
+
+
+WORD = 8
+"""Bytes of a word, the unit of batched copies."""
+
+
+def as_words(data: torch.Tensor) -> torch.Tensor:
+    """The whole words of a buffer of bytes (uint8)."""
+    return data[: data.numel() // WORD * WORD].view(torch.int64)
+
+
+def has_whole_words(flat: torch.Tensor) -> bool:
+    """Whether a contiguous vector can be viewed as words."""
+    return not (flat.nbytes % WORD or flat.storage_offset() * flat.element_size() % WORD or flat.data_ptr() % WORD)
+
+
+def entry_view(entry: Entry, data: torch.Tensor) -> torch.Tensor:
+    """The flattened elements of an entry in the bytes of its bucket."""
+    return data[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype))
+
+
+@dataclass(frozen=True)
+class BucketCopies:
+    """The copies of one bucket into live parameters.
+
+    live: flat views of live memory as 64-bit words. words: the words of the bucket that are copied to each of them. others: entries that
+    are not whole words, that are split over the rows of a parameter, or whose parameter has another dtype.
+    """
+
+    live: list[torch.Tensor]
+    words: list[slice]
+    others: list[Entry]
+
+
+class LiveSection:
+    """Writes the buckets of a plan into the shards of a live model (see `match_shards`).
+
+    A bucket may have hundreds of tensors, and the host takes longer to start a copy than the GPU to execute it. The copies are therefore
+    prepared at the first update, and executed in one call.
+    """
+
+    def __init__(self, shards: dict[str, Shard]) -> None:
+        self.shards = shards
+        self._copies: dict[int, BucketCopies] = {}
+
+    def write(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Write a bucket's bytes `data [nbytes]` (uint8)."""
+        copies = self._copies.get(bucket.index)
+        if copies is None:
+            copies = self._copies[bucket.index] = self._prepare(bucket)
+        if copies.live:
+            words = as_words(data)
+            torch._foreach_copy_(copies.live, [words[part] for part in copies.words])
+        for entry in copies.others:
+            self.shards[entry.name].write(entry_view(entry, data), entry.part_start, entry.part_stop)
+
+    def _prepare(self, bucket: Bucket) -> BucketCopies:
+        copies = BucketCopies([], [], [])
+        for entry in bucket.entries:
+            word_copies = self._word_copies(entry)
+            if word_copies is None:
+                copies.others.append(entry)
+                continue
+            for live, words in word_copies:
+                copies.live.append(live)
+                copies.words.append(words)
+        return copies
+
+    def _word_copies(self, entry: Entry) -> list[tuple[torch.Tensor, slice]] | None:
+        """Live words that this entry fills, with the words of the bucket; None if it cannot be copied as words."""
+        shard = self.shards[entry.name]
+        parts = shard.contiguous_parts()
+        if parts is None or shard.dtype not in (None, shard.live.dtype):
+            return None
+        itemsize, word_copies = shard.live.element_size(), []
+        for first, live in parts:
+            start, stop = max(first, entry.part_start), min(first + live.numel(), entry.part_stop)
+            if start < stop:
+                target = live[start - first : stop - first]
+                offset = entry.offset + (start - entry.part_start) * itemsize
+                if offset % WORD or not has_whole_words(target):
+                    return None
+                word_copies.append((target.view(torch.int64), slice(offset // WORD, (offset + target.nbytes) // WORD)))
+        return word_copies
 
 
 class ShapeMismatch(ValueError):

@@ -29,7 +29,7 @@ from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.plan.buckets import ADAPTER_PREFIX, Bucket, Entry
 from mtpctl.sync.checksums import PartialSums, partial_sums
 from mtpctl.sync.delta import BlobAssembler, apply, decode
-from mtpctl.sync.parameters import Renamer, ShapeMismatch, Shard, TpRank, find_shard, resolve
+from mtpctl.sync.parameters import LiveSection, Renamer, ShapeMismatch, Shard, TpRank, entry_view, find_shard, resolve
 from mtpctl.sync.protocol import Delta, Manifest, PlanMismatch, Section, SectionPlan, SyncError, VersionConflict, buckets_from, layout
 from mtpctl.sync.transports.base import BucketReader, ReaderCache
 
@@ -75,16 +75,19 @@ class BucketReceiver(ABC):
 
 
 class SectionReceiver(BucketReceiver):
-    """Writes a section, or its changed elements, into the shards of a live model (see `match_shards`)."""
+    """Writes a section, or its changed elements, into a live model."""
 
-    def __init__(self, plan: SectionPlan, shards: dict[str, Shard]) -> None:
+    def __init__(self, plan: SectionPlan, live: LiveSection) -> None:
         super().__init__(plan)
-        self.shards = shards
+        self.live = live
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        return self.live.shards
 
     def _consume(self, bucket: Bucket, data: torch.Tensor) -> None:
         if self.plan.delta is None:
-            for entry, piece in pieces(bucket, data):
-                self.shards[entry.name].write(piece, entry.part_start, entry.part_stop)
+            self.live.write(bucket, data)
             return
         for name, blob in self.blobs.read(bucket, data):
             shard, change = self.shards[name], self.plan.delta.changes[name]
@@ -116,7 +119,7 @@ class DiscardReceiver(BucketReceiver):
 def pieces(bucket: Bucket, data: torch.Tensor) -> Iterator[tuple[Entry, torch.Tensor]]:
     """The entries of a bucket with views of their flattened elements."""
     for entry in bucket.entries:
-        yield entry, data[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype))
+        yield entry, entry_view(entry, data)
 
 
 class UpdateStep(TypedDict, total=False):
@@ -194,16 +197,16 @@ class StepReceiver:
         self.received: dict[str, BucketReceiver] = {}
         """The last receiver of each section."""
         self._active: ActiveSection | None = None
-        self._shards: dict[tuple[str, str], dict[str, Shard]] = {}
+        self._live: dict[tuple[str, str], LiveSection] = {}
 
     def begin(self, step: UpdateStep, match: Callable[[SectionPlan], dict[str, Shard]]) -> None:
         """Begin a section. `match` finds its shards, and is called once for each plan. Raises PlanMismatch."""
 
         def new_receiver(plan: SectionPlan) -> BucketReceiver:
             key = (step["section"], step["plan_name"])
-            if key not in self._shards:
-                self._shards[key] = match(plan)
-            return SectionReceiver(plan, self._shards[key])
+            if key not in self._live:
+                self._live[key] = LiveSection(match(plan))
+            return SectionReceiver(plan, self._live[key])
 
         self.begin_with(step, new_receiver)
 

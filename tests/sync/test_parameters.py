@@ -13,7 +13,7 @@ from mtpctl.families.quantization import scale_shape
 from mtpctl.kernels.block_fp8 import quantize, quantized_tensors
 from mtpctl.plan.buckets import TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum, combine_sums
-from mtpctl.sync.parameters import Run, ShapeMismatch, Shard, Slot, TpRank, find_shard, match_shards, resolve
+from mtpctl.sync.parameters import LiveSection, Run, ShapeMismatch, Shard, Slot, TpRank, entry_view, find_shard, match_shards, resolve
 from mtpctl.sync.protocol import SectionPlan
 
 LAYER = "model.layers.0"
@@ -163,6 +163,32 @@ def test_the_shards_of_all_ranks_make_up_the_tensor(case: str, size: int, step: 
         for column, block in shard.blocks():
             assert torch.equal(block, matrix[:, column : column + block.shape[1]])
     assert combine_sums(part for shard in shards for part in shard.sums()) == checksum(whole)
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 512, 1 << 20])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_buckets_of_a_live_section_fill_the_shards(case: str, size: int, bucket_bytes: int) -> None:
+    """Twice, since the copies are prepared for the first version. Some entries are copied as words: not the odd and the widened tensor."""
+    shapes = {"odd": (3,), "whole": CASES[case][1], "widened": (4, 2), "more": (64, 4)}
+    dtypes = dict.fromkeys(shapes, torch.float32) | {"odd": torch.bfloat16, "widened": torch.bfloat16}
+    buckets = plan_buckets([TensorSpec(name, shapes[name], str(dtypes[name]).removeprefix("torch.")) for name in shapes], bucket_bytes)
+    plain = {name: Run(0, 0, shape[0]) for name, shape in shapes.items()}
+    ranks = []
+    for rank in range(size):
+        shards = {name: Shard(torch.zeros(shapes[name]), shapes[name], 0, (plain[name],), dtypes[name]) for name in ("widened", "more")}
+        shards["odd"] = Shard(torch.zeros(3, dtype=torch.bfloat16), (3,), 0, (plain["odd"],), torch.bfloat16)
+        ranks.append(LiveSection(shards | {"whole": shard_of(case, rank, size)}))
+    for _ in range(2):
+        tensors = {name: torch.randn(shape).to(dtypes[name]) for name, shape in shapes.items()}
+        for bucket in buckets:
+            data = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+            for entry in bucket.entries:
+                entry_view(entry, data).copy_(tensors[entry.name].view(-1)[entry.part_start : entry.part_stop])
+            for live in ranks:
+                live.write(bucket, data)
+        for name, tensor in tensors.items():
+            assert combine_sums(part for live in ranks for part in live.shards[name].sums()) == checksum(tensor)
 
 
 def test_replicas_that_differ_have_no_checksum() -> None:
