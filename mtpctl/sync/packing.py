@@ -18,9 +18,12 @@ from mtpctl.kernels.block_fp8 import FiniteChecks, quantized_tensors
 from mtpctl.plan.buckets import ALIGNMENT, MAX_DELTA_SHARE, Bucket, Change, Entry, TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.delta import compare, encode
+from mtpctl.sync.parameters import has_whole_words
 from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, SyncError
 from mtpctl.sync.transports.base import BucketWriter
 
+MAX_PENDING_BYTES = 64 << 20
+"""Bytes of tensors that are retained until they are copied together."""
 PREFETCH_BYTES = 256 << 20
 """Largest tensor whose previous values are copied to the GPU ahead of time, which bounds the additional GPU memory."""
 
@@ -352,6 +355,10 @@ class _SectionPacker:
         self.entries = [(bucket, entry) for bucket in buckets for entry in bucket.entries]
         self.next = 0
         self.buffer: torch.Tensor | None = None
+        # Copies that have not been started, as words.
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._pending_bytes = 0
 
     @property
     def has_started(self) -> bool:
@@ -362,23 +369,46 @@ class _SectionPacker:
         return self.next == len(self.entries)
 
     def add(self, spec: TensorSpec, tensor: torch.Tensor, writer: BucketWriter) -> None:
-        """Copy one tensor, which may span several buckets. A bucket is sent once its last entry is copied."""
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        """Copy one tensor, which may span several buckets. A bucket is sent once its last entry is copied.
+
+        The tensor must not change until its last bucket is sent.
+        """
+        data = tensor.contiguous().view(-1)
         while True:
             bucket, entry = self._next_entry(spec)
             if self.buffer is None:
                 self.buffer = writer.buffer(self.section, bucket)
-            start = entry.part_start * spec.itemsize
-            piece = data[start : start + entry.nbytes]
-            self.buffer[entry.offset : entry.offset + entry.nbytes].copy_(piece, non_blocking=writer.stream_ordered)
+            piece = data if entry.is_whole else data[entry.part_start : entry.part_stop]
+            self._copy(piece, entry, self.buffer, writer)
             self.next += 1
             if entry is bucket.entries[-1]:
+                self._start_copies(writer)
                 if self.has_ended:
                     self.check()
                 writer.send(self.section, bucket)
                 self.buffer = None
             if entry.is_last:
                 return
+
+    def _copy(self, piece: torch.Tensor, entry: Entry, buffer: torch.Tensor, writer: BucketWriter) -> None:
+        """Copy elements to their entry of the buffer, together with others.
+
+        For most tensors, the host takes longer to start a copy than the GPU to execute it.
+        """
+        target = buffer[entry.offset : entry.offset + entry.nbytes]
+        if not has_whole_words(piece):
+            target.copy_(piece.view(torch.uint8), non_blocking=writer.stream_ordered)
+            return
+        self._targets.append(target.view(torch.int64))
+        self._sources.append(piece.view(torch.int64))
+        self._pending_bytes += entry.nbytes
+        if self._pending_bytes >= MAX_PENDING_BYTES:
+            self._start_copies(writer)
+
+    def _start_copies(self, writer: BucketWriter) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources, non_blocking=writer.stream_ordered)
+        self._targets, self._sources, self._pending_bytes = [], [], 0
 
     def _next_entry(self, spec: TensorSpec) -> tuple[Bucket, Entry]:
         if self.has_ended:
