@@ -134,6 +134,9 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor). Collective: every rank must iterate, and gets all tensors.
 
+        Embedding and LM head are the last tensors of the trunk: layers have most tensors, so a weight sync packs a part of them while
+        engines pause.
+
         If folders store a tensor under several names (DeepSeek's MTP layers repeat embedding and head), it is yielded once for each name.
 
         Args:
@@ -157,13 +160,15 @@ class WeightBridge:
             for task in self.tasks(chunks)
             if any(is_included(name) or any(map(is_included, copies.get(name, []))) for name in hf_names(task))
         ]
+        vocabulary_names = {shape.embedding_name, "lm_head.weight"}
+        tasks.sort(key=lambda task: not vocabulary_names.isdisjoint(hf_names(task)))
         conversions = map(_merge_adapter, tasks) if merged else tasks
         # `merge_adapter_weights=False`: otherwise the bridge searches the whole model for its own kind of adapter.
         stream = self.mapping().stream_weights_megatron_to_hf(
             chunks, self._stored_names, cpu=False, show_progress=False, conversion_tasks=conversions, merge_adapter_weights=False
         )
         for name, tensor in stream:
-            if name in (shape.embedding_name, "lm_head.weight"):
+            if name in vocabulary_names:
                 tensor = tensor[: shape.vocab]  # Drops the rows that pad the vocabulary for tp.
             for stored_name in (name, *copies.get(name, [])):
                 if is_included(stored_name):

@@ -80,3 +80,9 @@ def test_tensor_unknown_to_the_bridge_is_an_error(lost, left, tmp_path, monkeypa
     monkeypatch.setattr(WeightBridge, "pretrained", fewer)
     with pytest.raises(RuntimeError, match=f"were not filled: {left}$"), engine(mimo(tmp_path / "model")):
         pass
+
+
+def test_embedding_and_head_are_exported_after_the_layers(tmp_path):
+    with engine(mimo(tmp_path / "model")) as trainer:
+        names = [name for name, _ in trainer.export(sections=("target",))]
+    assert set(names[-2:]) == {"model.embed_tokens.weight", "lm_head.weight"}
