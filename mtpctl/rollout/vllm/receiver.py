@@ -62,6 +62,7 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._steps = StepReceiver(Inbox(device))
+        self._layers_with_copies: dict[nn.Module, list[nn.Module]] = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Does nothing."""
@@ -112,8 +113,11 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
     def finish_weight_update(self) -> None:
         """Close the session's section. Raises SyncError if buckets are missing."""
         if isinstance(self._steps.finish(), SectionReceiver):
-            weights.repack_weights(self.model)
-            weights.refresh_derived_weights(self.model, self.model_config.dtype)
+            if self.model not in self._layers_with_copies:
+                self._layers_with_copies[self.model] = weights.find_layers_with_copies(self.model)
+            layers = self._layers_with_copies[self.model]
+            weights.repack_weights(layers)
+            weights.refresh_derived_weights(layers, self.model_config.dtype)
 
     def write_adapter(self, folder: str) -> None:
         """Write the last received adapter to a folder, on rank 0. All ranks read it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -252,9 +252,15 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
     return weight
 
 
-def repack_weights(model: nn.Module) -> None:
+def find_layers_with_copies(model: nn.Module) -> list[nn.Module]:
+    """Layers of a loaded model that `repack_weights` and `refresh_derived_weights` have to update."""
+    attributes = (_CONVOLUTION, _DECAY, LATENT_HALVES[0], "_build_fused_kv_buffers")
+    return [layer for layer in model.modules() if _LOADED_WEIGHTS in layer.__dict__ or any(hasattr(layer, name) for name in attributes)]
+
+
+def repack_weights(layers: Iterable[nn.Module]) -> None:
     """Pack the loaded weights (see `plain_weight`) again after they were updated."""
-    for layer in model.modules():
+    for layer in layers:
         if hasattr(layer, _CONVOLUTION):
             from vllm import _custom_ops as ops
 
@@ -284,7 +290,7 @@ class _ContextBuffers(Protocol):
     def _build_fused_kv_buffers(self) -> None: ...
 
 
-def refresh_derived_weights(model: nn.Module, dtype: torch.dtype | str) -> None:
+def refresh_derived_weights(layers: Iterable[nn.Module], dtype: torch.dtype | str) -> None:
     """Recompute derived weights from the current ones. `dtype` is the model's.
 
     Latent attention stores a second copy of `kv_b_proj`, split and transposed, and recomputes it only on request. It reuses the memory of
@@ -292,7 +298,7 @@ def refresh_derived_weights(model: nn.Module, dtype: torch.dtype | str) -> None:
     norms of all its layers. Raises UpstreamMoved for another release.
     """
     require_pinned(f"{__name__}.refresh_derived_weights")
-    for layer in model.modules():
+    for layer in layers:
         if hasattr(layer, LATENT_HALVES[0]) and hasattr(layer, "kv_b_proj"):
             cast(_LatentAttention, layer).process_weights_after_loading(dtype)
         if hasattr(layer, "_build_fused_kv_buffers"):

@@ -21,7 +21,7 @@ from mtpctl.rollout.vllm.plugin import install
 MODULES = [importlib.import_module(f"{patches.__name__}.{module.name}") for module in pkgutil.iter_modules(patches.__path__)]
 PATCHES = {each.name: each for module in MODULES for each in vars(module).values() if isinstance(each, Patch)}
 GUARDED: dict[str, Callable[[], object]] = {
-    f"{weights.__name__}.refresh_derived_weights": lambda: weights.refresh_derived_weights(nn.Module(), "float32"),
+    f"{weights.__name__}.refresh_derived_weights": lambda: weights.refresh_derived_weights([], "float32"),
     f"{weights.__name__}.get_name_mapper": lambda: weights.get_name_mapper(nn.Module()),
     f"{loop.__name__}.core_in_loop": lambda: loop.core_in_loop().__enter__(),
     f"{pauses.__name__}.pause": lambda: asyncio.run(pauses.pause(None, "keep")),  # type: ignore[arg-type]

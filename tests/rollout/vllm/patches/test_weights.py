@@ -16,7 +16,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from mtpctl.rollout.vllm.patches.weights import PackedWeight, find_packed_fp8, plain_weight, repack_weights
+from mtpctl.rollout.vllm.patches.weights import PackedWeight, find_layers_with_copies, find_packed_fp8, plain_weight, repack_weights
 from mtpctl.rollout.vllm.plugin import install
 from tests.fakes.cpus import linear_amx
 
@@ -77,7 +77,7 @@ def test_convolutions_keep_the_loaded_layout(cpu: str, monkeypatch: pytest.Monke
     assert torch.equal(linear.get_parameter("weight"), loaded.flip(0) if packed else loaded)
     assert torch.equal(plain_weight(linear, "weight"), loaded)
     plain_weight(linear, "weight").copy_(changed)
-    repack_weights(linear)
+    repack_weights(find_layers_with_copies(linear))
     assert torch.equal(linear.get_parameter("weight"), changed.flip(0) if packed else changed)
 
 
