@@ -94,8 +94,7 @@ def build_engine_settings(
         release_kv, keep_kv, routes, outside_cache: see `VllmSettings`.
         immediate_admission: start each request as soon as a slot is free. By default, requests are admitted in bursts if
             measured times show that this is faster (`mtpctl.rollout.vllm.patches.admission`).
-        host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens, and
-            the model runs in a separate process.
+        host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens.
         numerics: the recipe's. `bitwise` needs fp32 on a CPU, or bf16 on a GPU, where it disables compilation.
 
     On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
@@ -172,7 +171,7 @@ def build_engine_settings(
         args["enable_sleep_mode"] = True
     if routes:
         args["enable_return_routed_experts"] = True
-    if rollout.tp > 1 or host_limited:
+    if rollout.tp > 1 or not is_cpu:
         # In a Ray placement group, vLLM would start its processes with Ray by default. The process of a single rank runs the model while
         # the core schedules the next step.
         args["distributed_executor_backend"] = "mp"

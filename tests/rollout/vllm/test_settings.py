@@ -49,10 +49,11 @@ def test_gpu_workers_are_spawned_and_cpu_cores_run_in_the_actor() -> None:
     assert environment("cpu", tp=2)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind", "ranks share the NUMA node of a small machine"
 
 
-def test_ranks_of_an_engine_are_processes_of_its_own_host() -> None:
-    """vLLM would take Ray where the engine's actor sits in a placement group, and with it other hosts."""
-    of = [build_engine_settings(VllmConfig(tp=tp), model="m", precision="fp32", device="cuda").args for tp in (1, 2)]
-    assert [args.get("distributed_executor_backend") for args in of] == [None, "mp"]
+@pytest.mark.parametrize(("device", "tp", "backend"), [("cuda", 1, "mp"), ("cuda", 2, "mp"), ("cpu", 1, None), ("cpu", 2, "mp")])
+def test_ranks_of_an_engine_are_processes_of_its_own_host(device: Literal["cpu", "cuda"], tp: int, backend: str | None) -> None:
+    """In a placement group, vLLM would choose Ray, which may place them on other hosts. A single rank on a CPU runs in the actor."""
+    args = build_engine_settings(VllmConfig(tp=tp), model="m", precision="fp32", device=device).args
+    assert args.get("distributed_executor_backend") == backend
 
 
 def test_a_request_ends_at_its_own_end_tokens_whatever_the_engines_tokenizer_names() -> None:
