@@ -4,9 +4,9 @@ The engines of a model start concurrently, each in a separate process on the sam
 requests; an engine that is not measured idles. Unless `--no-syncs` is given, the FP8 engine (with drafts if the model has MTP layers) is
 also updated three times, and its live tensors are compared with those of a new engine that loads the folder that `convert-hf --dtype fp8`
 exports. Without `--model`, models with the shapes of MiMo-7B (with its MTP layer as drafter) and Qwen3-30B-A3B and random weights are used;
-their drafts are almost never accepted, so acceptance needs a trained model. `--without-deep-gemm` adds FP8 engines that use CUTLASS, and
-`--host-limited` FP8 engines with the settings of small models, whose steps the host limits. Exit code 6: FP8 is less than 1.2 times (1.3
-with experts, 1.15 with drafts) as fast as bf16, or live tensors differ.
+their drafts are almost never accepted, so acceptance needs a trained model. `--weights` selects the engines, with other kernels or with the
+model in the core's process. Exit code 6: FP8 is less than 1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or live tensors
+differ.
 
     python benchmarks/fp8_rollout.py
     python benchmarks/fp8_rollout.py --model FOLDER      # a trained model
@@ -34,9 +34,20 @@ GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 """Batch sizes of CUDA graphs. DeepGEMM compiles kernels for each, so that vLLM's default of 51 sizes takes minutes."""
 WARMUP_ROUNDS = 5
 """In the first rounds kernels are compiled when a batch size first occurs."""
-WITHOUT_DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}
 WITH_DEEP_GEMM = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
 """Kernels are compiled when graphs are captured and in the warm-up rounds, instead of for all batch sizes at the start."""
+DEEP_GEMM = {"linear_backend": "deep_gemm"}
+ONE_PROCESS = {"distributed_executor_backend": "uni"}
+WEIGHTS: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
+    "bf16": ("none", {}, {}),
+    "bf16, one process": ("none", ONE_PROCESS, {}),
+    "FP8": ("fp8", {}, WITH_DEEP_GEMM),
+    "FP8, DeepGEMM": ("fp8", DEEP_GEMM, WITH_DEEP_GEMM),
+    "FP8, DeepGEMM, one process": ("fp8", DEEP_GEMM | ONE_PROCESS, WITH_DEEP_GEMM),
+    "FP8, CUTLASS": ("fp8", {"linear_backend": "cutlass"}, {}),
+}
+"""Engines to compare, by name: quantization, engine arguments, and environment variables. By default the model runs in a separate process,
+and vLLM chooses the kernel, on Hopper FlashInfer's for fewer than 32 rows and DeepGEMM's otherwise."""
 
 
 def make_settings(order: dict[str, Any]) -> Any:
@@ -46,6 +57,7 @@ def make_settings(order: dict[str, Any]) -> Any:
     device = "cpu" if order["toy"] else "cuda"
     sizes: dict[str, Any] = {"context": 128} if order["toy"] else {"context": 1024, "gpu_memory": 0.05}
     args: dict[str, Any] = {} if order["toy"] or order["eager"] else {"cudagraph_capture_sizes": GRAPH_SIZES}
+    args |= order["engine_args"]
     if order["profile"]:
         args["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": order["profile"], "torch_profiler_with_stack": False}
     config = VllmConfig(
@@ -57,13 +69,7 @@ def make_settings(order: dict[str, Any]) -> Any:
         engine_args=args,
         **sizes,
     )  # type: ignore[arg-type]
-    return build_engine_settings(
-        config,
-        model=order["folder"],
-        precision="bf16",
-        device=device,  # type: ignore[arg-type]
-        host_limited=order["host_limited"],
-    )
+    return build_engine_settings(config, model=order["folder"], precision="bf16", device=device)  # type: ignore[arg-type]
 
 
 async def measure_rate(engine: Any, requests: int, prompt: int, tokens: int, vocab: int) -> tuple[float, float | None]:
@@ -172,23 +178,16 @@ def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[s
 
     shape = HfFolder.open(folder).shape
     order = {"toy": arguments.toy, "folder": str(folder), "work": str(work), "vocab": arguments.prompt_vocab or shape.vocab}
-    order |= {"prompt": arguments.prompt, "tokens": arguments.tokens, "eager": False, "host_limited": False, "profile": arguments.profile}
+    order |= {"prompt": arguments.prompt, "tokens": arguments.tokens, "eager": False, "engine_args": {}, "profile": arguments.profile}
     order["kv_cache_bytes"] = 64 << 20 if arguments.toy else int(arguments.kv_gib * (1 << 30))
-    kinds: dict[str, tuple[dict[str, object], dict[str, str]]] = {
-        "bf16": ({"quantization": "none"}, {}),
-        "FP8": ({"quantization": "fp8"}, WITH_DEEP_GEMM),
-    }
-    if arguments.without_deep_gemm:
-        kinds["FP8 without DeepGEMM"] = ({"quantization": "fp8"}, WITHOUT_DEEP_GEMM)
-    if arguments.host_limited:
-        kinds["FP8, host-limited"] = ({"quantization": "fp8", "host_limited": True}, WITH_DEEP_GEMM)
-    engines = {
-        (drafts, kind): EngineProcess(order | changes | {"drafts": drafts}, variables)
-        for drafts in (arguments.drafts if shape.mtp_layers else (0,))
-        for kind, (changes, variables) in kinds.items()
-    }
-    for (drafts, kind), engine in engines.items():
-        print(f"{name}, {drafts} draft tokens, {kind}: started after {engine.read_result():.0f} s", file=sys.stderr, flush=True)
+    engines = {}
+    for drafts in arguments.drafts if shape.mtp_layers else (0,):
+        for weights in arguments.weights:
+            quantization, engine_args, variables = WEIGHTS[weights]
+            changes = {"drafts": drafts, "quantization": quantization, "engine_args": engine_args}
+            engines[drafts, weights] = EngineProcess(order | changes, variables)
+    for (drafts, weights), engine in engines.items():
+        print(f"{name}, {drafts} draft tokens, {weights}: started after {engine.read_result():.0f} s", file=sys.stderr, flush=True)
     misses = []
     for requests in arguments.requests:
         rates: dict[tuple[int, str], list[float]] = {key: [] for key in engines}
@@ -198,16 +197,16 @@ def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[s
                 rate, acceptance[key] = engine.ask(str(requests))
                 if round_number >= 0:
                     rates[key].append(rate)
-        for (drafts, kind), values in rates.items():
+        for (drafts, weights), values in rates.items():
             gain = statistics.median(values) / statistics.median(rates[drafts, "bf16"])
-            accepted = acceptance[drafts, kind]
+            accepted = acceptance[drafts, weights]
             spread = f"{statistics.median(values):,.0f} ({min(values):,.0f}–{max(values):,.0f})"
             print(
-                f"| {name} | {drafts} | {requests} | {kind} | {spread} | {gain:.2f} | {'' if accepted is None else f'{accepted:.1%}'} |",
+                f"| {name} | {drafts} | {requests} | {weights} | {spread} | {gain:.2f} | {'' if accepted is None else f'{accepted:.1%}'} |",
                 flush=True,
             )
             bound = BOUNDS["drafts" if drafts else "experts" if shape.moe else "dense"]
-            if kind == "FP8" and gain < bound and not arguments.toy:
+            if weights == "FP8" and gain < bound and not arguments.toy:
                 misses.append(f"{name}, {drafts} draft tokens, {requests} requests: {gain:.2f} times as fast, below {bound}")
     if arguments.profile:
         for engine in engines.values():
@@ -250,8 +249,7 @@ def main() -> None:
     options.add_argument("--drafts", type=int, nargs="+", default=[0, 1], help="draft tokens, for a model with MTP layers")
     options.add_argument("--rounds", type=int, default=3, help=f"measured rounds, after {WARMUP_ROUNDS} for warm-up")
     options.add_argument("--kv-gib", type=float, default=20.0, help="KV cache of each engine")
-    options.add_argument("--without-deep-gemm", action="store_true", help="also measure FP8 without DeepGEMM (CUTLASS)")
-    options.add_argument("--host-limited", action="store_true", help="also measure FP8 with the settings of small models")
+    options.add_argument("--weights", choices=WEIGHTS, nargs="+", default=["bf16", "FP8"], help="engines to compare; bf16 is required")
     options.add_argument("--no-syncs", dest="syncs", action="store_const", const=0, default=3, help="measure only the rates")
     options.add_argument(
         "--profile", default="", help="write a trace of each engine with the first of --requests into this folder; GPU only"
@@ -263,6 +261,8 @@ def main() -> None:
     if arguments.serve:
         asyncio.run(serve(json.loads(arguments.serve)))
         return
+    if "bf16" not in arguments.weights or (arguments.syncs and "FP8" not in arguments.weights):
+        options.error("--weights: must contain bf16, and FP8 unless --no-syncs is given")
     if arguments.toy:
         arguments.requests, arguments.prompt, arguments.tokens, arguments.layers = [8], 16, 16, 2
     print_environment()
