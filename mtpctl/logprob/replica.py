@@ -90,8 +90,8 @@ class Replica:
         self._incoming = None
         await self.ranks.call(ScoreRank.abort_update)
 
-    async def checksums(self) -> dict[str, str]:
-        """Checksums of all tensors by their wire names, including tensors that no update has sent."""
+    async def checksums(self, *sections: Section) -> dict[str, str]:
+        """Checksums of all tensors by their wire names, also of other sections: adapters are merged into the base weights."""
         return await self.ranks.call(ScoreRank.checksums)
 
     def mark_dirty(self) -> None:

@@ -300,8 +300,8 @@ class Engine(ABC):
         """See `WeightTarget`. Overwritten weights are restored from the previous version, if that was persisted."""
         await self._target.abort_update()
 
-    async def checksums(self) -> dict[str, str]:
-        return await self._target.checksums()
+    async def checksums(self, *sections: Section) -> dict[str, str]:
+        return await self._target.checksums(*sections)
 
     def mark_dirty(self) -> None:
         self._target.mark_dirty()

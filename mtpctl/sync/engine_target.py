@@ -239,8 +239,8 @@ class EngineTarget:
             state.dirty = True
             raise TargetDirty(f"the update failed, and version {previous.version} could not be restored: {error}") from error
 
-    async def checksums(self) -> dict[str, str]:
-        ranks = cast(list[RankSums], await self._with_deadline(self._client.rpc("mtpctl_sums"), "taking checksums"))
+    async def checksums(self, *sections: Section) -> dict[str, str]:
+        ranks = cast(list[RankSums], await self._with_deadline(self._client.rpc("mtpctl_sums", *sections), "taking checksums"))
         names = {name for rank in ranks for name in rank}
         return {name: combine_sums(PartialSums(**part) for rank in ranks for part in rank.get(name, [])) for name in names}
 

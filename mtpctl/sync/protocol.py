@@ -206,8 +206,8 @@ class WeightTarget(Protocol):
         """Cancel the current section and return to the previous version. Raises TargetDirty if that fails."""
         ...
 
-    async def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor received so far, by wire name."""
+    async def checksums(self, *sections: Section) -> dict[str, str]:
+        """Checksums of the live tensors by wire name; `sections`: only of the last update of these. A target may return more."""
         ...
 
     def mark_dirty(self) -> None:

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Required, TypedDict
@@ -246,11 +246,12 @@ class StepReceiver:
         self._active = None
         self.inbox.reader_cache.fail(reason)
 
-    def sums(self) -> RankSums:
-        """This rank's part of the checksum of every tensor received so far, read from the live parameters."""
+    def sums(self, sections: Collection[str] = ()) -> RankSums:
+        """This rank's part of the checksums of the received tensors, read from the live parameters; by default of all sections."""
         sums: RankSums = {}
-        for receiver in self.received.values():
-            sums |= {name: [asdict(part) for part in parts] for name, parts in receiver.sums().items()}
+        for section, receiver in self.received.items():
+            if section in (sections or self.received):
+                sums |= {name: [asdict(part) for part in parts] for name, parts in receiver.sums().items()}
         return sums
 
 

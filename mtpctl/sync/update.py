@@ -152,7 +152,7 @@ async def update_target(
     if verify:
         # The update is live and can no longer be aborted.
         try:
-            verified = check_checksums(manifest, await before_deadline(target.checksums()), sections)
+            verified = check_checksums(manifest, await before_deadline(target.checksums(*manifest.sections)), sections)
         except BaseException as error:
             target.mark_dirty()
             if isinstance(error, TimeoutError):

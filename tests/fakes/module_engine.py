@@ -77,7 +77,7 @@ class ModuleEngine:
 
     async def rpc(self, method: str, *args: str) -> list[object]:
         if method == "mtpctl_sums":
-            return [steps.sums() for steps in self.steps.values()]
+            return [steps.sums(args) for steps in self.steps.values()]
         if method == "mtpctl_write_adapter":
             self._written = {name: tensor.clone() for name, tensor in self.steps["target"].received["adapter"].tensors.items()}  # type: ignore[attr-defined]
         return []

@@ -293,4 +293,7 @@ def test_an_adapter_is_sent_as_changes_with_its_drafter(tmp_path: Path) -> None:
         assert manifest.base == version - 1 and set(manifest.sections) == {"adapter", "draft"}
         update(target, manifest, verify=True)
         assert same(engine.live(), {**target_tensors, **draft, **adapter})
+        sent = asyncio.run(target.checksums(*manifest.sections)).keys()
+        assert sent == adapter.keys() | draft.keys(), "no checksums of the base weights, which take seconds for a large model"
+        assert asyncio.run(target.checksums()).keys() == sent | target_tensors.keys()
     target.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -133,9 +133,9 @@ class ManifestTransferEngine(WeightTransferEngine[NoInit, Step]):
                 if folder != Path(current_folder) and folder.is_dir():
                     shutil.rmtree(folder)
 
-    def sums(self) -> RankSums:
-        """This rank's part of the checksums of all received tensors, read from the live parameters."""
-        return self._steps.sums()
+    def sums(self, sections: Collection[str]) -> RankSums:
+        """See `StepReceiver.sums`."""
+        return self._steps.sums(sections)
 
     def shutdown(self) -> None:
         """Release the transport's buffers and connections."""
@@ -169,9 +169,9 @@ class WorkerExtension:
     get_draft_model: Callable[[], torch.nn.Module]
     mtpctl_capturing: LayerCapture
 
-    def mtpctl_sums(self) -> RankSums:
-        """This rank's part of all checksums."""
-        return self.weight_transfer_engine.sums()
+    def mtpctl_sums(self, *sections: str) -> RankSums:
+        """This rank's part of the checksums of these sections, or of all."""
+        return self.weight_transfer_engine.sums(sections)
 
     def mtpctl_live_sums(self) -> dict[str, str]:
         """Checksums of all live parameters, as the kernels use them. Those of the drafter begin with `draft `."""
