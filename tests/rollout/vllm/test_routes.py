@@ -76,6 +76,16 @@ class Served:
                 return sample
             await asyncio.sleep(0.01)
 
+    def steps(self, name: str) -> int:
+        """Steps of the requests whose names begin with `name`, added up."""
+        return sum(len(rows) for request, rows in self.log.rows.items() if request.startswith(name))
+
+    async def wait_for_steps(self, name: str, count: int) -> None:
+        """Wait until these requests have taken `count` more steps."""
+        target = self.steps(name) + count
+        while self.steps(name) < target:
+            await asyncio.sleep(0)
+
     def check(self, samples: list[Sample]) -> None:
         """Each sample has the routes of all its tokens but the last, and those of the log."""
         for sample in samples:
@@ -101,12 +111,12 @@ def drive(served: Served) -> list[Sample]:
         alone = await asyncio.gather(*(served.answer(s, 24) for s in prompts(6, "alone")))
         requested = [asyncio.ensure_future(served.answer(s, 24)) for s in prompts(6, "aborted")]
         for _ in range(2):
-            await asyncio.sleep(0.15)
+            await served.wait_for_steps("aborted", 12)
             await served.engine.pause("abort")
             await served.engine.resume()
         aborted = await asyncio.gather(*requested)
         requested = [asyncio.ensure_future(served.answer(s, 40)) for s in prompts(6, "synced")]
-        await asyncio.sleep(0.2)
+        await served.wait_for_steps("synced", 12)
         await served.sync()
         return [*alone, *aborted, *await asyncio.gather(*requested)]
 
@@ -132,15 +142,11 @@ def turns(served: Served, cuts: int) -> Sample:
     """A response of three turns with an environment's replies between them. Each turn is aborted `cuts` times, each time by a sync."""
     (sample,) = prompts(1, f"turns{cuts}")
 
-    def steps() -> int:
-        return sum(len(rows) for name, rows in served.log.rows.items() if name.startswith(f"{sample.name}/"))
-
     async def turn(tokens: int) -> Sample:
         for _ in range(cuts):
-            begun = steps()
-            task = asyncio.ensure_future(served.engine.generate(GenerationRequest(sample, tokens, seed=begun)))
-            while steps() < begun + 2:
-                await asyncio.sleep(0)
+            seed = served.steps(f"{sample.name}/")
+            task = asyncio.ensure_future(served.engine.generate(GenerationRequest(sample, tokens, seed=seed)))
+            await served.wait_for_steps(f"{sample.name}/", 2)
             await served.engine.pause("abort")
             await served.sync()
             await served.engine.resume()
