@@ -134,8 +134,8 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor). Collective: every rank must iterate, and gets all tensors.
 
-        Embedding and LM head are the last tensors of the trunk: layers have most tensors, so a weight sync packs a part of them while
-        engines pause.
+        The embedding and the LM head come last. The time to pack a bucket grows with its number of tensors, so the buckets that a weight
+        sync packs while engines pause should contain layers.
 
         If folders store a tensor under several names (DeepSeek's MTP layers repeat embedding and head), it is yielded once for each name.
 

@@ -18,12 +18,12 @@ from mtpctl.kernels.block_fp8 import FiniteChecks, quantized_tensors
 from mtpctl.plan.buckets import ALIGNMENT, MAX_DELTA_SHARE, Bucket, Change, Entry, TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.delta import compare, encode
-from mtpctl.sync.parameters import has_whole_words
+from mtpctl.sync.parameters import is_word_aligned
 from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, SyncError
 from mtpctl.sync.transports.base import BucketWriter
 
 MAX_PENDING_BYTES = 64 << 20
-"""Bytes of tensors that are retained until they are copied together."""
+"""Pending copies are started when they reach this many bytes. Their sources may be views of larger tensors."""
 PREFETCH_BYTES = 256 << 20
 """Largest tensor whose previous values are copied to the GPU ahead of time, which bounds the additional GPU memory."""
 
@@ -245,7 +245,7 @@ class Packer:
     def wire_tensors(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the sections in `next_sections`, quantized if they are sent in FP8.
 
-        A section must not be complete at a receiver before `_finite.check`.
+        Call `_finite.check` before the last bucket of a section is sent.
         """
         self._finite.clear()
         for name, tensor in export:
@@ -268,8 +268,9 @@ class Packer:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest bucket of any version, complete or delta."""
-        return max([ALIGNMENT, *(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)])
+        """Bytes of the largest bucket of any version, complete or delta, rounded up to `ALIGNMENT`, so that buffers are adjacent."""
+        nbytes = max([1, *(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)])
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def section_plans(self, sums: Checksums, changes: Changes | None = None, *, delta: bool = False) -> dict[Section, SectionPlan]:
         """Build the plans of the sections in `next_sections`, with checksums and numbers of changes; `delta`: send only the changes."""
@@ -344,8 +345,8 @@ class Packer:
 class _SectionPacker:
     """Copies the tensors of one section into its buckets.
 
-    `check` is called before the last bucket is sent: receivers cannot complete a section that fails it. It waits for the GPU, so it is not
-    called for every bucket.
+    `check` is called before the last bucket is sent, so receivers never complete a section that fails it. It waits for the GPU, so it is
+    not called for every bucket.
     """
 
     def __init__(self, section: str, buckets: Sequence[Bucket], check: Callable[[], None] = lambda: None) -> None:
@@ -355,7 +356,7 @@ class _SectionPacker:
         self.entries = [(bucket, entry) for bucket in buckets for entry in bucket.entries]
         self.next = 0
         self.buffer: torch.Tensor | None = None
-        # Copies that have not been started, as words.
+        # Pending copies: destinations and sources as words.
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._pending_bytes = 0
@@ -393,10 +394,10 @@ class _SectionPacker:
     def _copy(self, piece: torch.Tensor, entry: Entry, buffer: torch.Tensor, writer: BucketWriter) -> None:
         """Copy elements to their entry of the buffer, together with others.
 
-        For most tensors, the host takes longer to start a copy than the GPU to execute it.
+        One call for each tensor would take the host longer than a bucket is on the wire.
         """
         target = buffer[entry.offset : entry.offset + entry.nbytes]
-        if not has_whole_words(piece):
+        if not is_word_aligned(piece):
             target.copy_(piece.view(torch.uint8), non_blocking=writer.stream_ordered)
             return
         self._targets.append(target.view(torch.int64))

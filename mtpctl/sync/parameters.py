@@ -138,11 +138,16 @@ class Shard:
         return [(run.wire * inner, matrix[:, run.live * inner : (run.live + run.length) * inner]) for run in self.runs]
 
     def contiguous_parts(self) -> list[tuple[int, torch.Tensor]] | None:
-        """First element in the flattened wire tensor, and flat view of the live memory, of each run; None if a run is split over rows."""
+        """For each run, the index of its first element in the flattened wire tensor, and a flat view of its live memory.
+
+        None if a run is not contiguous in both.
+        """
         blocks = self.blocks()
         if self.outer == 1:
             return [(column, block[0]) for column, block in blocks]
-        return [(0, self.live.view(-1))] if len(blocks) == 1 and blocks[0][1].shape[1] == self.columns else None
+        if len(blocks) == 1 and blocks[0][1].shape[1] == self.columns and blocks[0][1].is_contiguous():
+            return [(0, blocks[0][1].view(-1))]
+        return None
 
     def write(self, piece: torch.Tensor, start: int, stop: int) -> None:
         """Copy elements `[start, stop)` of the flattened wire tensor to the live parameter, except those of other ranks."""
@@ -179,18 +184,19 @@ class Shard:
         return [partial_sums(block.to(self.dtype or block.dtype), numel, self.columns, column) for column, block in self.blocks()]
 
 
-WORD = 8
-"""Bytes of a word, the unit of batched copies."""
+WORD_BYTES = 8
+"""Size of a word, the unit of batched copies."""
 
 
 def as_words(data: torch.Tensor) -> torch.Tensor:
     """The whole words of a buffer of bytes (uint8)."""
-    return data[: data.numel() // WORD * WORD].view(torch.int64)
+    return data[: data.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
 
 
-def has_whole_words(flat: torch.Tensor) -> bool:
+def is_word_aligned(flat: torch.Tensor) -> bool:
     """Whether a contiguous vector can be viewed as words."""
-    return not (flat.nbytes % WORD or flat.storage_offset() * flat.element_size() % WORD or flat.data_ptr() % WORD)
+    offset = flat.storage_offset() * flat.element_size()
+    return not (flat.nbytes % WORD_BYTES or offset % WORD_BYTES or flat.data_ptr() % WORD_BYTES)
 
 
 def entry_view(entry: Entry, data: torch.Tensor) -> torch.Tensor:
@@ -202,20 +208,20 @@ def entry_view(entry: Entry, data: torch.Tensor) -> torch.Tensor:
 class BucketCopies:
     """The copies of one bucket into live parameters.
 
-    live: flat views of live memory as 64-bit words. words: the words of the bucket that are copied to each of them. others: entries that
-    are not whole words, that are split over the rows of a parameter, or whose parameter has another dtype.
+    targets: flat views of live memory as 64-bit words. source_slices: the words of the bucket that fill each of them. other_entries:
+    entries that are not whole words, that are strided in a parameter, or whose parameter has another dtype.
     """
 
-    live: list[torch.Tensor]
-    words: list[slice]
-    others: list[Entry]
+    targets: list[torch.Tensor]
+    source_slices: list[slice]
+    other_entries: list[Entry]
 
 
 class LiveSection:
     """Writes the buckets of a plan into the shards of a live model (see `match_shards`).
 
-    A bucket may have hundreds of tensors, and the host takes longer to start a copy than the GPU to execute it. The copies are therefore
-    prepared at the first update, and executed in one call.
+    A bucket may have hundreds of tensors. One call for each would take the host longer than the bucket is on the wire, so the copies are
+    prepared at the first update, and started in one call.
     """
 
     def __init__(self, shards: dict[str, Shard]) -> None:
@@ -227,10 +233,10 @@ class LiveSection:
         copies = self._copies.get(bucket.index)
         if copies is None:
             copies = self._copies[bucket.index] = self._prepare(bucket)
-        if copies.live:
+        if copies.targets:
             words = as_words(data)
-            torch._foreach_copy_(copies.live, [words[part] for part in copies.words])
-        for entry in copies.others:
+            torch._foreach_copy_(copies.targets, [words[source_slice] for source_slice in copies.source_slices])
+        for entry in copies.other_entries:
             self.shards[entry.name].write(entry_view(entry, data), entry.part_start, entry.part_stop)
 
     def _prepare(self, bucket: Bucket) -> BucketCopies:
@@ -238,18 +244,18 @@ class LiveSection:
         for entry in bucket.entries:
             word_copies = self._word_copies(entry)
             if word_copies is None:
-                copies.others.append(entry)
+                copies.other_entries.append(entry)
                 continue
-            for live, words in word_copies:
-                copies.live.append(live)
-                copies.words.append(words)
+            for target, source_slice in word_copies:
+                copies.targets.append(target)
+                copies.source_slices.append(source_slice)
         return copies
 
     def _word_copies(self, entry: Entry) -> list[tuple[torch.Tensor, slice]] | None:
-        """Live words that this entry fills, with the words of the bucket; None if it cannot be copied as words."""
+        """Views of live memory with the words of the bucket that fill each; None if the entry cannot be copied as words."""
         shard = self.shards[entry.name]
         parts = shard.contiguous_parts()
-        if parts is None or shard.dtype not in (None, shard.live.dtype):
+        if parts is None or getattr(torch, entry.dtype) != shard.live.dtype:
             return None
         itemsize, word_copies = shard.live.element_size(), []
         for first, live in parts:
@@ -257,9 +263,10 @@ class LiveSection:
             if start < stop:
                 target = live[start - first : stop - first]
                 offset = entry.offset + (start - entry.part_start) * itemsize
-                if offset % WORD or not has_whole_words(target):
+                if offset % WORD_BYTES or not is_word_aligned(target):
                     return None
-                word_copies.append((target.view(torch.int64), slice(offset // WORD, (offset + target.nbytes) // WORD)))
+                source_slice = slice(offset // WORD_BYTES, (offset + target.nbytes) // WORD_BYTES)
+                word_copies.append((target.view(torch.int64), source_slice))
         return word_copies
 
 

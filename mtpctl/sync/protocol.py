@@ -207,7 +207,10 @@ class WeightTarget(Protocol):
         ...
 
     async def checksums(self, *sections: Section) -> dict[str, str]:
-        """Checksums of the live tensors by wire name; `sections`: only of the last update of these. A target may return more."""
+        """Checksums of live tensors by wire name: those of the last update of `sections`, by default of all sections that were received.
+
+        A target may return more.
+        """
         ...
 
     def mark_dirty(self) -> None:

@@ -77,17 +77,17 @@ class BucketReceiver(ABC):
 class SectionReceiver(BucketReceiver):
     """Writes a section, or its changed elements, into a live model."""
 
-    def __init__(self, plan: SectionPlan, live: LiveSection) -> None:
+    def __init__(self, plan: SectionPlan, live_section: LiveSection) -> None:
         super().__init__(plan)
-        self.live = live
+        self.live_section = live_section
 
     @property
     def shards(self) -> dict[str, Shard]:
-        return self.live.shards
+        return self.live_section.shards
 
     def _consume(self, bucket: Bucket, data: torch.Tensor) -> None:
         if self.plan.delta is None:
-            self.live.write(bucket, data)
+            self.live_section.write(bucket, data)
             return
         for name, blob in self.blobs.read(bucket, data):
             shard, change = self.shards[name], self.plan.delta.changes[name]
@@ -197,16 +197,16 @@ class StepReceiver:
         self.received: dict[str, BucketReceiver] = {}
         """The last receiver of each section."""
         self._active: ActiveSection | None = None
-        self._live: dict[tuple[str, str], LiveSection] = {}
+        self._live_sections: dict[tuple[str, str], LiveSection] = {}
 
     def begin(self, step: UpdateStep, match: Callable[[SectionPlan], dict[str, Shard]]) -> None:
         """Begin a section. `match` finds its shards, and is called once for each plan. Raises PlanMismatch."""
 
         def new_receiver(plan: SectionPlan) -> BucketReceiver:
             key = (step["section"], step["plan_name"])
-            if key not in self._live:
-                self._live[key] = LiveSection(match(plan))
-            return SectionReceiver(plan, self._live[key])
+            if key not in self._live_sections:
+                self._live_sections[key] = LiveSection(match(plan))
+            return SectionReceiver(plan, self._live_sections[key])
 
         self.begin_with(step, new_receiver)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtpctl.errors import RuntimeFailure
-from mtpctl.plan.buckets import Bucket
+from mtpctl.plan.buckets import ALIGNMENT, Bucket
 from mtpctl.sync.packing import HostCopy, Packer
 
 
@@ -19,6 +19,13 @@ class RecordingCopy(HostCopy):
 
     def send(self, section: str, bucket: Bucket) -> None:
         self.sent.append((section, bucket.index))
+
+
+def test_buffers_of_the_largest_bucket_are_aligned() -> None:
+    """Two buffers may be adjacent in one file, and tensors are copied as words."""
+    packer = Packer(bucket_bytes=1 << 20)
+    packer.plan_from({"norm": torch.ones(3), "mtp.norm": torch.ones(5)}.items())
+    assert packer.largest == ALIGNMENT
 
 
 def test_a_section_whose_fp8_weights_are_not_finite_is_never_completed() -> None:

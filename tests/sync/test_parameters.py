@@ -169,7 +169,7 @@ def test_the_shards_of_all_ranks_make_up_the_tensor(case: str, size: int, step: 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_buckets_of_a_live_section_fill_the_shards(case: str, size: int, bucket_bytes: int) -> None:
-    """Twice, since the copies are prepared for the first version. Some entries are copied as words: not the odd and the widened tensor."""
+    """Written twice, because the copies are prepared at the first write. `odd` and `widened` are not copied as words."""
     shapes = {"odd": (3,), "whole": CASES[case][1], "widened": (4, 2), "more": (64, 4)}
     dtypes = dict.fromkeys(shapes, torch.float32) | {"odd": torch.bfloat16, "widened": torch.bfloat16}
     buckets = plan_buckets([TensorSpec(name, shapes[name], str(dtypes[name]).removeprefix("torch.")) for name in shapes], bucket_bytes)
