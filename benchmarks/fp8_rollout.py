@@ -4,9 +4,9 @@ The engines of a model start concurrently, each in a separate process on the sam
 requests; an engine that is not measured idles. Unless `--no-syncs` is given, the FP8 engine (with drafts if the model has MTP layers) is
 also updated three times, and its live tensors are compared with those of a new engine that loads the folder that `convert-hf --dtype fp8`
 exports. Without `--model`, models with the shapes of MiMo-7B (with its MTP layer as drafter) and Qwen3-30B-A3B and random weights are used;
-their drafts are almost never accepted, so acceptance needs a trained model. `--weights` selects the engines, with other kernels or with the
-model in the core's process. Exit code 6: FP8 is less than 1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or live tensors
-differ.
+their drafts are almost never accepted, so acceptance needs a trained model. `--engines` selects other kernels, or engines that run the
+model in the core's process. Exit code 6: an engine with FP8 is less than 1.2 times (1.3 with experts, 1.15 with drafts) as fast as bf16, or
+live tensors differ.
 
     python benchmarks/fp8_rollout.py
     python benchmarks/fp8_rollout.py --model FOLDER      # a trained model
@@ -38,7 +38,7 @@ WITH_DEEP_GEMM = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
 """Kernels are compiled when graphs are captured and in the warm-up rounds, instead of for all batch sizes at the start."""
 DEEP_GEMM = {"linear_backend": "deep_gemm"}
 ONE_PROCESS = {"distributed_executor_backend": "uni"}
-WEIGHTS: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
+ENGINES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "bf16": ("none", {}, {}),
     "bf16, one process": ("none", ONE_PROCESS, {}),
     "FP8": ("fp8", {}, WITH_DEEP_GEMM),
@@ -46,8 +46,8 @@ WEIGHTS: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "FP8, DeepGEMM, one process": ("fp8", DEEP_GEMM | ONE_PROCESS, WITH_DEEP_GEMM),
     "FP8, CUTLASS": ("fp8", {"linear_backend": "cutlass"}, {}),
 }
-"""Engines to compare, by name: quantization, engine arguments, and environment variables. By default the model runs in a separate process,
-and vLLM chooses the kernel, on Hopper FlashInfer's for fewer than 32 rows and DeepGEMM's otherwise."""
+"""Engines to compare, by name: quantization, engine arguments, and environment variables. By default, the model runs in a process of its
+own on a GPU. vLLM chooses the kernel: on Hopper, FlashInfer's below 32 rows, DeepGEMM's otherwise."""
 
 
 def make_settings(order: dict[str, Any]) -> Any:
@@ -182,8 +182,8 @@ def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[s
     order["kv_cache_bytes"] = 64 << 20 if arguments.toy else int(arguments.kv_gib * (1 << 30))
     engines = {}
     for drafts in arguments.drafts if shape.mtp_layers else (0,):
-        for weights in arguments.weights:
-            quantization, engine_args, variables = WEIGHTS[weights]
+        for weights in arguments.engines:
+            quantization, engine_args, variables = ENGINES[weights]
             changes = {"drafts": drafts, "quantization": quantization, "engine_args": engine_args}
             engines[drafts, weights] = EngineProcess(order | changes, variables)
     for (drafts, weights), engine in engines.items():
@@ -206,8 +206,8 @@ def measure_model(name: str, folder: Path, work: Path, arguments: Any) -> list[s
                 flush=True,
             )
             bound = BOUNDS["drafts" if drafts else "experts" if shape.moe else "dense"]
-            if weights == "FP8" and gain < bound and not arguments.toy:
-                misses.append(f"{name}, {drafts} draft tokens, {requests} requests: {gain:.2f} times as fast, below {bound}")
+            if weights.startswith("FP8") and gain < bound and not arguments.toy:
+                misses.append(f"{name}, {weights}, {drafts} draft tokens, {requests} requests: {gain:.2f} times as fast, below {bound}")
     if arguments.profile:
         for engine in engines.values():
             engine.ask(f"profile {arguments.requests[0]}")
@@ -249,7 +249,7 @@ def main() -> None:
     options.add_argument("--drafts", type=int, nargs="+", default=[0, 1], help="draft tokens, for a model with MTP layers")
     options.add_argument("--rounds", type=int, default=3, help=f"measured rounds, after {WARMUP_ROUNDS} for warm-up")
     options.add_argument("--kv-gib", type=float, default=20.0, help="KV cache of each engine")
-    options.add_argument("--weights", choices=WEIGHTS, nargs="+", default=["bf16", "FP8"], help="engines to compare; bf16 is required")
+    options.add_argument("--engines", choices=ENGINES, nargs="+", default=["bf16", "FP8"], help="engines to compare; bf16 is required")
     options.add_argument("--no-syncs", dest="syncs", action="store_const", const=0, default=3, help="measure only the rates")
     options.add_argument(
         "--profile", default="", help="write a trace of each engine with the first of --requests into this folder; GPU only"
@@ -261,8 +261,8 @@ def main() -> None:
     if arguments.serve:
         asyncio.run(serve(json.loads(arguments.serve)))
         return
-    if "bf16" not in arguments.weights or (arguments.syncs and "FP8" not in arguments.weights):
-        options.error("--weights: must contain bf16, and FP8 unless --no-syncs is given")
+    if "bf16" not in arguments.engines or (arguments.syncs and "FP8" not in arguments.engines):
+        options.error("--engines: must contain bf16, and FP8 unless --no-syncs is given")
     if arguments.toy:
         arguments.requests, arguments.prompt, arguments.tokens, arguments.layers = [8], 16, 16, 2
     print_environment()

@@ -282,7 +282,7 @@ def sync_weights(
     if not cuda and (needing := [name for name in transports if TRANSPORTS[name].cuda]):
         raise PrerequisiteMissing(f"--transport: {needing[0]} needs CUDA; on a CPU measure shm")
     if fp8 and not cuda:
-        raise PrerequisiteMissing("--fp8: needs CUDA; no matrix of the tiny model, which is measured on a CPU, fits blocks of 128 x 128")
+        raise PrerequisiteMissing("--fp8: needs CUDA; a CPU measures the tiny model, whose matrices do not fit blocks of 128 x 128")
     if cuda and not shared and torch.cuda.device_count() < 2:
         raise PrerequisiteMissing("two GPUs are needed, this machine has one; with --shared trainer and engine share it")
     tiny = load_recipe("tiny_mtp").recipe.model.config

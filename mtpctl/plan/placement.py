@@ -26,7 +26,7 @@ ENGINE_MEMORY_SHARE = 0.85
 MAX_MEMORY_OF_SHARE = 0.95
 """Maximum of the default of `rollout.gpu_memory`, as a fraction of the engine's share of the GPU."""
 ENGINE_CORES = 3
-"""Cores that an engine on a GPU keeps busy at full load: engine core, actor with front end, and the separate process of a small model."""
+"""Cores that an engine on a GPU keeps busy at full load: engine core, actor with front end, and the model's process."""
 
 
 @dataclass(frozen=True, slots=True)

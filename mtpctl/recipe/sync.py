@@ -27,7 +27,9 @@ class SyncBase(Section):
         description="Weights sent at each sync. With train.lora, target sends the merged weights; adapter replaces target and sends only "
         "the adapter.",
     )
-    verify: Literal["first", "always", "never"] = Field("first", description="Syncs at which both ends compare checksums of every tensor.")
+    verify: Literal["first", "always", "never"] = Field(
+        "first", description="Syncs at which both ends compare checksums of every tensor that is sent."
+    )
     pause: Literal["keep", "abort", "wait"] = Field(
         "keep",
         description="Requests in flight at a sync. keep: they are paused; abort: they are aborted and continued afterwards; wait: the "

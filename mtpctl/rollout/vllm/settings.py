@@ -102,8 +102,8 @@ def build_engine_settings(
     """
     is_cpu = device == "cpu"
     num_drafts = rollout.speculation.num_tokens
-    # vLLM rejects sizes in both its `compilation_config` and these options.
-    chooses_graph_sizes = not rollout.engine_args.keys() & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+    # vLLM rejects graph sizes that are set in both `compilation_config` and one of these options.
+    recipe_sets_graph_sizes = bool(rollout.engine_args.keys() & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"})
     args: Arguments = {
         "model": model,
         "dtype": DTYPES[precision if rollout.dtype == "auto" else rollout.dtype],
@@ -137,9 +137,9 @@ def build_engine_settings(
         speculative_config["num_speculative_tokens_per_batch_size"] = _build_draft_schedule(num_drafts, rollout.max_in_flight)
         async_scheduling = bool(rollout.engine_args.get("async_scheduling", not is_cpu))
         args |= {"async_scheduling": async_scheduling, "scheduler_cls": SCHEDULER_CLASSES[async_scheduling]}
-        if not args["enforce_eager"] and chooses_graph_sizes:
+        if not args["enforce_eager"] and not recipe_sets_graph_sizes:
             args["compilation_config"] = {"cudagraph_capture_sizes": _list_switching_graph_sizes(num_drafts, rollout.max_in_flight)}
-    elif host_limited and not args["enforce_eager"] and adapter is None and chooses_graph_sizes:
+    elif host_limited and not args["enforce_eager"] and adapter is None and not recipe_sets_graph_sizes:
         max_step_tokens = rollout.engine_args.get("max_num_batched_tokens")
         cudagraph_sizes = _list_host_limited_graph_sizes(
             num_drafts, rollout.max_in_flight, max_step_tokens=max_step_tokens if isinstance(max_step_tokens, int) else ENGINE_STEP_TOKENS
@@ -172,8 +172,8 @@ def build_engine_settings(
     if routes:
         args["enable_return_routed_experts"] = True
     if rollout.tp > 1 or not is_cpu:
-        # In a Ray placement group, vLLM would start its processes with Ray by default. The process of a single rank runs the model while
-        # the core schedules the next step.
+        # In a Ray placement group, vLLM would start several ranks with Ray by default. A single rank in a separate process runs the model
+        # while the core schedules the next step.
         args["distributed_executor_backend"] = "mp"
     if numerics == "bitwise":
         args["mamba_ssm_cache_dtype"] = "float32"  # a state must not be rounded between steps
