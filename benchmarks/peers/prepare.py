@@ -30,13 +30,13 @@ MEAN_OF_TAIL = 512
 PROMPT_WORDS = 128
 GROUP, PROMPTS, MINIBATCHES = 8, 32, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "": {"train": 0.4, "rollout": "  replicas: 2\n  gpus: 0.3\n"},
+    "": {"train": 0.5, "rollout": "  replicas: 2\n  gpus: 0.25\n"},
     "_split": {"train": 1.0, "rollout": "  replicas: 2\n  gpus: 0.5\n"},
     "_both": {"train": 0.4, "rollout": "  replicas: 3\n  on_trainer_gpus: 1\n  gpus: 0.5\n"},
 }
-"""Suffix of a recipe, its `train.gpus` and its engines: on one GPU, as `mtpctl init` places a small model; on two GPUs, of which one trains
-and one generates; the same with an engine on the trainer's GPU too. Two engines per GPU, because an engine of a small model is limited by
-its CPU core. Two processes on a GPU need the transport `ipc`."""
+"""Suffix of a recipe, its `train.gpus` and its engines: on one GPU, of which the engines get half as in `run_verl.py`; on two GPUs, of
+which one trains and one generates; the same with an engine on the trainer's GPU too. Two engines per GPU, because an engine of a small
+model is limited by its CPU core. Two processes on a GPU need the transport `ipc`."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 Row = dict[str, Any]
