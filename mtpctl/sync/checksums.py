@@ -2,7 +2,7 @@
 
 The elements are read as integers `w_0 … w_{n-1}` of the same width. The checksum consists of two sums modulo 2^64: `n + sum w_i` and
 `n + sum (i + 1) w_i` (Fletcher's checksum without its reduction). Changed bits alter the first sum, swapped elements alter the second. The
-sums are computed on the tensor's device. The sums of the shards add up to those of the tensor.
+sums are computed on the tensor's device. The sums over the shards of a tensor add up to the sums over the tensor; `n` is added once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """The sums over columns `[start, stop)` of a tensor that is viewed as a matrix with `columns` columns and `numel` elements."""
+    """The sums over columns `[start, stop)` of a tensor that is viewed as a matrix with `columns` columns and `numel` elements.
+
+    `plain` and `weighted`: the first and the second sum of the module's docstring, without `n`.
+    """
 
     numel: int
     columns: int
@@ -55,9 +58,10 @@ def partial_sums(block: torch.Tensor, numel: int, columns: int, start: int) -> P
         for row in range(0, rows, chunk_height):
             chunk = words[row : row + chunk_height, column : column + chunk_width]
             if chunk.device.type == "cpu":
-                # On a CPU each of the sums would convert the elements again.
+                # Convert once. On a CPU, each of the sums below would convert the elements again.
                 chunk = chunk.to(torch.int64)
-            # An element's index is its column within the part, plus the index of the part's first column, which is constant in a row.
+            # The weight of an element is its index in the tensor plus 1: its column in the chunk (from 1, in `ramp`), plus its row in the
+            # chunk times `columns`, plus the index of the chunk's first element (in `offsets`).
             weighted_sum = (chunk * ramp[: chunk.shape[1]]).sum()
             if chunk.shape[0] > 1:
                 weighted_sum = weighted_sum + (chunk.sum(1) * torch.arange(chunk.shape[0], device=block.device)).sum() * columns
@@ -79,7 +83,7 @@ def _cpu_ramp() -> torch.Tensor:
 def combine_sums(parts: Iterable[PartialSums]) -> str:
     """Compute the checksum of the tensor that consists of these parts. Replicated parts may be listed several times.
 
-    If the parts are inconsistent or incomplete, returns the reason, which differs from every checksum.
+    If the parts are inconsistent or incomplete, returns the reason as text, which never equals a checksum.
     """
     part_by_columns: dict[tuple[int, int], PartialSums] = {}
     for part in parts:

@@ -45,7 +45,7 @@ def _chunk_elements(tensor: torch.Tensor) -> int:
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The flattened elements as integers, at an address that is a multiple of `_WORD`."""
+    """The flattened elements as integers. They are copied if their storage offset is not a multiple of `_WORD` bytes."""
     if tensor.element_size() not in _INTEGERS:
         raise ValueError(f"no delta for dtype {tensor.dtype}")
     flat_elements = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
@@ -131,9 +131,10 @@ def decode(change: Change, blob: torch.Tensor, dtype: torch.dtype) -> tuple[torc
         masks = ((chunk[:, None] >> bit_indices) & 1 for chunk in bitmap_chunks)
         return torch.cat([mask.view(-1).nonzero().view(-1) + i * chunk_elements for i, mask in enumerate(masks)]), values
     counts, offsets = _offset_views(change, blob)
-    # Few operations, because on a GPU each takes longer to launch than to run.
+    # A position is the start of its block, with the offset in the low 16 bits. The code has few operations, because on a GPU each takes
+    # longer to launch than to run.
     positions = torch.repeat_interleave(counts.to(torch.int64), output_size=change.num_changed).mul_(BLOCK)
-    positions.view(torch.int16)[::4] = offsets  # the low 16 bits
+    positions.view(torch.int16)[::4] = offsets
     return positions, values
 
 

@@ -31,7 +31,7 @@ class EngineClient(Protocol):
     """The calls with which an engine receives weights, in sessions of one section each. Each engine's package implements it."""
 
     async def start(self, *, draft: bool) -> None:
-        """Open a session on the target, or on the drafter."""
+        """Open a session on the target model, or with `draft` on the drafter."""
         ...
 
     async def step(self, info: UpdateStep) -> None:
@@ -82,7 +82,7 @@ class EngineState:
         overwritten: sections written to since `complete`.
         active: the section being received.
         session_open: whether the engine has an open session.
-        known_plans: names of the plans that its workers have.
+        known_plans: names of the plans that the engine's workers have received.
         adapter: the folder of the live adapter, ZERO_ADAPTER before the first one, None if the engine takes no adapters.
         dirty: whether the weights may be a mix of versions.
     """
@@ -136,11 +136,11 @@ class EngineTarget:
 
     @property
     def updating(self) -> int | None:
-        """The version that is being received."""
+        """The version that is being received; None if no update is in progress."""
         return None if self.state.active is None else self.state.active.manifest.version
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:
-        """Open a session and let the workers check the section. The engine must be paused."""
+        """Open a session and let the workers check the section, unless it is skipped. The engine must be paused."""
         state = self.state
         if state.active is not None:
             raise VersionConflict(f"an update to version {self.updating} is under way")
@@ -190,14 +190,14 @@ class EngineTarget:
         await self._in_session(self._client.step(step), "a weight update")
 
     async def finish_update(self) -> None:
-        """Close the section's session. The last section completes the version, which a later failed update restores."""
+        """Close the section's session. The last section completes the version. If a later update fails, it restores this version."""
         state, active = self.state, self.state.active
         if active is None:
             raise SyncError("there is no update to finish")
         plan = active.manifest
         loaded = {**state.loaded, active.section: plan.version}
         complete = all(loaded.get(section) == plan.version for section in plan.sections)
-        # A dropped section does not change the version of the live weights.
+        # A dropped section changes no weights, so it does not make the version live, unless it is the version's last section.
         version = plan.version if complete or not active.discards else state.version
         if not active.skipped:
             await self._with_deadline(self._client.finish(version), "closing a weight session")
@@ -217,7 +217,7 @@ class EngineTarget:
         state.active = None
         await self._end_session()
         if not state.overwritten:
-            # Dropped sections will be received again with the other sections.
+            # Forget the dropped sections of the failed version: a retry sends them again, with the other sections.
             state.loaded = {section: version for section, version in state.loaded.items() if version <= state.version}
             return
         previous, overwritten, state.overwritten = state.complete, state.overwritten, set()
@@ -274,7 +274,7 @@ class EngineTarget:
     async def _reload_adapter(self) -> None:
         """Reload the live adapter, since vLLM drops all adapters when a session on the target ends.
 
-        vLLM itself would reload it from the folder with which a request began, which may have been deleted.
+        vLLM itself would reload it from the folder that was named when a request began. This folder may have been deleted since.
         """
         if self.adapter == ZERO_ADAPTER:
             await self._with_deadline(self._client.rpc("mtpctl_load_zero_adapter"), "loading a zero adapter")
@@ -292,7 +292,7 @@ class EngineTarget:
         except MtpctlError:
             raise
         except Exception as error:
-            # The closed session has set the new version. Close another session with the previous version, so that tokens get the latter.
+            # Closing the session has set the new version. Open and close another one with the previous version, which new tokens must have.
             await self._with_deadline(self._client.start(draft=False), "opening a weight session")
             await self._with_deadline(self._client.finish(self.version), "closing a weight session")
             await self._reload_adapter()

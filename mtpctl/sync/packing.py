@@ -1,8 +1,8 @@
 """Plans the buckets of a sender, and packs exported tensors, or their changes since the last version, into them.
 
-The plan is computed once from names, shapes and dtypes. `pack` then streams every export into the buffers of a transport, so no export is
-completely in memory. `HostCopy` stores the last version, in the same buckets as a complete transfer. A tensor that is larger than a bucket
-spans several of them.
+The plan is computed once from names, shapes and dtypes. `pack` then streams every export into the buffers of a transport, so an export is
+never in memory as a whole. `HostCopy` stores the last version, in the same buckets as a complete transfer. A tensor that is larger than a
+bucket spans several of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, Sync
 from mtpctl.sync.transports.base import BucketWriter
 
 MAX_PENDING_BYTES = 64 << 20
-"""Pending copies are started when they reach this many bytes. Their sources may be views of larger tensors."""
+"""Pending copies are started at this many bytes. Until then they keep their sources in memory, which may be views of larger tensors."""
 PREFETCH_BYTES = 256 << 20
 """Largest tensor whose previous values are copied to the GPU ahead of time, which bounds the additional GPU memory."""
 
@@ -55,7 +55,7 @@ class HostCopy(BucketWriter):
             torch.cuda.current_stream().synchronize()
 
     def retain(self, sections: Collection[str]) -> None:
-        """Free the memory of other sections."""
+        """Free the memory of all sections that are not in `sections`."""
         self.buckets = {key: copy for key, copy in self.buckets.items() if key[0] in sections}
 
     def has(self, sections: Collection[str]) -> bool:
@@ -66,7 +66,7 @@ class HostCopy(BucketWriter):
 class Changes:
     """The changes of one version: a `Change` and its blob in host memory for each changed tensor, by section and name.
 
-    `base`: the version to which they apply. `fits`: whether the blobs are small enough to be sent; if not, blobs are missing.
+    `base`: the version to which they apply. `fits`: whether the blobs are small enough to be sent; if not, there are none.
     """
 
     base: int
@@ -121,14 +121,14 @@ class Comparison:
         if self._nbytes <= self.limit:
             self._blobs[section][name] = encode(new, old, change, positions).cpu()
         else:
-            # The version is sent in full.
+            # The changes are too large, so the version will be sent in full and the blobs are not needed.
             self._blobs = {section: {} for section in self._blobs}
         if self.update:
             for (_, entry), old_part in zip(entries, self._parts(section, entries), strict=True):
                 old_part.copy_(new[entry.part_start : entry.part_stop].view(torch.uint8), non_blocking=self.copy.pinned)
 
     def _parts(self, section: Section, entries: Sequence[tuple[Bucket, Entry]]) -> list[torch.Tensor]:
-        """The parts of a tensor in the copy."""
+        """The bytes of a tensor in the copy, one view for each entry."""
         return [self.copy.buckets[section, bucket.index][entry.offset : entry.offset + entry.nbytes] for bucket, entry in entries]
 
     def _previous(self, key: tuple[Section, str], device: torch.device) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Comparison:
             old = self._fetch(key, device)
         del self._pending[key]
         if self._stream is not None and old.is_cuda:
-            # Wait before the next copy is enqueued, so that the current stream does not wait for that one.
+            # Wait here, before the next tensor's copy is enqueued, so that the current stream waits only for the copy of this tensor.
             torch.cuda.current_stream(device).wait_stream(self._stream)
         following = next(iter(self._pending), None)
         nbytes = sum(entry.nbytes for _, entry in self._pending[following]) if following is not None else 0
@@ -185,7 +185,7 @@ class PackingOptions(TypedDict, total=False):
         bucket_bytes: maximum size of a bucket.
         sections: all sections that are ever sent.
         section_of: maps a tensor's name to its section.
-        quantized: matrices that are sent in FP8, each followed by its scales.
+        quantized: names of the matrices that are sent in FP8, each followed by its scales.
         config: sent with a section, see `SectionPlan`.
     """
 
@@ -268,7 +268,7 @@ class Packer:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest bucket of any version, complete or delta, rounded up to `ALIGNMENT`, so that buffers are adjacent."""
+        """Bytes of the largest bucket of any version, complete or delta, rounded up to `ALIGNMENT` so that adjacent buffers are aligned."""
         nbytes = max([1, *(bucket.nbytes for buckets in self.plans.values() for bucket in buckets)])
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -392,7 +392,7 @@ class _SectionPacker:
                 return
 
     def _copy(self, piece: torch.Tensor, entry: Entry, buffer: torch.Tensor, writer: BucketWriter) -> None:
-        """Copy elements to their entry of the buffer, together with others.
+        """Copy elements to their entry of the buffer. Copies of whole words are only collected, and `_start_copies` starts them together.
 
         One call for each tensor would take the host longer than a bucket is on the wire.
         """
@@ -421,7 +421,7 @@ class _SectionPacker:
         return bucket, entry
 
     def check_ended(self) -> None:
-        """Raise PlanMismatch that names the missing tensors."""
+        """Raise PlanMismatch with the names of the missing tensors, if there are any."""
         if not self.has_ended:
             missing = sorted({entry.name for _, entry in self.entries[self.next :]})
             raise PlanMismatch(f"the export ended without {', '.join(missing)}")

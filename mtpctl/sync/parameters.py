@@ -39,10 +39,10 @@ PACKED: dict[str, tuple[str, tuple[int, ...]]] = {
     "q_a_proj": ("fused_qkv_a_proj", (0,)),
     "kv_a_proj_with_mqa": ("fused_qkv_a_proj", (1,)),
 }
-"""Maps a layer name on the wire to the live layer that packs it, and the indices of its packed parts."""
+"""Maps a layer name on the wire to the live layer that packs it, and to the indices of its parts in the live layer."""
 
 EXPERTS: dict[str, tuple[str, tuple[int, ...]]] = {"gate_proj": ("w13", (0,)), "up_proj": ("w13", (1,)), "down_proj": ("w2", (0,))}
-"""Maps a layer of one expert on the wire to the live tensor of all experts, and the indices of its parts within one expert."""
+"""Maps a layer of one expert on the wire to the live tensor of all experts, and to the indices of its parts within one expert."""
 
 _EXPERT = re.compile(
     r"^(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<proj>gate_proj|up_proj|down_proj)\.(?P<leaf>weight|bias|weight_scale_inv)$"
@@ -90,7 +90,7 @@ def _candidates(name: str, rename: Renamer | None) -> Iterator[Slot]:
 
 
 def _wrapped_names(name: str) -> Iterator[str]:
-    """The name, and the name with `.base_layer` removed from or inserted before its last part."""
+    """The name, and the same name with `.base_layer` before its last part, or without it if `name` has it there."""
     yield name
     layer, _, leaf = name.rpartition(".")
     if layer.endswith(f".{_BASE_LAYER}"):
@@ -110,7 +110,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a wire tensor that is stored in `live` on this rank: runs along dimension `dim`; no runs if it is on other ranks.
+    """The part of a wire tensor that this rank stores in `live`: runs along dimension `dim`; no runs if all of it is on other ranks.
 
     `shape` and `dtype` are those of the wire tensor (None: the live dtype).
     """
@@ -123,12 +123,12 @@ class Shard:
 
     @property
     def outer(self) -> int:
-        """Product of the dimensions before `dim`."""
+        """Product of the sizes of the dimensions before `dim`."""
         return prod(self.shape[: self.dim])
 
     @property
     def columns(self) -> int:
-        """Product of `dim` and the dimensions after it."""
+        """Product of the sizes of `dim` and the dimensions after it."""
         return prod(self.shape[self.dim :])
 
     def blocks(self) -> list[tuple[int, torch.Tensor]]:
@@ -220,8 +220,8 @@ class BucketCopies:
 class LiveSection:
     """Writes the buckets of a plan into the shards of a live model (see `match_shards`).
 
-    A bucket may have hundreds of tensors. One call for each would take the host longer than the bucket is on the wire, so the copies are
-    prepared at the first update, and started in one call.
+    A bucket may have hundreds of tensors. One call for each would take the host longer than the bucket is on the wire, so the copies of a
+    bucket are prepared at the first update, and then started in one call.
     """
 
     def __init__(self, shards: dict[str, Shard]) -> None:
@@ -319,7 +319,7 @@ def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[in
         return _expert_shard(cast(ExpertsLayer, owner), live, slot, shape)
     shape, data = (shape, live) if shape else ((1,), live.reshape(1))
     if len(shape) == live.dim() + 1 and shape[0] == 1:
-        shape = shape[1:]  # a folder may store a vector as a matrix of one row
+        shape = shape[1:]  # a model folder may store a vector as a matrix of one row
     if hasattr(owner, "shard_indices"):
         return _vocabulary_shard(cast(_VocabularyLayer, owner), data, shape)
     sizes = part_sizes(owner)
@@ -368,15 +368,15 @@ def _vocabulary_shard(owner: _VocabularyLayer, live: torch.Tensor, shape: tuple[
 
 
 def _packed_shard(owner: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], sizes: list[int]) -> Shard:
-    tp, runs, wire = _tp_of(owner), [], 0
+    tp, runs, wire = _tp_of(owner), [], 0  # `wire`: start of the next part in the wire tensor
     for part in slot.parts if slot.parts is not None else range(len(sizes)):
         if part >= len(sizes):
             raise ShapeMismatch(f"is part {part} of {slot.parameter}, which packs {len(sizes)}")
         # If there are fewer key and value heads than ranks, each is replicated, and `sizes` counts every replica.
-        copies = getattr(owner, "num_kv_head_replicas", 1) if part and len(sizes) == 3 else 1
+        replicas = getattr(owner, "num_kv_head_replicas", 1) if part and len(sizes) == 3 else 1
         length = sizes[part] // tp.size
-        runs.append(Run(wire + tp.rank // copies * length, sum(sizes[:part]) // tp.size, length))
-        wire += sizes[part] // copies
+        runs.append(Run(wire + tp.rank // replicas * length, sum(sizes[:part]) // tp.size, length))
+        wire += sizes[part] // replicas
     expected = (wire, *live.shape[1:])
     if shape != expected:
         raise _mismatch(shape, slot.parameter, expected)
@@ -469,24 +469,24 @@ def match_shards(
         PlanMismatch: with all errors: unresolved names, shapes, dtypes, and parameters that the plan does not fill.
     """
     live = dict(model.named_parameters(remove_duplicate=False))
-    optional = {id(parameter) for parameter in shared_with.parameters()} if shared_with is not None else set()
+    optional_ids = {id(parameter) for parameter in shared_with.parameters()} if shared_with is not None else set()
     shards: dict[str, Shard] = {}
-    filled: dict[int, set[Portion]] = defaultdict(set)
+    portions_by_id: dict[int, set[Portion]] = defaultdict(set)
     errors: list[str] = []
     for name, entry in plan.tensors().items():
         slot = next(filter(None, (resolve(alias, live, rename) for alias in (name, *entry.aliases))), None)
         if slot is None:
             errors.append(f"{name} resolves to nothing")
             continue
-        filled[id(live[slot.parameter])] |= {(slot.expert, part) for part in slot.parts or (None,)}
+        portions_by_id[id(live[slot.parameter])] |= {(slot.expert, part) for part in slot.parts or (None,)}
         try:
             shards[name] = _checked_shard(model, slot, entry, tp or _UNSPLIT, dtype, plain_weight)
         except ShapeMismatch as error:
             errors.append(f"{name} {error}")
     for name, parameter in live.items():
-        if id(parameter) in optional or name.rpartition(".")[2] in derived:
+        if id(parameter) in optional_ids or name.rpartition(".")[2] in derived:
             continue
-        portions = filled[id(parameter)]
+        portions = portions_by_id[id(parameter)]
         if (None, None) not in portions and not _required_portions(model, name) <= portions:
             errors.append(f"{name} is filled {'in part' if portions else 'by nothing'}")
     if errors:
@@ -500,12 +500,12 @@ def _checked_shard(
     path, _, leaf = slot.parameter.rpartition(".")
     live = plain_weight(model.get_submodule(path), leaf)
     shard = find_shard(model, live, slot, entry.shape, tp)
-    wire = getattr(torch, entry.dtype)
-    if wire != live.dtype and not (wire == model_dtype and torch.promote_types(wire, live.dtype) == live.dtype):
+    wire_dtype = getattr(torch, entry.dtype)
+    if wire_dtype != live.dtype and not (wire_dtype == model_dtype and torch.promote_types(wire_dtype, live.dtype) == live.dtype):
         raise ShapeMismatch(f"is sent as {entry.dtype}, but the engine stores {slot.parameter} as {str(live.dtype).removeprefix('torch.')}")
     if not shard.live.is_contiguous():
         raise ShapeMismatch(f"belongs to {slot.parameter}, whose memory is not contiguous")
-    return replace(shard, dtype=wire)
+    return replace(shard, dtype=wire_dtype)
 
 
 def _required_portions(model: nn.Module, name: str) -> set[Portion]:

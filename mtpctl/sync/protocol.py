@@ -1,8 +1,8 @@
 """The data and interfaces of weight updates: manifests, the errors of an update, and the interface of a receiver.
 
-A version has sections, which are received one after the other: `target` (the policy, or `adapter` instead of it) and `draft` (its MTP
-layers). The plan of a section is known before its first byte, so `begin_update` checks names, shapes, dtypes, completeness and the version
-before anything is written.
+A version has sections, which are received one after the other: `target` (the policy) and `draft` (its MTP layers). If an adapter is synced,
+`adapter` replaces `target`, except in the first version, which has both. The plan of a section is known before its first byte, so
+`begin_update` checks names, shapes, dtypes, completeness and the version before anything is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ type JsonObject = dict[str, Any]
 
 PauseMode = Literal["keep", "abort", "wait"]
 ABORTED_BY_SENDER = "the weight update was aborted by its sender"
-"""Message of the error that a worker raises if the sender aborts an update. Engines may wrap this error in their own."""
+"""Message of the error that a worker raises in the step `abort` of an update. Engines may wrap this error in an error of another type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def layout(buckets: tuple[Bucket, ...]) -> tuple[str, str]:
 
 
 class SyncError(RuntimeFailure):
-    """A weight update failed. Every target still has its previous weights."""
+    """A weight update failed. Each target has its previous weights, or the new ones if it had already committed."""
 
 
 class PlanMismatch(SyncError):
@@ -159,7 +159,7 @@ class PlanMismatch(SyncError):
 
 
 class VersionConflict(SyncError):
-    """The version is not newer, is no longer available, or another update is in progress."""
+    """The version is not newer, is not available, is a delta to a version that is not live, or another update is in progress."""
 
 
 class TargetDirty(RuntimeFailure):
@@ -207,9 +207,9 @@ class WeightTarget(Protocol):
         ...
 
     async def checksums(self, *sections: Section) -> dict[str, str]:
-        """Checksums of live tensors by wire name: those of the last update of `sections`, by default of all sections that were received.
+        """Checksums by wire name of the live tensors that the last updates of `sections` contained; by default of all received sections.
 
-        A target may return more.
+        A target may return checksums of further tensors.
         """
         ...
 

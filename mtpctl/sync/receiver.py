@@ -102,7 +102,7 @@ class SectionReceiver(BucketReceiver):
 
 
 class DiscardReceiver(BucketReceiver):
-    """Receives a section that this engine does not use. Copies each bucket into scratch memory, which takes as long as a real update."""
+    """Receives a section and drops it. Each bucket is copied into scratch memory, which takes about as long as a real update."""
 
     def __init__(self, plan: SectionPlan, device: torch.device | str) -> None:
         super().__init__(plan)
@@ -335,7 +335,7 @@ def layers_of(plan: SectionPlan) -> dict[str, Layer]:
 
 
 def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, tp: TpRank, max_rank: int | None) -> None:
-    """Check an adapter against a live model with adapters of up to rank `max_rank` (None: no adapters).
+    """Check an adapter against a live model that supports adapters of up to rank `max_rank` (None: no adapters).
 
     Raises PlanMismatch that lists the layers that are missing in the model, take no adapter, or have another shape.
     """
@@ -390,7 +390,7 @@ class AdapterReceiver(BucketReceiver):
         return {name: [partial_sums(t.reshape(1, -1), t.numel(), t.numel(), 0)] for name, t in self.tensors.items()}
 
     def write(self, folder: Path) -> None:
-        """Write the adapter in PEFT's format, atomically."""
+        """Write the adapter in PEFT's format. `folder` never has an incomplete adapter; while it is replaced, it is missing for a moment."""
         root = folder.parent
         root.mkdir(parents=True, exist_ok=True)
         leftovers.mark(root)

@@ -6,9 +6,9 @@ With relays, hosts form a chain, so that object storage sends each version once.
 from the host before it. Hosts serve files while they download them, so each host adds a short delay instead of the time of a download.
 
 If the previous host fails or sends nothing for some seconds, a host downloads all remaining bytes from the store. Each host waits `HOP_S`
-longer than the host before it. By then, the host before it downloads from the store, its file grows again, and later hosts stay in the
-chain. A relayed file is compared with its digest in the manifest before it gets its final name. If it differs, it is downloaded from the
-store. A file is requested by its path, which contains the random token of the version. Files cannot be listed.
+longer than the host before it. So when one host switches to the store, its file grows again before the later hosts give up, and they stay
+in the chain. A relayed file is compared with its digest in the manifest before it gets its final name. If it differs, it is downloaded from
+the store. A file is requested by its path, which contains the random token of the version. Files cannot be listed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CLOSE_S = 0.05
 STALL_S = 10.0
 """Seconds without a byte after which the previous host counts as failed."""
 HOP_S = 3.0
-"""Seconds added to `STALL_S` for each earlier host, so that only the host directly after a hanging host stops waiting for it."""
+"""Seconds added to `STALL_S` for each earlier host. If a host hangs, only the host directly after it then stops waiting for it."""
 _REQUEST = re.compile(r"/(?P<folder>v\d{8}-\w+(/\w+)?)/(?P<name>\w+-\d{5}\.bin)\?nbytes=(?P<nbytes>\d{1,15})&hops=(?P<hops>\d{1,5})")
 _LOG = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class RelayServer:
         while True:
             if (folder := self._downloads()) is not None:
                 path = folder / name
-                for candidate in (path, partial_path(path), path):  # it may get its final name in between
+                for candidate in (path, partial_path(path), path):  # the file may get its final name in between
                     try:
                         return candidate.open("rb", buffering=0)
                     except FileNotFoundError:
@@ -209,9 +209,9 @@ def upstream_of(addresses: Sequence[str]) -> list[tuple[str, int]]:
     hosts: dict[str, str] = {}
     for address in addresses:
         hosts.setdefault(address.rpartition(":")[0], address)
-    host_order, chain = list(hosts), ["", *hosts.values()]
+    host_order, upstream_by_position = list(hosts), ["", *hosts.values()]
     positions = [host_order.index(address.rpartition(":")[0]) for address in addresses]
-    return [(chain[position], position) for position in positions]
+    return [(upstream_by_position[position], position) for position in positions]
 
 
 URL_FIELD = UrlField("sync.url", "set another sync.transport")
@@ -220,10 +220,10 @@ CONNECTIONS = 8
 ATTEMPTS, PAUSE_S = 4, 1.0
 """Maximum attempts of a transfer, and the pause before the second one in seconds. The pause doubles with each attempt."""
 _ADDRESS = re.compile(r"(?P<url>.+)/(?P<version>v\d{8}-\w+(/\w+)?)")
-"""An address: the store's URL and the folder of a version. Its name contains the sender's token, so that runs do not share files."""
+"""An address: the store's URL and the folder of a version. The folder has the sender's token in its name, so runs do not share files."""
 _IN_CHAIN_MARKER = "chained"
-"""Marker file: this host is in a chain. Its relay may send any file while it is downloaded, so every file is written from the beginning to
-the end (`partial_path`)."""
+"""Marker file: this host is in a chain. Its relay may send a file that is still being downloaded, so every file is written from the
+beginning to the end (`partial_path`)."""
 
 
 def with_retries[T](call: Callable[[], T]) -> T:
@@ -255,7 +255,10 @@ def compute_digests(files: Sequence[Path]) -> dict[str, str]:
 
 
 def make_host_folder(name: str, nbytes: int) -> Path:
-    """The folder of this name; created in shared memory if `nbytes` fit, else on disk, and marked with this process as its owner."""
+    """Return this host's folder of this name.
+
+    If there is none, it is created in shared memory if `nbytes` fit, else on disk, and marked with this process as its owner.
+    """
     if (existing := _find_host_folder(name)) is not None:
         return existing
     fits = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > nbytes
@@ -301,8 +304,8 @@ def locked(folder: Path) -> Iterator[None]:
 def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink | None = None) -> Path:
     """Download missing files of the version at `address`. Returns their folder. Raises SyncError.
 
-    `files`: sizes in bytes, by name. `link`: the position of this host in a chain. After the first failure of the relay, the other files
-    are downloaded from the store. Receivers that do not know the chain, such as log-prob ranks, download from the store.
+    `files`: sizes in bytes, by name. `link`: the position of this host in a chain; None for receivers that do not know the chain, such as
+    log-prob ranks, which download from the store. After the first failure of the relay, the remaining files are downloaded from the store.
     """
     url, version = split_address(address)
     folder = cache / version
@@ -318,7 +321,7 @@ def fetch(address: str, cache: Path, files: Mapping[str, int], link: ChainLink |
 
     # Files get their final name when they are complete, so that a killed download leaves no incomplete file under that name.
     def download_from_store(name: str) -> None:
-        temporary = folder / f".{name}.whole"  # not `partial_path`: the store may write its end first
+        temporary = folder / f".{name}.whole"  # not `partial_path`: the store may write the end of a file first
         with_retries(lambda: store.get(f"{version}/{name}", temporary))
         if (size := temporary.stat().st_size) != files[name]:
             raise StoreFailed(f"{name} has {size:,} of {files[name]:,} bytes")
@@ -362,7 +365,7 @@ def prefetch(manifests: Sequence[Manifest]) -> None:
     """Download these versions of one store, and delete all other versions on this host. Raises SyncError.
 
     `manifests` has several versions if a receiver is more than one version behind and must apply them in order. Such manifests are from the
-    version store and have no relay, so its host downloads them from object storage.
+    version store and have no relay, so the receiver's host downloads their files from object storage.
     """
     nbytes = sum(manifest.nbytes for manifest in manifests)
     cache = open_cache(split_address(manifests[0].address)[0], nbytes)

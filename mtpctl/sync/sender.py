@@ -1,9 +1,10 @@
 """The senders of weight updates: `Publisher` for transports `shm` and `storage`, and `Sender` for the pushing ones, `ipc` and `nccl`.
 
-A `Publisher` writes a version into the version store, or uploads it, and receivers read it at their own pace. A `Sender` is the trainer
-rank from which all receivers get their buckets. Its methods follow the states of a `WeightUpdate`: `announce` plans the version and names
-the group that receivers join; `send` packs and sends while they receive; `persist` exports the version again into host memory while
-generation continues, and threads write that copy to the store. Until they are done, the newest version in the store is the previous one.
+A `Publisher` writes a version into the version store, or uploads it, and receivers read it at their own pace. A `Sender` runs on the
+trainer rank from which all receivers get their buckets. Its methods follow the states of a `WeightUpdate`: `announce` plans the version and
+names the group that receivers join; `send` packs and sends while they receive; `persist` packs another export of the version into host
+memory while generation continues, and threads write that copy to the store. Until the threads end, the newest version in the store is the
+previous one.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ PAUSE_S = 1.0
 class Publisher(Packer):
     """Publishes versions into a `VersionStore`, or uploads them if the store has a remote.
 
-    With `delta`, a version has only the changes since the previous one. It is complete if the changes exceed `MAX_DELTA_SHARE` of the full
-    size, or if the previous version could not be stored. When the changes since the last complete version add up to this share, all buckets
-    are stored in addition. This bounds the bytes that a receiver that starts later reads.
+    With `delta`, a version has only the changes since the previous one, unless they exceed `MAX_DELTA_SHARE` of the full size, or there is
+    no copy of the previous version (at the start, or because it could not be stored). Such a version is complete. When the changes since
+    the last complete version add up to this share, all buckets are stored in addition, but not while a previous upload of all buckets is
+    running. This bounds the bytes that a receiver that starts later has to read.
     """
 
     def __init__(
         self, store: VersionStore, *, delta: bool = False, pinned: bool = False, digests: bool = False, **options: Unpack[PackingOptions]
     ) -> None:
-        """`pinned`: with `delta`, keep the copy of the last version in pinned memory. `digests`: add those of files to manifests."""
+        """`pinned`: with `delta`, keep the copy of the last version in pinned memory. `digests`: add the files' digests to manifests."""
         super().__init__(**options)
         self.store = store
         self._digests = digests
@@ -68,8 +70,8 @@ class Publisher(Packer):
         Unless `plan` or `plan_from` was called, the first export is held in memory to plan from it; later ones stream. With `checksums`,
         the checksum of each tensor is included for receivers to compare.
 
-        Raises VersionConflict unless `version` is newer, PlanMismatch if the export differs from the plan, and PrerequisiteMissing if the
-        store is full. A failed version is deleted.
+        Raises VersionConflict unless `version` is newer, PlanMismatch if the export differs from the plan, PrerequisiteMissing if the store
+        is full, and StoreFailed if an upload fails, this one or an earlier one in the background. A failed version is deleted.
         """
         tensors = self.wire_tensors(export)
         if not self.plans:
@@ -179,8 +181,8 @@ def _find_tied_weights(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str,
 class Sender(Packer):
     """Sends versions over `transport` from tensors on `device`, and persists them in `store`.
 
-    With `delta`, a version that is sent to the receivers of the previous one contains only the changes. The copy for the store has the
-    previous version. A repeated transfer is complete.
+    With `delta`, a version that is sent to the receivers of the previous one contains only the changes, if they are few enough. They are
+    found by comparison with the copy for the store, which has the previous version. A repeated transfer is complete.
     """
 
     def __init__(
@@ -196,8 +198,9 @@ class Sender(Packer):
     ) -> None:
         super().__init__(**options)
         self._delta = delta
-        # The version that all receivers have, and the version in the copy for the store; None while it may be a mix of versions.
+        # The version that all receivers have; None before the first one, during a transfer, and after a failed one.
         self._delivered: int | None = None
+        # The version in the copy for the store; None if there is none, or if the copy may be a mix of versions.
         self._copied: int | None = None
         self._changes: Changes | None = None
         self.store, self.transport, self.device, self.deadline_s = store, transport, torch.device(device), deadline_s

@@ -107,8 +107,8 @@ async def update_target(
     If the target generates, the caller must pause it first. Any error aborts the update, as does a duration above `deadline_s`. Restoring
     the previous version may take another `deadline_s`. `sections`: the sections whose checksums the target returns, for `verify`.
 
-    If `manifest` is a delta whose base is not live, the versions that lead to it are applied first, from the store: the deltas since the
-    live version, or a complete version and the deltas after it. A pushed delta is refused instead.
+    If `manifest` is a delta whose base is not live, earlier versions are applied first, from the store: the deltas since the live version,
+    or a complete version and the deltas after it. If the delta is pushed, the target refuses it instead.
 
     Raises:
         SyncError: the previous version is live again.
@@ -136,7 +136,7 @@ async def update_target(
         try:
             await asyncio.wait_for(target.abort_update(), deadline_s)
         except (TimeoutError, asyncio.CancelledError) as abort_error:
-            # The target may be between two versions.
+            # The weights of the target may be a mix of two versions.
             target.mark_dirty()
             if isinstance(abort_error, asyncio.CancelledError):
                 raise
@@ -331,7 +331,7 @@ class WeightUpdate:
         return reports[0]
 
     async def persist(self) -> None:
-        """Let the trainer copy the version for the store. Generation continues meanwhile; the trainer's next update must wait."""
+        """Let the trainer copy the version for the store. Generation continues meanwhile; the trainer's next optimizer step must wait."""
         if self.state is State.PERSIST:
             await self.parties.trainer.persist_weights()
             self.state = State.DONE

@@ -4,8 +4,8 @@ With `shm` and `storage` the buckets are files that receivers read at their own 
 the same buckets at the same time, and a failure of one of them ends the transfer for all.
 
 The sender of a pushing transport hosts a key-value store. Receivers join a group by name, and the complete group is used until a member
-fails. A failure is written to a key that all members poll while they wait, and the next transfer uses a group with a new name. If the
-sender dies, its store is lost too, which receivers detect at their next poll.
+fails or the set of receivers changes. A failure is written to a key that all members poll while they wait, and the next transfer uses a
+group with a new name. If the sender dies, its store is lost too, which receivers detect at their next poll.
 """
 
 from __future__ import annotations

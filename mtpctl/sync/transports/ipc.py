@@ -25,7 +25,7 @@ from mtpctl.sync.transports.shm import map_file
 
 NAME = "ipc"
 _DEVICE_ARGUMENT = 6
-"""Position of the device index in the arguments of `rebuild_cuda_tensor`. Processes may number GPUs differently."""
+"""Position of the device index in the arguments of `rebuild_cuda_tensor`. It is replaced, because processes may number GPUs differently."""
 
 
 class _SharedBuffers:

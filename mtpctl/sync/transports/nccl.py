@@ -140,7 +140,7 @@ class Writer(PushWriter):
             self._timestamps.append([self._take_timestamp()])
             work = self._wire.broadcast(data)
             self._works[buffer_index] = work, len(self._timestamps) - 1
-            if self._side_stream is not None:  # It records the end without making the current stream wait.
+            if self._side_stream is not None:  # It waits for the end and records it, so that the current stream need not wait.
                 with torch.cuda.stream(self._side_stream):
                     work.wait()
                     self._timestamps[-1].append(self._take_timestamp())
