@@ -390,7 +390,7 @@ class AdapterReceiver(BucketReceiver):
         return {name: [partial_sums(t.reshape(1, -1), t.numel(), t.numel(), 0)] for name, t in self.tensors.items()}
 
     def write(self, folder: Path) -> None:
-        """Write the adapter in PEFT's format. `folder` never has an incomplete adapter; while it is replaced, it is missing for a moment."""
+        """Write the adapter in PEFT's format. `folder` never has an incomplete adapter, but while it is replaced, it is missing."""
         root = folder.parent
         root.mkdir(parents=True, exist_ok=True)
         leftovers.mark(root)
