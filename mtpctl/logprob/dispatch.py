@@ -5,9 +5,9 @@ waits for its next batch. Queued tokens are split evenly over free replicas. Bat
 is scored with one weight version, and its answers contain the version.
 
 Callers get equal shares of tokens (start-time fair queueing, Goyal et al. 1996). Each caller has a queue, and an account of the tokens that
-were scored for it. The next request is from the caller with the smallest account. A caller that returns after a pause starts with the
-current account level, so callers cannot accumulate a share. A batch is filled up to its budget. A request that does not fit is first in the
-next batch, so a long request does not wait forever.
+were scored for it. The next request is from the caller with the smallest account. The account of a caller that returns after a pause is
+raised to the current level, so callers cannot accumulate a share. A batch is filled up to its budget. A request that does not fit keeps its
+turn for the next batch, so a long request does not wait forever.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ MAX_CALLERS = 1024
 class QueuedRequest:
     """A queued request; the caller awaits `answer`.
 
-    `isolated`: it gets a separate batch, because a pass with it failed. `attempts`: number of replicas that died in a separate batch.
+    `isolated`: it gets a separate batch, because a pass with it failed. `attempts`: number of replicas that died while they scored it in a
+    separate batch.
     """
 
     request: ScoreRequest
@@ -57,13 +58,14 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._queues: dict[str, _CallerQueue] = {}
+        # The largest account from which a request was taken.
         self._level = 0.0
         self.tokens = 0
         self.requests = 0
         self.pinned = 0
 
     def put(self, item: QueuedRequest, *, first: bool = False) -> None:
-        """Append to the caller's queue. With `first`, insert at its head, for the requests of a failed batch."""
+        """Append to the caller's queue. With `first`, for requests of a failed batch, insert at its head and refund the account."""
         caller = item.request.caller
         queue = self._queues.setdefault(caller, _CallerQueue(self._level))
         if first:
@@ -76,7 +78,7 @@ class FairQueue:
         self._count(item, 1)
 
     def take(self, budget: int, ready: Callable[[ScoreRequest], bool]) -> list[QueuedRequest]:
-        """Remove and return the next batch: `ready` requests within `budget` tokens, or a single longer one."""
+        """Remove and return the next batch: `ready` requests within `budget` tokens, or a single one that is longer or isolated."""
         batch: list[QueuedRequest] = []
         remaining_tokens = budget
         turns = [(queue.account, caller) for caller, queue in self._queues.items() if queue.waiting]
@@ -148,13 +150,16 @@ class BoundedQueue(FairQueue):
         self.limit = limit
         self._reserved = 0
         self._waiters: deque[_RoomWaiter] = deque()
-        self._tokens = self._seconds = 0.0
+        self._scored_tokens = self._scoring_s = 0.0
 
     def check_capacity(self, tokens: int) -> None:
         """Raise QueueFull if there is no room for `tokens` more tokens."""
         if self._full(tokens):
             excess_tokens = self.tokens + min(tokens, self.limit) - self.limit
-            raise QueueFull(self.tokens, float(max(1, math.ceil(excess_tokens * self._seconds / self._tokens))) if self._tokens else 1.0)
+            raise QueueFull(
+                self.tokens,
+                float(max(1, math.ceil(excess_tokens * self._scoring_s / self._scored_tokens))) if self._scored_tokens else 1.0,
+            )
 
     async def wait_for_room(self, tokens: int) -> None:
         """Wait for room for `tokens` more tokens. The caller must `put` them immediately, because the room is no longer reserved."""
@@ -181,8 +186,8 @@ class BoundedQueue(FairQueue):
 
     def served(self, tokens: int, seconds: float) -> None:
         """Record that a replica scored `tokens` in `seconds`, to estimate `QueueFull.retry_after_s`."""
-        # Running sums of both, because a batch that finishes together with another one takes almost no time.
-        self._tokens, self._seconds = SMOOTHING * self._tokens + tokens, SMOOTHING * self._seconds + seconds
+        # Running sums of both, not a mean of rates: a batch that finishes together with another one seems to take almost no time.
+        self._scored_tokens, self._scoring_s = SMOOTHING * self._scored_tokens + tokens, SMOOTHING * self._scoring_s + seconds
 
     def _full(self, tokens: int) -> bool:
         queued = self.tokens + self._reserved
@@ -285,7 +290,7 @@ class Dispatcher:
         live = self.replicas.live()
         free = [(slot, replica) for slot, replica in live if slot.num_requests == 0]
         batch_tokens = self.limits.tokens_per_batch
-        # A batch is sent in advance only if it is full, because a smaller one should wait for more requests.
+        # A batch is sent in advance only if the queue can fill it, because a smaller one should wait for more requests.
         prefetching = [(slot, replica) for slot, replica in live if slot.num_requests == 1 and self.queue.tokens >= batch_tokens]
         budget = min(batch_tokens, math.ceil(self.queue.tokens / len(free))) if free else batch_tokens
         for slot, replica in (*free, *prefetching):
@@ -313,7 +318,8 @@ class Dispatcher:
                     item.answer.set_exception(_ended_error())
             raise
         except Exception as error:
-            # The pass failed, perhaps because another rank has died. In that case ranks hang in a collective and do not answer the ping.
+            # The pass failed, perhaps because a rank has died. In that case the other ranks hang in a collective and do not answer the
+            # ping.
             if not await self.check_alive(slot, replica):
                 self._requeue(batch, error, died=True)
             elif len(batch) > 1:

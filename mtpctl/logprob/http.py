@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 MAX_NUMBERS = 1 << 21
-"""Maximum count of numbers in a response: tokens times numbers per token."""
+"""Maximum number of numeric values in a response: tokens times values per token."""
 BYTES_PER_TOKEN = 4
-"""Estimated number of bytes of a token; each is a number in the response."""
+"""Estimated bytes of a token's text. In the response of `/v1/completions`, each byte is a number."""
 
 
 class _StrictRequest(Request):
@@ -70,7 +70,7 @@ class _StrictRoute(APIRoute):
 
 
 def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, key: str | None = None, bounds: HttpBounds) -> Guard:
-    """The ASGI application. `tokenizer`: if None, only token ids are accepted. `key`: the API key of clients."""
+    """Create the ASGI application. `tokenizer`: if None, only token ids are accepted. `key`: the API key that clients must send, if any."""
     api = FastAPI(
         title="mtpctl log-prob server",
         version=version_of("mtpctl"),
@@ -136,8 +136,8 @@ def make_app(server: LogprobServer, tokenizer: Tokenizer | None, name: str, *, k
     @api.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return JSONResponse(error_body(f"{quote_value(place)[1:-1] or 'body'}: {first['msg']}", "invalid_request_error"), 400)
+        field_path = ".".join(str(part) for part in first["loc"] if part != "body")
+        return JSONResponse(error_body(f"{quote_value(field_path)[1:-1] or 'body'}: {first['msg']}", "invalid_request_error"), 400)
 
     api.add_exception_handler(HTTPException, http_error)
 

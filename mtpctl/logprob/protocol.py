@@ -29,8 +29,8 @@ class ScoreRequest:
         version: score only with this weight version.
         at_least: score with this version or a newer one.
         caller: callers get equal shares of a full server.
-        deadline_s: seconds until the answer, including the wait for the weights and in the queue.
-        routes: experts of the first tokens (`mtpctl.routes`).
+        deadline_s: seconds within which the answer must arrive, including the waits for the weights and in the queue.
+        routes: experts to use for the first tokens (`mtpctl.routes`); the model chooses those of the other tokens.
         record: return the experts that the pass used.
         name: name in errors.
     """
@@ -80,7 +80,7 @@ class RequestRefused(UserError):
 
 
 class VersionGone(UserError):
-    """The requested weight version is not available or no longer available."""
+    """The requested weight version is no longer available, or contradicts `at_least`."""
 
 
 class QueueFull(RuntimeFailure):
@@ -101,7 +101,7 @@ class DeadlineExceeded(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a model: maximum sequence length, vocabulary size, number of MTP depths, and routes if it has experts."""
+    """Limits of a model: maximum sequence length, vocabulary size, number of MTP depths, and the shape of routes if it has experts."""
 
     positions: int
     vocab: int

@@ -57,7 +57,7 @@ class ReplicaConfig:
 
 
 class ScoreRank:
-    """Scores with a `MegatronEngine`, whose weights can be updated."""
+    """One rank: scores with a `MegatronEngine`, and receives updates of its weights."""
 
     def __init__(self, config: ReplicaConfig, rank: int) -> None:
         redirect_output()
@@ -220,7 +220,7 @@ class ScoreRank:
         for name, entry in entries.items():
             if name in self.tensors and tuple(self.tensors[name]) != entry.shape:
                 errors.append(f"{name} has shape {entry.shape}, the served model {tuple(self.tensors[name])}")
-            # Types may differ: a MoE router keeps its bias in fp32 in a bf16 model.
+            # Compare with the dtype of the tensor's own parameter: a MoE router has its bias in fp32 even in a bf16 model.
             dtype = next((dtypes[alias] for alias in (name, *entry.aliases) if alias in dtypes), entry.dtype)
             if entry.dtype != dtype:
                 errors.append(f"{name} is {entry.dtype}, the served model {dtype}")
@@ -289,7 +289,10 @@ class ScoreRank:
             self.weights.commit()
 
     def _apply_delta(self, stream: WeightStream, plan: SectionPlan, delta: Delta) -> None:
-        """Write the current tensors with the received changes. Raises SyncError if this replica does not export a changed tensor."""
+        """Write tensors with the received changes applied to their current values, which this replica exports.
+
+        Raises SyncError if it does not export a changed tensor.
+        """
         from mtpctl.sync.delta import apply
 
         entries, names = plan.tensors(), self._names(plan)
@@ -308,7 +311,7 @@ class ScoreRank:
 
     def _finish_stream(self, stream: WeightStream) -> None:
         try:
-            # `finish` updates the module's copies of the embedding on other pipeline stages.
+            # `finish` also updates the module's copies of the embedding on other pipeline stages, so the incoming weights must be live.
             with self.weights.showing_incoming():
                 stream.finish()
         except ValueError as error:
@@ -331,7 +334,7 @@ class ScoreRank:
         self._finish_stream(stream)
 
     def abort_update(self) -> None:
-        """Abort all sections of the update. Raises TargetDirty if the weights are a mix of two versions."""
+        """Abort the update with all of its sections. Raises TargetDirty if the weights are a mix of two versions."""
         self._stream, self._incoming_adapter, self._is_open = None, None, False
         self._reader_cache.fail("a log-prob replica aborted the update")
         self._finished = set()

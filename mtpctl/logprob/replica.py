@@ -72,6 +72,7 @@ class Replica:
         await self.ranks.call(ScoreRank.begin_update, plan.to_dict(), version, section)
         if self._incoming is None:
             self._incoming, self._missing_sections = plan, set(plan.sections)
+            # The ranks write the update into the tensors of the previous version.
             self.versions = self.versions[:1]
         self._section = section
 
@@ -91,7 +92,7 @@ class Replica:
         await self.ranks.call(ScoreRank.abort_update)
 
     async def checksums(self, *sections: Section) -> dict[str, str]:
-        """Checksums of all tensors by their wire names, also of other sections: adapters are merged into the base weights."""
+        """Checksums of all tensors by wire name. `sections` is ignored, because an adapter is merged into weights of another section."""
         return await self.ranks.call(ScoreRank.checksums)
 
     def mark_dirty(self) -> None:
@@ -125,7 +126,7 @@ class RayRanks:
             return await ref
 
         try:
-            # Raises as soon as one rank has died, even if the others wait for it.
+            # Raises as soon as one rank has died, even if the calls of the other ranks hang because they wait for it.
             return (await asyncio.gather(*map(wait_for, refs)))[0]
         except RayTaskError as error:
             raise error.cause from None

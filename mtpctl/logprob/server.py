@@ -60,7 +60,7 @@ class LogprobServer:
     ) -> LogprobServer:
         """Start `count` replicas concurrently with `start(index)`.
 
-        `store`: newer weights for restarted replicas. `log`: receives a line for each failure and each restart.
+        `store`: the published versions, to which restarted replicas are updated. `log`: receives a line for each failure and each restart.
         """
         replicas = await start_all(start, Replica.end, count, fatal_errors=(ReplicaDead,), max_restarts=limits.max_restarts)
         return cls(replicas, start, store, limits, log)
@@ -126,7 +126,7 @@ class LogprobServer:
     async def _catch_up(self, replica: Replica) -> bool:
         """Update a restarted replica to the versions of the other replicas. Returns False while the store does not have them yet.
 
-        A newer version may already be published; the update in progress will apply it.
+        A newer version may already be published. It is not applied here, because the update in progress will apply it.
         """
         store = self._store
         versions = store.versions() if store is not None else []
@@ -139,7 +139,7 @@ class LogprobServer:
 
     @asynccontextmanager
     async def quiesce(self, deadline_s: float = 120.0) -> AsyncIterator[None]:
-        """Pause batches and replica starts until `apply_update`, at the latest until the end of the block.
+        """Pause batches until `apply_update` has finished or the block ends, and replica starts until the block ends.
 
         A replica whose pass does not end within `deadline_s` counts as dead, and its requests go to another one.
         """
@@ -156,7 +156,7 @@ class LogprobServer:
                 self.dispatcher.resume()
 
     async def apply_update(self, manifest: Manifest, *, verify: bool = False, deadline_s: float = 120.0) -> list[SyncReport]:
-        """Update all replicas to the version of `manifest`, and resume serving. Call it in `quiesce`.
+        """Update all replicas with an older version to the version of `manifest`, and resume serving. Call it in `quiesce`.
 
         A replica that dies is restarted with that version. Raises SyncError if a replica refuses the update and keeps its old weights.
         """
@@ -243,8 +243,8 @@ async def start_server(
 ) -> LogprobServer:
     """Start the replicas of `recipe.logprob` with version `version` of the weights, from the folder `model` or a checkpoint of the model.
 
-    `cpus`, `gpus`: per rank. `bundles`: the reserved bundles of the ranks; if None, Ray chooses. `store`: newer weights for restarted
-    replicas. `log`: see `LogprobServer.start`; its lines begin with the replicas' role.
+    `cpus`, `gpus`: per rank. `bundles`: the reserved bundles of the ranks; if None, Ray chooses. `store`: see `LogprobServer.start`. `log`:
+    see there, too; its lines begin with the replicas' role.
     """
     options = recipe.logprob
     config = ReplicaConfig(
@@ -265,7 +265,7 @@ async def start_server(
     )
 
     async def start(index: int) -> Replica:
-        # Restarts have the deadline too: after the loss of a host, the cluster may lack the resources for them.
+        # The deadline also applies to restarts: after the loss of a host, the cluster may lack the resources for them.
         name = f"{ROLE_NAMES[role]} replica {index}"
         return await await_start(start_ranks(index, name), recipe.cluster.actor_deadline_s, name)
 

@@ -22,7 +22,10 @@ from mtpctl.sync.receiver import AdapterReceiver, rank_of
 
 
 class VersionedWeights:
-    """Versions of a module's parameters and buffers (some weights are buffers). `current` is live, except within `using`."""
+    """Versions of a module's parameters and buffers (some weights are buffers).
+
+    `current` is live, except within `using`, `showing_base` and `showing_incoming`.
+    """
 
     def __init__(self, module: torch.nn.Module, version: int, *, keep_previous: bool) -> None:
         self.parameters: list[Tensor] = [*module.parameters(), *module.buffers()]
@@ -57,7 +60,10 @@ class VersionedWeights:
 
     @torch.no_grad()
     def begin(self, version: int) -> None:
-        """Start an update to `version`, or another section of it. Raises VersionConflict if the version does not increase."""
+        """Start an update to `version`, or another section of it.
+
+        Raises VersionConflict if `version` is not newer than the current one, or another version is incoming.
+        """
         if version <= self.current or (self.incoming is not None and version != self.incoming):
             raise VersionConflict(f"weight version {version} does not follow {self.incoming or self.current}")
         if self.incoming is None and self.spare is not None:
@@ -68,7 +74,7 @@ class VersionedWeights:
         self.incoming = version
 
     def destination(self, parameter: Tensor) -> Tensor:
-        """The tensor to which to write the incoming value of a live parameter."""
+        """Return the tensor to which to write the incoming value of a live parameter, and record that it is written to."""
         self.touched = True
         return self._incoming_tensor(self._indices[id(parameter)])
 
@@ -83,7 +89,10 @@ class VersionedWeights:
         self._incoming_base = {}
 
     def keep_base(self, parameters: Iterable[Tensor]) -> None:
-        """Copy these live parameters before an adapter is merged into them, unless an earlier adapter has changed them."""
+        """Copy the incoming values of these live parameters as base weights, before an adapter is merged into them.
+
+        Parameters that an earlier adapter has changed have a copy already.
+        """
         for parameter in parameters:
             index = self._indices[id(parameter)]
             if index not in self._incoming_base:
