@@ -2,7 +2,7 @@
 
 A Ray call takes about 0.5 ms, too long for one call per request at hundreds of short responses per second. So requests submitted in the
 same iteration of the event loop are sent in one call. Answers are collected by one pending call at a time, which returns all answers that
-are available. Every request is answered unless its replica dies.
+are available. Every request is answered unless it is cancelled, or its replica dies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Answer = tuple[int, Sample | Exception]
 """The number of a request, and the sample or error of `Engine.generate`."""
 
 CONCURRENCY = 10_000
-"""Maximum concurrent calls per actor. Ray queues further calls, and control calls must not wait for pending ones."""
+"""Maximum concurrent calls per actor. It is high because Ray queues further calls, and control calls must not wait behind pending ones."""
 MIN_COLLECT_INTERVAL_S = 0.01
 """Minimum seconds between two calls of `collect`. Each call returns all answers of the interval, which saves CPU time in the controller."""
 
@@ -98,7 +98,7 @@ class RolloutActor:
             task.add_done_callback(lambda _, number=number: self._tasks.pop(number))  # type: ignore[misc]
 
     async def cancel_requests(self, numbers: list[int]) -> None:
-        """Cancel these requests, if they are still in progress, and free their slots."""
+        """Cancel those of these requests that are still in progress, which frees their slots. They get no answer."""
         for number in numbers:
             if (task := self._tasks.get(number)) is not None:
                 task.cancel()
@@ -224,7 +224,7 @@ class RayReplica:
         task.add_done_callback(self._tasks.discard)
 
     async def _send(self) -> None:
-        """Submit all unsent requests in one call."""
+        """Submit all requests that were added until this task runs, in one call."""
         requests, self._unsent_requests = self._unsent_requests, []
         try:
             await self._call(RolloutActor.submit, requests)

@@ -1,7 +1,7 @@
 """Base class of vLLM and SGLang engines: generation of samples, weight updates, deadlines, and failure detection.
 
-An engine runs in one event loop, in a Ray actor or in a test. Every call has a deadline: if the engine does not answer in time, the call
-raises `EngineDead`.
+An engine runs in one event loop, in a Ray actor or in a test. Control calls have a deadline: if the engine does not answer in time, the
+call raises `EngineDead`. A response that reaches its deadline ends with the tokens that it has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mtpctl.sync.remote import prefetch, start_relay
 from mtpctl.sync.update import SyncReport, manifests_to, update_target
 
 CONTROL_DEADLINE_S = 120.0
-"""Time limit of each call to the engine except `generate`, in seconds. An update may set a longer one."""
+"""Time limit of a control call to the engine, in seconds. During an update, it is the update's deadline if that is longer."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class GenerationChunk:
 
     Attributes:
         spans: `(start, end, version)` over `tokens`.
-        routes: begin with the first prompt token for which the sample has no routes.
+        routes: routes of the prompt and the response, from the first prompt token on for which the sample has none.
         num_cached_tokens: prompt tokens that were in the prefix cache; None if the engine has no prefix cache.
         keeps_kv: the engine keeps the KV cache across weight updates, so all spans but the first count as stale.
     """
@@ -125,7 +125,7 @@ class Engine(ABC):
         turn_start, max_stop_bytes = find_last_turn_start(sample), max(len(string.encode()) for string in stop)
         if chunk_start <= turn_start:
             return
-        # A token has at least one byte of text, so a stop string has at most this many tokens.
+        # A token has at least one byte of text, so a stop string has at most `max_stop_bytes` tokens.
         search_start = max(turn_start, chunk_start - max_stop_bytes)
         length = find_stop_length(self._decode, sample.response_ids[search_start : chunk_start + max_stop_bytes].tolist(), stop)
         if length is not None:
@@ -258,10 +258,10 @@ class Engine(ABC):
         return self._target.version
 
     async def update(self, manifest: Manifest, *, mode: PauseMode = "keep", verify: bool = False, deadline_s: float = 120.0) -> SyncReport:
-        """Pause, apply the engine's sections of `manifest` (`draft` only if it drafts), optionally verify them, and resume.
+        """Pause, apply the engine's sections of `manifest` (`draft` only with a drafter), optionally verify them, and resume.
 
-        Files in object storage are downloaded before the pause. A paused engine stays paused. Raises what `update_target` raises. After a
-        SyncError the engine continues with its old weights.
+        Files in object storage are downloaded before the pause. An engine that was paused before stays paused. Raises the errors of
+        `update_target`. After a SyncError the engine continues with its old weights.
         """
         if self._target.updating is not None:
             raise VersionConflict(f"an update to version {self._target.updating} is under way")
@@ -282,7 +282,7 @@ class Engine(ABC):
         return SyncReport(report.version, report.nbytes, report.seconds, stall_s, report.verified)
 
     async def serve_relay(self, url: str) -> str:
-        """Serve what this host downloads from the store at `url` to other hosts. Returns `host:port`."""
+        """Serve the files that this host downloads from the store at `url` to other hosts. Returns the relay's `host:port`."""
         return await asyncio.to_thread(start_relay, url)
 
     async def begin_update(self, plan: Manifest, version: int, section: Section) -> None:

@@ -26,7 +26,7 @@ from mtpctl.sync.update import SyncReport, cancel_on_error
 MAX_WAITING_FACTOR = 8
 """Responses that may wait for their environment without taking up capacity, as a multiple of the engines' capacity."""
 GRACE_S = 60.0
-"""A replica counts as dead if it has not answered this many seconds after a request's deadline, which queueing and updates extend."""
+"""Seconds after a request's deadline, extended by queueing and updates, after which a replica that has not answered counts as dead."""
 RELAY_START_S = 5.0
 """Seconds for a replica to start its relay before an update."""
 
@@ -99,7 +99,7 @@ class ReplicaPool:
         Args:
             store: the published versions. A restarted replica applies the current one, within `sync_deadline_s`, before it serves.
             turn_runner: plays the environment between the turns of a response; if None, a response is one turn.
-            use_relays: hosts download weights from object storage through each other (`mtpctl.sync.remote`).
+            use_relays: whether hosts download weights from object storage through a chain of hosts (`mtpctl.sync.remote`).
             log: receives a line for each failure and each restart of a replica.
         """
         replicas = await start_all(start, lambda replica: replica.shutdown(), count, fatal_errors=(EngineDead,), max_restarts=max_restarts)
@@ -225,7 +225,7 @@ class ReplicaPool:
     async def _catch_up(self, replica: Replica) -> bool:
         """Update a restarted replica to the version of the others. Returns False until that version is persisted.
 
-        A newer version may already be published; the update in progress will apply it.
+        A newer version may already be published. It is not applied here, because the update in progress will apply it.
         """
         if self._version:
             if self._store is None or self._version not in self._store.versions():

@@ -199,7 +199,7 @@ def find_stop_length(decode: Callable[[list[int]], str], tokens: list[int], stop
 
 
 def find_last_turn_start(sample: Sample) -> int:
-    """Index in the response at which the model's last turn begins."""
+    """Index in the response at which the model's last turn begins: after the last token of the environment, whose mask is 0."""
     return sample.loss_mask.tobytes().rfind(0) + 1
 
 

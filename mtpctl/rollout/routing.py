@@ -1,4 +1,4 @@
-"""The replicas of a pool that get responses: the choice for each response, and replicas that join or leave."""
+"""Chooses the replica of a pool for each response, and adds and removes replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtpctl.errors import RuntimeFailure
 from mtpctl.rollout.actor import Replica
 
 AFFINITY_SLACK = 8
-"""A replica with the prompt cached is preferred while it has at most this many more responses than the least busy one."""
+"""A replica that has the prompt cached is preferred while it has at most this many more responses than the least busy one."""
 HAND_OVER_S = 60.0
 """Time limit for a leaving replica to return its responses, in seconds."""
 ABORT_INTERVAL_S = 1.0
@@ -22,8 +22,9 @@ ABORT_INTERVAL_S = 1.0
 class Router:
     """Chooses a replica for each response, and limits the responses of each replica to `max_in_flight`.
 
-    The samples of a group share their prompt, so they go to a replica that has the prompt cached, unless it has `AFFINITY_SLACK` more
-    responses than the least busy one. `changed` is notified whenever a slot may have become free.
+    The samples of a group share their prompt. A sample goes to a replica that is generating another sample of its group, and so has the
+    prompt cached, unless that replica has more than `AFFINITY_SLACK` more responses than the least busy one. `changed` is notified whenever
+    a slot may have become free.
     """
 
     def __init__(self, replicas: Replicas[Replica], max_in_flight: int) -> None:
@@ -42,8 +43,8 @@ class Router:
         free_slots = self._free_slots()
         min_requests = min(slot.num_requests for slot in free_slots)
         limit = min_requests + AFFINITY_SLACK
-        cached_slots = [slot for slot in free_slots if self._groups[slot.index, group] and slot.num_requests <= limit]
-        chosen_slot = min(cached_slots or free_slots, key=lambda slot: slot.num_requests)
+        group_slots = [slot for slot in free_slots if self._groups[slot.index, group] and slot.num_requests <= limit]
+        chosen_slot = min(group_slots or free_slots, key=lambda slot: slot.num_requests)
         chosen_slot.num_requests += 1
         self._groups[chosen_slot.index, group] += 1
         return chosen_slot
@@ -107,7 +108,8 @@ class Membership:
     async def _hand_over(self, slot: Slot[Replica], replica: Replica) -> None:
         """Abort the replica's responses, and wait for them. Raises TimeoutError after `HAND_OVER_S`.
 
-        After a timeout, the pool continues the remaining responses from the tokens with which they were sent.
+        After a timeout, the pool continues the remaining responses elsewhere, from the tokens that they had when they were sent to this
+        replica.
         """
         async with asyncio.timeout(HAND_OVER_S):
             while slot.num_requests:

@@ -48,7 +48,7 @@ async def start_pool(
 
     Args:
         bundles: the reserved bundles; if None, Ray chooses.
-        store: the version that a restarted replica loads.
+        store: the published versions, of which a restarted replica loads the current one.
         seed: replaces the recipe's seed. A restarted replica gets a new one.
         tokenizer: folder or hub id; required for stop strings, environments and agents.
         turn_runner: plays the recipe's environment.
@@ -74,6 +74,7 @@ async def start_pool(
         assert tokenizer is not None, "stop strings, agents and environments need a tokenizer"
 
     def build_settings(index: int) -> EngineSettings:
+        # `start_count` counts starts, not replicas, so that a restarted replica gets a new seed.
         engine_seed = (base_seed + 1_000_003 * next(start_count)) % (1 << 31)
         kv_cache_bytes, outside_cache = rollout.kv_cache_bytes, None
         if kv_cache_bytes is None and (placement.device == "cpu" or shares_gpu(recipe, index)):
@@ -113,12 +114,12 @@ async def start_pool(
         name = f"rollout replica {index}"
         return await await_start(start_actor(index, f"rollout-{index}", name), recipe.cluster.actor_deadline_s, name)
 
-    async def start_actor(index: int, actor: str, name: str) -> Replica:
-        options = options_of(index) if bundles is None else (await bundles.acquire(actor))[0].options()
+    async def start_actor(index: int, actor_name: str, name: str) -> Replica:
+        options = options_of(index) if bundles is None else (await bundles.acquire(actor_name))[0].options()
         replica = await start_replica(build_settings(index), name=name, options=options)
         try:
             if bundles is not None:
-                bundles.check(actor, await replica.location())
+                bundles.check(actor_name, await replica.location())
         except BaseException:
             await replica.shutdown()
             raise
@@ -126,7 +127,7 @@ async def start_pool(
 
     # A few requests wait inside each engine, so that a freed slot is refilled without waiting for a Ray call.
     max_in_flight = rollout.max_in_flight + ceil(WAITING_SHARE * rollout.max_in_flight)
-    pool = ReplicaPool.start(
+    pool_start = ReplicaPool.start(
         start,
         rollout.replica_range.min,
         store=store,
@@ -137,4 +138,4 @@ async def start_pool(
         use_relays=isinstance(recipe.sync, StorageConfig) and recipe.sync.relay,
         log=lambda line: log(f"rollout {line}"),
     )
-    return await await_start(pool, recipe.cluster.actor_deadline_s, "rollout")
+    return await await_start(pool_start, recipe.cluster.actor_deadline_s, "rollout")

@@ -7,9 +7,9 @@ The acceptance is measured in every step that verifies drafts. Times are measure
 trials, a change of the current step time scales the times of all k, because longer contexts and a busy host slow all of them.
 
 Steps with a slow k cost throughput. `LOSS_SHARE` limits this cost to a share of all steps: after a trial that cost the work of n steps, the
-next one is due n / `LOSS_SHARE` steps later. The first trial is exempt. Until a trial is permitted, a load without times uses the times
-of the nearest measured load. Before the first trial, a draft is assumed to add `PRIOR_DRAFT_COST` of a step, so an engine whose drafts are
-never accepted stops drafting.
+next one is due n / `LOSS_SHARE` steps later. The cost of the first trial is exempt. Until a trial is permitted, a load without times uses
+the times of the nearest measured load. Before the first trial, a draft is assumed to add `PRIOR_DRAFT_COST` of a step, so an engine whose
+drafts are never accepted stops drafting.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_REQUEST_STEPS = 256
 LOSS_SHARE = 0.005
 """Maximum cost of trials, as a share of all steps."""
 MIN_GAIN = 0.01
-"""Minimum gain in throughput for which the choice changes, as a share."""
+"""Minimum gain in throughput at which the choice changes, as a share of the current throughput."""
 MAX_LOAD_RATIO = 1.5
 """Maximum factor by which the number of requests may change during a trial, in either direction."""
 ACCEPTANCE_WINDOW = 4096
@@ -69,6 +69,7 @@ class _Load:
     times: dict[int, float] = field(default_factory=dict)
     """Seconds per step by number of drafts."""
     chosen: int | None = None
+    """The choice at this load; None until a trial at this load is complete."""
 
 
 class SpeculationSwitch:
@@ -171,9 +172,9 @@ class SpeculationSwitch:
             load.times = {drafts: factor * seconds for drafts, seconds in load.times.items()}
 
     def _start_trial(self, requests: int, load: _Load) -> None:
-        """Start a trial: try all numbers of drafts, largest first, which measures the acceptance of all positions.
+        """Start a trial of all numbers of drafts. The largest is first, because it measures the acceptance of all positions.
 
-        After an aborted first trial, only the numbers without times are tried.
+        If the first trial at this load was aborted, only the numbers without times are tried.
         """
         self._trial_requests, self._trial_steps = requests, 0
         self._untried_drafts = deque(

@@ -116,7 +116,7 @@ class SglangEngine(Engine):
     # ------------------------------------------------------------------------------------------------- generation
 
     def _remaining_context(self, prompt_tokens: int) -> int:
-        # SGLang rejects a prompt of this length. An aborted response that has reached it is finished.
+        # SGLang rejects a prompt of `max_req_input_len` or more tokens. An aborted response that has reached this length is finished.
         return super()._remaining_context(prompt_tokens) if prompt_tokens < self._manager.max_req_input_len else 0
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], max_tokens: int) -> GenerationChunk:
@@ -267,7 +267,8 @@ def open_rendezvous() -> Iterator[TCPStore]:
 def compute_usable_context(manager: TokenizerManager) -> int:
     """Maximum tokens of a prompt and its response, which are fewer than SGLang's context.
 
-    Its tokenizer manager reserves `num_reserved_tokens` for drafts, and its scheduler silently reserves two tokens.
+    SGLang's tokenizer manager reserves `num_reserved_tokens` for drafts, and its scheduler silently reserves two tokens; the larger number
+    applies.
     """
     return int(manager.context_len) - max(int(manager.num_reserved_tokens), SCHEDULER_RESERVED_TOKENS)
 
@@ -315,7 +316,7 @@ class SglangClient:
             await self._end()
 
     async def rpc(self, method: str, *args: str) -> list[object]:
-        """`mtpctl_sums` of target and drafter, the only supported method."""
+        """Call `mtpctl_sums`, the only supported method, of target and drafter. `args` is ignored: it returns all sections."""
         if method != "mtpctl_sums":
             raise SyncError(f"SGLang engines do not support adapters: {method}")
         await self._begin("all")

@@ -99,7 +99,7 @@ def register() -> None:
 
 
 _RECEIVERS: dict[int, ModelReceiver] = {}
-"""By `id` of the model, which exists as long as the process."""
+"""Receivers by the `id` of their model. Models exist as long as the process, so ids are not reused."""
 
 _inbox = cache(Inbox)
 """The inbox of this process for a device."""

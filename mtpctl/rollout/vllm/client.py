@@ -81,7 +81,7 @@ def _error_message(body: str) -> str:
 
 
 class HttpClient:
-    """An `EngineClient` of a server. Raises SyncError if it refuses a call, and UserError if it is unreachable or lacks the routes."""
+    """An `EngineClient` of a server. Raises SyncError if the server refuses a call, and UserError if it is unreachable or lacks a route."""
 
     def __init__(self, url: str) -> None:
         url_parts = urllib.parse.urlsplit(url)
@@ -92,7 +92,7 @@ class HttpClient:
     async def request(self, path: str, body: dict[str, object] | None = None, *, method: str = "POST", hint: str = "") -> JsonObject:
         """Send a request and return the JSON object of the response; empty if the response is text.
 
-        `hint` completes the error for a missing route: how to start the server with it.
+        `hint` completes the error for a missing route: it explains how to start the server with this route.
         """
         return await asyncio.to_thread(self._send_request, path, body, method, hint or START_HINT)
 
@@ -141,7 +141,7 @@ class ServedEngine:
         self.client, self.ranks, self._paused = client, ranks, False
         self._release_kv, self._keep_kv = release_kv, keep_kv
         self._sections: tuple[Section, ...] = ("target", "draft", "adapter") if has_drafter else ("target", "adapter")
-        # The name of the folder is derived from the URL, so the next sync replaces the adapter of this one.
+        # The name of the folder is derived from the URL, so the next sync finds the folder and replaces the adapter of this sync.
         self.target = EngineTarget(
             client,
             version,

@@ -57,15 +57,16 @@ class VllmEngine(Engine):
     async def start(cls, settings: VllmSettings, *, version: int = 0) -> VllmEngine:
         """Load the model and warm up. `version`: the version of its weights.
 
-        Raises UserError for an unknown name in `rollout.engine_args`, an unsupported head size, or block verification that vLLM ignores.
-        Raises vLLM's errors for a model that it cannot load, with the root cause if the core fails in another process.
+        Raises UserError for an unknown name in `rollout.engine_args` and for settings that vLLM does not support on this machine, and
+        PrerequisiteMissing if vLLM's processes would not find the plugin. Raises vLLM's errors for a model that it cannot load, with the
+        root cause if the core fails in another process.
         """
         set_environment(settings.environment)
         check_plugin()
         if not settings.in_loop and not settings.args.get("numa_bind"):  # binding replaces the executable that is spawned
             cores.start_fork_server()
         with gc_paused_for_imports():
-            import_transformers()  # which vLLM imports
+            import_transformers()  # faster than vLLM's import of it
             import torch
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.usage.usage_lib import UsageContext
@@ -252,7 +253,10 @@ def check_verification(worker_rules: list[object]) -> None:
 
 
 def check_kernels(worker_reasons: list[object]) -> None:
-    """Raise UserError if a worker's kernels pack FP8 weights. `worker_reasons`: results of `WorkerExtension.mtpctl_packed_fp8`."""
+    """Raise UserError if a worker's kernels pack FP8 weights, which could not be updated.
+
+    `worker_reasons`: the results of `WorkerExtension.mtpctl_packed_fp8`.
+    """
     if (reason := next(filter(None, worker_reasons), None)) is not None:
         raise UserError(f"rollout.quantization: {reason}")
 

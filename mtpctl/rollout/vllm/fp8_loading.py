@@ -54,7 +54,7 @@ def find_quantized_names(folder: Path, *, drafter: bool) -> frozenset[str]:
 def with_fp8(config: PretrainedConfig, *, folder: str, drafter: bool) -> PretrainedConfig:
     """vLLM's `hf_overrides`: the config of the folder, as if its matrices were stored in FP8.
 
-    vLLM also calls it for the config of a drafter. One in the subfolder `drafter/` is not quantized.
+    vLLM also calls this function for the config of a drafter. A drafter in the subfolder `drafter/` is not quantized.
     """
     path = Path(folder)
     if Path(str(config.name_or_path)) != path / DRAFTER:

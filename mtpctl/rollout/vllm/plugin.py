@@ -1,7 +1,7 @@
 """mtpctl's plugin for vLLM (entry point `vllm.general_plugins`), called in each process before it creates an engine.
 
-It patches vLLM only for engines that mtpctl starts or that use its weight transfer. Other vLLM processes in the same Python
-environment are unchanged, including other releases.
+It patches vLLM only for engines that mtpctl starts or that use mtpctl's weight transfer. Other vLLM processes in the same Python
+environment are unchanged, and may run other releases of vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COPIED_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 def register() -> None:
     """Install the patches in processes of our engines; in others, when an engine requests our weight transfer. May be called again.
 
-    All imports are in this function, because vLLM ignores errors of a plugin's import, but not of this call.
+    All imports are in this function, because vLLM ignores errors while it imports a plugin, but not errors of this call.
     """
     if os.environ.get(ENGINE_MARKER):
         fork_workers(multiprocessing.current_process().name)

@@ -241,7 +241,7 @@ class LayerCapture:
     """
 
     def __init__(self, model: nn.Module, max_tokens: int) -> None:
-        """`max_tokens`: number of positions, with those of rejected drafts. Raises UserError for a model whose layers have other norms."""
+        """`max_tokens`: number of positions, including rejected drafts. Raises UserError for a model whose layers have other norms."""
         self._model: Any = model
         self._max_tokens = max_tokens
         self._rows: dict[str, Tensor] = {}
@@ -313,8 +313,8 @@ class LayerCapture:
     def write(self, path: Path | None, tokens: list[int], temperature: float) -> None:
         """Remove the hooks, and write the rows of all `tokens` except the last one, for which the model did not run.
 
-        Also writes the log-prob of each token after the first, computed from the model's output, and the largest logit by position. If
-        `path` is None, computes the log-probs with the other ranks, and writes nothing.
+        Also writes the log-prob of each token after the first, computed from the model's output, and the largest absolute logit by
+        position. If `path` is None, computes the log-probs with the other ranks, and writes nothing.
         """
         for handle in self._handles:
             handle.remove()

@@ -58,7 +58,7 @@ def load_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolCallParser
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
     from vllm.tool_parsers import ToolParserManager
 
-    # Parsers log a traceback for every malformed call, which are frequent in training.
+    # Parsers log a traceback for every malformed call, and malformed calls are frequent in training.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     try:
         parser = ToolParserManager.get_tool_parser(name)

@@ -97,8 +97,8 @@ def build_engine_settings(
         host_limited: the model is so small that the host limits its steps. CUDA graphs then also cover steps of more than 512 tokens.
         numerics: the recipe's. `bitwise` needs fp32 on a CPU, or bf16 on a GPU, where it disables compilation.
 
-    On a CPU the engine shares cores with a trainer. It runs without compilation and prefix cache (whose blocks have 128 tokens), with a KV
-    cache of fixed size, and with the engine core in the actor's process.
+    On a CPU the engine shares cores with a trainer. It runs without compilation, without a prefix cache (whose blocks would have 128
+    tokens), and with a KV cache of fixed size. With one rank, the engine core runs in the actor's process.
     """
     is_cpu = device == "cpu"
     num_drafts = rollout.speculation.num_tokens
@@ -194,7 +194,7 @@ def build_engine_settings(
     environment[NUMERICS] = numerics
     if numerics == "bitwise" and not is_cpu:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # The patches replace the sampler of this model runner.
-        # The other all-reduces (vLLM's kernel and NCCL) round the sum of two ranks once.
+        # The all-reduces that remain (vLLM's kernel and NCCL) round the sum of two ranks once.
         environment |= {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         if not args["enforce_eager"]:
             environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
