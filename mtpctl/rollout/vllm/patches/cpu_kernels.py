@@ -285,7 +285,7 @@ class SequentialExperts:
         apply_router_weight_on_input: bool,
         **unused: object,
     ) -> None:
-        """vLLM's call of the kernel, with `topk_weights` and `topk_ids` [T, k]."""
+        """Implements the method that vLLM calls. `topk_weights` and `topk_ids` are [T, k]; the result is written to `output`."""
         if apply_router_weight_on_input:
             raise NotImplementedError("apply_router_weight_on_input is not supported: weights are applied to the outputs")
         local_experts = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()

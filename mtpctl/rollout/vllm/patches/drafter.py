@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _UPSTREAM_OVERRIDE = "_mtpctl_hf_config_override"
-"""Attribute of vLLM's `SpeculativeConfig` for its own `hf_config_override`."""
+"""Attribute of vLLM's `SpeculativeConfig` that stores the original `hf_config_override`."""
 
 STEP_TIMES = 512
 """Number of recent steps whose times are stored, for each number of drafts."""
@@ -149,7 +149,7 @@ class SwitchingScheduler(Scheduler):
         self.switch.observe(Step(requests, drafts, now - previous_step[0], accepted))
 
     def control_speculation(self, drafts: int | None, weights_changed: bool) -> SpeculationState:
-        """Fix the number of drafts (None: unchanged; -1: automatic), and return the state. Resets `steps` and `step_s`.
+        """Fix the number of drafts (None: unchanged; negative: automatic), and return the state. Resets its `steps` and `step_s`.
 
         `weights_changed`: see `SpeculationSwitch.on_weight_update`.
         """

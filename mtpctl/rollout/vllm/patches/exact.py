@@ -209,7 +209,7 @@ def exact_attention_class() -> type[CPUAttentionBackendImpl]:
             return output
 
         def do_kv_cache_update(self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-            rows = (slot_mapping >= 0).nonzero().squeeze(1)  # others are padding
+            rows = (slot_mapping >= 0).nonzero().squeeze(1)  # padding rows have no slot
             slots, block_size = slot_mapping[rows], kv_cache.shape[2]
             for cache_view, new_rows in zip(_key_value_views(kv_cache), (key, value), strict=True):
                 cache_view[slots // block_size, :, slots % block_size] = new_rows[rows]
@@ -250,7 +250,8 @@ def paged_attention(
 def _batch_by_query_count(query_starts: list[int], lengths: list[int], key_bytes: int) -> Iterator[tuple[int, list[int]]]:
     """Batches of requests with equal numbers of queries, as (queries per request, requests).
 
-    The padded keys of a batch, of `key_bytes` each, take at most `exact.BLOCK_BYTES`.
+    The keys of a batch, padded to the longest request, take at most `exact.BLOCK_BYTES`, unless the batch is a single request. key_bytes:
+    size of the keys at one position.
     """
     requests_by_count: dict[int, list[int]] = {}
     for request in range(len(lengths)):

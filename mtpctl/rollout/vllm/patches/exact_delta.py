@@ -116,7 +116,7 @@ def run_recurrence(layer: QwenGatedDeltaNetAttention, mixed_qkv: Tensor, alpha: 
 
 
 def _split_by_drafts(metadata: GDNAttentionMetadata) -> Iterator[tuple[Tensor | slice, Tensor, Tensor, Tensor]]:
-    """Yield (tokens, starts, slots, numbers of accepted tokens), first of sequences without drafts, then of sequences with drafts."""
+    """Yield (tokens, starts, slots, accepted), see `DeltaCache`, for sequences without drafts, and then for sequences with drafts."""
     m, num_plain, num_drafting = metadata, metadata.num_prefills + metadata.num_decodes, metadata.num_spec_decodes
     if num_plain:
         assert m.non_spec_state_indices_tensor is not None and m.non_spec_query_start_loc is not None

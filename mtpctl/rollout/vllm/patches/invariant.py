@@ -145,7 +145,7 @@ def silu_and_mul(self: SiluAndMul, x: Tensor) -> Tensor:
 
 
 def _with_rotary_table(upstream_init: Callable[..., None]) -> Callable[..., None]:
-    """Make rotary embeddings store a table for all positions of requests, because `rotate` does not support positions beyond the table."""
+    """Make rotary embeddings store a table for all positions of requests, because `invariant.rotate` supports only those in the table."""
     from vllm.config import get_current_vllm_config
 
     @wraps(upstream_init)

@@ -33,7 +33,7 @@ DEFERRED = {"mtpctl_late_logprobs": True}
 """`SamplingParams.extra_args` of a request whose log-probs are read only at its end.
 
 The request must not have stop strings, because the core does not detect them. It gets only the log-probs of sampled tokens, even if it
-requests others.
+also requests those of the most likely ones.
 """
 
 Columns = tuple[list[int], list[float]]

@@ -53,8 +53,8 @@ def install_log_decays() -> None:
 def install_draft_dtype() -> None:
     """Create the projection of the MTP layer in the engine's dtype.
 
-    vLLM creates it in the dtype of config.json, even if the engine's is another one. The first draft then fails, because the projection
-    and its input differ.
+    vLLM creates it in the dtype of config.json, even if the engine has another one. The first draft then fails, because the projection and
+    its input have different dtypes.
     """
     from vllm.model_executor.models import nemotron_h_mtp as model
 
@@ -76,7 +76,7 @@ def install_draft_dtype() -> None:
 def install_ungated_experts() -> None:
     """Compute experts without a gate, a squared ReLU between two matrices, in PyTorch.
 
-    vLLM's grouped kernel for CPUs computes gated experts only, so its config rejects others there.
+    vLLM's grouped kernel for CPUs computes gated experts only, so `FusedMoEConfig` rejects other experts on a CPU.
     """
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -219,14 +219,14 @@ def scan_drafts(
     Args:
         states: [slots, H heads, P, N].
         decay_H: the state decays by exp(decay · step) at each token.
-        slots_SK: slots of the states after each token of a sequence's step.
-        accepted_S: number of accepted tokens in each sequence's previous step, at least 1; ignored for padding sequences, without tokens.
-        bounds: [S + 1], start of each sequence's tokens, and the end.
+        slots_SK: each sequence's K slots: the state after token k of a step is stored in slot k, where the next step may read it.
+        accepted_S: number of accepted tokens in each sequence's previous step, at least 1; ignored for padding sequences (without tokens).
+        bounds: [S + 1], start of each sequence's tokens, and the end of the last.
     """
     lengths = bounds.diff()
     per_group = x_THP.shape[1] // b_TGN.shape[1]
     b_THN, c_THN = (tensor.float().repeat_interleave(per_group, dim=1) for tensor in (b_TGN, c_TGN))
-    # Padding sequences have no accepted tokens. The state that is read for them is not used.
+    # A padding sequence may have 0 accepted tokens. The state that is read for it is not used.
     last_accepted = (accepted_S[: len(lengths), None].long() - 1).clamp(min=0)
     state = states[slots_SK.gather(1, last_accepted)[:, 0].long()].float()
     for index in range(int(lengths.max())):
@@ -241,7 +241,7 @@ def scan_drafts(
 
 
 def _ignores_accepted() -> bool:
-    """Whether the kernel's output does not depend on the number of accepted tokens, although these select different states."""
+    """Whether the kernel's output ignores the number of accepted tokens, which should select the state to continue from."""
     from vllm import _custom_ops as ops
 
     states, ones, slots = torch.zeros(3, 1, 1, 1), torch.ones(1, 1, 1), torch.tensor([[1, 2]], dtype=torch.int32)

@@ -66,7 +66,7 @@ def find_full_attention_group(config: KVCacheConfig) -> int:
 class PreemptedRows:
     """Rows that were read when their request was preempted, beginning with position `first`.
 
-    Rows from position `settled_end` on are of steps in flight: their tokens may still be appended to the request, or be computed again.
+    Rows from position `settled_end` on belong to steps in flight: their tokens may still be appended to the request, or be computed again.
     """
 
     first: int
@@ -132,7 +132,7 @@ class SlotConnector:
                     output.routed_experts = by_request[output.request_id]
 
     def request_finished(self, request: Request) -> None:
-        """Called when a request ends or is preempted. Reads the rows of a preempted request before its blocks are reused."""
+        """Called when a request ends or is preempted. If it is preempted, its rows are read before its blocks are reused."""
         request_id = request.request_id
         if request.is_finished():
             self._sent_end.pop(request_id, None)
@@ -231,7 +231,8 @@ def _connect() -> None:
 
     @wraps(initialize_kv_caches)
     def _initialize_kv_caches(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        # `__init__` cannot be wrapped, because it loads the plugins. It calls this function before it creates the scheduler.
+        # `__init__` cannot be wrapped, because it loads the plugin that installs this patch. It calls this method before it creates the
+        # scheduler.
         SlotConnector.process_fetch = partial(_fetch_from_first_rank, self.model_executor)
         return initialize_kv_caches(self, *args, **kwargs)
 
@@ -399,7 +400,7 @@ class SlotRecorder:
 
 
 def slots_of(blocks: Sequence[int], start: int, end: int, block_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Slots of positions `start` to `end`. `blocks` begins with the block of `start`; each has `block_size` tokens."""
+    """Slots of the positions from `start` up to, but not including, `end`. `blocks` begins with the block of `start`."""
     positions = np.arange(start, end, dtype=np.int64)
     if end > start and (end - 1) // block_size - start // block_size >= len(blocks):
         raise UpstreamMoved(f"{__name__}: tokens {start} to {end} need more than {len(blocks)} blocks of {block_size} tokens")
@@ -421,7 +422,7 @@ def _storage_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def kv_bytes_per_token(specs: Iterable[Any]) -> int:
-    """Bytes of one token in the KV cache of full-attention layers."""
+    """Bytes of one token in the KV cache of full-attention layers; 1 if there is no such layer."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return sum(spec.page_size_bytes // spec.block_size for spec in specs if isinstance(spec, FullAttentionSpec)) or 1

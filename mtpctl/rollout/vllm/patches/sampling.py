@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @cpu_patch
 def install_sampler() -> None:
-    """Fix two faults of the fallback kernels for speculative sampling. They do not exist with Triton, so nothing is patched then.
+    """Fix two faults of the fallback kernels for speculative sampling. With Triton, vLLM has neither fault, and nothing is patched.
 
     A. `expand_batch_to_tokens` repeats each request's temperature, top-k and top-p for its draft tokens. The CPU kernel converts its
        output buffer to int64 first, so it writes to a copy, and the caller reads uninitialized memory as temperature (vLLM issue 55005).

@@ -5,7 +5,8 @@ after the end are still counted, most of them as rejected. So even a perfect dra
 are short. With the patch the counts of the last step are trimmed in the same way as its tokens.
 
 Stop strings are detected in the front end, which does not have the scheduler's counts. So the patch adds the counts to every output of a
-request with stop strings. The counts of the last step are stored in the lists that vLLM fills at its metrics level `detailed`.
+request with stop strings. The counts of the last step are stored in lists that vLLM itself fills only at its metrics level `detailed`; the
+patch supports the level `summary`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def install_verification() -> None:
     """Give every step of block verification its own random numbers.
 
     vLLM derives the random numbers that sample and accept a draft from the request's seed and the token's position. Token-by-token
-    verification examines each position once: it ends at the first rejected draft, and the next step begins after that draft. Block
+    verification examines each position once: it ends at the first rejected draft, and the next step begins after its position. Block
     verification examines all drafts before it decides how many to accept (arXiv 2403.10444, algorithm 2). The next step drafts and
     verifies the positions after the accepted prefix again, with the random numbers on which that decision depended. This biases the
     distribution of tokens: on a toy with three drafts it is off by a total variation of 0.01, and fewer drafts are accepted
@@ -51,7 +52,7 @@ def install_verification() -> None:
     from vllm.triton_utils import HAS_TRITON
 
     if not HAS_TRITON:
-        return  # the first model runner, which verifies token by token
+        return  # vLLM then uses its first model runner, which verifies token by token
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
     from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
@@ -71,7 +72,7 @@ def check_random_numbers(source: str) -> None:
 def derive_step_seeds(seeds: torch.Tensor, requests: torch.Tensor, start_positions: torch.Tensor) -> torch.Tensor:
     """Return a copy of `seeds` in which the seed of each request in the batch also depends on the position at which its step begins.
 
-    seeds [slots], int64. requests [n]: the slots of the requests. starts [n]: the position of each request's first row.
+    seeds [slots], int64. requests [n]: the slots of the requests. start_positions [n]: the position of each request's first row.
     """
     result = seeds.clone()
     slots = requests.long()

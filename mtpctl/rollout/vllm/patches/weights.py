@@ -109,11 +109,11 @@ def get_name_mapper(model: nn.Module) -> Callable[[str], str | None] | None:
 def install_gemm() -> None:
     """Keep the weights of linear layers unpacked, so that they can be updated.
 
-    After loading, vLLM's CPU backend packs each linear layer's weight for a kernel of that CPU: vLLM's kernel with AMX (up to 1 MiB),
-    zentorch's on Zen if installed, oneDNN's otherwise. It then drops the parameter, so an update has nothing to write to and a checksum
-    nothing to read. An output head keeps its parameter next to a packed copy, which an update would leave stale. With the patch every
-    linear layer computes `torch.nn.functional.linear` with the parameter, as vLLM does if no kernel packs. Repacking after each update
-    would gain little, because torch computes the same product with oneDNN and AMX.
+    After loading, vLLM's CPU backend packs each linear layer's weight for a kernel of that CPU: zentorch's on Zen if installed, vLLM's own
+    for weights up to 1 MiB if the CPU has AMX, oneDNN's otherwise. It then drops the parameter, so an update has nothing to write to and a
+    checksum nothing to read. An output head keeps its parameter next to a packed copy, which an update would leave stale. With the patch
+    every linear layer computes `torch.nn.functional.linear` with the parameter, as vLLM does if no kernel packs. Repacking after each
+    update would gain little, because torch computes the same product with oneDNN and AMX.
 
     With AMX, latent attention replaces `kv_b_proj` by packed halves, and supports only bfloat16. vLLM's other kernel for it runs on every
     CPU in any dtype and keeps the weight, so the patch selects it unless a backend is configured.
@@ -178,7 +178,7 @@ def save_loaded_weights(experts: CPUUnquantizedExperts, layer: nn.Module) -> Non
 def check_quantization(config: QuantizationConfig | None, model: nn.Module, dtypes: Collection[str]) -> None:
     """Raise PlanMismatch if a model of this quantization cannot take tensors of these dtypes.
 
-    Only FP8 weights in blocks of 128 x 128, as they are in folders, can be updated in place.
+    Of quantized weights, only FP8 in blocks of 128 x 128, the format of folders, can be updated in place.
     """
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
@@ -227,7 +227,7 @@ def find_packed_fp8(model: nn.Module) -> str | None:
 
 
 def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
-    """A layer's parameter in its loaded layout. Raises PackedWeight if there is none: on a GPU, packed experts are not supported."""
+    """A layer's parameter in its loaded layout. Raises PackedWeight if vLLM stores it only in a packed form."""
     if leaf == "weight" and hasattr(layer, _CONVOLUTION):
         kernel: torch.Tensor = getattr(layer, _CONVOLUTION)
         return kernel.view(kernel.shape[0], 1, -1)
@@ -238,8 +238,8 @@ def plain_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
         logarithm: torch.Tensor = getattr(decay, LOG_DECAY)
         return logarithm
     if _LOADED_WEIGHTS in layer.__dict__:
-        loaded_weights: torch.Tensor = layer.__dict__[_LOADED_WEIGHTS][1][leaf]
-        return loaded_weights
+        loaded_weight: torch.Tensor = layer.__dict__[_LOADED_WEIGHTS][1][leaf]
+        return loaded_weight
     method = getattr(layer, "quant_method", None)
     backend = getattr(method, "unquantized_backend", None)
     if backend is not None and backend.name not in _UNPACKED_BACKENDS:
@@ -285,7 +285,7 @@ class _LatentAttention(Protocol):
 
 
 class _ContextBuffers(Protocol):
-    """vLLM's DFlash drafter. Captured CUDA graphs do not read the buffers: the context's keys are computed outside of them."""
+    """vLLM's DFlash drafter. Captured CUDA graphs do not read the buffers: the context's keys are computed outside of the graphs."""
 
     def _build_fused_kv_buffers(self) -> None: ...
 
