@@ -1,4 +1,4 @@
-"""Patches of torch, transformers, sympy, Megatron-core and Megatron-Bridge. Each is guarded by a release or by the names it replaces.
+"""Patches of torch, transformers, sympy, Megatron-core and Megatron-Bridge. Each checks the installed release or the names it replaces.
 
 Patches of an inference engine are in that engine's package under `rollout`, those of Ray in `mtpctl.cluster.local`.
 """

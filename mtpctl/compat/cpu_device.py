@@ -97,7 +97,7 @@ def _patch_split_sizes() -> None:
 
 
 def _patch_random_state() -> None:
-    """Replace the GPU's random state, which activation recomputation saves and restores, by an empty one. It is not used on a CPU."""
+    """Replace the GPU's random state, which activation recomputation saves and restores, by an empty one. CPUs do not use it."""
     random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
     if not {"_get_cuda_rng_state", "_set_cuda_rng_state"} <= random.keys():
         raise RuntimeError("megatron-core's recomputation no longer stores the GPU's random state by _get_cuda_rng_state")
@@ -107,11 +107,10 @@ def _patch_random_state() -> None:
 
 @contextmanager
 def share_single_rank_groups() -> Iterator[None]:
-    """Within the block, make megatron-core share one gloo group of a single rank for all purposes.
+    """Within the block, make megatron-core use one gloo group for all purposes of a single rank. Does nothing if there is a GPU.
 
     megatron-core creates about thirty groups. Each has threads, which gloo wakes a hundred times a second, and which take 10 ms to end. A
-    collective of one rank never waits, so all purposes can share a group. Raises RuntimeError if megatron-core has renamed the
-    function.
+    collective of one rank never waits, so all purposes can share a group. Raises RuntimeError if megatron-core has renamed `create_group`.
     """
     if torch.cuda.is_available():
         yield
@@ -133,7 +132,7 @@ def share_single_rank_groups() -> Iterator[None]:
 
 @contextmanager
 def use_cuda_type_names() -> Iterator[None]:
-    """Give CPU tensors the type names of CUDA tensors within the block: megatron-core's optimizers use them to distinguish precisions."""
+    """Within the block, give CPU tensors the type names of CUDA tensors, by which megatron-core's optimizers distinguish precisions."""
     if torch.cuda.is_available():
         yield
         return

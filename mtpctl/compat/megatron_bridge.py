@@ -127,7 +127,7 @@ def _install_lazy_package() -> None:
 
 
 class _CachedCopy:
-    """Wraps the function that copies the transformer config, and caches its copies by object."""
+    """Wraps the function that copies the transformer config, and caches one copy per config object and depth."""
 
     def __init__(self, upstream: Callable[[object, int, int], object]) -> None:
         self._upstream = upstream
@@ -142,10 +142,10 @@ class _CachedCopy:
 
 
 def _cache_config_copies() -> None:
-    """Copy the transformer config once per export.
+    """Copy each transformer config once.
 
     Megatron-Bridge copies the whole config, without members that cannot be pickled, for each fused QKV weight, which takes longer than
-    splitting the weight. The config does not change during an export.
+    splitting the weight. The copies are kept until the process ends, so a config must not change after the first export.
     """
     mapping = vars(importlib.import_module(_MAPPING_MODULE))
     if not isinstance(mapping["remove_non_pickleables"], _CachedCopy):
@@ -165,15 +165,15 @@ def _split_heads_by_views() -> None:
 
 
 def _split_heads(config: TransformerConfig, qkv: Tensor, feature_dim: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values. Each group of `qkv` has its query heads, their gates if there are any, a key head and a value head.
+    """Split `qkv` into queries, keys and values. Each group of `qkv` has its query heads, their gates if any, a key head and a value head.
 
-    In Hugging Face's order, the gate of a head follows its query. feature_dim: unused; upstream's function has it.
+    The results are in Hugging Face's order: the gate of a head follows its query. feature_dim: unused; upstream's function has it.
     """
-    groups, parts = config.num_query_groups, 2 if getattr(config, "attention_output_gate", False) else 1
+    groups, heads_per_query = config.num_query_groups, 2 if getattr(config, "attention_output_gate", False) else 1
     assert groups is not None
     queries = config.num_attention_heads // groups
-    q, k, v = qkv.unflatten(0, (groups, parts * queries + 2, -1)).split((parts * queries, 1, 1), 1)
-    return q.unflatten(1, (parts, queries)).transpose(1, 2).flatten(0, 3), k.flatten(0, 2), v.flatten(0, 2)
+    q, k, v = qkv.unflatten(0, (groups, heads_per_query * queries + 2, -1)).split((heads_per_query * queries, 1, 1), 1)
+    return q.unflatten(1, (heads_per_query, queries)).transpose(1, 2).flatten(0, 3), k.flatten(0, 2), v.flatten(0, 2)
 
 
 def _disable_output_norm_offset() -> None:

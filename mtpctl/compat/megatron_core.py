@@ -71,8 +71,8 @@ def without_flash_linear_attention() -> AbstractContextManager[None]:
     Their constructor requires the package, but only their forward pass calls it, which mtpctl replaces. Raises RuntimeError if
     megatron-core no longer has this check.
     """
-    moved = "megatron-core's gated delta net no longer checks HAVE_FLA for flash-linear-attention"
-    return replace_temporarily("megatron.core.ssm.gated_delta_net.common", "HAVE_FLA", True, moved)
+    error_message = "megatron-core's gated delta net no longer checks HAVE_FLA for flash-linear-attention"
+    return replace_temporarily("megatron.core.ssm.gated_delta_net.common", "HAVE_FLA", True, error_message)
 
 
 Accumulate = Callable[["Tensor", "Tensor", "Tensor"], None]
@@ -110,16 +110,18 @@ ROUTER_UPDATE_FUNCTIONS = ("reset_model_temporary_tensors", "_update_router_expe
 
 @contextmanager
 def without_router_updates() -> Iterator[None]:
-    """Make `finalize_model_grads` skip its two searches for routers within the block. Raises RuntimeError if megatron-core has renamed one.
+    """Make `finalize_model_grads` skip its two searches for routers within the block. Raises RuntimeError if one of them has been renamed.
 
-    Upstream searches every module of the model for counters to reset and biases to update. There are none: mtpctl's routers store their
+    Upstream searches every module of the model for counters to reset and biases to update. It would find none: mtpctl's routers store their
     counts elsewhere (`mtpctl.model.router`), and the trainer updates their biases. With hundreds of experts per layer, a search takes more
     time on the host than a layer takes on the GPU.
     """
     with ExitStack() as stack:
         for name in ROUTER_UPDATE_FUNCTIONS:
-            moved = f"megatron-core no longer updates routers by {name}"
-            stack.enter_context(replace_temporarily("megatron.core.distributed.finalize_model_grads", name, lambda *_, **__: None, moved))
+            error_message = f"megatron-core no longer updates routers by {name}"
+            stack.enter_context(
+                replace_temporarily("megatron.core.distributed.finalize_model_grads", name, lambda *_, **__: None, error_message)
+            )
         yield
 
 
@@ -174,9 +176,9 @@ class _ChecksumOpener[E]:
 class _ChecksumFile[E](io.BufferedWriter):
     """A file that computes its checksum. Large buffers are hashed in another thread while they are written."""
 
-    def __init__(self, path: str, files: _ChecksumOpener[E]) -> None:
+    def __init__(self, path: str, opener: _ChecksumOpener[E]) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self._path, self._files, self._checksum = path, files, files.checksum()
+        self._path, self._opener, self._checksum = path, opener, opener.checksum()
         self._thread = ThreadPoolExecutor(1, "checksum")
 
     def write(self, data: Buffer) -> int:
@@ -193,7 +195,7 @@ class _ChecksumFile[E](io.BufferedWriter):
         if not self.closed:
             super().close()
             self._thread.shutdown()
-            self._files.entries[self._path] = self._checksum.entry
+            self._opener.entries[self._path] = self._checksum.entry
 
 
 def compute_checksums[E](checksum: type[RunningChecksum[E]]) -> None:
@@ -208,6 +210,6 @@ def compute_checksums[E](checksum: type[RunningChecksum[E]]) -> None:
 
 
 def take_checksums(paths: Iterable[str]) -> dict[str, object]:
-    """Return and remove the entries of these files. Files that were not written are skipped."""
+    """Return and remove the entries of these files. Files without an entry are skipped."""
     entries = vars(importlib.import_module(_WRITER_MODULE))["open"].entries
     return {path: entry for path in paths if (entry := entries.pop(path, None)) is not None}

@@ -1,8 +1,8 @@
 """Imports transformers faster, and registers the model type `mimo` with it.
 
 transformers asks at import which distribution provides each package. Python then tests whether each file of each distribution exists:
-28,000 with mtpctl's dependencies. This takes 0.5 s per process on a local disk, and longer on a network file system. The lists of files are
-sufficient for an answer.
+28,000 with mtpctl's dependencies. This takes 0.5 s per process on a local disk, and longer on a network file system. Here the answer is
+read from the lists of files in the distributions' metadata.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def import_transformers() -> None:
     """Import transformers if it is not imported yet. Raises RuntimeError if Python no longer has `packages_distributions`."""
     if "transformers" in sys.modules:
         return
-    moved = f"importlib.metadata has no packages_distributions: see {__name__}"
-    with replace_temporarily("importlib.metadata", "packages_distributions", packages_distributions, moved):
+    error_message = f"importlib.metadata has no packages_distributions: see {__name__}"
+    with replace_temporarily("importlib.metadata", "packages_distributions", packages_distributions, error_message):
         importlib.import_module("transformers.utils.import_utils")
 
 
@@ -54,7 +54,7 @@ def _top_level_packages(files: Iterable[str]) -> set[str]:
 
 
 def register_mimo() -> None:
-    """Register `model_type: "mimo"`, so that vLLM and Megatron-Bridge read published MiMo folders. Idempotent.
+    """Register `model_type: "mimo"`, so that vLLM and Megatron-Bridge can read published MiMo folders. Idempotent.
 
     transformers has no such model type, and the published folder contains its configuration class as custom code, which is not run. MiMo
     is Qwen2 with additional MTP layers, so a Qwen2 configuration under that name is sufficient. vLLM selects the model by `architectures`,
