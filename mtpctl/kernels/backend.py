@@ -110,7 +110,7 @@ def sum_shards(x: Tensor, shard: Shard) -> Tensor:
 DraftLoss = Literal[MtpLoss, "e2e_greedy"]
 """Losses of a draft: the recipe's, and `e2e_greedy`, the form of `e2e_tv` for greedy drafts."""
 SOFT_CE_WEIGHT = 0.1
-"""Weight of soft_ce in e2e_tv and e2e_greedy. Without it, they have almost no gradient if draft and target share no mass."""
+"""Weight of soft_ce in e2e_tv and e2e_greedy. Without soft_ce, these have almost no gradient if draft and target share no mass."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> t
     A block's scale is the smallest power of two for which its rounded values are in range, at least 2⁻²². vLLM quantizes weights again when
     it loads them for DeepGEMM (`per_block_cast_to_fp8`), with a scale from the largest rounded value. With power-of-two scales, this
     changes neither values nor scales, so a live engine that receives the weights equals a new engine. Blocks at the right and bottom edge
-    may be smaller. Blocks are independent: rows that are a multiple of 128 can be quantized separately with the same result.
+    may be smaller. Blocks are independent: ranges of rows that begin at multiples of 128 can be quantized separately with the same result.
 
     Args:
         weight: [rows, columns], of any floating-point dtype, on any device.

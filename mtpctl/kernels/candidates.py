@@ -33,7 +33,7 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 """divergence(named [n, k], rest [n], rows [n]) -> [n], differentiable in the log-probs `named` and `rest`. `rows`: indices among all N."""
 
 TEMPORARIES = 3  # tensors of the size of a slice's logits
-MIN_LOGPROB = -1e4  # log-prob of the rest if all entries are named
+MIN_LOGPROB = -1e4  # lower limit of the rest's log-prob, which is -inf if all entries are named
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Selects the backend of the LM-head kernels, and implements `reference`.
 
-`auto` picks the backend that was measured fastest and logs its choice once. `reference` computes in float64, with all logits in memory and
-gradients by autograd, for tests and debugging.
+`auto` picks the backend that was measured fastest and logs its choice once. `exact` is the backend of `numerics: bitwise`; `auto` never
+picks it. `reference` computes in float64, with all logits in memory and gradients by autograd, for tests and debugging.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _log_choice(name: str, device: str, reason: str) -> str:
 
 
 class _GatherWeight(torch.autograd.Function):
-    """Gather the shards of all ranks along dimension 0. Every rank computes the same loss, so its slice of the gradient is complete."""
+    """Gather the shards of all ranks along dimension 0. All ranks compute the same loss, so a rank's slice of the gradient is complete."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: Shard) -> Tensor:

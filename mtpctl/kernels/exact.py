@@ -147,7 +147,7 @@ def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Attention of query [n, h, q, d] to key and value [n, g, k, d], in the dtype of the query.
 
-    visible: bool, broadcast to [n, q, k]; every query must see a key. Invisible keys do not affect its result if they are finite.
+    visible: bool, broadcast to [n, q, k]; every query must see a key. Other keys do not affect the query's result if they are finite.
 
     k must be at most `MAX_CONTEXT`. This maximum, not k, determines the bits of the factors, so a result does not depend on the number of
     invisible keys.
@@ -192,8 +192,8 @@ def log_mass(logits: Tensor, vocab: int | None = None, group: dist.ProcessGroup 
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-softmax of each row of logits [n, vocab], in fp32."""
     logits = logits.float()
-    top, mass = log_mass(logits)
-    return (logits - top).sub_(mass)
+    top, log_sum = log_mass(logits)
+    return (logits - top).sub_(log_sum)
 
 
 def exp(x: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ class DeltaCache(NamedTuple):
     step. With several, for steps that verify drafts, the state after token t of the step is stored in column t.
 
     accepted [n]: number of accepted tokens of a sequence's previous step, 1 if that step had no drafts. 0: the sequence has no earlier
-    tokens, and its slots are ignored. A step begins with the state in column `accepted` − 1, and with the window from that column on.
+    tokens, so its slots' contents are not read. Otherwise a step begins with the state in column `accepted` − 1, and with the window from
+    that column on.
     """
 
     windows: Tensor
@@ -185,7 +186,7 @@ def convolve_triton(mixed: Tensor, taps: Tensor, starts: Tensor, cache: DeltaCac
     out, (channels, width), windows = mixed.new_zeros(mixed.shape), taps.shape, cache.windows
     with on_device_of(mixed):
         convolve_kernel[(len(cache.slots), triton.cdiv(channels, BLOCK_CHANNELS))](
-            mixed, taps.contiguous(), out, windows, *_positions(starts, cache),
+            mixed, taps.contiguous(), out, windows, *_sequence_arguments(starts, cache),
             channels, mixed.stride(0), *windows.stride(), int(cache.slots.shape[1] > 1), TAPS=width, BLOCK=BLOCK_CHANNELS,
         )  # fmt: skip
     return out
@@ -200,7 +201,7 @@ def recur_triton(
     assert v.stride(1) == width and cache.states.stride()[1:] == (depth * width, width, 1)
     with on_device_of(v):
         recurrence_kernel[(triton.cdiv(width, BLOCK_VALUES), heads, len(cache.slots))](
-            q, k, v, alpha, beta, weights.decay.float(), weights.bias.float(), out, cache.states, *_positions(starts, cache),
+            q, k, v, alpha, beta, weights.decay.float(), weights.bias.float(), out, cache.states, *_sequence_arguments(starts, cache),
             v.stride(0), cache.states.stride(0), int(cache.slots.shape[1] > 1),
             HEADS=heads, SHARED=heads // q.shape[1], DEPTH=depth, WIDTH=width,
             BLOCK_DEPTH=triton.next_power_of_2(depth), BLOCK_WIDTH=BLOCK_VALUES, num_warps=4,
@@ -208,7 +209,7 @@ def recur_triton(
     return out
 
 
-def _positions(starts: Tensor, cache: DeltaCache) -> tuple[Tensor, Tensor, Tensor, int]:
+def _sequence_arguments(starts: Tensor, cache: DeltaCache) -> tuple[Tensor, Tensor, Tensor, int]:
     """Arguments of both kernels, as int32: starts, slots, accepted, and the stride of `slots`."""
     starts, slots, accepted = (x.int().contiguous() for x in (starts, cache.slots, cache.accepted))
     return starts, slots, accepted, slots.stride(0)

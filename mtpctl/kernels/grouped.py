@@ -135,7 +135,7 @@ def library_product(x: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
 def grouped_linear(x: Tensor, ends: Tensor, weights: WeightStack, product: Product = library_product) -> Tensor:
     """x [R, in], sorted by group → [R, out]. `ends` [E] int32: end of each group's rows, on x's device.
 
-    If the weights have `main_grad` buffers, their gradients are added there and autograd gets none. product: of the forward pass.
+    If the weights have `main_grad` buffers, their gradients are added there and autograd gets none. product: computes the forward pass.
     """
     if not len(x):
         # No kernel accepts zero rows. The product keeps the result in the graph, so that earlier layers get gradients.

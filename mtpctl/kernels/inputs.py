@@ -166,7 +166,8 @@ def _check_mask(rows: Tensor, labels: Tensor) -> None:
 def _select_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, temperature: float | Tensor, shard: Shard) -> Rows:
     """Select the rows in the mask `rows` [N] whose label is not `IGNORE_INDEX`.
 
-    Checks their labels, temperatures and hidden states with a single host synchronization. Raises ValueError.
+    Checks their labels and temperatures, and the hidden states of all rows. Raises ValueError. Synchronizes with the host once, and once
+    again for temperatures in a tensor.
     """
     if rows is not None:
         _check_mask(rows, labels)
@@ -226,7 +227,7 @@ class FiniteCheck:
         self._finite = HostCopy(torch.isfinite(statistics).all())
 
     def enforce(self, hidden: Tensor, weight: Tensor, name: str = "hidden") -> None:
-        """Raise ValueError naming the non-finite value in `hidden` (the caller's argument `name`) or `weight`."""
+        """If the check failed, raise ValueError naming the non-finite value in `hidden` (argument `name`) or `weight`, or the overflow."""
         if self._finite.item():
             return
         for argument, x in ((name, hidden), ("weight", weight)):
@@ -290,8 +291,8 @@ class PrecomputedGrads:
     def rescale(self, upstream: Tensor) -> tuple[list[Tensor | None], Tensor | None]:
         """The gradients of the states and the weight for `upstream`. Call it in a backward pass.
 
-        Rescales them if `upstream` differs from `expected`. Raises ValueError if they were computed for 0. Gradients in `main_grad` cannot
-        be rescaled; then the backward pass raises the ValueError at its end, because reading `upstream` here would leave the device idle
+        If `upstream` differs from `expected`, rescales them, or raises ValueError if `expected` is 0. Gradients in `main_grad` cannot be
+        rescaled; then the backward pass raises the ValueError at its end, because reading `upstream` here would leave the device idle
         while the rest of the pass is launched.
         """
         if self.weight.shared:

@@ -36,7 +36,7 @@ from mtpctl.kernels.triton_support import TensorDescriptor, on_device_of, tl, tr
 
 BLOCK_K = 64
 GROUP = 16
-"""Number of row tiles that `linear_kernel` computes with a tile of the weight before the next, so that it stays in the L2 cache."""
+"""Number of row tiles that `linear_kernel` computes with one tile of the weight before the next, so that the tile stays in the L2 cache."""
 QUERY_ROWS = 64
 """Rows of an attention tile: queries times query heads per key-value head. A `wgmma` instruction of one warp group computes 64 rows."""
 BLOCK_KEYS = 64
@@ -235,15 +235,15 @@ def log_mass(logits: Tensor, vocab: int | None = None, group: dist.ProcessGroup 
 
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-softmax of each row of logits fp32 [R, V]."""
-    top, mass = log_mass(logits)
-    return (logits - top).sub_(mass)
+    top, log_sum = log_mass(logits)
+    return (logits - top).sub_(log_sum)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """The log-probs [R, c] of `tokens` [R, c] under logits [R, V]."""
     logits = logits.float()
-    top, mass = log_mass(logits)
-    return (logits.gather(1, tokens) - top) - mass
+    top, log_sum = log_mass(logits)
+    return (logits.gather(1, tokens) - top) - log_sum
 
 
 # --------------------------------------------------------------------------------------------------------------- kernels
@@ -407,7 +407,7 @@ def attention_kernel(
         tl.store(lse_ptr + head.to(tl.int64) * tokens + token, lse, mask=inside)
 
 
-# Specializing on sizes could change the assignment of columns to threads, and so the order of the sum.
+# The sum of integers does not depend on its order. Specializing on sizes would compile the kernel again, for the same arithmetic.
 @triton.jit(do_not_specialize=["columns", "stride"])
 @no_type_check
 def mass_kernel(

@@ -55,7 +55,8 @@ def linear_logprob(
     hidden [N, H] and weight [V, H] share a dtype (bf16, fp16, fp32, fp64) and a device. Products and results are fp32 (fp64 from fp64).
 
     detach_weight: do not compute the weight's gradient (for an isolated MTP head).
-    implementation: "auto" (a measured table per GPU and shape, see `dispatch.select_backend`), "reference", "chunked" or "triton".
+    implementation: "auto" (a table measured per GPU and number of rows, see `dispatch.select_backend`), "reference", "chunked", "triton"
+        or "exact".
     options: see `HeadOptions`.
 
     Raises ValueError, naming the argument and its value, for labels out of range, mismatched shapes, dtypes or devices, non-finite values
@@ -103,7 +104,7 @@ class _LinearLogProb(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, labels, lse, row_entropy)
             ctx.arguments, ctx.backend_state, ctx.finite = arguments, scores.saved, finite
         else:
-            # The backward pass would check for a non-finite weight and for overflow; without one, check here.
+            # A backward pass would check for a non-finite weight and for overflow. Without a backward pass, check here.
             finite.enforce(inputs.hidden, weight)
         return tuple(outputs)
 

@@ -3,8 +3,8 @@
     row of a message = state [H] | padding | probs of the rank's experts, UNROUTED for experts that the token does not use | padding
 
 Both parts start at multiples of 16 bytes. State and probs are sent together, because the host takes longer to start an exchange than the
-GPU takes to run it. A group is the part of a token's probs that one row carries: in a message those for the E / ranks experts of a rank,
-after `unpack` the one of the row's expert.
+GPU takes to run it. A group is the part of a token's probs that one row carries: in a message the probs for the E / ranks experts of a
+rank, after `unpack` the single prob for the row's expert.
 
 Gradients of a message have the same layout. On CUDA one Triton kernel gathers states and probs, and one sums their gradients.
 
@@ -32,7 +32,10 @@ BLOCK_COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """The layout of a message. width, dtype: hidden size and dtype of the states. experts: number of experts per rank."""
+    """The layout of a message.
+
+    width, dtype: hidden size and dtype of the states. experts: number of experts per rank. prob_dtype: dtype of the probs.
+    """
 
     width: int
     dtype: torch.dtype
@@ -56,13 +59,13 @@ class MessageLayout:
         return rows, row_probs
 
     def pack_grads(self, rows_grad: Tensor, row_probs_grad: Tensor, order: ExpertOrder) -> Tensor:
-        """The gradient of a message from those of `unpack`'s results."""
+        """The gradient of a message from the gradients of `unpack`'s results."""
         message = self._empty(len(order.row_of), rows_grad.device)
         _sum(rows_grad.contiguous(), row_probs_grad[:, None], order, *self.split(message), group=1)
         return message
 
     def unpack_grads(self, message: Tensor, order: ExpertOrder, ranks: int) -> tuple[Tensor, Tensor]:
-        """The gradients of `pack`'s states and probs from that of the message. Zero for probs of experts that a token does not use."""
+        """The gradients of `pack`'s states and probs from the message's. Zero for probs of experts that a token does not use."""
         states, probs = self.split(message)
         states_grad = states.new_empty(len(order.row_of), self.width)
         probs_grad = probs.new_empty(len(order.row_of), ranks * self.experts)
@@ -88,7 +91,8 @@ def _gather(
 ) -> None:
     """Copy the state of each row's token to `rows` [R, H], and its group of probs to `row_probs` [R, group].
 
-    probs [T, groups · group]; those outside `routes` are copied as UNROUTED. order: its `pair_of` indexes the T · groups groups.
+    probs [T, groups · group]; if `routes` is set, probs outside it are copied as UNROUTED. order: its `pair_of` indexes the T · groups
+    groups.
     """
     if states.is_cuda:
         gather_triton(states, probs, routes, order, rows, row_probs, group=group)

@@ -4,7 +4,7 @@ A policy loss takes three matrix products. The gradient of a logit depends on it
 loss with respect to the token's log-prob and entropy. If the loss is separable (each token's term depends on that token only), these
 two numbers are known as soon as the row's logits are. Rows are therefore processed in slices. Each slice computes the logits and their
 statistics, then the loss and its two derivatives. The logit gradient overwrites the logits, and two products with it complete the slice.
-Nothing is computed twice, and only gradients and a few numbers per row outlive a slice.
+Nothing is computed twice, and only gradients and a few numbers per row are kept after a slice.
 
 A draft (the states of a draft head, with their loss) adds to each slice its own logits, the sums over both distributions, its logit
 gradient, and the two products with it. Learning from the trunk's whole distribution thus takes as many products as learning from the
@@ -75,7 +75,7 @@ def linear_policy_loss(
     grad_scale: the gradient that `loss_sum` will receive (1 / global denominator, times a loss scale). Gradients are computed for it. If
         `loss_sum` receives another one, they are rescaled. If that is impossible (they were added to `main_grad`, or computed for 0), the
         backward pass raises ValueError.
-    implementation: "auto", "chunked" or "triton".
+    implementation: "auto", "chunked", "triton" or "exact".
 
     Other arguments and errors: as in `linear_logprob`. The default workspace of 1 GiB allows slices of about 3,000 rows at 150,000
     vocabulary entries, 1,600 with drafts. Each slice after the first rounds a half-precision weight gradient again, unless it is added to

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-ALIGNED_COLUMNS = 8  # elements per row, for fast products
+ALIGNED_COLUMNS = 8  # products are fast if rows have a multiple of this many elements
 
 
 def _uses_mixed_product(x: Tensor) -> bool:
@@ -35,7 +35,7 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def hidden_grad(total: Tensor | None, logit_grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """logit_grad [n, c] x weight [c, H] -> [n, H] in `dtype`, or added to `total`, which is fp32 (fp64)."""
+    """logit_grad [n, c] x weight [c, H] -> [n, H] in `dtype` (on CUDA fp32 if c is unaligned), or added to `total`, fp32 (fp64)."""
     if not _uses_mixed_product(weight):
         if total is None:
             return (_to_fp32(logit_grad) @ _to_fp32(weight)).to(dtype)
@@ -109,7 +109,8 @@ def add_to_buffer(weight: Tensor, grad: Tensor) -> Tensor | None:
 def accumulate_weight_grad(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
     """Write gradᵀ · x to the fp32 `buffer` [out, in], or add it if the buffer is not stale. grad [R, out], x [R, in].
 
-    On CUDA, products of half-precision operands accumulate in fp32. On a CPU the product is rounded to half precision first.
+    On CUDA, products of half-precision operands accumulate in fp32. On a CPU, the product of a microbatch is rounded to half precision
+    before it is added.
     """
     stale = take_stale(buffer)
     if x.dtype == buffer.dtype:
@@ -143,7 +144,7 @@ class _BufferedLinear(torch.autograd.Function):
 
 
 def linear_backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x [..., in] (the saved tensor) and of `ctx.weight`. The latter is written to the weight's buffer if there is one."""
+    """Gradients of x [..., in] (the saved tensor) and of `ctx.weight`. If the weight has a buffer, its gradient goes there instead."""
     (x,), weight = ctx.saved_tensors, ctx.weight
     grad = out_grad.flatten(0, -2)
     x_grad = (grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpctl.kernels.triton_support import on_device_of, tl, triton
 
 ROWS = 32
-"""Heads that a program processes."""
+"""Rows that a program processes; a row is one head of one token."""
 
 
 def scale_heads(x: Tensor, scale: Tensor, base: Tensor | None = None) -> Tensor:

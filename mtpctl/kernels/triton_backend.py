@@ -266,7 +266,7 @@ class Triton:
 
 
 def _apply_logit_grads(problem: Problem, chunk: Tensor, columns: slice, hidden_grad: Tensor | None, targets: GradTargets) -> Tensor | None:
-    """Multiply a chunk of logit gradients: returns `hidden_grad` plus the chunk's part, and writes the weight gradient."""
+    """From a chunk of logit gradients, return `hidden_grad` plus the chunk's part, and write the chunk's rows of the weight gradient."""
     if targets.hidden is not None:
         dtype = targets.hidden if chunk.shape[1] == problem.vocab_columns else torch.float32
         hidden_grad = products.hidden_grad(hidden_grad, chunk, problem.weight[columns], dtype)
