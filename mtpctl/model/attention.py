@@ -45,10 +45,10 @@ class SelfAttention(UpstreamSelfAttention):
             gated=config.attention_output_gate,
             value_width=self.val_hidden_size,
         )
-        norm, k_norm = self.q_layernorm, self.k_layernorm
+        q_norm, k_norm = self.q_layernorm, self.k_layernorm
         qk_norm = None
-        if isinstance(norm, RMSNorm):
-            qk_norm = HeadNorm(norm.reduced_weight(), k_norm.reduced_weight(), norm.eps, norm_offset(config))
+        if isinstance(q_norm, RMSNorm):
+            qk_norm = HeadNorm(q_norm.reduced_weight(), k_norm.reduced_weight(), q_norm.eps, norm_offset(config))
             if is_bitwise(config):
                 return exact_grad.split_normed_heads(qkv.squeeze(1), layout, qk_norm, self._rotary(packing))
         return split_heads(qkv, layout, qk_norm, self._rotary(packing))
@@ -81,7 +81,7 @@ class WindowAttentionShape:
 
 
 class WindowAttention(SelfAttention):
-    """Grouped-query attention of models with window layers (MiMo-V2-Flash): values have a width different from keys, and a factor.
+    """Grouped-query attention of models with window layers (MiMo-V2-Flash): values are scaled, and may be narrower than keys.
 
     The window and the sinks are in `core_attention`.
     """

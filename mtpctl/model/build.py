@@ -107,7 +107,7 @@ def complete_config(
         "moe_router_fusion": False,
         "moe_shared_expert_overlap": False,
         "moe_router_dtype": "fp32",
-        # The coefficients are used by `mtpctl.model.router`.
+        # `mtpctl.model.router` uses the two coefficients.
         "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss else "none",
         "moe_aux_loss_coeff": moe.aux_loss,
         "moe_z_loss_coeff": moe.z_loss or None,

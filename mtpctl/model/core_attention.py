@@ -1,7 +1,9 @@
 """Core attention of packed samples: flash kernel, portable version, and the attention of a drafter that repeats one MTP layer.
 
-An engine runs a repeated layer's first step over all tokens, which fills the KV cache. Each further step runs over one token at the next
-position. It attends to the first step's keys up to the token where drafting began, and to the keys of the steps since, including its own.
+In an engine, the first drafting step of a repeated layer runs over all tokens and fills the KV cache. Each further step runs over one token
+at the next position. It attends to the first step's keys up to the token where drafting began, and to the keys of the steps since,
+including its own.
+
 In training, depth d has one query per token i. It stands for step d of a draft that begins after token i, and therefore attends to
 
     the keys of depth 1 at tokens 0 … i,  and the keys of depths 2 … d at token i only.

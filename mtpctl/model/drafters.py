@@ -132,7 +132,7 @@ class BlockAttention(SelfAttention):
     def forward(  # type: ignore[override]
         self, context: Tensor, block: list[Tensor], rotary: list[Rotary | None], packing: Packing
     ) -> list[Tensor]:
-        """context [t, 1, H], block and rotary by offset → by offset [t, 1, H]. Sequences are split over tp with sequence parallelism."""
+        """context [t, 1, H], block and rotary by offset → by offset [t, 1, H]. With sequence parallelism, tokens are split over tp."""
         context_heads = self._heads(context, packing)
         keys, values = self.core_attention.gather_visible(context_heads.keys, context_heads.values.contiguous(), packing)
         heads = [self._heads(x, packing.with_rotary(angles)) for x, angles in zip(block, rotary, strict=True)]

@@ -105,7 +105,7 @@ class Codec(Protocol):
 class Dispatch:
     """Encodes states [T, 1, H], probs [T, E], routes [T, E] of this rank's tokens; decodes rows [R, H] and probs [R] of its experts.
 
-    k: maximum number of this rank's experts per token. order: of the rows, set by `decode`.
+    k: maximum number of this rank's experts per token. order: the order of the rows, set by `decode`.
     """
 
     order: ExpertOrder
@@ -142,7 +142,7 @@ class Dispatch:
 class Combine:
     """Encodes outputs [R, H] of this rank's experts; decodes those of this rank's tokens, in `shape` [T, 1, H].
 
-    row_order: of the rows, by expert. copy_order: of the tokens' copies, by rank.
+    row_order: the order of the rows by expert. copy_order: the order of the tokens' copies by rank.
     """
 
     def __init__(self, row_order: ExpertOrder, copy_order: ExpertOrder, shape: torch.Size) -> None:
@@ -258,7 +258,7 @@ class _Sum(torch.autograd.Function):
 
 
 class SharedExperts(SharedExpertMLP, Mlp):
-    """Experts that process every token, and their output gate if the model has one. Recomputes products like `Mlp`."""
+    """Experts that process every token, and their output gate if the model has one. Recomputes the activation's output like `Mlp`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # upstream's signature
         return self.activate_and_down(hidden_states, self.up(hidden_states))
@@ -331,7 +331,7 @@ class Experts(SequentialMLP):
 
 
 class MixtureOfExperts(MoELayer):
-    """Upstream's router and parameters, with the token dispatch of this module.
+    """Upstream's MoE layer and parameters, with the token dispatch of this module.
 
     The shared experts overlap with the exchange of tokens: their first half runs during the dispatch, the second during the combine. If tp
     splits the shared experts, they run before the exchange, so that their collectives do not run concurrently with it. If tp splits each

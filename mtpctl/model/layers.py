@@ -45,8 +45,8 @@ def is_bitwise(config: TransformerConfig) -> bool:
 def recompute_in_backward(value: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
     """Recompute `value` with `compute` in the backward pass of operations in the block, instead of saving it.
 
-    A linear layer saves its input for its weight's gradient. If that input is a norm's or activation's output, autograd also saves the
-    inputs of that operation, so recomputing it saves memory at the cost of bandwidth only. `compute` must return
+    A linear layer saves its input for its weight's gradient. If that input is the output of a norm or activation, autograd also saves the
+    inputs of the norm or activation, so recomputing the output saves memory at the cost of bandwidth only. `compute` must return
     bit-identical values. It runs without gradients, once per operation that would have saved `value`.
     """
     address, count = value.data_ptr(), value.numel()
@@ -178,7 +178,7 @@ class RMSNorm(torch.nn.Module):
 class GatedRMSNorm(RMSNorm):
     """Output norm of linear attention. Its weight is centered at 1, as in Hugging Face checkpoints, even if other norms are centered at 0.
 
-    A weight stored as weight - 1 would be rounded when 1 is added.
+    Subtracting 1 from the stored weight, to center it at 0, would round it.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **options: object) -> None:
@@ -218,7 +218,7 @@ def activation_of(config: TransformerConfig) -> Callable[[Tensor, Tensor | None]
 
 
 class Mlp(MLP):
-    """An activation between two linear layers. Its input is saved for the backward pass, which recomputes its output."""
+    """An activation between two linear layers. The activation's input is saved for the backward pass, which recomputes its output."""
 
     def forward(self, hidden_states: Tensor, /, per_token_scale: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor | None]:
         inner, _bias = self.linear_fc1(hidden_states)

@@ -46,7 +46,7 @@ from mtpctl.recipe.train import LoraConfig
 
 ROW_PARALLEL_TARGETS = ("linear_proj", "linear_fc2", "out_proj")
 REPLICATED_TARGETS = ("linear_q_down_proj", "linear_kv_down_proj")
-"""Names of layers. All other targets are column-parallel."""
+"""Layer names of the targets of each kind. All other targets are column-parallel."""
 
 
 class Adapter(torch.nn.Module):

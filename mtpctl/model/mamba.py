@@ -114,7 +114,7 @@ class Mamba2(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """The state dict of this tensor-parallel rank. The tensors that are fused are stored separately, so that tp can change."""
+        """The state dict of this tensor-parallel rank. Parts of fused tensors are stored separately, so that tp can change."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state: dict[str, Any] = {}
         for module, path, split in (

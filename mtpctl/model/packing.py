@@ -48,8 +48,8 @@ class EarlierDepths:
 class LengthGroup:
     """Parts of similar length that are computed as one padded batch.
 
-    queries [samples, length]: indices among this rank's tokens. keys [samples, length]: indices in the result of `select_visible`. valid
-    [samples, length]: False for padding. mask [queries, keys]: needed if a sample began in an earlier block; None: causal.
+    queries [parts, length]: indices among this rank's tokens. keys [parts, length]: indices in the result of `select_visible`. valid
+    [parts, length]: False for padding. mask [queries, keys]: needed if a sample began in an earlier block; None: causal.
     """
 
     queries: Tensor
@@ -228,7 +228,7 @@ class Packing(PackedSeqParams):
         return replace(self, rotary=rotary)
 
     def shift(self, values: Tensor) -> Tensor:
-        """Shift `values` [T] of all ranks one token to the left within each sample; each sample's last value becomes 0."""
+        """Shift `values` [T] of the whole packed sequence one token to the left within each sample; each last value becomes 0."""
         shifted = values.roll(-1)
         shifted[self.starts[1:] - 1] = 0
         return shifted
@@ -298,12 +298,12 @@ def exchange_heads(
 
 
 def local_channels(weight: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of this context-parallel rank's heads, of a fused weight with parts of these `widths`."""
+    """The rows of a fused weight that belong to this context-parallel rank's heads. widths: rows of each part of the weight."""
     return torch.cat(local_heads(weight.split(list(widths)), group))
 
 
 def local_heads(weights: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Rows of this context-parallel rank's heads."""
+    """The rows of each weight that belong to this context-parallel rank's heads."""
     return [weight.chunk(group.size())[group.rank()] for weight in weights]
 
 

@@ -64,7 +64,8 @@ class ProcessGroups:
     def close(self) -> None:
         """Destroy the groups and their threads. Idempotent."""
         parallel_state.destroy_model_parallel()
-        # megatron-core does not destroy these two groups and their threads. A forked process has no such threads and would wait for them.
+        # megatron-core keeps references to these two groups, and so their threads. A forked process has no such threads and would wait for
+        # them.
         parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
         parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
         if dist.is_initialized():

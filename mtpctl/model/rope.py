@@ -27,7 +27,7 @@ class Rotary(NamedTuple):
 class Rope:
     """A rotary embedding.
 
-    inverse_frequencies: fp32 [rotated dimensions / 2]. scaling: factor of cosine and sine. exact: use `exact.cos_sin`.
+    inverse_frequencies: fp32 [rotated dimensions / 2]. scaling: factor of cosine and sine. exact: use `exact.cos_sin`, without scaling.
     """
 
     inverse_frequencies: Tensor
@@ -77,14 +77,20 @@ def rope_of(shape: ModelShape) -> Rope:
 
 
 def scale_by_wavelength(frequencies: Tensor, factor: float, low: float, high: float, trained: float) -> Tensor:
-    """Llama 3.1: divide frequencies of at most `low` turns in the trained length, keep those of at least `high`, interpolate between."""
+    """Llama 3.1: divide frequencies of at most `low` turns in the trained length by `factor`, keep those of at least `high` turns.
+
+    Between the two, interpolate.
+    """
     turns = trained * frequencies / (2 * math.pi)
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
 def _yarn(frequencies: Tensor, shape: ModelShape, scaling: RopeScaling) -> Rope:
-    """Keep frequencies with over `beta_fast` turns in the trained length, divide those with under `beta_slow`, interpolate in between."""
+    """Keep frequencies of over `beta_fast` turns in the trained length, divide those of under `beta_slow` turns by the factor.
+
+    Between the two, interpolate.
+    """
     trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     dims = 2 * len(frequencies)
 
