@@ -1,8 +1,8 @@
 """The language model with its MTP head, without the LM head's product.
 
 megatron-core's `GPTModel` multiplies by the LM head in `forward`, passes MTP the state after the final norm, and computes MTP's loss. This
-model returns hidden states instead. `mtpctl.trainer` computes log-probs and losses of the trunk and every MTP depth from them, so all
-logits are never materialized at once, and the model needs no labels.
+model returns hidden states instead. `mtpctl.trainer` computes log-probs and losses of the trunk and every MTP depth from them, so
+the logits are never materialized all at once, and the model needs no labels.
 """
 
 from __future__ import annotations
