@@ -176,9 +176,9 @@ class _ChecksumOpener[E]:
 class _ChecksumFile[E](io.BufferedWriter):
     """A file that computes its checksum. Large buffers are hashed in another thread while they are written."""
 
-    def __init__(self, path: str, opener: _ChecksumOpener[E]) -> None:
+    def __init__(self, path: str, files: _ChecksumOpener[E]) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self._path, self._opener, self._checksum = path, opener, opener.checksum()
+        self._path, self._files, self._checksum = path, files, files.checksum()
         self._thread = ThreadPoolExecutor(1, "checksum")
 
     def write(self, data: Buffer) -> int:
@@ -195,7 +195,7 @@ class _ChecksumFile[E](io.BufferedWriter):
         if not self.closed:
             super().close()
             self._thread.shutdown()
-            self._opener.entries[self._path] = self._checksum.entry
+            self._files.entries[self._path] = self._checksum.entry
 
 
 def compute_checksums[E](checksum: type[RunningChecksum[E]]) -> None:
