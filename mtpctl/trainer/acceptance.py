@@ -1,24 +1,26 @@
 """Acceptance of drafts in the trainer's batches, for sampled and for greedy drafts: estimated rates, and weights of the loss `e2e_tv`.
 
-Rate per depth: the mean probability over all tokens that a draft is accepted, given the preceding tokens of the response.
+Rate per depth: the probability that a draft is accepted, given the preceding tokens of the response, averaged over all drafted tokens.
 
-Rate per position, as an engine counts it (`rollout/spec_accept_rate_k`): a draft is reached only if the drafts before it were accepted. A
-step begins where the previous step ended: after a rejected draft, or after all drafts and the bonus token.
+Rate per position, as a rollout engine counts it (`rollout/spec_accept_rate_k`): the fraction of steps that accept draft k. A draft is
+reached only if the drafts before it were accepted. A step begins where the previous step ended: after a rejected draft, or after all
+drafts and the bonus token.
 
 Let x be a sampled token, p the trunk's distribution and q the head's. Rejection sampling emits x either as an accepted draft or after a
 rejection. Given x, the draft was accepted with probability w = min(1, q(x) / p(x)) if drafts are sampled, and w = [x = argmax q] if they
-are greedy. Within a step, draft d is reached with the product of w over the drafts before it. It is then accepted with probability
-Σ min(p, q) if sampled, or p(argmax q) if greedy. If it is rejected, the next step begins after this token. One pass over the response
-therefore computes the probability that a step begins after each token.
+are greedy. Within a step, the probability of reaching draft d is the product of w over the drafts before it. It is then accepted with
+probability Σ min(p, q) if sampled, or p(argmax q) if greedy. If it is rejected, the next step begins after this token. One pass over the
+response therefore computes the probability that a step begins after each token.
 
 The multi-step loss `e2e_tv` weights the rows of all MTP depths to maximize the expected number of accepted drafts per step.
 
 A step of speculative decoding that begins after token a drafts tokens a + 1 to a + k, one per depth. Let α_j be the probability that the
-draft of depth j is accepted if it is reached: Σ min(p, q) for sampled drafts, p(argmax q) for greedy ones. The step accepts
+draft of depth j is accepted if it is reached: Σ min(p, q) for sampled drafts, p(argmax q) for greedy ones. The expected number of accepted
+drafts of the step is
 
 E = Σ_i Π_{j ≤ i} α_j
 
-drafts (Bebop, arXiv 2606.12370, equation 13, is 1 − E / k). E is linear in each α_j, so its derivative
+(the loss of Bebop, arXiv 2606.12370, equation 13, is 1 − E / k). E is linear in each α_j, so its derivative
 
 c_j = ∂E / ∂α_j = Σ_{i ≥ j} Π_{l ≤ i, l ≠ j} α_l = P_{j−1} S_j,   P_j = Π_{l ≤ j} α_l,   S_j = 1 + α_{j+1} S_{j+1},   S_k = 1
 

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 
 def threads_for_stage(recipe: Recipe, stage: str, cores: int) -> int:
-    """CPU threads of a trainer rank in a stage. `train.threads` leaves cores to the inference engines, which are idle in the SFT stage.
+    """CPU threads of a trainer rank in a stage. `train.threads` leaves cores to the inference engines, which are idle during the
+    updates of the draft and SFT stages.
 
-    A deterministic run uses the same number in both stages, since the number of threads can change how a sum is rounded.
+    A deterministic run uses the same number in all stages, since the number of threads can change how a sum is rounded.
     """
     train = recipe.train
     if stage == "rl" or recipe.device != "cpu" or recipe.async_.deterministic:
@@ -51,7 +52,7 @@ class Parameters(TypedDict):
 
 
 class TrainerRank(WeightExporter):
-    """One rank of the trainer: an engine, the updates of both stages, and the source of its weights.
+    """One rank of the trainer: an engine, the updates of all stages, and the export of its weights.
 
     Every method is called on all ranks, with the same arguments except for their shares of a batch.
     """
@@ -130,8 +131,8 @@ class TrainerRank(WeightExporter):
     def begin_stage(self, stage: str, reference: str, resumed: bool) -> None:
         """Start the stage `draft`, `sft` or `rl` with a new optimizer.
 
-        RL with a KL penalty also stores a copy of the initial policy, in memory and at the path `reference`. A run that is resumed within
-        RL loads the copy from there; raises UserError if it is missing.
+        RL with a KL penalty also stores a copy of the initial policy in memory and, if the run keeps checkpoints, at the path `reference`.
+        A run that is resumed within RL loads the copy from there; raises UserError if it is missing.
         """
         train = self.recipe.train
         if train.threads:
@@ -221,8 +222,8 @@ class TrainerRank(WeightExporter):
             sample_advantages = [0.0] * len(sample_advantages)
         if replay == "off":
             sequences = [replace(s, routes=None) for s in sequences]
-        # If old log-probs are not recomputed, the loss measures the mismatch between engine and trainer. This is possible only in the first
-        # minibatch: later weights match no published version.
+        # If old log-probs are not recomputed, the loss measures the mismatch between rollout engine and trainer. This is possible only in
+        # the first minibatch: later weights match no published version.
         current_version = -1 if self.has_unpublished_update else version  # -1: no token was sampled with these weights
         same_weights = [token_versions == current_version for token_versions in versions]
         mismatch_masks = None if recompute else list(zip(same_weights, stale_kv, strict=True))

@@ -30,8 +30,8 @@ class Sequence:
     """A prompt with its response. Array arguments may be anything that numpy can convert.
 
     loss_mask and the columns have one row per response token. A mask of 0 marks tokens that the policy did not sample (tool output); they
-    are excluded from all losses. routes: the experts that the engine chose for each of the first `len(routes)` tokens (see
-    `mtpctl.routes`). name: used in error messages.
+    are excluded from all losses. routes: the experts to replay for each of the first `len(routes)` tokens (see `mtpctl.routes`). name:
+    used in error messages.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -70,7 +70,7 @@ class Sequence:
         return int(np.count_nonzero(self.loss_mask))
 
     def num_drafted(self, depth: int) -> int:
-        """Number of response tokens that MTP depth `depth` drafts: all except the first `depth` of each turn.
+        """Number of response tokens that MTP depth `depth` drafts: all except the first `depth` of each turn. Depth 0 counts all.
 
         A turn is a run of sampled tokens. The target samples its first token after prefill. Depth 1 drafts from the second token on, and
         depth k starts k - 1 tokens later.
@@ -145,7 +145,7 @@ def pack(
     packed = [sequences[i] for i in order]
     lengths = [len(s.token_ids) for s in packed]
     response_lengths = [len(s.loss_mask) for s in packed]
-    # The row of the preceding token predicts a response token, so rows end one before the end of the sequence.
+    # A response token is predicted by the row of the preceding token, so the last row is that of the second-to-last token.
     ends = np.cumsum(lengths)
     starts = np.cumsum(response_lengths) - response_lengths
     rows = np.arange(sum(response_lengths)) + np.repeat(ends - response_lengths - 1 - starts, response_lengths)

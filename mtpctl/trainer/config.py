@@ -19,8 +19,8 @@ class EngineConfig:
 
     train: if False, no gradient buffers are created. random_seed: initialize random weights on the device instead of loading them. lora:
     freeze the trunk and train adapters, initialized from `adapter_seed`; MTP layers train as without LoRA. drafts: number of draft tokens
-    per engine step for which the acceptance is estimated; 0: one per MTP depth. greedy_drafts: train `mtp.loss: e2e_tv` for greedy drafts.
-    only_drafter: the trunk is never trained, and has no gradient buffers.
+    per step of the rollout engine, for estimates of acceptance rates; 0: one per MTP depth. greedy_drafts: train `mtp.loss: e2e_tv` for
+    greedy drafts. only_drafter: the trunk is never trained, and has no gradient buffers.
     """
 
     parallel: ParallelConfig

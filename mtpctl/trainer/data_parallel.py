@@ -49,8 +49,8 @@ AFTER_BACKWARD = -1
 def layer_indices(module: MtpModel) -> dict[Tensor, int]:
     """Map each parameter to the decoder layer of this stage whose backward pass completes its gradient.
 
-    Modules after the layers have the number of layers as their index: their gradients are complete before the last layer's backward pass
-    begins.
+    Parameters of the final norm, the MTP layers and the LM head have the number of layers as their index: their gradients are complete
+    before the last layer's backward pass begins. All others, such as the embedding's, have `AFTER_BACKWARD`.
     """
     return {parameter: _layer_index(name, len(module.decoder.layers)) for name, parameter in module.named_parameters()}
 
@@ -142,10 +142,10 @@ class GradReduceOverlap:
     def _hook_input_grad(self, index: int, _: torch.nn.Module, args: tuple[object, ...], options: dict[str, object]) -> None:
         """Call `_on_input_grad` when the gradient of the layer's input is complete.
 
-        Autograd runs operations in reverse order of their creation, so it computes the input's gradient after those of all parameters used
-        since. This does not hold for a leaf, whose gradient is accumulated earlier. A leaf therefore has no hook, and the layer's buckets
-        are reduced together with those of the preceding layer. The input is a leaf in the first layer of later pipeline stages, and in the
-        second run of a recomputed layer.
+        Autograd runs operations in reverse order of their creation. It therefore computes the input's gradient after the gradients of all
+        parameters that the layer and later modules use. This does not hold for a leaf, whose gradient is accumulated earlier. A leaf
+        therefore has no hook, and the layer's buckets are reduced with those of the preceding layer, or in `finish` if there is none. The
+        input is a leaf in the first layer of later pipeline stages, and in the second run of a recomputed layer.
         """
         state = options.get("hidden_states", args[0] if args else None)
         if isinstance(state, Tensor) and state.grad_fn is not None:
@@ -159,7 +159,7 @@ class GradReduceOverlap:
             self._reduce_from(index)
 
     def _reduce_from(self, index: int) -> None:
-        """Reduce the buckets of all gradients of layers from `index` on."""
+        """Reduce the buckets whose parameters all have this layer index or a higher one, unless they are reduced already."""
         ready_count = sum(lowest_layer >= index for lowest_layer, _ in self._groups)
         if ready_count > self._started_count:
             self._prepare(index)
@@ -173,7 +173,7 @@ class GradReduceOverlap:
 
 
 def sum_sparse_rows(grad: Tensor, group: dist.ProcessGroup) -> bool:
-    """Sum grad [vocab, H] over ranks by exchanging its non-zero rows. Returns False, without a change, if there are too many."""
+    """Sum grad [vocab, H] over ranks by exchanging its non-zero rows. If too many rows are non-zero, returns False without changing it."""
     rows = torch.linalg.vector_norm(grad, torch.inf, dim=1).nonzero().squeeze(1)
     ranks = group.size()
     all_counts = rows.new_empty(ranks)
@@ -274,7 +274,7 @@ class Gradients:
             finalize_model_grads(model, None, **options)
 
     def _zero_stale(self, first_layer: int) -> None:
-        """Zero buffers that received no gradient in this update, of parameters of layers from index `first_layer` on."""
+        """Zero the buffers that received no gradient in this update, for parameters with layer index `first_layer` or higher."""
         experts = (experts for index, experts in zip(self._expert_layer_indices, self._experts, strict=True) if index >= first_layer)
         stale = [buffer for layer_experts in experts for stack in layer_experts.weight_stacks() for buffer in stack.stale_buffers()]
         overwritten = zip(self._overwritten_layer_indices, self._overwritten_buffers, strict=True)
@@ -327,7 +327,7 @@ class ExpertBalance:
         self.bias_update, self.tokens = bias_update, 0
 
     def begin(self, tokens: int) -> None:
-        """Start an update on this number of tokens of all ranks."""
+        """Start an update. tokens: number of its tokens on all ranks."""
         self.tokens = tokens
         Router.begin(self.routers, tokens)
 

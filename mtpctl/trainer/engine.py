@@ -1,4 +1,4 @@
-"""The Megatron engine of one rank: updates, log-probs, export and checkpoints, on gloo and NCCL."""
+"""The Megatron engine of one rank: updates, log-probs, export and checkpoints, with gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -144,7 +144,8 @@ class MegatronEngine:
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Create a new optimizer, without state for MTP layers that are not trained.
 
-        A distributed optimizer needs every parameter in the gradient buffers, so it includes frozen MTP layers with a learning rate of 0.
+        A distributed optimizer must have every parameter of the gradient buffers, so it includes MTP layers that are frozen only in this
+        stage, with a learning rate of 0.
         """
         assert self.config.train
         self.optimizer = None  # Frees its memory before the next one is allocated.
@@ -340,7 +341,7 @@ class MegatronEngine:
     def begin_save(self, path: Path, state: dict[str, object] | None = None, *, concurrent: bool = False) -> sharded.Save:
         """Start writing a checkpoint. All ranks must call `finish` on the result. concurrent: training continues in the meantime."""
         with self.resident():
-            # Offloaded parameters leave the device when this block ends, so they must be copied as well.
+            # Offloaded parameters leave the device when this block ends, so they must be copied even if training waits.
             return sharded.Save(path, self._checkpoint_contents(), state or {}, concurrent=concurrent or self.host_memory is not None)
 
     def restore(self, path: Path) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Losses of the trunk: the protocol that the engine calls, next-token prediction, and the policy loss.
 
-An objective is a pure function of the log-probs of any subset of tokens. It returns sums. The engine divides them by global denominators,
-over all microbatches, dp and cp ranks, so the gradient does not depend on how a batch is split.
+An objective is a pure function of the log-probs of any subset of tokens. It returns sums. The engine divides them by denominators that
+count all microbatches, dp and cp ranks, so the gradient does not depend on how a batch is split.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`telemetry.profile`: timings of an update, and a trace of its collectives.
+"""`telemetry.profile`: in each stage, timings of one update, and a trace of the collectives of another.
 
 Ranks of a process group must run the same collectives in the same order; otherwise they wait for each other until a timeout. The trace
 lists a rank's collectives in order, as text that can be compared across ranks. It is recorded in torch's dispatcher, so it includes the
@@ -19,13 +19,13 @@ from torch.autograd.profiler_util import EventList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TRACED_UPDATE, PROFILED_UPDATE = 2, 3
-"""Numbers of the updates in a stage whose collectives and timings are recorded. Earlier ones compile kernels and fill caches."""
+"""Numbers of the updates in a stage: the first records collectives, the second timings. Earlier ones compile kernels and fill caches."""
 _PHASE = "mtpctl/"
 _LISTED_OPERATIONS = 20
 
 
 class UpdateProfile:
-    """Profiles one update of each stage on this rank.
+    """Traces the collectives of one update of each stage on this rank, and profiles another.
 
     Writes `profile-STAGE-rankN.json.gz` (Chrome trace) and `profile-STAGE-rankN.txt` (two tables) to `folder`, and with several ranks
     `collectives-STAGE-rankN.txt` (`CollectiveTrace`). Phases are the profiler ranges named `mtpctl/…`. They nest, so their times do not add
@@ -62,7 +62,7 @@ class UpdateProfile:
 
 
 def _profile_tables(averages: EventList, *, cuda: bool) -> str:
-    """Two Markdown tables, in ms: phases by time, and the operations with the most self time."""
+    """Two Markdown tables, in ms: phases by host time, and the operations with the most self time."""
     total_time = "device_time_total" if cuda else "cpu_time_total"
     self_time = "self_device_time_total" if cuda else "self_cpu_time_total"
     phases = sorted((e for e in averages if e.key.startswith(_PHASE)), key=lambda e: -e.cpu_time_total)

@@ -55,7 +55,7 @@ class WeightExporter:
     def plan_weights(self, version: int, store: str, members: list[str], checksums: bool, sections: tuple[Section, ...]) -> Manifest | None:
         """Return the manifest of `version`: its sections and buckets, and how receivers get them.
 
-        Matrices are quantized as in the recipe, unless `store` has unquantized versions.
+        Matrices are quantized as the recipe configures, except for a store of unquantized versions (`is_unquantized`).
 
         With the transports `shm` and `storage`, the buckets have been stored or uploaded when this returns. With `ipc` and `nccl`, nothing
         has been sent yet, and `members` names the receivers.

@@ -109,8 +109,9 @@ class Share:
 
     indices: of the samples in the batch, ascending. trajectory_tokens: see `BatchTable`. ids: each prompt followed by its response. Other
     token arrays have response tokens only; those with old or teacher log-probs have only the samples with `scored` or
-    `has_teacher` set. span_counts: number of version spans of each sample, which together cover its response. span_lengths, span_versions,
-    span_stale_kv: an entry per span.
+    `has_teacher` set. candidate_counts: number of teacher candidates per response token, 0 for samples without candidates. span_counts:
+    number of version spans of each sample, which together cover its response. span_lengths, span_versions, span_stale_kv: an entry per
+    span.
     """
 
     dp_rank: int
@@ -261,18 +262,18 @@ def partition(lengths: Sequence[int], tokens_per_microbatch: int, dp: int) -> li
     """Assign sequences to microbatches: for each dp rank a list of microbatches, each a list of indices into `lengths`.
 
     Every rank gets the same number of microbatches, the last of which may be empty. Sequences are assigned longest first, each to the least
-    loaded microbatch. The number of microbatches is the smallest multiple of dp that keeps each within the budget; a sequence longer than
-    the budget gets its own. Deterministic. Raises ValueError if there are no sequences.
+    loaded microbatch. The number of microbatches is the smallest multiple of dp with which each stays within the budget; a sequence longer
+    than the budget gets its own microbatch. Deterministic. Raises ValueError if there are no sequences.
     """
     if not lengths:
         raise ValueError("there is no sequence to pack")
-    by_length = np.asarray(lengths)
-    order = np.argsort(-by_length, kind="stable").tolist()
-    count = max(dp, -(-sum(lengths) // tokens_per_microbatch), _lower_bound(by_length, tokens_per_microbatch))
+    length_array = np.asarray(lengths)
+    longest_first = np.argsort(-length_array, kind="stable").tolist()
+    count = max(dp, -(-sum(lengths) // tokens_per_microbatch), _lower_bound(length_array, tokens_per_microbatch))
     bins = None
     while bins is None:
         count = -(-count // dp) * dp
-        bins = _assign_sequences(lengths, order, tokens_per_microbatch, count)
+        bins = _assign_sequences(lengths, longest_first, tokens_per_microbatch, count)
         count += dp
     return [[sorted(b) for b in bins[rank::dp]] for rank in range(dp)]
 

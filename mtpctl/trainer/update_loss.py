@@ -68,7 +68,8 @@ class UpdateLoss:
     def is_finite(self, sums: Sums) -> bool:
         """Whether the loss of every microbatch is finite on all ranks. Collective.
 
-        The gradient of a loss that is not finite may be finite: a constant term has none, and a clamp passes none of a NaN.
+        The gradient norm does not show this: a non-finite loss can have finite gradients, because a constant term has no gradient, and a
+        clamp passes no gradient to a NaN.
         """
         return max_over_ranks(int(sums[NON_FINITE])) == 0
 
@@ -136,7 +137,7 @@ class UpdateLoss:
 
     def _scale(self, depth: int) -> float:
         """The factor of the summed loss of an MTP depth."""
-        # All depths of the multi-step loss are divided by the number of chains, which is that of the tokens that depth 1 drafts.
+        # All depths of the multi-step loss are divided by the number of chains, which is the number of tokens that depth 1 drafts.
         count = self.drafted_tokens[0 if self.config.mtp.loss == "e2e_tv" else depth - 1]
         return self.config.mtp.loss_scale / (count * len(self.drafted_tokens))
 
