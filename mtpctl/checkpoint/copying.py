@@ -56,9 +56,9 @@ class CopyWriter:
     _sent_entries: dict[str, Entry] = field(default_factory=dict)
 
     def copy(self, checkpoint: Path) -> int:
-        """Copy a checkpoint and the run's other files, and delete all but the `keep` newest checkpoints. Returns the number of bytes sent.
+        """Copy a checkpoint and the run's other files, then delete all but the `keep` newest checkpoints of the copy.
 
-        If an error is raised, the copy's other checkpoints are unchanged.
+        Older checkpoints are deleted only after the new one is complete. Returns the number of bytes sent, without `_RUN_FILES`.
 
         Raises:
             StoreFailed: if the store fails.
@@ -80,7 +80,7 @@ class CopyWriter:
         self.store.write(f"{CHECKPOINTS}/{pointer_of(checkpoint).name}", checkpoint.name.encode())
         newest = sorted(other_listings, key=lambda other_name: other_listings[other_name].number, reverse=True)[: self.keep - 1]
         self._delete_others({checkpoint.name, *newest})
-        self._entries = {file: known for file, known in self._entries.items() if file.exists()}
+        self._entries = {file: cached for file, cached in self._entries.items() if file.exists()}
         return sent_bytes
 
     def _copy_folder(self, name: str, number: int) -> int:
@@ -120,9 +120,9 @@ class CopyWriter:
     def _file_entry(self, file: Path) -> Entry:
         stat = file.stat()
         stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        if (known := self._entries.get(file)) is None or known[0] != stamp:
-            self._entries[file] = known = (stamp, entry_of(file))
-        return known[1]
+        if (cached := self._entries.get(file)) is None or cached[0] != stamp:
+            self._entries[file] = cached = (stamp, entry_of(file))
+        return cached[1]
 
     def _delete_others(self, keep: set[str]) -> None:
         folders: dict[str, list[str]] = {}

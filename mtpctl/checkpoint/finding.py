@@ -92,7 +92,7 @@ def check_checkpoint(path: Path, *, verify_checksums: bool) -> None:
 def prepare_resume(root: Path) -> Choice:
     """Find the checkpoint to resume from, rename damaged ones so that they are not overwritten, and write `latest`.
 
-    The caller must hold the run's lock.
+    If a crash interrupted the replacement of a checkpoint, its previous version gets its name back. The caller must hold the run's lock.
     """
     for path in root.glob(f"*{REPLACED}"):
         if not (final := path.with_name(path.name.removesuffix(REPLACED))).exists():

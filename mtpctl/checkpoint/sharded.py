@@ -112,7 +112,7 @@ class Contents:
     """The model and optimizer state that a checkpoint is saved from or restored into.
 
     slots: the optimizer's state after `steps` steps; None without an optimizer. names: the parameters in the checkpoint; None for all.
-    adapter: set if these parameters are adapters.
+    adapter: set if the checkpoint has adapters instead of the trunk's weights.
     """
 
     model: MegatronModule
@@ -260,7 +260,7 @@ def _check_disk_space(folder: Path) -> None:
 
 
 def _replace(path: Path, complete: Path) -> None:
-    """Rename `complete` to `path`. An existing folder is renamed first and deleted last, so that one always exists."""
+    """Rename `complete` to `path`. An existing folder is renamed first and deleted last, so that a crash leaves at least one of the two."""
     replaced = path.with_name(path.name + REPLACED)
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
@@ -367,7 +367,7 @@ def _shard_like(parameter: Sharded, key: str, data: Tensor) -> Sharded:
 
 
 def _check_fit(path: Path, tree: ShardedTree) -> None:
-    """Raise UserError if the names and shapes of all ranks differ from those in the checkpoint."""
+    """Raise UserError if the tensors of all ranks together differ in names or shapes from those in the checkpoint."""
     saved = {name: tuple(tensor.global_shape) for name, tensor in tensors_in(path).items()}
     factories_applied = {section: dict(tensors) for section, tensors in tree.items()}
     apply_factories(factories_applied)
