@@ -3,9 +3,9 @@
 The plan depends only on names, shapes and dtypes, so both ends of a transport compute the same plan. Tensors keep their order. A tensor
 that fits a bucket is never split. A larger tensor starts a new bucket and spans several; the next tensor follows its last part.
 
-With `sync.delta` only changed elements are sent, and unchanged tensors are not sent at all (`mtpctl.sync.delta` encodes them). The blob of
-a changed tensor has the layout that is smallest for its number of changed elements. Integers are little-endian, and `values` starts at a
-multiple of 8 bytes:
+With `sync.delta` only changed elements are sent, and unchanged tensors are not sent at all. `mtpctl.sync.delta` encodes a changed tensor as
+a blob, in the layout that is smallest for the number of changed elements. Integers are little-endian, and `values` starts at a multiple of
+8 bytes:
 
     whole      every element
     bitmap     bit `i % 8` of byte `i // 8` is set if element `i` changed │ values of the changed elements
@@ -212,7 +212,10 @@ def _alias_groups(specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -
 
 
 def wire_tensors(shape: ModelShape, section: str, dtype: str, quantized: Collection[str] = ()) -> list[TensorSpec]:
-    """Tensors of `target` or `draft` with their Hugging Face names, without aliases, in `dtype`, or in FP8 with scales if `quantized`."""
+    """Tensors of `target` or `draft` with their Hugging Face names, without aliases.
+
+    Those named in `quantized` are in FP8, with scales. The others are in `dtype`.
+    """
     alias_names, specs = aliases(shape), []
     for name, tensor_shape in tensor_shapes(shape).items():
         if name in alias_names or section_of(name, shape) != section:
@@ -322,7 +325,7 @@ class DeltaPlan:
 
 
 def plan_delta(recipe: Recipe, sections: Mapping[str, Sequence[Bucket]]) -> DeltaPlan | None:
-    """The sizes for these complete sections; None without `sync.delta`."""
+    """The planned sizes. sections: the buckets of a sync in full. None without `sync.delta`."""
     if not recipe.sync.delta:
         return None
     full_bytes = sum(bucket.nbytes for buckets in sections.values() for bucket in buckets)

@@ -360,7 +360,11 @@ def sharing_cautions(recipe: Recipe, placement: Placement, hosts: Sequence[Host]
 
 
 def planned_bytes(recipe: Recipe, shape: ModelShape, actor: Actor) -> int:
-    """Planned memory of an actor on its GPU: a rank's estimate, or an engine's share. Requires `cluster.gpu_gib` for the latter."""
+    """Planned memory of an actor on its GPU, in bytes.
+
+    For a trainer or log-prob rank: its estimate. For an engine: its weights, reserve and `rollout.kv_cache_bytes`; if that is not set, its
+    share of `cluster.gpu_gib`, which must then be known.
+    """
     if actor.role == "trainer":
         return trainer_memory(recipe, shape).total
     if actor.role != "rollout":

@@ -50,8 +50,7 @@ def delta_weights(shape: ModelShape) -> int:
 def mamba_weights(shape: ModelShape) -> int:
     """Weights of one Mamba-2 layer, plus the multiplications of its recurrence per token.
 
-    The state decays, is updated with the product of input and input projection, and is read with the output projection (arXiv 2405.21060,
-    equation 1).
+    The state decays, is updated with the outer product of the input x and B, and is read with C (arXiv 2405.21060, equation 1).
     """
     mamba = shape.mamba
     assert mamba is not None
@@ -117,6 +116,6 @@ def _drafter_cost(shape: ModelShape, depths: int) -> tuple[int, int]:
         return depths, depths * (layer + 2 * shape.hidden * shape.hidden)
     passes = dflash.layers * (depths + 1)
     layer = attention_weights(shape) + 3 * shape.hidden * dflash.ffn
-    # Each layer's queries, keys and values of the context, and the projection to it.
+    # Each layer's queries, keys and values of the context, and the projection that computes the context from the trunk's states.
     context = dflash.layers * shape.hidden * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
     return passes, passes * layer + context + len(dflash.boundaries) * shape.hidden * shape.hidden

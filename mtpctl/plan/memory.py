@@ -1,7 +1,8 @@
 """Estimates the memory of a trainer rank, a rollout engine and a log-prob rank.
 
 The estimates include weights, gradients, optimizer state, activations, the log-prob workspace, the key-value cache and the recurrent state
-of linear attention. They do not include the CUDA context, NCCL's buffers and fragmentation: leave a tenth of the GPU for these.
+of linear attention. They do not include the CUDA context (except that of an engine on a shared GPU, `engine_reserve`), NCCL's buffers and
+fragmentation: leave a tenth of the GPU for these.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class TrainerMemory:
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        # While the reference policy scores, the trained parameters that it replaces stay in memory.
+        # While the reference policy scores, the trained parameters that it replaces are in a copy of the same size.
         phases = self.activations + self.workspace, self.step, self.reference + self.workspace
         return self.weights + self.gradients + self.optimizer + self.reference + max(phases)
 
@@ -86,7 +87,7 @@ class EngineMemory:
 
     Attributes:
         kv_token: key-value cache of one token.
-        kv_cache: the whole cache, None if unbounded.
+        kv_cache: the whole cache, None if the size of the GPU is unknown.
         sequence_state: the part of the cache that one sequence needs at any length: linear attention's state, and sliding windows.
         states: `sequence_state` of all sequences in flight.
         reserve: everything else (`engine_reserve`), if the engine shares its GPU; otherwise vLLM measures it, and this is 0.
@@ -133,7 +134,7 @@ def trainer_memory(recipe: Recipe, shape: ModelShape) -> TrainerMemory:
 
 
 def engine_memory(recipe: Recipe, shape: ModelShape, index: int | None = None) -> EngineMemory:
-    """Memory of one rank of a rollout engine. `kv_cache` is negative if the weights exceed the engine's share of the GPU.
+    """Memory of one rank of a rollout engine. `kv_cache` is negative if weights and reserve exceed the engine's share of the GPU.
 
     index: number of the engine, as in `engine_share`.
     """
@@ -183,13 +184,13 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     base_stages = stages(shape, server.parallel, depths=_depths(recipe, shape), only=adapted)
     copies = 2 if server.keep_previous else 1
     ranks = zip(_recipe_stages(recipe, shape, server.parallel), base_stages, strict=True)
-    weights, base_stage = max(((stage.parameters * copies, base_stage.parameters) for stage, base_stage in ranks), key=sum)
+    parameters, base_parameters = max(((stage.parameters * copies, base_stage.parameters) for stage, base_stage in ranks), key=sum)
     elements = peak_width(shape, server.parallel, range(shape.layers), drafter=_depths(recipe, shape) > 0)
     activations = int(server.tokens_per_batch // server.parallel.cp * elements * width) + _exact_sum_bytes(
         recipe, shape, server.tokens_per_batch
     )
     return LogprobMemory(
-        weights * width, base_stage * width, activations, _workspace_bytes(recipe, shape, server.tokens_per_batch, server.parallel)
+        parameters * width, base_parameters * width, activations, _workspace_bytes(recipe, shape, server.tokens_per_batch, server.parallel)
     )
 
 

@@ -102,11 +102,11 @@ class Placement:
 def _add_actor(bundles: list[list[Actor]], actor: Actor) -> list[list[Actor]]:
     """Add an actor to the bundles, merging the bundles with which it shares a GPU or an engine."""
 
-    def is_shared(other: Actor) -> bool:
+    def shares_bundle(other: Actor) -> bool:
         same_engine = actor.role == other.role == "rollout" and actor.index == other.index
         return actor.host == other.host and (same_engine or bool({*actor.gpu_ids} & {*other.gpu_ids}))
 
-    shared_bundles = [bundle for bundle in bundles if any(map(is_shared, bundle))]
+    shared_bundles = [bundle for bundle in bundles if any(map(shares_bundle, bundle))]
     return [bundle for bundle in bundles if bundle not in shared_bundles] + [[*chain.from_iterable(shared_bundles), actor]]
 
 
@@ -219,10 +219,11 @@ def _actor_groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
 
 
 def engine_share(recipe: Recipe, index: int | None = None) -> float:
-    """Share of a GPU for each rank of a rollout engine: `rollout.gpus`, or the remainder of a log-prob rank's GPU.
+    """Share of a GPU for each rank of a rollout engine.
 
-    index: number of the engine. The first `rollout.on_trainer_gpus` engines share the remainder of the trainer's GPUs equally. None: an
-    engine on other GPUs.
+    This is `rollout.gpus`. Its default is what a log-prob rank leaves of its GPU if it uses only a share, otherwise 1. index: number of the
+    engine. The first `rollout.on_trainer_gpus` engines instead share the remainder of the trainer's GPUs equally. None: an engine on other
+    GPUs.
     """
     server, rollout = recipe.logprob, recipe.rollout
     if index is not None and index < rollout.on_trainer_gpus:
@@ -246,7 +247,7 @@ def shares_gpu(recipe: Recipe, index: int | None = None) -> bool:
 
 
 def core_shortage(recipe: Recipe, placement: Placement, cores: Mapping[int, float]) -> str:
-    """A caution about hosts whose processes keep more cores busy than the host has; empty if there is none.
+    """A caution about the first host whose processes keep more cores busy than it has; empty if there is none.
 
     cores: number of cores by host. On CPUs the placement itself counts the cores.
     """
@@ -273,7 +274,7 @@ def _planned_hosts(recipe: Recipe, device: Device, cpus: float, ranks: int) -> l
         return [Host(cluster.num_cpus or os.cpu_count() or 1)]
     if cluster.num_gpus is not None:
         return [Host(cluster.num_cpus or cpus, cluster.num_gpus)]
-    # At most one host for each trainer rank and engine.
+    # At most one host for each rank.
     return [Host(cpus, cluster.gpus_per_node) for _ in range(ranks)]
 
 

@@ -168,8 +168,8 @@ def head_widths(
 
     Every token is assumed to be trained.
 
-    - Kept until the end of the backward pass: the inputs of the final norms, and the rows that the LM head reads, because the check of its
-      logits may have to name their maximum.
+    - Kept until the end of the backward pass: the inputs of the final norms, and the rows that the LM head reads, because a failed check of
+      its results names their first non-finite value.
     - Freed before the layers' backward pass: the final norms' outputs, and the rows' gradients, which are computed with the loss.
     - An MTP depth saves its embedding and its projection's input. If it is recomputed, it has a gradient of the embedding instead.
     - A drafter that reads states of several layers saves them. A loss over a teacher's candidates has separate rows.
@@ -253,8 +253,8 @@ def _routing_width(shape: ModelShape, parallel: ParallelConfig) -> float:
 def _block_width(shape: ModelShape, mamba: MambaShape, layer: int, parallel: ParallelConfig) -> float:
     """Elements per token that one layer of Nemotron-H, a mixer or an MLP without a gate, saves for its backward pass.
 
-    A Mamba-2 layer saves the output of its input projection, the convolution before and after its activation, and the scan's output before
-    and after the norm. It also saves decays in fp32, and the state's input and output projections for every head.
+    A Mamba-2 layer saves the output of its input projection, the convolution's output before and after the activation, and the scan's
+    output before and after the norm. It also saves decays in fp32, and B and C (the state's input and output projections) for every head.
     """
     if shape.mlp_of(layer) == "sparse":
         return _expert_width(shape, parallel)
