@@ -169,7 +169,7 @@ def head_widths(
     Every token is assumed to be trained.
 
     - Kept until the end of the backward pass: the inputs of the final norms, and the rows that the LM head reads, because a failed check of
-      its results names their first non-finite value.
+      the logits reports their first non-finite value, or their maximum.
     - Freed before the layers' backward pass: the final norms' outputs, and the rows' gradients, which are computed with the loss.
     - An MTP depth saves its embedding and its projection's input. If it is recomputed, it has a gradient of the embedding instead.
     - A drafter that reads states of several layers saves them. A loss over a teacher's candidates has separate rows.
