@@ -90,7 +90,10 @@ def check_path(path: str, field: str) -> Complaints:
 
 
 def check_data(data: DataConfig, *, environment_has_tasks: bool = False) -> Complaints:
-    """Report missing files, and keys that conflict with or require config other. `environment_has_tasks`: the section may name no data."""
+    """Report missing files, and keys that conflict with others or require them.
+
+    environment_has_tasks: whether the environment has problems, so that the section may name none.
+    """
     if data.taskset is not None and (not environment_has_tasks or data.path or data.task):
         yield "data.taskset: applies to rollout.environment: verifiers:NAME without data.path and data.task; leave it out"
     if (data.path is None) == (data.task is None) and not (environment_has_tasks and data.path is None):

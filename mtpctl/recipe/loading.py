@@ -316,8 +316,8 @@ def _with_mtp_defaults(recipe: Recipe, shape: ModelShape | None, is_set: Callabl
 
 def _with_precision(recipe: Recipe, shape: ModelShape | None, is_set: Callable[[str], bool], notes: list[str]) -> Recipe:
     """Set fp32 on a CPU without AMX, except for linear attention, which vLLM's own kernels support on a CPU only in bf16."""
-    linear = shape is not None and "linear_attention" in shape.layer_kinds and recipe.numerics == "default"
-    if is_set("train.precision") or recipe.device == "cuda" or linear or has_amx():
+    needs_bf16 = shape is not None and "linear_attention" in shape.layer_kinds and recipe.numerics == "default"
+    if is_set("train.precision") or recipe.device == "cuda" or needs_bf16 or has_amx():
         return recipe
     notes.append("train.precision: fp32, because this CPU has no AMX, without which bf16 is slower")
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "fp32"})})

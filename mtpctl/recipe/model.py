@@ -68,7 +68,7 @@ class ModelConfig(Section):
 
 
 MtpLoss = Literal["ce", "soft_ce", "kl", "tv", "e2e_tv"]
-"""Losses of an MTP depth. The only list of them: kernels and trainer use this type."""
+"""Losses of an MTP depth. Kernels and trainer derive their types from this list (`mtpctl.kernels.backend.DraftLoss`)."""
 
 
 class MtpConfig(Section):
@@ -168,7 +168,7 @@ def _check_separate_drafter(recipe: Recipe, shape: ModelShape) -> Complaints:
         yield f"train.parallel.pp: {drafter} reads states of several stages, which is not supported; set it to 1"
     if shape.dflash is None or recipe.mtp.mode == "off":
         return
-    # All inputs of a block attend to one another, so a different number of masks changes every draft.
+    # All inputs of a block attend to one another, so a different number of mask tokens changes every draft.
     if speculation.model_tokens not in (0, recipe.mtp.repeat):
         yield (
             f"rollout.speculation.num_tokens: {speculation.model_tokens}, but the DFlash drafter is trained for blocks of mtp.repeat "

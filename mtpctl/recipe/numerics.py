@@ -22,9 +22,9 @@ Numerics = Literal["default", "bitwise"]
 MAX_CONTEXT = 8192
 """Maximum number of keys of a query with exact sums (`mtpctl.kernels.exact`)."""
 BLOCK_BYTES = 1 << 22
-"""Limit of a float64 temporary of an operation with exact sums. One row may exceed it. An operation has up to eight temporaries.
+"""Maximum size in bytes of a float64 temporary in an operation with exact sums, unless a single row is larger.
 
-Temporaries of 64 MiB take twice to four times as long on an AMD EPYC.
+An operation has up to eight temporaries. With temporaries of 64 MiB it takes two to four times as long on an AMD EPYC.
 """
 _NEEDS = "numerics: bitwise needs"
 PRECISIONS = {"cpu": "fp32", "cuda": "bf16"}
@@ -33,12 +33,12 @@ DEVICE_NAMES = {"cpu": "a CPU", "cuda": "a GPU"}
 FAMILIES = ("llama", "mimo", "qwen2", "qwen3", "qwen3-moe", "qwen3.5")
 ROPES = ("default", "llama3")
 CAPABILITY = 9, 0
-"""The compute capability of the GPUs whose shared memory and instructions the tiles of `mtpctl.kernels.invariant` need."""
+"""Required compute capability: the tiles of `mtpctl.kernels.invariant` need its shared memory and instructions."""
 GPU_DTYPES = "bfloat16", "float16"
 MAX_GPU_TP = 2
 """The sum of two ranks' half-precision products has the same bits with any all-reduce; that of more ranks depends on the order."""
 WIDTH_MULTIPLE = 8
-"""Elements in 16 bytes: rows of matrices must begin at multiples of these."""
+"""Half-precision elements in 16 bytes. Every row of a matrix must begin at a multiple of 16 bytes."""
 MAX_QUERY_HEADS = 64
 """Query heads of a key-value head, which share a tile of attention (`QUERY_ROWS` of `mtpctl.kernels.invariant`)."""
 BITWISE_ENGINE_ARGS = (
@@ -248,7 +248,7 @@ def missing_matrix(folder: Path, stored_names: Set[str], names: Set[str]) -> str
         return None
     if ".experts." not in missing[0]:
         return f"{_FIELD} needs the tensor {missing[0]}, which {folder} lacks; set rollout.quantization: none"
-    # Only an FP8 folder stores each expert, and a folder that is converted back keeps its tensors' layout.
+    # convert-hf unpacks experts only when it writes an FP8 folder. Converting that folder back to bf16 keeps one tensor per expert.
     commands = " && ".join(
         f"mtpctl convert-hf {arguments}"
         for arguments in (

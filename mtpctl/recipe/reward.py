@@ -89,7 +89,10 @@ def check_function(reward: RewardConfig, section: str) -> Complaints:
 
 
 def check_answers(recipe: Recipe) -> Complaints:
-    """Report rows without answers if the reward compares responses with answers. Otherwise an empty response would be correct."""
+    """Report rewards that the environment does not compute, and answers or solutions that the data do not have.
+
+    A reward that compares answers must have them: a row without an answer has an empty one, so an empty response would be correct.
+    """
     data, function, environment = recipe.data, recipe.reward.function, recipe.rollout.environment
     if function == FROM_ENVIRONMENT and environment == "single" and not recipe.rollout.uses_agents and "rl" in recipe.train.stages:
         yield "reward.function: environment uses reward() of rollout.environment, but single has none; name an environment with reward()"

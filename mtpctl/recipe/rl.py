@@ -210,7 +210,7 @@ def check_clips(rl: RlConfig) -> Complaints:
 
 
 def check_teacher(rl: RlConfig) -> Complaints:
-    """Report a teacher without an address or with two, and losses with one advantage for all tokens of a response."""
+    """Report a teacher without an address or with two, the policy as teacher without a hint, and a loss that weights whole responses."""
     teacher = rl.teacher
     if teacher is None:
         return
@@ -242,7 +242,7 @@ def check_teacher_in_run(recipe: Recipe) -> Complaints:
 
 
 def check_objective(recipe: Recipe) -> Complaints:
-    """Report sampling filters and old log-probs that the loss and the correction do not support."""
+    """Report sampling filters, old log-probs and penalties of long responses that conflict with the loss, correction or response length."""
     rl, rollout = recipe.rl, recipe.rollout
     correction = rl.correction
     if (rollout.top_p < 1 or rollout.top_k) and correction.mode == "off" and "rl" in recipe.train.stages:
@@ -263,7 +263,10 @@ def check_objective(recipe: Recipe) -> Complaints:
 
 
 def check_loss(rl: RlConfig) -> Complaints:
-    """Report arguments of a built-in loss or advantage, and groups that are too small for the baseline or for dynamic sampling."""
+    """Report arguments of a built-in loss or advantage, conflicts of `signal_backoff`, and groups that are too small.
+
+    The baseline and dynamic sampling need at least two responses per group.
+    """
     if rl.loss_args and not is_code_reference(rl.loss):
         yield f"train.rl.loss_args: loss: {rl.loss} takes none; leave them out, or name your own loss as FILE.py:NAME"
     if rl.advantage_args and not is_code_reference(rl.advantage):

@@ -390,7 +390,7 @@ def check_agents(rollout: RolloutBase) -> Complaints:
 
 
 def check_lengths(rollout: RolloutBase, shape: ModelShape) -> Complaints:
-    """Report token ids and positions that the model does not have."""
+    """Report token ids and positions that the model does not have, and responses that leave no room for a prompt."""
     for name, tokens in (("stop_ids", rollout.stop_ids), ("end_ids", rollout.end_ids or [])):
         if invalid_ids := [token for token in tokens if token >= shape.vocab]:
             yield f"rollout.{name}: the model's vocabulary has {shape.vocab} tokens, got {invalid_ids[0]}"
@@ -429,8 +429,8 @@ def check_served(recipe: Recipe, config: Mapping[str, object], shape: ModelShape
     if recipe.numerics == "default":  # otherwise these kernels are replaced
         yield from unsupported_by_vllm_cpu(shape, recipe.sent_precision)
     if rollout.engine_args.get("enable_prefix_caching"):
-        # The state of linear attention with drafts is copied by Triton kernels. The scan of Mamba-2 returns only the last state of a
-        # prompt, but the cache needs that of every block.
+        # With drafts, the state of linear attention is copied by Triton kernels, which do not run on a CPU. The scan of Mamba-2 returns
+        # only the last state of a prompt, but the cache needs the state at the end of every block.
         if "linear_attention" in shape.layer_kinds and rollout.speculation.num_tokens:
             yield (
                 "rollout.engine_args: vLLM on a CPU has no prefix cache for linear attention with speculation; leave enable_prefix_caching "

@@ -193,7 +193,7 @@ class Recipe(Section):
 
     @property
     def off_policy(self) -> bool:
-        """Whether a sample may be trained under newer weights than those that generated it."""
+        """Whether the policy may have been updated between the generation of a sample and the update that trains on it."""
         return self.async_.staleness > 0 or self.async_.sync_every > 1
 
     @property
@@ -215,7 +215,7 @@ class Recipe(Section):
         return "behaviour" if self.off_policy and not recomputes else "recompute"
 
     def replay(self, shape: ModelShape) -> Replay:
-        """`train.moe.replay` for this model, with its default resolved; `off` for a dense model."""
+        """`train.moe.replay` for this model, with its default resolved; `off` for a dense model, or without the RL stage."""
         if shape.moe is None or "rl" not in self.train.stages:
             return "off"
         if self.train.moe.replay is not None:
@@ -243,7 +243,7 @@ class Recipe(Section):
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """The device of the run: `cluster.device`; if `auto`, the device that the transport needs."""
+        """The device of the run: `cluster.device`; if `auto`, cuda for the transports nccl and ipc, and cpu for shm and storage."""
         if self.cluster.device != "auto":
             return self.cluster.device
         return "cuda" if TRANSPORTS[self.sync.transport].cuda else "cpu"
@@ -325,7 +325,7 @@ def check_kernels(recipe: Recipe) -> Complaints:
 
 
 def check_deterministic(recipe: Recipe) -> Complaints:
-    """Report engines whose responses `async.deterministic` cannot reproduce."""
+    """Report settings with which a run is not reproducible, although `async.deterministic` is set."""
     if not recipe.async_.deterministic:
         return
     rollout = recipe.rollout

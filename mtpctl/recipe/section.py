@@ -40,12 +40,12 @@ Complaints = Iterator[str]
 
 
 def divisors_text(count: int) -> str:
-    """The divisors of `count`, for a message."""
+    """The divisors of `count`, for a message; only the first eight."""
     return format_numbers([n for n in range(1, count + 1) if count % n == 0])
 
 
 def format_numbers(numbers: list[int]) -> str:
-    """Up to eight numbers, for a message."""
+    """The first eight of the numbers, for a message."""
     return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
 
 
@@ -110,6 +110,6 @@ def check_divides(number: int, counts: dict[str, int], field: str) -> Complaints
     """Report a `number` that does not fit one of `counts` (see `tp_divides`). The message lists numbers that fit all."""
     for name, count in counts.items():
         if not tp_divides(number, name, count):
-            divisors = [n for n in range(1, max(counts.values()) + 1) if all(tp_divides(n, *item) for item in counts.items())]
-            yield f"{field}: {number} does not divide {count} {name}; {format_numbers(divisors)} fit"
+            fitting = [n for n in range(1, max(counts.values()) + 1) if all(tp_divides(n, *item) for item in counts.items())]
+            yield f"{field}: {number} does not divide {count} {name}; {format_numbers(fitting)} fit"
             return
