@@ -60,7 +60,10 @@ class EndTokens:
         return token == self.closing or token in self.ids
 
     def token_to_append(self, *, templated: bool, calls_tool: bool = False) -> int:
-        """The end token that the supervised stage appends to a text without one."""
+        """The end token that the supervised stage appends to a text without one.
+
+        templated: the text is an assistant turn in the chat template. calls_tool: the turn calls a tool.
+        """
         first = self.ids[0]
         if not templated:
             return first
@@ -97,10 +100,9 @@ def end_tokens(
 ) -> EndTokens:
     """The end tokens from the tokenizer, the section `rollout`, and the model's configs (`config_end_ids`).
 
-    Makes a Hugging Face tokenizer omit the end tokens from decoded text, except stop ids that only the recipe names, which may be part of
-    the answer.
-    Ids of the configs beyond the model's `vocab` are skipped, because the model cannot generate them. If `tokenizer` is None, as for a
-    model that is not downloaded yet, the set is incomplete.
+    Also configures a Hugging Face tokenizer to omit the end tokens from decoded text. Tokens that only `rollout.stop_ids` names are not
+    omitted, because they may be part of the answer. Ids of the configs beyond the model's `vocab` are skipped, because the model cannot
+    generate them. If `tokenizer` is None, as for a model that is not downloaded yet, the set is incomplete.
     """
     sources: dict[int, list[str]] = {}
     closing, before_user, before_tool = (None, None, None) if tokenizer is None else _find_turn_ends(tokenizer)

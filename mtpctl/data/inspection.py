@@ -1,4 +1,4 @@
-"""Inspect a recipe's data before a run: read each of its sets for a few seconds."""
+"""Inspect a recipe's data before a run: read as much of each set as a few seconds in total allow."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class SetReport:
 
     Attributes:
         role: `train`, `eval`, `sft`, or `eval/NAME` for a named set.
+        name: the file, folder or dataset, for messages.
         rows: number of rows read.
         is_complete: whether all rows were read.
         unread_reason: why no row was read; empty otherwise.
@@ -49,7 +50,7 @@ def inspect_sets(data: DataConfig, evaluation: EvaluationConfig, stages: Sequenc
     """
     if not (data.path or data.eval_path or data.sft_path or evaluation.sets):
         return []
-    # Imported only if there is something to read: it makes `recipe validate` a tenth slower.
+    # Imported only if there is something to read: the import makes `recipe validate` a tenth slower.
     from mtpctl.data.sets import row_sources
 
     rows_by_role = row_sources(data, evaluation, stages)

@@ -86,7 +86,7 @@ MAX_INTERVAL = 16
 
 
 class Backoff(NamedTuple):
-    """How often a problem was drawn in vain: consecutive groups without signal, and the epoch of the last draw. A list in JSON."""
+    """The number of a problem's consecutive groups without signal, and the epoch in which it was last drawn. Serialized as a JSON list."""
 
     groups_without_signal: int
     last_epoch: int
@@ -147,7 +147,7 @@ class PromptCursor:
             if not self._should_skip(problem):
                 break
         else:
-            # All problems would be skipped in this epoch.
+            # A full pass found only problems to skip, so the next one is drawn anyway.
             problem = self._next_in_order()
         self._drawn += 1
         if self._backoff:

@@ -88,9 +88,11 @@ def read_problems(
 
 @dataclass(frozen=True, slots=True)
 class ProblemSets:
-    """Problems of RL (`train`), of the supervised stage, and held-out ones: those of the section `data`, and named sets.
+    """The problems of RL (`train`) and of the supervised stage, and the held-out problems.
 
     Attributes:
+        evaluation: held-out problems of the section `data`.
+        by_set_name: held-out problems of the named sets.
         seen_prompts: `prompt_hash` of the held-out prompts that a stage trains on; None if the training rows are not known.
     """
 
@@ -125,10 +127,10 @@ def load_problem_sets(
     """Read or generate the problems of a run with these stages.
 
     If `data` sets neither `path` nor `task`, the problems are those of `rollout`'s verifiers environment. The supervised
-    stage trains on the problems of RL, unless the section names others for it. Held-out problems of `sft_task` are removed.
+    stage trains on the problems of RL, unless `data` names others for it. Held-out problems are removed from those of `sft_task`.
 
     Raises:
-        UserError: if there are no problems, if the section names both files and a task, and for invalid files or rows.
+        UserError: if there are no problems, if `data` names both files and a task, and for invalid files or rows.
     """
     sources = row_sources(config, evaluation, stages)
     if config.task is not None:
@@ -207,7 +209,7 @@ def load_held_out(
     named = dict(_read_named_sets(sources, evaluation))
     if train is None:
         return ProblemSets([], held_out, [], named, None)
-    # The supervised stage trains on RL's rows unless it has its own. Those of `sft_task` are not compared: they exclude held-out problems.
+    # The supervised stage trains on RL's rows unless it has its own. Problems of `sft_task` are not compared: held-out ones are excluded.
     has_sft_data = config.sft_task is not None or "sft" in sources
     trained = train if "rl" in stages or not has_sft_data else ()
     if "sft" in stages and "sft" in sources:
@@ -240,7 +242,7 @@ def row_sources(config: DataConfig, evaluation: EvaluationConfig | None, stages:
     """
     columns, sources = config.columns, {}
     if config.path is not None:
-        # Conversations are not prompts, so only runs without responses of an engine may train on them.
+        # RL and the stage `draft` need prompts. A whole conversation is not one, so only runs without these stages accept conversations.
         reader = RowReader(columns, supervised=not {"rl", "draft"} & {*stages})
         sources["train"] = RowSource(config.path, reader, "data.path", config.subset, config.split)
     if config.eval_path is not None:

@@ -14,7 +14,8 @@ The answer is correct only if every step is, so the supervised stage leaves room
 
 Problems of length n have operands (or strings) of exactly n characters. Each length has `length_decay` times as many problems as the
 previous length, or equally many if it is 1. Decreasing numbers resemble the response lengths of reasoning models. If a length has too few
-distinct problems, all of them are used. Held-out problems are disjoint from the training problems, with the same distribution over lengths.
+distinct problems, all of them are used, and other lengths get more. Held-out problems are disjoint from the training problems, with the
+same distribution over lengths.
 """
 
 from __future__ import annotations
@@ -162,9 +163,9 @@ def generate(task: GeneratedTask, seed: int) -> tuple[list[Problem], list[Proble
 
 
 def _distribute(total: int, decay: float, caps: Sequence[int], capacity: Sequence[int] | None = None) -> list[int]:
-    """Split `total` over the lengths within the caps. Remainders go to the longest lengths.
+    """Split `total` over the lengths, at most `caps[i]` for length i, each `decay` times the share of the previous length.
 
-    `capacity` replaces the caps if they are too low.
+    Remainders go to the longest lengths. capacity: higher limits, for what the caps leave over.
     """
     shares = [0] * len(caps)
     for limits in [caps] if capacity is None else [caps, capacity]:
