@@ -1,6 +1,6 @@
 """Configs of some hub models and of a toy model, so that plans and models with random weights need no download.
 
-`hub_configs.json` has the fields of config.json by hub id. A string is the id of a model with the same config. MiMo-V2-Flash's sizes are
+`hub_configs.json` maps hub ids to the fields of config.json, or to the id of another model with the same fields. MiMo-V2-Flash's sizes are
 from the unit tests of NVIDIA-NeMo/Megatron-Bridge, and its layer patterns are the defaults of transformers. Its published config does not
 state the three MTP layers.
 """

@@ -27,7 +27,7 @@ DrafterKind = Literal["mtp", "eagle3", "dflash"]
 DRAFTER_TITLES: dict[DrafterKind, str] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
 
 MTP_ARCHITECTURES = {"Qwen2ForCausalLM": "MiMoForCausalLM"}
-"""Maps an architecture without MTP layers to one with the same trunk and MTP layers."""
+"""Maps an architecture without MTP layers to one that has the same trunk, and MTP layers in addition."""
 
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 _COPIED_FIELDS = (
@@ -150,7 +150,7 @@ class Support:
 
 
 def check_support(config: Mapping[str, object]) -> Support:
-    """Check that the model of a config is supported, and describe how. Raises UserError, which names the missing part, if it is not."""
+    """Describe how the model of a config is supported. Raises UserError, which names the missing part, if it is not supported."""
     shape = shape_of(config)
     if errors := list(missing_fields(config)):
         raise UserError(errors[0])

@@ -1,8 +1,8 @@
 """Reads and checks fields of a Hugging Face config: typed access, rotary embeddings, and fields that the trainer does not support.
 
 Rotary embeddings are read as transformers and the engines read them. A config may have `rope_scaling` (the legacy name) and
-`rope_parameters`. If both are present, `rope_scaling` replaces `rope_parameters` as a whole. Fields missing in that object are read from
-the config itself.
+`rope_parameters`. If both are present, `rope_scaling` replaces `rope_parameters` as a whole. `rope_theta` and `partial_rotary_factor` are
+read from the top level of the config if the object lacks them.
 
 A field is rejected if it changes what a model computes and the trainer does not implement it: an engine that applies the field would serve
 another policy than the trained one. A field that neither transformers nor the engines read in the model's family is rejected as well: it
@@ -51,7 +51,7 @@ class ConfigFields:
         return bool(value)
 
     def resolve(self, flag: Flag) -> bool:
-        """The flag's value. It is read from the config if the family names a field for it."""
+        """The flag's value, or the value of the config field that it names."""
         return self.boolean(flag, False) if isinstance(flag, str) else flag
 
 
@@ -153,7 +153,10 @@ def _read_scaling(family: Family, rope: ConfigFields, positions: int) -> RopeSca
 
 
 def _check_latent_scaling(family: Family, kind: str, rope: ConfigFields) -> None:
-    """Reject scalings of latent attention other than YaRN with mscale, because engines compute them differently from transformers."""
+    """Raise UserError for scalings of latent attention that engines compute differently from transformers.
+
+    Only YaRN is accepted, without `attention_factor`, with truncation, and with both `mscale` and `mscale_all_dim` or neither.
+    """
     if kind != "yarn":
         raise UserError(f"model config: RoPE scaling {kind!r} is not supported for {family.name}; expected yarn")
     if rope.raw.get("attention_factor") is not None:
@@ -165,7 +168,7 @@ def _check_latent_scaling(family: Family, kind: str, rope: ConfigFields) -> None
 
 
 def _supported_positions(scaling: RopeScaling, positions: int) -> int:
-    """Number of positions for which engines have rotary embeddings. `max_position_embeddings` includes all scalings except linear."""
+    """Number of positions for which engines have rotary embeddings. `max_position_embeddings` includes the scaling, unless it is linear."""
     if scaling["rope_type"] == "linear":
         return int(positions * scaling["factor"])
     if scaling["rope_type"] == "yarn":
@@ -285,8 +288,8 @@ def _check_window_fields(family: Family, fields: ConfigFields) -> None:
 
 
 def _check_windows(family: Family, fields: ConfigFields, positions: int) -> None:
-    layers = fields.raw.get("no_rope_layers")
-    if isinstance(layers, list) and not all(layers):
+    uses_rope = fields.raw.get("no_rope_layers")  # despite its name, 1 for each layer with rotary embeddings
+    if isinstance(uses_rope, list) and not all(uses_rope):
         raise UserError("model config: no_rope_layers is not supported: the trainer applies rotary embeddings in every layer")
     if family.windows:
         _check_window_fields(family, fields)
@@ -380,7 +383,7 @@ def mixer_of(layer: str) -> LayerKind:
 
 
 def check_layer_pattern(family: str, config: Mapping[str, object]) -> None:
-    """Raise UserError for fields of a Nemotron-H config that an engine refuses or computes differently from the trainer."""
+    """Raise UserError for fields of a Nemotron-H config that an engine refuses, or that make it compute another model than the trainer."""
     layers, mtp_pattern = len(read_layer_pattern(config)), read_layer_pattern(config, _MTP_PATTERN_FIELD)
     if (stated := config.get("num_hidden_layers")) not in (None, layers):
         raise UserError(f"model config: num_hidden_layers is {stated!r}, but {PATTERN_FIELD} has {layers}; make them equal")

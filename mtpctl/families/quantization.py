@@ -39,8 +39,8 @@ _REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 _SPLIT_COLUMNS = ("o_proj", "down_proj", "out_proj")
 """Projections that tensor parallelism splits by columns. It splits others by rows."""
 _UNQUANTIZED = ("gate", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a", "in_proj")
-"""Routers, gates, and projections that have one row per head: in_proj_b and in_proj_a of linear attention, and a part of Mamba-2's
-in_proj."""
+"""Routers, gates, and projections with one row per head: in_proj_ba, in_proj_b and in_proj_a of linear attention entirely, and Mamba-2's
+in_proj in part."""
 
 
 @cache
@@ -55,7 +55,7 @@ def select_fp8_names(shape: ModelShape, *, drafter: bool = True) -> frozenset[st
     for module in shapes:
         group = _merged_group(module, shapes)
         rows = [shapes[member][0] for member in group]
-        if not accepted.issuperset(group) or any(member % FP8_BLOCK for member in rows[:-1]):
+        if not accepted.issuperset(group) or any(count % FP8_BLOCK for count in rows[:-1]):
             accepted.difference_update(group)
     if shape.moe is not None and (shape.moe.ffn % FP8_BLOCK or shape.hidden % FP8_BLOCK):
         accepted = {module for module in accepted if not _EXPERT_MODULE.fullmatch(module)}
@@ -105,10 +105,10 @@ def _split_lengths(shape: ModelShape, projection: str, length: int) -> list[int]
 
 
 def list_unquantized_modules(shape: ModelShape, *, quantized: Iterable[str]) -> list[str]:
-    """The modules with a matrix that is not quantized, for `modules_to_not_convert`. Experts of a layer are one module.
+    """The modules with a matrix that is not quantized, for `modules_to_not_convert`. The experts of a layer are listed as one module.
 
-    vLLM compares these with the full names of its modules. In vLLM, MTP layers are numbered after the decoder layers, so they are also
-    listed under those names.
+    vLLM compares these with the full names of its modules, in which MTP layers are numbered after the decoder layers. Modules of MTP layers
+    are therefore listed under their name in vLLM as well.
     """
     quantized_modules = {name.removesuffix(".weight") for name in quantized}
     result: dict[str, None] = {}

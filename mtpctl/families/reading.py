@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config into a `ModelShape`, and rejects models that an engine refuses or computes differently from the trainer."""
+"""Reads a Hugging Face config into a `ModelShape`. Rejects models that an engine refuses or computes differently from the trainer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def family_of(config: Mapping[str, object]) -> Family:
 def mtp_layers_of(config: Mapping[str, object]) -> int:
     """The number of MTP layers in a config; the family's default if it has no such field.
 
-    A drafter in the subfolder `drafter/` counts as one.
+    A drafter in the subfolder `drafter/` counts as one layer.
     """
     if config.get(DRAFTER):
         return 1
@@ -285,9 +285,9 @@ def _read_layer_kinds(family: Family, fields: ConfigFields) -> tuple[LayerKind, 
 
 
 def _add_drafter_shape(config: Mapping[str, object], family: Family, shape: ModelShape) -> ModelShape:
-    """The shape with the drafter in the subfolder `drafter/`.
+    """Add the drafter in the subfolder `drafter/` to the shape of its model.
 
-    Raises UserError if the trainer does not compute it, or if it does not fit.
+    Raises UserError if the trainer does not support the drafter, or if the drafter does not fit the model.
     """
     drafter_config = config[DRAFTER]
     is_dflash = isinstance(drafter_config, Mapping) and drafter_config.get("architectures") == [DFLASH_ARCHITECTURE]
@@ -303,7 +303,7 @@ def _add_drafter_shape(config: Mapping[str, object], family: Family, shape: Mode
             return replace(shape, mtp=DFLASH, dflash=_read_dflash_shape(drafter, shape))
         return replace(shape, mtp=EAGLE3, eagle3=_read_eagle3_shape(drafter, shape))
     except UserError as error:
-        # The fields are read like those of a model.
+        # `ConfigFields` and the checks name a model's config in their errors.
         raise UserError(str(error).replace("model config:", "drafter config:", 1)) from error
 
 
@@ -337,16 +337,16 @@ def _read_eagle3_shape(config: Mapping[str, object], shape: ModelShape) -> Eagle
 
 
 def _read_dflash_shape(config: Mapping[str, object], shape: ModelShape) -> DFlashShape:
-    drafter, own = ConfigFields(config), object_field(config, "dflash_config")
+    drafter, dflash_fields = ConfigFields(config), object_field(config, "dflash_config")
     _check_drafter_fits({key: value for key, value in config.items() if key != "is_causal"}, shape, "qwen3", {})
     for key, value in (("is_causal", True), ("is_neox_style", False)):
         if drafter.boolean(key, not value) == value:
             raise UserError(f"drafter config: {key}: {str(value).lower()} is not supported; leave it out")
-    for key in own:
-        # Values that change nothing are written by other trainers.
-        if key not in ("mask_token_id", "target_layer_ids") and own[key]:
+    for key in dflash_fields:
+        # Other trainers write more fields; empty and false values change nothing.
+        if key not in ("mask_token_id", "target_layer_ids") and dflash_fields[key]:
             raise UserError(f"drafter config: dflash_config.{key} is not supported: the trainer would compute the drafter without it")
-    mask, layers = own.get("mask_token_id"), own.get("target_layer_ids")
+    mask, layers = dflash_fields.get("mask_token_id"), dflash_fields.get("target_layer_ids")
     if not isinstance(mask, int) or not 0 <= mask < shape.vocab:
         raise UserError(f"drafter config: dflash_config.mask_token_id must be a token id below {shape.vocab}, got {mask!r}")
     in_range = isinstance(layers, list) and layers and all(isinstance(each, int) and 0 <= each < shape.layers for each in layers)
@@ -363,7 +363,7 @@ def _read_dflash_shape(config: Mapping[str, object], shape: ModelShape) -> DFlas
 
 
 def _check_drafter_fits(config: Mapping[str, object], shape: ModelShape, kind: str, defaults: Mapping[str, int]) -> None:
-    """Raise UserError unless the drafter's sizes, norms and rotary embedding are the model's.
+    """Raise UserError if the drafter differs from the model in its sizes, the epsilon of its norms or its rotary embedding.
 
     kind: the family of the drafter's layers. defaults: engines' defaults for missing size fields.
     """
@@ -391,7 +391,7 @@ def _check_drafter_fits(config: Mapping[str, object], shape: ModelShape, kind: s
 
 
 def default_boundaries(layers: int) -> tuple[int, ...]:
-    """The boundaries of an EAGLE-3 drafter whose config has none, as engines choose them: an early, the middle and a late layer."""
+    """The boundaries that engines choose if an EAGLE-3 drafter's config has none: after an early, the middle and a late layer."""
     return 2, layers // 2, layers - 3
 
 
@@ -443,7 +443,7 @@ def extend_context(config: Mapping[str, object], context: int, scaling: Mapping[
         scaling: fields of RoPE scaling, with transformers' names. None: RoPE is unchanged, so later positions are extrapolated.
 
     Raises:
-        UserError: if `context` is shorter than in `config`, or if `scaling` does not reach it.
+        UserError: if `context` is shorter than in `config`, or if the positions with `scaling` are fewer than `context`.
     """
     original = shape_of(config).max_positions
     if context < original:

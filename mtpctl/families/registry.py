@@ -1,6 +1,6 @@
 """The model families as data, and the models that are not supported. A new family is an entry here and a test of its tensor names.
 
-`UNSUPPORTED_MODELS` has the parts that the trainer lacks for known models, according to their modules in transformers and vLLM. For other
+`UNSUPPORTED_MODELS` has the parts that the trainer lacks for some models, according to their code in transformers and vLLM. For other
 architectures, `missing_parts` derives them from the fields of the config.
 """
 
@@ -21,9 +21,9 @@ Flag = bool | str
 class MoeFields:
     """The experts of a family.
 
-    dense: which layers are dense. first: the first ones; sparse_step: all except every n-th; interval: all outside a range of layers, and
-    all except every n-th within it; listed: those with 0 in `moe_layer_freq`; pattern: see `Family.layer_pattern`. softmax_bias: see
-    `MoeShape`.
+    dense: which layers are dense. first: the first ones; sparse_step: all except every n-th, and those in `mlp_only_layers`; interval: all
+    outside a range of layers, and all except every n-th within it; listed: those with 0 in `moe_layer_freq`; pattern: see
+    `Family.layer_pattern`. softmax_bias: see `MoeShape`.
     unnormalised_topk: whether routing weights may have a sum other than 1 (`norm_topk_prob: false`).
     """
 
@@ -42,8 +42,8 @@ class Family:
     output_biases: config fields that add a bias to an output projection of attention or MLP, which the trainer does not support.
     required_values: config fields, each with the only value that the trainer supports. Engines have another default, so the config must
     have the field. renamed: pairs of the family's name of a config field and its usual name. head_dim: default of the config
-    field; None: the hidden size divided by the number of heads. windows: layers may have sliding windows (MiMo-V2-Flash's fields).
-    sliding_window: default of the config field; None: no window.
+    field; None: the hidden size divided by the number of heads. head_dim_follows_hidden: no other value than this quotient is supported.
+    windows: layers may have sliding windows (MiMo-V2-Flash's fields). sliding_window: default of the config field; None: no window.
     layer_pattern: each layer is a Mamba-2 mixer, attention, a dense MLP or experts, as `layers_block_type` lists (Nemotron-H's fields).
     embedding, norm: see `ModelShape`.
     mtp_layers: the number of MTP layers if the config has no field for it. imports: packages that vLLM imports for the family in addition
@@ -135,7 +135,7 @@ _MIMO_V2_MTP = MtpConvention(
     mlp_norm="pre_mlp_layernorm",
     unquantized=("self_attn.o_proj",),
 )
-# vLLM supports one MTP layer: attention is its layer 0, and experts are its layer 1.
+# vLLM supports one MTP layer. Its attention is named `mtp.layers.0`, and its experts `mtp.layers.1`.
 _NEMOTRON_MTP = MtpConvention(
     layer="mtp.layers.0.",
     embedding_norm="mtp.layers.0.enorm.weight",
@@ -156,7 +156,7 @@ EAGLE3 = MtpConvention(
     blanks_first=False,
     passes_prenorm=True,
 )
-"""The tensors of an EAGLE-3 drafter. In its folder they have no prefix `drafter.`."""
+"""The tensors of an EAGLE-3 drafter. The files in the subfolder store them without the prefix `drafter.`."""
 
 DFLASH = MtpConvention(
     layer="drafter.layers.0.",
@@ -167,7 +167,8 @@ DFLASH = MtpConvention(
     reads_prenorm=False,
     blanks_first=False,
 )
-"""The tensors of a DFlash drafter, named by its first layer. In its folder they have no prefix `drafter.`."""
+"""The tensors of a DFlash drafter; `layer` and `embedding_norm` are those of its first layer. The files in the subfolder store them without
+the prefix `drafter.`."""
 
 _QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), qkv_bias=True, head_dim_follows_hidden=True)
 _QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), output_biases=("attention_bias",), qk_norm=True, head_dim=128)

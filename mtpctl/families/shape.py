@@ -44,7 +44,8 @@ class MtpConvention:
     `reads_prenorm`: the first depth reads the trunk's state before the final norm. `passes_prenorm`: later depths read the previous
     depth's state before its final norm. `blanks_first`: engines replace the embedding at position 0 by zeros in the first depth.
     `final_norm`: None if the LM head reads the layer's output directly. `dense`: the layer has a dense MLP even in a model with experts.
-    `kind`: kind of the layer's attention. `mlp_norm`: name of the norm before the MLP. `unquantized`: matrices of the layer that vLLM never
+    `kind`: kind of the layer's attention. `mlp_norm`: name of the norm before the MLP. `embedding_copy`, `head_copy`: names of copies of
+    embedding and LM head that folders store with the layer; None if they store none. `unquantized`: matrices of the layer that vLLM never
     reads in FP8, in addition to the projection.
     """
 
@@ -77,8 +78,9 @@ class MtpConvention:
 class Eagle3Shape:
     """An EAGLE-3 drafter (arXiv 2503.01840), which is stored in the subfolder `drafter/` of the model's folder.
 
-    It is a Llama layer with the model's attention heads. Its attention reads the concatenation of token embedding and state. `boundaries`:
-    at the first depth it reads the trunk's state after each of these numbers of decoder layers. `ffn`: width of its MLP.
+    It is a Llama layer with the model's attention heads. Its attention reads the concatenation of a token embedding and a state. At the
+    first depth, the state is a projection of the trunk's states at `boundaries`; boundary n is the state after n decoder layers. `ffn`:
+    width of the MLP.
     """
 
     boundaries: tuple[int, ...]
@@ -104,7 +106,7 @@ class DFlashShape:
 class MoeShape:
     """Mixture of experts: counts, widths, and the dense decoder layers.
 
-    softmax_bias: the router adds its bias to softmax scores; it is stored as `moe_statics.e_score_correction_bias` [1, E] (ERNIE 4.5).
+    softmax_bias: the router adds a bias to softmax scores. The bias is stored as `moe_statics.e_score_correction_bias` [1, E] (ERNIE 4.5).
     """
 
     experts: int
@@ -185,9 +187,9 @@ class MambaShape:
 class ModelShape:
     """The sizes and conventions of one model. Widths are in elements, `max_positions` in tokens.
 
-    rotary_fraction: rotated fraction of a head; 0: no rotary embedding. value_dim: width of a value head. value_scale: factor of the
-    values. embedding, norm: names of the embedding and the final norm, after `prefix`. mamba: set for Nemotron-H, whose layers have either
-    a mixer or an MLP, and whose MLPs and experts are a squared ReLU between two matrices.
+    rotary_fraction: rotated fraction of a head; 0: no rotary embedding. value_dim: width of a value head. value_scale: factor by which
+    values are multiplied. embedding, norm: names of the embedding and the final norm, after `prefix`. mamba: set for Nemotron-H, whose
+    layers have either a mixer or an MLP, and whose MLPs and experts are a squared ReLU between two matrices.
     """
 
     family: str
@@ -283,5 +285,5 @@ class ModelShape:
 
 
 def tp_divides(tp: int, name: str, count: int) -> bool:
-    """Whether `tp` ranks (or cp, ep ranks) can split `count` equally. If `name` is `KV_HEADS`, neighboring ranks may also share a head."""
+    """Whether `tp` ranks (or cp or ep ranks) can split `count` equally. If `name` is `KV_HEADS`, neighboring ranks may share a head."""
     return count % tp == 0 or (name == KV_HEADS and tp % count == 0)

@@ -43,13 +43,13 @@ def aliases(shape: ModelShape) -> dict[str, str]:
     """Map the name of each duplicate tensor to its original's name: a tied head, and MTP copies of embedding and head."""
     embedding = shape.embedding_name
     head = embedding if shape.tied else "lm_head.weight"
-    names = {"lm_head.weight": embedding} if shape.tied else {}
+    originals = {"lm_head.weight": embedding} if shape.tied else {}
     if shape.mtp:
         for depth in range(shape.mtp_layers):
-            for template, owner in ((shape.mtp.embedding_copy, embedding), (shape.mtp.head_copy, head)):
+            for template, original in ((shape.mtp.embedding_copy, embedding), (shape.mtp.head_copy, head)):
                 if template:
-                    names[shape.mtp.name(template, depth, shape.layers)] = owner
-    return names
+                    originals[shape.mtp.name(template, depth, shape.layers)] = original
+    return originals
 
 
 def section_of(name: str, shape: ModelShape) -> Literal["target", "draft"]:
@@ -62,19 +62,19 @@ def section_of(name: str, shape: ModelShape) -> Literal["target", "draft"]:
     inputs = (shape.mtp.embedding_norm, shape.mtp.hidden_norm, shape.mtp.projection)
     for template in (shape.mtp.layer, *inputs):
         if (match := _template_pattern(template).match(name)) is not None:
-            # MTP layers are numbered after the decoder's, if the template has a number.
+            # A template with `{n}` also matches decoder layers, which have the lower numbers.
             return "draft" if int(match.groupdict().get("n", shape.layers)) >= shape.layers else "target"
     return "target"
 
 
 @cache
 def _template_pattern(template: str) -> re.Pattern[str]:
-    """Matches names of this template of `MtpConvention`, for any depth `k` and layer `n`."""
+    """A pattern for the start of the names that a template of `MtpConvention` has for any depth `k` and layer `n`."""
     return re.compile(re.escape(template).replace(r"\{k\}", "[0-9]+").replace(r"\{n\}", "(?P<n>[0-9]+)"))
 
 
 def count_parameters(shape: ModelShape) -> dict[str, int]:
-    """Parameter counts: `total`, and of it `mtp`, `embedding`, `head` and `experts` (routed, also those in `mtp`). Aliases count once."""
+    """Parameter counts without aliases: `total`, and its parts `mtp`, `embedding`, `head` and `experts` (routed, also those in `mtp`)."""
     if shape.moe is None or shape.moe.experts <= 2:
         return _count_by_part(shape)
     # Every count is linear in the number of experts. Listing all experts takes seconds for the largest models.
@@ -144,8 +144,8 @@ def _mamba_tensors(shape: ModelShape, mamba: MambaShape, prefix: str) -> TensorS
 
 
 def _attention_tensors(shape: ModelShape, prefix: str, kind: LayerKind) -> TensorShapes:
-    q, kv_heads = shape.heads * shape.head_dim, shape.kv_heads_of(kind)
-    yield from _linear_tensors(f"{prefix}q_proj", q * (2 if shape.gated_attention else 1), shape.hidden, shape.qkv_bias)
+    query_width, kv_heads = shape.heads * shape.head_dim, shape.kv_heads_of(kind)
+    yield from _linear_tensors(f"{prefix}q_proj", query_width * (2 if shape.gated_attention else 1), shape.hidden, shape.qkv_bias)
     yield from _linear_tensors(f"{prefix}k_proj", kv_heads * shape.head_dim, shape.hidden, shape.qkv_bias)
     yield from _linear_tensors(f"{prefix}v_proj", kv_heads * shape.value_dim, shape.hidden, shape.qkv_bias)
     yield from _linear_tensors(f"{prefix}o_proj", shape.hidden, shape.heads * shape.value_dim)
@@ -159,13 +159,13 @@ def _attention_tensors(shape: ModelShape, prefix: str, kind: LayerKind) -> Tenso
 def _latent_tensors(shape: ModelShape, prefix: str) -> TensorShapes:
     latent = shape.latent
     assert latent is not None
-    q = shape.heads * (latent.nope_dim + latent.rope_dim)
+    query_width = shape.heads * (latent.nope_dim + latent.rope_dim)
     if latent.q_rank is None:
-        yield from _linear_tensors(f"{prefix}q_proj", q, shape.hidden)
+        yield from _linear_tensors(f"{prefix}q_proj", query_width, shape.hidden)
     else:
         yield from _linear_tensors(f"{prefix}q_a_proj", latent.q_rank, shape.hidden)
         yield f"{prefix}q_a_layernorm.weight", (latent.q_rank,)
-        yield from _linear_tensors(f"{prefix}q_b_proj", q, latent.q_rank)
+        yield from _linear_tensors(f"{prefix}q_b_proj", query_width, latent.q_rank)
     yield from _linear_tensors(f"{prefix}kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, shape.hidden)
     yield f"{prefix}kv_a_layernorm.weight", (latent.kv_rank,)
     yield from _linear_tensors(f"{prefix}kv_b_proj", shape.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
@@ -175,20 +175,20 @@ def _latent_tensors(shape: ModelShape, prefix: str) -> TensorShapes:
 def _delta_tensors(shape: ModelShape, prefix: str) -> TensorShapes:
     delta = shape.delta
     assert delta is not None
-    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    key_width, value_width = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
     yield f"{prefix}A_log", (delta.value_heads,)
     yield f"{prefix}dt_bias", (delta.value_heads,)
-    yield f"{prefix}conv1d.weight", (2 * keys + values, 1, delta.conv)
+    yield f"{prefix}conv1d.weight", (2 * key_width + value_width, 1, delta.conv)
     if delta.fused_projections:
-        yield from _linear_tensors(f"{prefix}in_proj_qkvz", 2 * keys + 2 * values, shape.hidden)
+        yield from _linear_tensors(f"{prefix}in_proj_qkvz", 2 * key_width + 2 * value_width, shape.hidden)
         yield from _linear_tensors(f"{prefix}in_proj_ba", 2 * delta.value_heads, shape.hidden)
     else:
-        yield from _linear_tensors(f"{prefix}in_proj_qkv", 2 * keys + values, shape.hidden)
-        yield from _linear_tensors(f"{prefix}in_proj_z", values, shape.hidden)
+        yield from _linear_tensors(f"{prefix}in_proj_qkv", 2 * key_width + value_width, shape.hidden)
+        yield from _linear_tensors(f"{prefix}in_proj_z", value_width, shape.hidden)
         yield from _linear_tensors(f"{prefix}in_proj_b", delta.value_heads, shape.hidden)
         yield from _linear_tensors(f"{prefix}in_proj_a", delta.value_heads, shape.hidden)
     yield f"{prefix}norm.weight", (delta.value_dim,)
-    yield from _linear_tensors(f"{prefix}out_proj", shape.hidden, values)
+    yield from _linear_tensors(f"{prefix}out_proj", shape.hidden, value_width)
 
 
 def _mlp_tensors(shape: ModelShape, prefix: str, ffn: int) -> TensorShapes:
@@ -240,18 +240,18 @@ def _mtp_tensors(shape: ModelShape, depth: int) -> Mapping[str, Shape]:
 
 
 def _eagle3_tensors(shape: ModelShape, eagle3: Eagle3Shape, mtp: MtpConvention) -> Mapping[str, Shape]:
-    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden, query_width, kv_width = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = f"{mtp.layer}self_attn."
     assert mtp.final_norm is not None
-    states = len(eagle3.boundaries)  # states of the trunk that the drafter reads per token
+    num_states = len(eagle3.boundaries)  # states of the trunk that the drafter reads per token
     return {
-        mtp.projection: (hidden, hidden * states),
+        mtp.projection: (hidden, hidden * num_states),
         mtp.embedding_norm: (hidden,),
         mtp.hidden_norm: (hidden,),
-        f"{attention}q_proj.weight": (q, 2 * hidden),
-        f"{attention}k_proj.weight": (kv, 2 * hidden),
-        f"{attention}v_proj.weight": (kv, 2 * hidden),
-        f"{attention}o_proj.weight": (hidden, q),
+        f"{attention}q_proj.weight": (query_width, 2 * hidden),
+        f"{attention}k_proj.weight": (kv_width, 2 * hidden),
+        f"{attention}v_proj.weight": (kv_width, 2 * hidden),
+        f"{attention}o_proj.weight": (hidden, query_width),
         f"{mtp.layer}post_attention_layernorm.weight": (hidden,),
         **dict(_mlp_tensors(shape, f"{mtp.layer}mlp.", eagle3.ffn)),
         mtp.final_norm: (hidden,),
@@ -262,8 +262,8 @@ def _dflash_tensors(shape: ModelShape, dflash: DFlashShape, mtp: MtpConvention) 
     hidden = shape.hidden
     layer_shape = replace(shape, ffn=dflash.ffn, qkv_bias=False, qk_norm=True, gated_attention=False)
     assert mtp.final_norm is not None
-    states = len(dflash.boundaries)  # states of the trunk that the drafter reads per token
-    tensors = {mtp.projection: (hidden, hidden * states), mtp.hidden_norm: (hidden,), mtp.final_norm: (hidden,)}
+    num_states = len(dflash.boundaries)  # states of the trunk that the drafter reads per token
+    tensors = {mtp.projection: (hidden, hidden * num_states), mtp.hidden_norm: (hidden,), mtp.final_norm: (hidden,)}
     for index in range(dflash.layers):
         tensors.update(_layer_tensors(layer_shape, f"drafter.layers.{index}.", "full_attention", sparse=False))
     return tensors
