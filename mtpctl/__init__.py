@@ -15,7 +15,7 @@ def __getattr__(name: str) -> object:
     # Loaded on use: every process of a run imports this package, and none needs these names.
     if name not in __all__:
         raise AttributeError(f"module 'mtpctl' has no attribute {name!r}")
-    # Imported by name, so that modules that import `mtpctl` do not depend on the dependencies of `mtpctl.api`.
+    # With an import statement, import-linter would count the dependencies of `mtpctl.api` for every module that imports `mtpctl`.
     return getattr(import_module("mtpctl.api"), name)
 
 

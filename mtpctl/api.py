@@ -58,7 +58,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """`running`, `done`, `failed`, `stopped`, `broken off` (killed) or `empty`."""
+        """`running`, `done`, `failed`, `stopped`, `broken off` (ended without logging it: killed), `empty` or `unreadable`."""
         from mtpctl.telemetry.runs import describe_run
 
         return describe_run(self.path).state
@@ -85,7 +85,7 @@ class Run:
         return self.history.series(name, phase)
 
     def summary(self) -> dict[str, Change]:
-        """The main metrics before and after RL, as printed at the end of the run; empty for fewer than two steps."""
+        """The main metrics before and after RL, as printed at the end of the run. Metrics logged less than twice are left out."""
         from mtpctl.telemetry.summary import before_and_after
 
         changes: dict[str, Change] = {}
@@ -137,9 +137,9 @@ def train(
     sets: Sequence[str] = (),
     start: str | Path | Run | None = None,
 ) -> Run:
-    """Run `mtpctl train` in a separate process and print its output. Returns the run when it has ended, and raises its error.
+    """Run `mtpctl train` in a separate process and print its output. Returns the ended run; raises the run's error if it failed.
 
-    An interrupt stops the run after the current step, with a checkpoint, and is then raised again.
+    KeyboardInterrupt stops the run after the current step, with a checkpoint, and is raised again once the run has stopped.
 
     Args:
         recipe: a recipe, its file or name, or a run to continue.
@@ -165,7 +165,7 @@ def train(
 
 
 def _follow(command: list[str]) -> None:
-    """Run a command, and print its output. It runs in a separate session, so that an interrupt of the notebook reaches it only once."""
+    """Run a command and print its output. It runs in its own session, so Ctrl-C reaches it only from here, not also from the terminal."""
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
     assert child.stdout is not None
     message, interrupted = "", False

@@ -24,8 +24,8 @@ Mask = array[int]
 """0 or 1 for each token, int8."""
 
 
-_NO_IDS, _NO_MASK, _NO_LOGPROBS = array("i"), array("b"), array("f")
 # Defaults, copied for each sample: creating an array calls Python's audit hooks, and some packages install slow ones.
+_NO_IDS, _NO_MASK, _NO_LOGPROBS = array("i"), array("b"), array("f")
 
 
 def ids_of(values: Iterable[int]) -> Ids:
@@ -112,7 +112,7 @@ class Sample:
         environment_reward: result of the environment's `reward()`; None without an environment.
         routes: see `mtpctl.routes`; None if not recorded. A token's row is from the forward pass that sampled the next token, so it belongs
             to that token's weight version.
-        earlier: the previous samples of an agent's trajectory, if this is its last one. They get the same reward.
+        earlier: if this is the last sample of an agent's trajectory, the previous ones. They get the same reward.
         teacher_logprobs: log-probs of `train.rl.teacher`; None without a teacher.
         candidates: the teacher's k most likely tokens at each response token, as one array of k times the response's length; None if not
             requested.
@@ -248,7 +248,7 @@ class Sample:
         self.routes = routes[: max(self.length - 1, 0)]
 
     def truncate(self, length: int) -> None:
-        """Truncate the response to `length` tokens, before it is scored: log-probs of the scorer and the teacher are not truncated."""
+        """Truncate the response to `length` tokens. Call it before scoring: log-probs of the scorer and the teacher are not truncated."""
         del self.response_ids[length:], self.loss_mask[length:], self.behaviour_logprobs[length:]
         self.version_spans = [span for span in self.version_spans if span.start < length]
         if self.version_spans:
@@ -257,7 +257,7 @@ class Sample:
             self.routes = self.routes[: max(self.length - 1, 0)]
 
     def copy(self) -> Sample:
-        """A copy that shares no array with this sample except for its routes, which are immutable."""
+        """A copy that shares no array with this sample except the routes, which are never modified in place."""
         copied = Sample(*_fields_of(self))  # much faster than dataclasses.replace, and every request copies samples
         copied.prompt_ids, copied.response_ids = self.prompt_ids[:], self.response_ids[:]
         copied.loss_mask, copied.behaviour_logprobs = self.loss_mask[:], self.behaviour_logprobs[:]
@@ -283,7 +283,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """Inverse of `to_dict`. Unknown fields are ignored, so that an added field does not need another format of checkpoints."""
+        """Inverse of `to_dict`. Unknown fields are ignored, so that adding a field does not change the format of checkpoints."""
         values: dict[str, Any] = {column.name: _unpacked(data[column.name]) for column in fields(cls) if column.name in data}
         values["version_spans"] = [VersionSpan.from_dict(span) for span in data["version_spans"]]
         values["speculation"] = Speculation(**data["speculation"])
@@ -395,8 +395,8 @@ class GenerationRequest:
         sample: tokens are appended to it. It is new or a partial rollout.
         max_tokens: maximum length of the whole response, including existing tokens.
         seed: makes sampling reproducible.
-        deadline_s: maximum seconds of work by engines and environments on the response: the total in a request to a pool, the remainder in
-            a request to an engine. Waiting for a free slot does not count.
+        deadline_s: maximum seconds that engines and environments may work on the response. In a request to a pool it is the total; in a
+            request to an engine, what remains of it. Waiting for a free slot does not count.
         unwanted: set when the response is no longer needed. Generation is then cancelled, and the sample is returned without new tokens.
         problem: the input of the environment; not sent to engines.
         extra_sampling: set only for served requests, which are not trained on.

@@ -126,10 +126,10 @@ class _Ellipsis:
 
 def _missing_name_hint(module: ModuleType, name: str) -> str:
     """Hint for a missing `name`: suggests the closest match, or lists the module's own functions and classes."""
-    names = [name for name in vars(module) if not name.startswith("_")]
-    if matches := difflib.get_close_matches(name, names, 1, _MIN_SIMILARITY):
+    public_names = [each for each in vars(module) if not each.startswith("_")]
+    if matches := difflib.get_close_matches(name, public_names, 1, _MIN_SIMILARITY):
         return f"did you mean {matches[0]}?"
-    defined = [name for name in names if getattr(vars(module)[name], "__module__", None) == module.__name__]
+    defined = [each for each in public_names if getattr(vars(module)[each], "__module__", None) == module.__name__]
     return f"it defines {', '.join(defined[:8])}{', …' if len(defined) > 8 else ''}" if defined else "it defines no function and no class"
 
 
