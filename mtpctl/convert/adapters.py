@@ -1,4 +1,4 @@
-"""LoRA adapters under PEFT's names. Converts their checkpoints to PEFT's files, or to a folder with merged weights.
+"""LoRA adapters under PEFT's names. Converts checkpoints of adapters to PEFT's files, or to a folder with merged weights.
 
 A fused layer (QKV) becomes several layers in PEFT, which share A and have separate rows of B. B [out, rank] is split like the fused weight
 [out, hidden], by the same mapping, with the rank in place of the hidden size.
@@ -135,7 +135,10 @@ def hash_base_weights(folder: Path) -> str:
 
 
 def adapter_model(path: Path, folder: HfFolder, adapter: sharded.AdapterRecord, *, precision: str | None = None) -> ConversionModel:
-    """The model with (unfilled) adapters that match the checkpoint at `path`, by default in the checkpoint's precision."""
+    """The model with adapters of the same layers and rank as in the checkpoint at `path`. `fill_adapter` loads their values.
+
+    precision: default: that of the checkpoint.
+    """
     all_fp32 = all(tensor.properties.dtype is torch.float32 for tensor in _saved_tensors(path).values())
     return ConversionModel(folder, mtp=True, precision=precision or ("fp32" if all_fp32 else "bf16"), lora=_lora_config(adapter))
 

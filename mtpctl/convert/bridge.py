@@ -134,8 +134,8 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor). Collective: every rank must iterate, and gets all tensors.
 
-        The embedding and the LM head come last. The time to pack a bucket grows with its number of tensors, so the buckets that a weight
-        sync packs while engines pause should contain layers.
+        The embedding and the LM head come last. A sync that pushes packs its first buckets while the engines are still pausing. These should be
+        the buckets that take longest to pack: those of layers, which consist of many tensors.
 
         If folders store a tensor under several names (DeepSeek's MTP layers repeat embedding and head), it is yielded once for each name.
 
@@ -212,8 +212,8 @@ def _transformers_config(folder: HfFolder) -> PretrainedConfig:
     model_type = str(folder.config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise UserError(f"{folder.path / 'config.json'}: model_type {model_type!r} is unknown to transformers; use that of the family")
-    # `from_dict` modifies the sections, so it gets a copy. The field of Nemotron-H that is left out may be an infinity, which transformers
-    # writes as an object that it cannot read; only the default value is supported.
+    # `from_dict` modifies nested sections, so it gets a copy. Nemotron-H's `time_step_limit` is left out: transformers writes its infinity
+    # as an object that it cannot read back, and mtpctl supports only the default.
     config = {key: value for key, value in folder.config.items() if key != "time_step_limit"}
     return CONFIG_MAPPING[model_type].from_dict(deepcopy(config))
 
@@ -246,8 +246,8 @@ class StreamMap:
 class WeightStream:
     """Loads tensors into modules as they arrive: `add` each tensor of a section once, then `finish`. Collective.
 
-    A parameter may consist of several tensors (such as q, k and v), which are stored until the last one arrives. The parameter is then
-    converted, sharded over the tensor-parallel ranks and copied, and its tensors are released.
+    A parameter may consist of several tensors (such as q, k and v), to which the stream holds references until the last one arrives. The
+    parameter is then converted, sharded over the tensor-parallel ranks and copied, and the references are dropped.
     """
 
     def __init__(self, stream_map: StreamMap, names: Collection[str], destination: Destination) -> None:
@@ -259,7 +259,7 @@ class WeightStream:
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add an unsharded tensor, and load the parameters that it completes. Its memory must remain valid until `own_tensors`."""
+        """Add an unsharded tensor, and load the parameters that it completes. The caller must not reuse its memory before `own_tensors`."""
         if not self._uses[name]:
             return
         self._tensors[name] = tensor

@@ -63,7 +63,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """The result of a conversion. tensors: number of tensors in the Hugging Face folder."""
+    """The result of a conversion. tensors: number of tensors in the Hugging Face or PEFT folder."""
 
     to: TargetFormat
     tensors: int
@@ -245,7 +245,7 @@ def _write_extras(writer: HfWriter, extras: list[Stored], weights: FolderWeights
 
 
 class _OutputFolder:
-    """The temporary folder `target.partial`, which `publish` renames to the target. It is deleted if the block fails.
+    """The temporary folder `TARGET.partial`, which `publish` renames to the target. It is deleted if the `with` block raises.
 
     The folder is locked during the conversion, and a marker file identifies it. If the process is killed, the folder remains, and the next
     conversion to the same target clears it.
@@ -316,7 +316,9 @@ def _start_progress(
 ) -> Callable[[int], None]:
     """Check the free disk space. Returns a function that reports progress, given the number of bytes just converted.
 
-    extra_bytes: number of bytes that are written in addition to the parts. Raises UserError if the disk is too full.
+    extra_bytes: number of bytes that are written in addition to the parts; negative if less than the parts is written.
+
+    Raises UserError if the disk is too full.
     """
     total, converted = sum(part_bytes) + max(0, extra_bytes), 0
     needed = sum(part_bytes) + extra_bytes + sum((copied_from / name).stat().st_size for name in files_to_copy(copied_from))

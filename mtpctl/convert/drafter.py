@@ -85,18 +85,18 @@ def _mtp_tensors(weights: ModelWeights, shape: ModelShape) -> Iterator[tuple[str
         def name(template: str, depth: int = depth) -> str:
             return mtp.name(template, depth, shape.layers)
 
-        # The layer's input is the sum of normed state and normed embedding, so their order in the projection does not matter.
+        # The projection adds normed state and normed embedding, so it does not depend on which of them a family concatenates first.
         yield name(mtp.projection), torch.cat([torch.eye(hidden), torch.eye(hidden)], 1)
         yield name(mtp.embedding_norm), identity_norm
         yield name(mtp.hidden_norm), identity_norm
         if mtp.final_norm is not None:
             yield name(mtp.final_norm), weights[shape.norm_name]
         for drafter_layer, source_prefix in _layer_prefixes(shape, mtp):
-            for tensor in weights:
+            for source_name in weights:
                 # A dense MTP layer in a model with experts copies only the attention and norms of the last decoder layer.
-                if tensor.startswith(source_prefix) and not (mtp.dense and ".mlp." in tensor):
-                    leaf = tensor.removeprefix(source_prefix).replace("post_attention_layernorm", mtp.mlp_norm)
-                    yield name(drafter_layer) + leaf, weights[tensor]
+                if source_name.startswith(source_prefix) and not (mtp.dense and ".mlp." in source_name):
+                    name_in_layer = source_name.removeprefix(source_prefix).replace("post_attention_layernorm", mtp.mlp_norm)
+                    yield name(drafter_layer) + name_in_layer, weights[source_name]
 
 
 def _layer_prefixes(shape: ModelShape, mtp: MtpConvention) -> Iterator[tuple[str, str]]:
@@ -115,7 +115,7 @@ def _eagle3_tensors(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shap
     mtp, hidden = shape.mtp, shape.hidden
     assert mtp is not None
     source_prefix = f"{shape.prefix}layers.{shape.layers - 1}."
-    # The first depth reads the state at the last boundary.
+    # At first, the projection selects the state at the last boundary.
     yield mtp.projection, torch.cat([torch.zeros(hidden, hidden * (len(eagle3.boundaries) - 1)), torch.eye(hidden)], 1)
     yield mtp.embedding_norm, torch.ones(hidden)
     yield mtp.hidden_norm, weights[f"{source_prefix}input_layernorm.weight"]
@@ -134,7 +134,7 @@ def _eagle3_tensors(weights: ModelWeights, shape: ModelShape, eagle3: Eagle3Shap
 def _dflash_tensors(weights: ModelWeights, shape: ModelShape, dflash: DFlashShape) -> Iterator[tuple[str, Tensor]]:
     assert shape.mtp is not None and shape.mtp.final_norm is not None
     hidden, first_copied = shape.hidden, shape.layers - dflash.layers
-    # The context is the state at the last boundary.
+    # At first, the projection selects the state at the last boundary.
     yield shape.mtp.projection, torch.cat([torch.zeros(hidden, hidden * (len(dflash.boundaries) - 1)), torch.eye(hidden)], 1)
     yield shape.mtp.hidden_norm, weights[f"{shape.prefix}layers.{shape.layers - 1}.input_layernorm.weight"]
     yield shape.mtp.final_norm, weights[shape.norm_name]

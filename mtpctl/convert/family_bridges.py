@@ -26,7 +26,7 @@ _LAYERS_BY_SHARDING = {
     "row": ("LoraRowParallelLinear",),
     "replicated": ("ReplicatedLinear", "LoraReplicatedLinear", "Router", "GatedRMSNorm"),
 }
-"""Class names of mtpctl's layers by their tp sharding. Fused norm-and-linear layers are missing: upstream recognizes their names."""
+"""Class names of mtpctl's layers by their tp sharding. Fused norm-and-linear layers are not listed: upstream recognizes their names."""
 _QWEN_PACKAGE = "megatron.bridge.models.qwen"
 _GLM_PACKAGE = "megatron.bridge.models.glm"
 _TEXT_MODEL_PREFIX = "model.language_model."
@@ -34,7 +34,7 @@ _TEXT_MODEL_PREFIX = "model.language_model."
 
 
 def register_bridges() -> None:
-    """Register these mappings, which replace upstream's. Idempotent."""
+    """Register the layers and bridges of this module with Megatron-Bridge, in place of upstream's bridges. Idempotent."""
     register_bridge = load_class(f"{CONVERSION}.model_bridge", "MegatronModelBridge").register_bridge
     auto_mapping = load_class(f"{CONVERSION}.param_mapping", "AutoMapping")
     for sharding, names in _LAYERS_BY_SHARDING.items():
@@ -199,7 +199,7 @@ def _mimo_v2_bridge(upstream: type) -> type:
     class MimoV2Bridge(upstream):  # type: ignore[misc]
         def provider_bridge(self, hf_pretrained: Any) -> TransformerConfig:
             provider, config = super().provider_bridge(hf_pretrained), hf_pretrained.config
-            # Upstream's values are for its own modules.
+            # Upstream sets these for its own modules; mtpctl's read the window and the base of window layers from the shape.
             provider.rotary_base, provider.window_size = config.rope_theta, None
             provider.moe_router_score_function = "sigmoid"
             return provider
@@ -207,10 +207,10 @@ def _mimo_v2_bridge(upstream: type) -> type:
         def mapping_registry(self) -> MegatronMappingRegistry:
             registry, config = super().mapping_registry(), self.hf_config
             qkv, attention = load_class(f"{CONVERSION}.param_mapping", "QKVMapping"), "self_attention.linear_qkv.weight"
-            layers = {f"decoder.layers.{i}": (f"model.layers.{i}", kind) for i, kind in enumerate(config.hybrid_layer_pattern)}
-            layers |= {"mtp.layers.*.mtp_model_layer": ("model.mtp.layers.*", 1)}
+            prefixes = {f"decoder.layers.{i}": (f"model.layers.{i}", is_window) for i, is_window in enumerate(config.hybrid_layer_pattern)}
+            prefixes |= {"mtp.layers.*.mtp_model_layer": ("model.mtp.layers.*", 1)}
             new_mappings: list[object] = []
-            for megatron_prefix, (hf_prefix, is_window) in layers.items():
+            for megatron_prefix, (hf_prefix, is_window) in prefixes.items():
                 groups = config.swa_num_key_value_heads if is_window else config.num_key_value_heads
                 names = {part: f"{hf_prefix}.self_attn.{part}_proj.weight" for part in "qkv"}
                 new_mappings.append(

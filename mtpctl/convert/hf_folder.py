@@ -40,7 +40,7 @@ type HfConfig = dict[str, Any]
 class HfFolder:
     """A folder with `config.json` and weights.
 
-    config: the file's contents, completed from the weights: MTP layers that the file omits, and whether the head is tied.
+    config: the file's contents. After `completed`, also the number of MTP layers and whether the head is tied, according to the weights.
     """
 
     path: Path
@@ -63,13 +63,13 @@ class HfFolder:
         config = dict(self.config)
         family = next(family for family in FAMILIES if family.name == self.shape.family)
         if family.mtp is not None and not (self.shape.mtp_layers and has_mtp_layers_field(config)):
-            depth = 0
+            mtp_layers = 0
             template = family.mtp.layer + ("norm.weight" if family.layer_pattern else "input_layernorm.weight")
-            while family.mtp.name(template, depth, self.shape.layers) in weights and (depth == 0 or "{" in template):
-                depth += 1
-            if depth != self.shape.mtp_layers:
+            while family.mtp.name(template, mtp_layers, self.shape.layers) in weights and (mtp_layers == 0 or "{" in template):
+                mtp_layers += 1
+            if mtp_layers != self.shape.mtp_layers:
                 # Qwen3.5 has its own key for the count.
-                config[MTP_COUNTS[family.name.startswith("qwen3.5")]] = depth
+                config[MTP_COUNTS[family.name.startswith("qwen3.5")]] = mtp_layers
         text_config = config.get("text_config") or {}
         is_explicit = "tie_word_embeddings" in config or "tie_word_embeddings" in text_config
         if not is_explicit and not self.shape.tied and not any(name.endswith("lm_head.weight") for name in weights.entries):
@@ -81,7 +81,7 @@ class HfFolder:
 
 
 def _find_untied_head(weights: FolderWeights, shape: ModelShape) -> str | None:
-    """The name of a stored head that differs from the embedding; None if there is none. transformers and vLLM use such a head."""
+    """The name of a stored head that differs from the embedding; None if there is none. transformers and vLLM do not tie such a head."""
     head = next((name for name in HEAD_NAMES if name in weights), None)
     prefixes = (shape.prefix, *DECODER_PREFIXES)
     embedding = next((name for prefix in prefixes if (name := f"{prefix}{shape.embedding}.weight") in weights), None)
@@ -167,7 +167,7 @@ def _random_tensor(name: str, size: tuple[int, ...], shape: ModelShape, std: flo
 
     if len(size) > 1 and not name.endswith("bias"):
         return torch.randn(size, generator=generator) * std
-    # Norms of families with linear attention are stored around 0, except the output norm of that attention.
+    # Families with linear attention store norm weights minus 1, except those of the output norm of linear attention.
     is_offset_from_one = shape.delta is not None and name.endswith(".weight") and not name.endswith("linear_attn.norm.weight")
     return torch.zeros(size) if name.endswith("bias") or is_offset_from_one else torch.ones(size)
 

@@ -1,4 +1,4 @@
-"""Writes a folder's safetensors files, optionally in FP8. Tensors may come in any order, because all offsets are computed in advance.
+"""Writes a folder's safetensors files, optionally in FP8. Tensors may be written in any order, because all offsets are computed first.
 
 The files are allocated first, so that a full disk is detected immediately. Each tensor is then written at its offset; an expert is written
 into its slice of a packed tensor in the same way. FP8 weights have DeepSeek's format, as vLLM reads it.
@@ -191,7 +191,7 @@ def common_dtype(dtypes: Mapping[str, torch.dtype], names: tuple[str, ...]) -> t
 
 
 FP8 = "fp8"
-"""Value of `--dtype`."""
+"""Value of `--dtype` for matrices in FP8."""
 _FP8_CODE, _SCALE_CODE = "F8_E4M3", "F32"
 """Dtype codes of FP8 matrices and of their scales."""
 
@@ -210,7 +210,7 @@ def select_fp8_matrices(shape: ModelShape, candidates: Iterable[str]) -> frozens
 def make_fp8_layout(layout: list[Stored], fp8_matrices: frozenset[str], shape: ModelShape) -> list[Stored]:
     """The layout with the named matrices in FP8, each followed by its scales.
 
-    Packed experts are stored one by one, as in published checkpoints.
+    The matrices of packed experts are stored as separate tensors, as in published checkpoints.
     """
     shapes = tensor_shapes(shape)
     result = []

@@ -1,6 +1,6 @@
 """Types for Megatron-Bridge's interfaces, and mappings of MLPs and of drafters in the subfolder `drafter/`.
 
-`mtpctl.convert.family_bridges` has those of model families. Megatron-Bridge's classes are imported on use, after
+`mtpctl.convert.family_bridges` has the mappings of model families. Megatron-Bridge's classes are imported on use, after
 `mtpctl.compat.megatron_bridge` has patched the import.
 """
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FP8 = ("F8_E4M3", "F8_E5M2")
-"""The dtype codes of tensors with scales."""
+"""Dtype codes of FP8 tensors, which have separate scales."""
 
 _EXPERT_NAME = re.compile(r"(?P<prefix>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 

@@ -51,7 +51,7 @@ _EXPERT_INDEX = re.compile(r"\.local_experts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A Megatron parameter. hf_names: names of the Hugging Face tensors that it is made of."""
+    """A Megatron parameter. hf_names: names of the Hugging Face tensors from which it is converted."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class Parameter:
 class ConversionModel:
     """The model of a folder's config without weights, with MTP layers if `mtp` is set, and with adapters if `lora` is given.
 
-    It uses the same mapping as the trainer. It creates process groups, so it must be closed after use.
+    It uses the same mapping as the trainer. It creates process groups, which `close` destroys.
     """
 
     def __init__(self, folder: HfFolder, *, mtp: bool, precision: str = "bf16", lora: LoraConfig | None = None) -> None:

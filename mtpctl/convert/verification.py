@@ -36,7 +36,7 @@ MAX_LOGIT_DIFFERENCE = 1e-5
 class VerificationResult:
     """The number of tensors that are bitwise equal, and the largest differences of logits and MTP logits on the fixed prompt.
 
-    relative_error: the largest of a quantized matrix, as a ratio of Frobenius norms; None if none is quantized.
+    relative_error: the largest relative error of a quantized matrix, in the Frobenius norm; None if no matrix is quantized.
     """
 
     num_tensors: int
@@ -55,7 +55,7 @@ def verify_conversion(
 ) -> VerificationResult:
     """Compare a folder's weights with the checkpoint at `checkpoint`. Raises ThresholdMissed if they differ.
 
-    Matrices in `fp8_names` are compared with a new quantization of the checkpoint's. The difference of logits is then not bounded.
+    Matrices in `fp8_names` are compared with a new quantization of the checkpoint's. If there are any, differences of logits have no bound.
 
     folder: provides the config of both. extra_weights: the checkpoint's tensors outside the language model.
     """
@@ -98,7 +98,10 @@ def require_equal_quantized(name: str, weights: ModelWeights, tensor: Tensor) ->
 
 
 def require_equal_extras(weights: ModelWeights, extra_weights: FolderWeights | None) -> int:
-    """Compare a folder's tensors outside the language model. Returns their number. Raises ThresholdMissed if one differs."""
+    """Compare a folder's tensors outside the language model with `extra_weights`. Returns their number.
+
+    Raises ThresholdMissed if a tensor differs or is missing in `extra_weights`.
+    """
     for name in weights.extras:
         if extra_weights is None or name not in extra_weights:
             raise ThresholdMissed(f"verify: {name} is missing on one side")
@@ -180,8 +183,8 @@ def verify_merged(
         conversion.bridge.fill([conversion.model], target)
         from_folder = compute_prompt_logits(conversion)
         conversion.fill(merged)
-        logits = require_close_logits(from_folder, compute_prompt_logits(conversion), math.inf if fp8_names else MAX_LOGIT_DIFFERENCE)
-    return VerificationResult(num_tensors, *logits, relative_error if fp8_names else None)
+        differences = require_close_logits(from_folder, compute_prompt_logits(conversion), math.inf if fp8_names else MAX_LOGIT_DIFFERENCE)
+    return VerificationResult(num_tensors, *differences, relative_error if fp8_names else None)
 
 
 def verify_adapter(target: Path, checkpoint: Path, base: ModelWeights, adapter: AdapterRecord) -> VerificationResult:
@@ -199,12 +202,13 @@ def verify_adapter(target: Path, checkpoint: Path, base: ModelWeights, adapter: 
             raise ThresholdMissed(f"verify: only one side has {name}")
         for name, value in exported.items():
             require_equal(name, written_tensors[name], value.to(written_tensors[name].dtype))
-        conversion.fill(base)  # Does not change the adapters. The logits of MTP layers are not compared.
+        # `fill` does not change the adapters. Only the trunk's logits are compared.
+        conversion.fill(base)
         applied = compute_prompt_logits(conversion)[:1]
     with ConversionModel(base.folder, mtp=False, precision="fp32") as conversion:
         conversion.fill(_MergedWeights(base, written_tensors, lora.alpha / lora.rank))
-        logits, _ = require_close_logits(compute_prompt_logits(conversion), applied, MAX_APPLIED_LOGIT_DIFFERENCE)
-    return VerificationResult(len(written_tensors), logits, None)
+        difference, _ = require_close_logits(compute_prompt_logits(conversion), applied, MAX_APPLIED_LOGIT_DIFFERENCE)
+    return VerificationResult(len(written_tensors), difference, None)
 
 
 class _MergedWeights(Mapping[str, Tensor]):
