@@ -118,7 +118,7 @@ class Experiment:
         return recipe
 
     def run(self, arms: Sequence[Arm], seeds: Sequence[int], *, concurrent: bool = False, report: Report) -> list[Outcome]:
-        """Train every arm with every seed, except for runs that `out` already has. Returns the outcomes.
+        """Train every arm with every seed. Runs in `out` that have ended are not repeated. Returns the outcomes.
 
         concurrent: run the arms of a seed concurrently. Set it only if no measurement depends on time.
 
@@ -171,7 +171,7 @@ class Experiment:
         return {int(ending) for ending in endings if ending.isdecimal()}
 
     def _warm_start(self, seed: int, report: Report) -> list[str]:
-        """Run the supervised stage, unless `out` has its result. Returns the `--set` texts with which a run starts from it."""
+        """Run the supervised stage, unless `out` has its result. Returns the `--set` texts with which a run starts from that result."""
         run = f"{WARM_START}-{seed}"
         recipe = self.load(run, seed)
         if "sft" not in recipe.train.stages:
@@ -209,7 +209,7 @@ def _load_outcome(arm: Arm, seed: int, recipe: Recipe, path: Path) -> Outcome:
 
 
 def _train_all(recipes: Sequence[Recipe]) -> None:
-    """Run the recipes concurrently until all have ended. Skips those whose runs have already ended."""
+    """Run the recipes concurrently until all have ended. Skips recipes whose runs have already ended."""
     running = []
     for recipe in recipes:
         path = recipe.run_path

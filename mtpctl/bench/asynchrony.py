@@ -48,7 +48,7 @@ NUM_EVALUATIONS = 16
 LEVEL_MARGIN = 0.02
 """Distance of the default level below the synchronous arm's late mean. An arm within this margin counts as equally good."""
 LEVEL_TOLERANCE = 0.03
-"""Tolerance below a held level for later evaluations: about one standard error of 256 problems (2.5 points at 80%)."""
+"""How far later evaluations may be below a level that counts as held: about one standard error of 256 problems (2.5 points at 80%)."""
 
 
 Format = Callable[[float], str]
@@ -90,7 +90,8 @@ class Evaluation:
 class Result:
     """One arm with one seed. Accuracies are fractions, times are in seconds, and `units` are GPUs, or CPU cores without GPUs.
 
-    `start` to `area` are None if there is no evaluation after an update; `held_*` are None if the run never holds the seed's level.
+    The fields from `start` to `area` are None if there is no evaluation after an update; `held_*` are None if the run never holds the level
+    of its seed.
     `evaluations` excludes the first one, before RL. `gain` is the late mean minus the start. `area` is the mean accuracy over the updates
     that all runs of the seed completed.
     """
@@ -141,7 +142,7 @@ class ArmSummary:
     """One arm over its seeds. held: number of seeds that hold their level.
 
     spreads: the figures of `LEARNING_FIGURES`; `against`, the late mean minus that of the synchronous arm with the same seed; and
-    `compute_speedup`, see the function.
+    `speedup`, the result of `compute_speedup` over the synchronous arm.
     """
 
     name: str
@@ -155,8 +156,8 @@ class ArmSummary:
 class ServerGain:
     """Speed-up by the log-prob server for one seed: ratios of the seconds per update, and of the seconds to the held level.
 
-    without: the source of old log-probs in the arm without the server. If it is `recompute`, the server takes this work from the trainer;
-    if it is `behaviour`, the engine's log-probs are used, and the server saves no time.
+    without: the source of old log-probs in the arm without the server. With `recompute`, the server relieves the trainer of this work; with
+    `behaviour`, that arm uses the engine's log-probs, and the server saves no time.
     """
 
     seed: int
@@ -167,9 +168,9 @@ class ServerGain:
 
 
 def with_evaluations(experiment: Experiment) -> Experiment:
-    """Add an evaluation every few updates to the experiment, if its recipe has none.
+    """Make training wait for evaluations, and add one every few updates if the recipe has none.
 
-    Training waits for each evaluation, so an accuracy belongs to one weight version, and the time of evaluations can be excluded.
+    Because training waits, an accuracy belongs to one weight version, and the time of evaluations can be excluded.
     """
     train = experiment.load("probe", 0).train
     sets = [*experiment.sets, "evaluation.wait=true"]
@@ -181,8 +182,8 @@ def with_evaluations(experiment: Experiment) -> Experiment:
 def extract_evaluations(history: History) -> list[Evaluation]:
     """The evaluations of RL in order of updates, without those whose accuracy is not finite.
 
-    Rollouts continue during an evaluation, so the next update uses samples whose generation time was not counted. Its time is replaced by
-    the mean time of the other updates until the next evaluation, if there are any.
+    Rollouts continue during an evaluation, so the next update uses samples whose generation time was not counted. The time of that update
+    is replaced by the mean time of the other updates before the next evaluation, if there are any.
     """
     evaluations = []
     update_seconds = evaluation_seconds = seconds = 0.0
@@ -314,7 +315,7 @@ def summarize_arms(results: Sequence[Result]) -> list[ArmSummary]:
 def compute_speedup(base: Result | None, result: Result) -> float | None:
     """The base's seconds to the held level, divided by the result's; 0 if the result never holds the level.
 
-    None if there is no base, or if the base never holds the level or starts above it.
+    None if there is no base, if the base never holds the level, or if the base or the result holds it from the start.
     """
     if base is None or not base.held_s:
         return None
@@ -324,7 +325,7 @@ def compute_speedup(base: Result | None, result: Result) -> float | None:
 
 
 def find_best_speedup(results: Sequence[Result]) -> float | None:
-    """The highest mean speed-up of an arm over the synchronous one. None if no synchronous run held its level."""
+    """The highest mean speed-up of an arm over the synchronous one. None if no arm has a speed-up (see `compute_speedup`)."""
     speedups = [value.mean for arm in summarize_arms(results) if arm.name != SYNCHRONOUS and (value := arm.spreads["speedup"])]
     return max(speedups, default=None)
 
@@ -375,7 +376,7 @@ def _format_figure(figure: float | Spread | None, format_value: Format, placehol
 
 
 def format_table(results: Sequence[Result], level_by_seed: dict[int, float], tolerance: float, *, is_level_given: bool = False) -> str:
-    """Three tables: arms over seeds, learning of each run, and time of each run. `is_level_given`: the user sets the level."""
+    """Three tables: arms over seeds, learning of each run, and time of each run. `is_level_given`: whether the user set the level."""
     synchronous = _synchronous_by_seed(results)
     ratio: Format = "{:.2f}x".format
     headings = [heading for heading, _ in LEARNING_FIGURES.values()]
@@ -383,8 +384,8 @@ def format_table(results: Sequence[Result], level_by_seed: dict[int, float], tol
     for arm in summarize_arms(results):
         never = "–" if arm.spreads["late_mean"] is None else "never"
         cells = [
-            _format_figure(arm.spreads[figure], form, never if figure.startswith("held") else "–")
-            for figure, (_, form) in LEARNING_FIGURES.items()
+            _format_figure(arm.spreads[figure], formatter, never if figure.startswith("held") else "–")
+            for figure, (_, formatter) in LEARNING_FIGURES.items()
         ]
         against_synchronous = "–" if arm.name == SYNCHRONOUS else _format_figure(arm.spreads["against"], _format_signed_points)
         arm_rows.append(
@@ -394,8 +395,8 @@ def format_table(results: Sequence[Result], level_by_seed: dict[int, float], tol
     for r in results:
         never = "–" if r.late_mean is None else "never"
         cells = [
-            _format_figure(getattr(r, figure), form, never if figure.startswith("held") else "–")
-            for figure, (_, form) in LEARNING_FIGURES.items()
+            _format_figure(getattr(r, figure), formatter, never if figure.startswith("held") else "–")
+            for figure, (_, formatter) in LEARNING_FIGURES.items()
         ]
         with_evaluations = _format_figure(r.held_with_evaluations_s, "{:.1f}".format, never)
         speedup = compute_speedup(synchronous.get(r.seed), r)

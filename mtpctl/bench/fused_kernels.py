@@ -1,8 +1,8 @@
 """`mtpctl bench fused-kernels`: time and memory of the LM head's log-probs and policy loss, relative to the matrix products alone.
 
 `TIMED_WORK` describes what is timed, with CUDA events on a GPU and the wall clock on a CPU. Cases alternate for several rounds, so that
-drift of the GPU's clock affects all of them equally. The floor is torch's matrix products alone: one for forward, three for forward and
-backward. Memory is the peak beyond the inputs and the returned gradients. `benchmarks/kernel_errors.py` compares the same cases with
+drift of the GPU's clock affects all of them equally. The floor is torch's matrix products alone: one for forward, three for the other
+kinds of work. Memory is the peak beyond the inputs and the returned gradients. `benchmarks/kernel_errors.py` compares the same cases with
 float64.
 
 Shape legend: N rows, H hidden size, V vocabulary.
@@ -151,14 +151,14 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Inp
 
 
 def clipped_loss(logprob: Tensor, entropy: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
-    """A clipped policy loss with an entropy bonus, per token [r]."""
+    """A clipped policy loss with an entropy bonus, per row."""
     ratio = (logprob - old_logprob).clamp(-20, 20).exp()
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)) - 0.01 * entropy
 
 
 def make_cases(shape: Shape, device: str) -> list[Case]:
     """mtpctl's implementations. Workspaces are `shape.scale` times the sizes in the names of the cases."""
-    half_gib, one_gib, large, three_gib = (int(shape.scale * gib * GIB) for gib in (0.5, 1, 1.5, 3))
+    half_gib, one_gib, one_and_a_half_gib, three_gib = (int(shape.scale * gib * GIB) for gib in (0.5, 1, 1.5, 3))
     chunked = [
         Case("forward", "chunked, 1 GiB", _forward_run("chunked", one_gib)),
         Case("forward+backward", "chunked, 1 GiB", _backward_run("chunked", one_gib)),
@@ -170,7 +170,7 @@ def make_cases(shape: Shape, device: str) -> list[Case]:
         Case("forward+backward", "triton, 0.5 GiB", _backward_run("triton", half_gib), 1.42, 0.5),
         Case("forward+backward", "triton, 1 GiB", _backward_run("triton", one_gib)),
         Case("forward+backward", "triton, 3 GiB", _backward_run("triton", three_gib), 1.12, 3.0),
-        Case("policy loss", "triton, 1.5 GiB", _policy_run(large), 1.12, 1.5),
+        Case("policy loss", "triton, 1.5 GiB", _policy_run(one_and_a_half_gib), 1.12, 1.5),
         *chunked,
     ]
 
@@ -330,7 +330,7 @@ def find_misses(case: Case, shape: Shape, ratio: float, peak: float | None) -> t
 
 
 def measure(shape: Shape, *, with_peers: bool, device: str | None = None) -> list[Result]:
-    """Measure every case at one shape, except those that the device cannot run (Triton on a CPU)."""
+    """Measure every case that the device supports at one shape, except peers that run out of GPU memory."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     x = make_inputs(shape, torch.bfloat16, device, seed=0)
     all_cases = [*make_cases(shape, device), *(make_peer_cases(device) if with_peers else [])]

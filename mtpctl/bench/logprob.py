@@ -1,4 +1,4 @@
-"""`mtpctl bench logprob`: the log-prob server against a bare forward pass of its engine, and the cost of a weight update.
+"""`mtpctl bench logprob`: the log-prob server in comparison with a bare forward pass of its engine, and the cost of a weight update.
 
 One replica runs in a Ray actor, as in training. The bare pass runs in the same actor with the same weights, so that the model is loaded
 only once; the two alternate. Times of the server are measured in the caller's process, so they include queue, batching and Ray.
@@ -76,7 +76,7 @@ class Workload:
     """The requests to send.
 
     lengths: minimum and maximum tokens of a request. in_flight: concurrent requests. requests: requests per round. single: tokens of the
-    request to an idle server. singles: how often that request is sent.
+    request to an idle server. singles: number of times that this request is measured, after a warm-up.
     """
 
     lengths: tuple[int, int]
@@ -154,7 +154,7 @@ class BenchRank(ScoreRank):
         return time.perf_counter() - started
 
     def logits_gib(self, sequences: list[list[int]], prompt_lengths: list[int]) -> float | None:
-        """Memory in GiB to compute log-probs and entropy of these sequences from the hidden states; None on a CPU."""
+        """Peak memory in GiB for computing log-probs and entropy of these sequences from hidden states; None on a CPU."""
         if self.engine.device.type != "cuda":
             return None
         original = self.engine.head
@@ -166,7 +166,7 @@ class BenchRank(ScoreRank):
         return metered_head.logits_bytes / GIB
 
     def publish(self, root: str, version: int) -> tuple[Manifest, float]:
-        """Publish random weights in the store at `root`. Returns the manifest, and the seconds of publishing."""
+        """Publish random weights in the store at `root`. Returns the manifest, and the seconds for creating and publishing the weights."""
         shape, dtype = self.engine.folder.shape, TORCH_DTYPES[self.config.precision]
         generator = torch.Generator(self.engine.device).manual_seed(version)
 
@@ -194,7 +194,7 @@ class BenchRank(ScoreRank):
             self._allocated = torch.cuda.memory_allocated()
 
     def more_memory_gib(self) -> float | None:
-        """Peak GiB since `start_memory`, minus what was allocated then; None on a CPU."""
+        """Peak GiB since `start_memory`, minus the memory that was allocated at its call; None on a CPU."""
         return (torch.cuda.max_memory_allocated() - self._allocated) / GIB if self.engine.device.type == "cuda" else None
 
     def weights_gib(self) -> float:
@@ -243,7 +243,7 @@ class Bench:
         self.vocab = server.bounds.vocab
 
     async def throughput(self) -> None:
-        """Measure tokens/s of the server with many requests in flight and of a bare pass over them, and the memory for logits."""
+        """Measure tokens/s of the server with many requests in flight, and of a bare pass over the same requests, and memory for logits."""
         workload = self.workload
         requests = workload.draw(self.vocab, workload.requests, seed=0)
         tokens = sum(r.tokens for r in requests)
@@ -252,8 +252,8 @@ class Bench:
         bare_times, server_times = [], []
         for turn in range(workload.rounds):
             # The order alternates, because a GPU slows down as it warms up.
-            for way in ("bare", "served") if turn % 2 == 0 else ("served", "bare"):
-                if way == "bare":
+            for variant in ("bare", "served") if turn % 2 == 0 else ("served", "bare"):
+                if variant == "bare":
                     bare_times.append(await self._time_bare_pass(requests))
                 else:
                     server_times.append(await self._time_server(requests))

@@ -30,9 +30,9 @@ def make_drafter_arms(
 ) -> list[Arm]:
     """An arm for each combination of loss, draft method and number of draft tokens, with the drafter trained and synced.
 
-    layers: MTP layers of the model. A single layer is repeated for every draft token. In that case baselines are added that train it for
-    the first draft token only, with cross-entropy and greedy drafts. is_block: whether the drafter drafts blocks; it then has no
-    baselines.
+    layers: MTP layers of the model. A single layer is repeated for every draft token. In that case, each number of draft tokens above 1 has
+    a baseline that trains the layer for the first draft token only, with cross-entropy and greedy drafts. is_block: whether the drafter
+    drafts blocks. It then has no baselines.
     """
     trained_arms = [
         Arm(
@@ -71,7 +71,7 @@ TIMED_WORK = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One arm over the last updates of its runs, with seeds pooled. Acceptances are fractions; None if nothing was drafted.
+    """One arm over the last updates of its runs, with seeds pooled. Acceptances are fractions, or None if nothing was drafted.
 
     updates: completed updates of each run. by_seed, by_position: acceptance of each run, and of the draft token at each position.
     expected_by_position: acceptance at each position that the trainer computed from the probabilities of trunk and drafter.
@@ -146,14 +146,14 @@ def format_table(results: list[Result], last_updates: int) -> str:
 
 
 def to_document(results: list[Result], environment: Environment, last_updates: int) -> dict[str, object]:
-    difference = compute_gain(results)
+    gain = compute_gain(results)
     return {
         "bench": "mtp",
         "environment": environment,
         "timer": TIMED_WORK,
         "last_updates": last_updates,
         "results": [asdict(r) for r in results],
-        "trained_against_frozen": None if difference is None else asdict(difference),
+        "trained_against_frozen": None if gain is None else asdict(gain),
     }
 
 
@@ -167,13 +167,13 @@ def _make_result(arm: Arm, outcomes: list[Outcome], last_updates: int) -> Result
     ]
     update_rows = [m for m in rows if "timing_s/step" in m]
     drafting_rows = [m for m in update_rows if "rollout/spec_drafted" in m]
-    drafted, accepted = (int(sum(m[f"rollout/spec_{suffix}"] for m in drafting_rows)) for suffix in ("drafted", "accepted"))
-    wall = sum(m["timing_s/step"] for m in update_rows)
-    busy = sum(m["timing_s/step"] * (1 - m["async/rollout_idle"]) for m in update_rows)
+    drafted, accepted = (int(sum(m[f"rollout/spec_{count}"] for m in drafting_rows)) for count in ("drafted", "accepted"))
+    wall_s = sum(m["timing_s/step"] for m in update_rows)
+    busy_s = sum(m["timing_s/step"] * (1 - m["async/rollout_idle"]) for m in update_rows)
     tokens = sum(m["rollout/tokens_per_s"] * m["timing_s/step"] for m in update_rows)
-    positions = sorted({name for m in drafting_rows for name in m if name.startswith("rollout/spec_accept_rate_")})
+    accept_rate_names = sorted({name for m in drafting_rows for name in m if name.startswith("rollout/spec_accept_rate_")})
     suffix = "" if outcomes[0].draft_method == "probabilistic" else "_greedy"
-    expected = [name.replace("rollout/spec_accept_rate_", f"mtp/expected_rate{suffix}_") for name in positions]
+    expected_rate_names = [name.replace("rollout/spec_accept_rate_", f"mtp/expected_rate{suffix}_") for name in accept_rate_names]
     return Result(
         name=arm.name,
         meaning=arm.meaning,
@@ -184,12 +184,12 @@ def _make_result(arm: Arm, outcomes: list[Outcome], last_updates: int) -> Result
         accepted=accepted,
         acceptance=accepted / drafted if drafted else None,
         by_seed=[rate for history in histories if (rate := _acceptance_rate(history, last_updates)) is not None],
-        by_position=[_weighted_mean(drafting_rows, name) for name in positions],
-        expected_by_position=[_weighted_mean(drafting_rows, name) for name in expected if any(name in m for m in drafting_rows)],
+        by_position=[_weighted_mean(drafting_rows, name) for name in accept_rate_names],
+        expected_by_position=[_weighted_mean(drafting_rows, name) for name in expected_rate_names if any(name in m for m in drafting_rows)],
         accept_length=_weighted_mean(drafting_rows, "rollout/spec_accept_length") if drafted else None,
         held_out_acceptance=_mean_at([history.series("eval/spec_accept_rate", "rl") for history in histories], -1),
-        tokens_per_s=tokens / wall if wall else 0.0,
-        tokens_per_busy_s=tokens / busy if busy else 0.0,
+        tokens_per_s=tokens / wall_s if wall_s else 0.0,
+        tokens_per_busy_s=tokens / busy_s if busy_s else 0.0,
         accuracy_before=_mean_at([history.series("eval/accuracy", "rl") for history in histories], 0),
         accuracy_after=_mean_at([history.series("eval/accuracy", "rl") for history in histories], -1),
     )

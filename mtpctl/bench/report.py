@@ -47,7 +47,7 @@ def format_environment(environment: Mapping[str, object]) -> str:
 
 
 def cuda_visible_devices(cards: Sequence[int]) -> str:
-    """The value of `CUDA_VISIBLE_DEVICES` for a child process that uses only these of this process's GPUs."""
+    """The value of `CUDA_VISIBLE_DEVICES` for a child process. `cards`: indices of the child's GPUs among the GPUs of this process."""
     own_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = own_devices.split(",") if own_devices else [str(i) for i in range(max(cards) + 1)]
     return ",".join(names[i] for i in cards)
@@ -148,10 +148,10 @@ def compare_results(before: object, after: object) -> list[Change]:
 
 
 def differing_options(before: object, after: object) -> list[str]:
-    """The options that differ between two results and make their figures incomparable."""
+    """The options in both results that differ and make their figures incomparable."""
     first, second = (document.get("options", {}) if isinstance(document, dict) else {} for document in (before, after))
-    shared = [name for name in first if name in second and name not in _IGNORED_OPTIONS and first[name] != second[name]]
-    return [f"{name}: {first[name]} and {second[name]}" for name in shared]
+    differing = [name for name in first if name in second and name not in _IGNORED_OPTIONS and first[name] != second[name]]
+    return [f"{name}: {first[name]} and {second[name]}" for name in differing]
 
 
 def extract_figures(document: object, path: str = "") -> dict[str, float]:
@@ -193,7 +193,7 @@ def changes_to_json(changes: list[Change]) -> list[dict[str, object]]:
 
 
 def _unit_name(entry: Mapping[str, object]) -> str:
-    """The name of an entry's `value`, which depends on its unit. If the entry has no unit and a lower bound, the value is a share."""
+    """The name of the figure `value` of an entry, according to its unit. Without a unit, a value with a lower bound is a share."""
     return _UNITS.get(str(entry.get("unit", "")), "share" if entry.get("at_least") else "value")
 
 

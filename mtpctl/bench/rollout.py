@@ -3,9 +3,9 @@
 `path`: the same requests through vLLM's offline `LLM.generate` and through mtpctl's pool and actor, with the same model, settings and
 device. Also measures the share of the engine's slots that are empty while requests are queued.
 
-`speculation`: engines that draft 1, … k tokens, and one that selects the number (`rollout.speculation.auto`), against one without
-speculation, at every batch size. Each is measured with a drafter that predicts a known share of tokens correctly, and with one that is
-always wrong.
+`speculation`: an engine that drafts 0, 1, … k tokens per step, and then selects the number itself (`rollout.speculation.auto`), against an
+engine without speculation, at every batch size. The drafter predicts a known share of tokens correctly. `auto` is also measured with
+requests for which every draft is wrong.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def parse_shape(text: str) -> Literal["mimo7b", "tiny"]:
 
 
 class Bench:
-    """Creates the model, its loads and its engines. num_engines: number of engines that share the GPU."""
+    """Creates the model, its workloads and its engines. num_engines: number of engines that share the GPU."""
 
     def __init__(self, options: Options, report: Callable[[str], None], num_engines: int) -> None:
         self.options, self.num_engines = options, num_engines
@@ -116,7 +116,7 @@ class Bench:
         report(f"model: {options.folder}, {count_parameters(self.shape)['total']:,} parameters")
 
     def workloads(self, *, wrong_drafts: bool = False) -> list[Workload]:
-        """One workload for each batch size, whose requests are all sent at once."""
+        """One workload for each batch size. All requests of a workload are sent at once."""
         return [self._workload(f"batch {batch}", batch, batch, 0.0, wrong_drafts) for batch in self.options.batches]
 
     def queued(self) -> Workload:
@@ -140,7 +140,7 @@ class Bench:
     def recipe(self, drafts: int) -> Recipe:
         """The recipe of an engine for the largest batch.
 
-        CUDA graphs are captured for the batch sizes of the loads, for smaller batches (when requests end), and for steps with prefill.
+        CUDA graphs are captured for the batch sizes of the workloads, for smaller batches (when requests end), and for steps with prefill.
         """
         options = self.options
         max_batch = max(options.batches)
@@ -201,9 +201,9 @@ class Bench:
 class Result:
     """One row: throughput and its ratio to the baseline as medians over rounds, and the bounds that it misses.
 
-    rates, ratios: of each round. draft_s: device seconds per step for all drafts. steps, step_s: steps per round, and seconds of a step
-    without prefill, if the engine reports them. allowed: `gain_with_free_verification`. idle: share of empty slots. wrong: number of
-    answers that differ from the model's known ones.
+    rates, ratios: of each round. draft_s: device seconds of drafting per step. steps, step_s: steps per round, and seconds of a step
+    without prefill, if the engine reports them. allowed: `gain_with_free_verification`. idle: share of empty slots. drafts: draft tokens
+    per step. wrong: number of answers that differ from the model's known ones.
     """
 
     what: str
@@ -244,7 +244,7 @@ async def send_alternately(workload: Workload, senders: Mapping[str, Send], roun
 
 
 def make_row(what: str, workload: Workload, runs: list[Run], baseline: list[Run] | None = None, bound: float | None = None) -> Result:
-    """Make a row from its rounds and those of its baseline. bound: the minimum ratio of the two."""
+    """Make a row from the runs of its rounds and those of its baseline. bound: minimum throughput relative to the baseline."""
     rates = tuple(run.tokens_per_s for run in runs)
     ratios = (
         tuple(run.tokens_per_s / baseline_run.tokens_per_s for run, baseline_run in zip(runs, baseline, strict=True)) if baseline else ()
@@ -312,12 +312,12 @@ async def measure_speculation(bench: Bench, table: Table, plain: ReplicaPool, dr
 async def _measure_fixed(bench: Bench, table: Table, workload: Workload, plain: ReplicaPool, drafting: ReplicaPool) -> None:
     counts = range(bench.options.drafts + 1)
     states: dict[int, list[SpeculationState]] = {drafts: [] for drafts in counts}
-    send_workload = bench.sender_for(drafting)
+    send_to_drafting = bench.sender_for(drafting)
 
     def with_drafts(drafts: int) -> Send:
         async def send_drafting(workload: Workload) -> Run:
             await drafting.control_speculation(drafts)
-            run = await send_workload(workload)
+            run = await send_to_drafting(workload)
             states[drafts].append((await drafting.control_speculation())[0])
             return run
 
@@ -359,8 +359,8 @@ async def _measure_auto(bench: Bench, table: Table, workload: Workload, plain: R
     state = (await drafting.control_speculation())[0]
     steps: dict[int, int] = state["steps"]
     most_frequent = max(steps, key=lambda drafts: steps[drafts])
-    measured = make_row(what, workload, runs[what], runs[OFF], MIN_AUTO_RATIO)
-    table.add(replace(measured, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(most_frequent)))
+    row = make_row(what, workload, runs[what], runs[OFF], MIN_AUTO_RATIO)
+    table.add(replace(row, drafts=state["drafts"], steps=sum(steps.values()) / rounds, step_s=state["step_s"].get(most_frequent)))
     counts = ", ".join(f"{count} with {drafts}" for drafts, count in sorted(steps.items()))
     table.report(f"  number of steps by draft tokens: {counts}; {state['message'] or 'no measurement was completed'}")
 
@@ -384,7 +384,7 @@ def run_benchmark(options: Options, parts: list[str], report: Report) -> list[Re
             if speculation:
                 await measure_speculation(bench, table, pools[0], pools[1])
             for offline in offlines:
-                # Last, because it takes longest.
+                # The queued workload is last, because it takes longest.
                 await measure_path(bench, table, [bench.queued()], offline, pools[0])
 
     with bench.cluster():

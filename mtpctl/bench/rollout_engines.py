@@ -6,8 +6,8 @@ all engines are resident, and each workload is sent to them in turn.
 The cycle model is a model of any MiMo shape with known outputs, whose MTP layer predicts a chosen share of tokens correctly. The trunk
 predicts `token + 1`. Its attention and MLP have random weights but zero output projections, so it does the computation of a real model
 without changing the result. The MTP layer outputs the embedding of its input token, from which the head also predicts `token + 1`. One
-element of each embedding is a marker. If it is positive, a neuron of the layer's MLP adds the embedding of another token, which makes the
-prediction wrong. The marker is positive for a random share of the vocabulary's lower half, and for all of its upper half.
+element of each embedding is a marker. If the marker is positive, a neuron of the layer's MLP adds the embedding of another token, which
+makes the prediction wrong. The marker is positive for a random share of the vocabulary's lower half, and for all of its upper half.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ async def send_workload(pool: ReplicaPool, workload: Workload, vocab: int) -> Ru
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for index, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True)):
-            if index == 2 * workload.batch:  # `idle` is measured after the slots were filled for the first time.
+            if index == 2 * workload.batch:  # `idle` is measured from here on, after the slots were filled for the first time.
                 occupied_readings.append((clock(), await occupied_seconds()))
             yield GenerationRequest(Sample(str(index), str(index), prompt), length, seed=index)
         if occupied_readings:
@@ -217,7 +217,7 @@ async def offline_actor(recipe: Recipe, folder: Path, context: int, device: Lite
 async def enter_all[T](*managers: AbstractAsyncContextManager[T]) -> AsyncIterator[list[T]]:
     """Enter all managers concurrently, because engines take a minute or two to start.
 
-    If managers fail to enter, exits the others and raises the error of the first that failed.
+    If some managers fail to enter, exits the others and raises the error of the first one, in the order of the arguments.
     """
     results = await asyncio.gather(*(manager.__aenter__() for manager in managers), return_exceptions=True)
     async with AsyncExitStack() as stack:
@@ -252,7 +252,7 @@ def cycle_config(shape: Literal["mimo7b", "tiny"]) -> dict[str, object]:
 
 
 def write_cycle_model(folder: Path, config: dict[str, object], *, acceptance: float, device: str) -> Path:
-    """Write the model into `folder`, unless it already exists.
+    """Write the model into `folder`, unless the folder already contains it.
 
     acceptance: share of the tokens in the vocabulary's lower half after which the draft is correct.
 

@@ -166,7 +166,7 @@ async def send_workload(pool: ReplicaPool, workload: Workload, group: int, pids:
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU seconds that these processes and their descendants have used."""
+    """CPU seconds that these processes and their descendants have used so far."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -251,7 +251,7 @@ class ModelBench:
             yield run
 
     async def measure(self, report: Report) -> list[Result]:
-        """Start all engines, send each workload with each arm, and print a row for each arm."""
+        """Start all engines, send each workload to the engines of its arms, and report a row for each arm."""
         keys = list(dict.fromkeys(arm.engine_key for arm in self.arms))
         managers: list[AbstractAsyncContextManager[ReplicaPool | SendOffline]] = [
             self.pool(key) if key[0] else self.offline(key) for key in keys
@@ -259,10 +259,10 @@ class ModelBench:
         results: list[Result] = []
         async with enter_all(*managers) as engines:
             freeze_heap()
-            by_key = dict(zip(keys, engines, strict=True))
+            engine_by_key = dict(zip(keys, engines, strict=True))
             for in_flight in dict.fromkeys(arm.in_flight for arm in self.arms):
                 arms = [arm for arm in self.arms if arm.in_flight == in_flight]
-                measurements = await self._alternate(arms, by_key)
+                measurements = await self._alternate(arms, engine_by_key)
                 for arm in arms:
                     baseline = next((measurements[other.name] for other in arms if not other.engines), None)
                     results.append(_make_result(arm, measurements[arm.name], baseline))

@@ -174,7 +174,7 @@ class RequestLoad:
             turn += 1
 
     def check(self) -> None:
-        """Raise the error of a failed request: the remaining requests would be a lower load."""
+        """Raise the error if a request failed: measurements with the remaining requests would be at a lower load."""
         for task in self._tasks:
             if task.done():
                 task.result()

@@ -6,7 +6,7 @@ weights (target and draft under one version) are synced several times over each 
 - A sync lasts from the announcement of a version until the engine has resumed: export, packing, transfer, and loading into target
   and drafter.
 - A stall lasts from the call that pauses the engine to the return of the call that resumes it.
-- Wire time is the time to send the buckets. Link time is the time to send as many bytes without packing.
+- Wire time is the time to send the buckets. Link time is the time to send the same number of bytes without packing.
 - Throughput has recovered when its average over a window is 90% of the rate before the sync. The recovery time starts at the pause.
 """
 
@@ -89,10 +89,10 @@ def compute_extra_gib(before: dict[str, int], after: dict[str, int], *, exclusiv
 
 @dataclass
 class Result:
-    """The syncs over one transport. Each list has one entry per sync.
+    """The syncs over one transport. Each list of numbers has one entry per sync.
 
-    verified: number of tensors whose checksums were compared. back_seconds: seconds until throughput has recovered. tokens_per_s: before
-    the sync.
+    verified: number of tensors whose checksums were compared. back_seconds: seconds until throughput has recovered. tokens_per_s: rate
+    before the sync.
     """
 
     transport: str
@@ -184,7 +184,7 @@ async def measure(options: Options, report: Callable[[str], None]) -> list[Resul
     model = options.folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(options.config))
-    # The mapping of names reads the index. Weights are only loaded by an FP8 engine, which quantizes the zeros.
+    # The mapping of names reads the index. Only an FP8 engine loads weight files: it quantizes them, so they are written, as zeros.
     shapes = tensor_shapes(shape_of(options.config))
     files = {name: f"{index}.safetensors" for index, name in enumerate(shapes)}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
@@ -242,19 +242,19 @@ async def _measure_transport(
     sync = WeightSync(recipe, trainer, SingleEngine(engine), None, store)
     load = RequestLoad(engine._llm, options)
     try:
-        # Generation must be steady first, so that memory it allocates at its start is not attributed to the sync.
+        # The memory that the engine allocates when it begins to generate must not be attributed to the sync.
         await _wait_until_steady(load, options)
         memory_before = await _read_memory(trainer, engine, reset=True)
         await sync(version := version + 1, verify=True)
         assert sync.last_update is not None
         manifest, first_report = sync.last_update.manifest, sync.last_update.reports[0]
         await sync.wait_copied()
-        link = await _measure_link(options, trainer, engine, manifest)
+        link_gb_per_s = await _measure_link(options, trainer, engine, manifest)
         buckets = sum(len(section.buckets) for section in manifest.sections.values())
-        result = Result(transport, manifest.nbytes, buckets, link, first_report.verified)
+        result = Result(transport, manifest.nbytes, buckets, link_gb_per_s, first_report.verified)
         report(
             f"{transport}: {result.nbytes / 1e9:.3f} GB in {buckets} buckets, {first_report.verified} tensors verified, "
-            f"link {link:.1f} GB/s"
+            f"link {link_gb_per_s:.1f} GB/s"
         )
         await _wait_until_steady(load, options)
         for _ in range(options.repeats):
@@ -263,7 +263,7 @@ async def _measure_transport(
             metrics = await sync(version := version + 1, verify=False)
             resumed = time.perf_counter()
             await sync.wait_copied()
-            persisted = time.perf_counter() - resumed
+            persist_s = time.perf_counter() - resumed
             load.check()
             sync_report, sent = sync.last_update.reports[0], sync.last_update.sent
             recovery = sync_report.stall_seconds + await _wait_for_recovery(load, resumed, rate_before, options)
@@ -275,7 +275,7 @@ async def _measure_transport(
             result.tokens_per_s.append(rate_before)
             report(
                 f"  version {version}: {metrics['sync/seconds']:.3f} s, stall {sync_report.stall_seconds:.3f} s, wire "
-                f"{result.wire_seconds[-1]:.3f} s, waited {sent.wait_seconds:.3f} s, persisted after {persisted:.2f} s"
+                f"{result.wire_seconds[-1]:.3f} s, waited {sent.wait_seconds:.3f} s, persisted after {persist_s:.2f} s"
             )
         memory_after = await _read_memory(trainer, engine)
     finally:
@@ -304,7 +304,7 @@ async def _read_memory(trainer: TrainerProcess, engine: VllmEngine, *, reset: bo
 
 
 async def _measure_link(options: Options, trainer: TrainerProcess, engine: VllmEngine, manifest: Manifest) -> float:
-    """The transport's rate without packing in GB/s, the best of three attempts."""
+    """The best rate of several attempts, in GB/s: of the transport without packing if it pushes, else of a copy in host memory."""
     if manifest.transport not in PUSH_TRANSPORTS:
         from mtpctl.sync.receiver import copy_rate
 

@@ -113,8 +113,8 @@ class Result:
     """Measurements of a step with one implementation of the loss.
 
     Times and memory are maxima over ranks. tokens_per_s, tflops and share (of the matrix product's rate) are per rank. step_gib: peak in
-    addition to weights and buffers. gradient: maximum relative difference of the gradients of LM head and embedding to the first
-    implementation; None with several ranks.
+    addition to weights and buffers. gradient: the larger relative difference of the gradients of LM head and embedding from those of the
+    first implementation; None with several ranks.
     """
 
     name: str
@@ -144,7 +144,7 @@ def make_layout(tp: int, cp: int, ep: int, folder: HfFolder) -> ParallelConfig:
 
 
 def extend_positions(config: dict[str, object], length: int) -> tuple[dict[str, object], str]:
-    """Raise the positions of a config to `length` if it has fewer. Returns the config, and a note on the change, empty if there is none."""
+    """Raise the positions of a config to `length` if it has fewer. Returns the config, and a note on the change (empty if unchanged)."""
     original = shape_of(config)
     if length <= original.max_positions:
         return config, ""
@@ -199,7 +199,7 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, workload: Workload
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
-    # Only rank 0 measures. The others wait in the all-reduce.
+    # Only rank 0 measures the matrix product. The other ranks wait in the all-reduce.
     is_first = rank is None or rank.rank == 0
     matmul_tflops = max_over_ranks(measure_matmul_tflops(device, 8192 if cuda else 512) if is_first else 0.0)
     batch = make_samples(folder.shape.vocab, workload.tokens, workload.samples, workload.prompt_share)
@@ -237,8 +237,8 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, workload: Workload
                 )
     num_tokens, ranks = sum(len(s.token_ids) for s in batch), parallel.world_size
     results = []
-    for name, case_ms in times.items():
-        median = statistics.median(case_ms)
+    for name, step_ms in times.items():
+        median = statistics.median(step_ms)
         tflops = flops / median / 1e9 / ranks
         peak, step_peak = max_over_ranks(peaks[name]), max_over_ranks(peaks[name] - buffers.get(name, 0.0))
         results.append(
@@ -246,8 +246,8 @@ def _measure_rank(folder: HfFolder, parallel: ParallelConfig, workload: Workload
                 name,
                 ranks,
                 median,
-                min(case_ms),
-                max(case_ms),
+                min(step_ms),
+                max(step_ms),
                 1000 * num_tokens / median / ranks,
                 tflops,
                 tflops / matmul_tflops,
