@@ -53,7 +53,7 @@ class _Commands(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        # For the list of commands, and for suggestions for misspelled names; `resolve_command` imports the command.
+        # Placeholders for the list of commands, and for suggestions for misspelled names. `resolve_command` imports the actual command.
         self.commands = {name: TyperCommand(name, short_help=line) for name, (_, line) in COMMANDS.items()}
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
@@ -153,9 +153,10 @@ _POLL_S = 0.05
 def fork_command() -> None:
     """Run the command in a child process, because this process is process 1 of a container. Returns in the child.
 
-    The kernel discards a signal for which process 1 has no handler. `raising_on_stop` restores the previous handlers after the first
-    SIGTERM, so a second one could not end a command that is process 1 and hangs on exit. Orphaned processes become children of process 1,
-    and remain zombies until it waits for them. So process 1 only forwards signals, reaps children, and exits with the command's exit code.
+    The kernel discards signals for which process 1 has no handler. If the command were process 1 and hung on exit, a second SIGTERM would
+    not end it, because `raising_on_stop` restores the previous handlers after the first one. Orphaned processes become children of process
+    1, and remain zombies until it waits for them. So process 1 only forwards signals, reaps children, and exits with the command's exit
+    code.
     """
     wait_signals = {*FORWARDED_SIGNALS, signal.SIGCHLD}
     signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*wait_signals, signal.SIGTTOU})
@@ -183,7 +184,8 @@ def fork_command() -> None:
 def _become_group_leader() -> None:
     """Become the leader of a process group, in the foreground if there is a terminal.
 
-    Each signal then arrives once: from the terminal (Ctrl-C), which does not signal process 1's group, or from process 1.
+    Each signal then reaches the command once. Ctrl-C comes from the terminal, which does not signal process 1 then; other signals are
+    forwarded by process 1.
     """
     os.setpgid(0, 0)
     with suppress(OSError):  # no terminal, or one of another session
@@ -191,7 +193,7 @@ def _become_group_leader() -> None:
 
 
 def _reap(command: int) -> int | None:
-    """Wait for children that have ended. Returns the exit code of the command if it is among them."""
+    """Reap all children that have ended. Returns the exit code of the command if it is among them, else None."""
     code = None
     while (child := _reap_one()) is not None and child[0]:
         if child[0] == command:

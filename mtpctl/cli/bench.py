@@ -1,4 +1,4 @@
-"""`mtpctl bench`: benchmarks with bounds. This module has those of single components; `bench_experiments` has those of whole runs."""
+"""`mtpctl bench`: benchmarks with bounds. Those of single components are here; those of whole runs are in `bench_experiments`."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _rollout_of_model(
     eager: bool,
     json: bool,
 ) -> None:
-    """The rollout of a user's model through mtpctl's pool and through vLLM alone."""
+    """Measure the rollout of a user's model through mtpctl's pool and through vLLM alone."""
     import torch
 
     from mtpctl.bench import rollout_model as bench
@@ -279,8 +279,8 @@ def sync_weights(
 
     cuda = torch.cuda.is_available()
     transports = transport or ((["ipc"] if shared else ["nccl", "ipc"]) if cuda else ["shm"])
-    if not cuda and (needing := [name for name in transports if TRANSPORTS[name].cuda]):
-        raise PrerequisiteMissing(f"--transport: {needing[0]} needs CUDA; on a CPU measure shm")
+    if not cuda and (cuda_transports := [name for name in transports if TRANSPORTS[name].cuda]):
+        raise PrerequisiteMissing(f"--transport: {cuda_transports[0]} needs CUDA; on a CPU measure shm")
     if fp8 and not cuda:
         raise PrerequisiteMissing("--fp8: needs CUDA; a CPU measures the tiny model, whose matrices do not fit blocks of 128 x 128")
     if cuda and not shared and torch.cuda.device_count() < 2:

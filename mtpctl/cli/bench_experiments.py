@@ -180,7 +180,7 @@ def compare(
 
 
 def _drafter_of(recipe: RecipeTree) -> tuple[int, bool]:
-    """The number of MTP layers, and whether the drafter drafts blocks."""
+    """The number of MTP layers, and whether the drafter drafts blocks. Assumes one MTP layer if the model's config is not available."""
     from mtpctl.families.reading import shape_of
     from mtpctl.recipe.model import hf_config
 
@@ -205,8 +205,8 @@ def _outcomes(
     create_folder(experiment.out, "--out")
     from mtpctl.recipe.loading import load_recipe
 
-    first = load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed
-    return experiment.run(arms, seeds or list(range(first, first + seeds_by_default)), concurrent=together, report=print_progress)
+    first_seed = load_recipe(experiment.recipe, overlays=list(experiment.overlays), sets=list(experiment.sets)).recipe.seed
+    return experiment.run(arms, seeds or list(range(first_seed, first_seed + seeds_by_default)), concurrent=together, report=print_progress)
 
 
 def _write(out: Path, document: dict[str, object]) -> None:

@@ -56,7 +56,7 @@ def convert_hf(
         raise UserError("--inspect takes no DST" if inspect else "DST is missing; name the folder to create")
     if not source.is_dir():
         raise UserError(f"{source}: there is no such folder")
-    # A conversion needs no GPU, and must not take memory of one.
+    # A conversion needs no GPU, and must not allocate memory on one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if logging.root.level > logging.INFO:  # without -v
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if there is no GPU
@@ -103,7 +103,7 @@ def _list(contents: Mapping[str, object]) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar with bytes, speed and remaining time on a terminal, otherwise a line at every tenth."""
+    """Yield a function that shows progress: a bar with bytes, speed and remaining time on a terminal, else a line at every tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

@@ -70,7 +70,7 @@ Json = Annotated[bool, typer.Option("--json", callback=_reserve_stdout, help="Pr
 
 
 def load(recipe: str | Path, overlays: list[str] | None, sets: list[str] | None) -> LoadedRecipe:
-    """Load the recipe that the shared arguments name; for a run, its recipe. Raises UserError for a wrong value."""
+    """Load a recipe, or the recipe of a run, with the shared options applied. Raises UserError for a wrong value."""
     from mtpctl.jobs.targets import load_recipe_or_run
 
     return load_recipe_or_run(recipe, overlays or [], sets or []).loaded
@@ -104,7 +104,7 @@ def stdout_is_for_results() -> Iterator[None]:
     _flush(stdout)
     stdout_copy = os.dup(1)
     try:
-        # False if stdout is captured, as in pytest.
+        # False, or unsupported, if stdout is captured, as in pytest.
         is_descriptor_1 = stdout.fileno() == 1
     except io.UnsupportedOperation:
         is_descriptor_1 = False
@@ -113,7 +113,7 @@ def stdout_is_for_results() -> Iterator[None]:
         _results = undo.enter_context(open(os.dup(stdout_copy), "w", encoding=stdout.encoding)) if is_descriptor_1 else stdout
         os.dup2(2, 1)
         undo.callback(os.dup2, stdout_copy, 1)
-        undo.callback(_flush, stdout)  # while descriptor 1 is still stderr, to which the rest of the buffer belongs
+        undo.callback(_flush, stdout)  # Runs before descriptor 1 is restored: buffered output of libraries belongs to stderr.
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             yield

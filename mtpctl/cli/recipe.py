@@ -163,7 +163,7 @@ _ABSENT = object()
 
 
 def _end_tokens(recipe: Recipe) -> list[str]:
-    """One line for each end token, and one more if a file that may name further tokens is missing."""
+    """One line for each end token, and one more if a file that may name further tokens is missing. If they cannot be read, the error."""
     from mtpctl.data.end_tokens import recipe_end_tokens
     from mtpctl.errors import MtpctlError
 
@@ -211,7 +211,7 @@ ABOUT = {
     "test_mytask.py": "tests of the code above",
     "README.md": "this page",
 }
-"""The files of a template in the order of listing; a template need not have all."""
+"""The files that templates have, with their descriptions, in the order in which they are listed. No template has all of them."""
 
 UNTIL_LOSS = {"agent": "0.1", "coding": "0.4", "exact": "1.4", "judge": "2.3", "tool": "0.1"}
 """The loss at which the supervised stage of each template ends: by then some responses are right, and some are not."""
@@ -283,7 +283,7 @@ def _texts(template: str, name: str, model: str | None, task: str) -> tuple[dict
 
 
 def contents(template: str, name: str) -> dict[str, str]:
-    """The texts of the task `name`, by the names of the template's files."""
+    """The texts of the files of the task `name`, by their names in the template."""
     source = TEMPLATES / template
     texts = {file: (source / file).read_text(encoding="utf-8") for file in ABOUT if (source / file).is_file()}
     texts["recipe.yaml"] += (TEMPLATES / "machine.yaml").read_text(encoding="utf-8").replace("{until_loss}", UNTIL_LOSS[template])
@@ -291,7 +291,7 @@ def contents(template: str, name: str) -> dict[str, str]:
 
 
 def _with_names(texts: dict[str, str], name: str) -> dict[str, str]:
-    """The files with the name of the task, and README.md."""
+    """Insert the task's name into the files, and add README.md."""
     table = "".join(f"| `{file}` | {ABOUT[file]} |\n" for file in texts)
     readme = (TEMPLATES / "README.md").read_text(encoding="utf-8")
     tested_part = "the agent" if "agent.py" in texts else "the reward and the tool" if "environment.py" in texts else "the reward"

@@ -90,7 +90,7 @@ def _render(summary: dict[str, Any]) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A progress bar on a terminal, otherwise a line at every tenth."""
+    """Yield a function that shows progress: a bar on a terminal, else a line at every tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -187,7 +187,7 @@ def _key(file: Path | None) -> str | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets of a complete sync by section, and the sizes of a delta. `bytes_once`: base weights that only the first sync sends."""
+    """The buckets of a complete sync by section, and the sizes of a delta. `bytes_once`: base weights, which only the first sync sends."""
 
     sync: SyncConfig
     sections: dict[str, list[Bucket]]

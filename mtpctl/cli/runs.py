@@ -33,11 +33,11 @@ def runs(
     if watch:
         from rich.console import Console
 
-        from mtpctl.telemetry.runs import watch_runs as show_table
+        from mtpctl.telemetry.runs import watch_runs
 
         if as_json or not (console := Console()).is_terminal:
             raise UserError("--watch: needs a terminal, without --json; run it without a pipe")
-        show_table(folder, console)
+        watch_runs(folder, console)  # Returns only by Ctrl-C.
     overviews = find_runs(folder)
     if as_json:
         print_result(json.dumps([asdict(run) | {"path": str(run.path)} for run in overviews], indent=2))
