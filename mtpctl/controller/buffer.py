@@ -44,7 +44,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Weight version of the oldest token. For an incomplete group, the version at which it was sent out, which is a lower bound."""
+        """Weight version of the oldest token. If the group is incomplete or has no tokens: `version`, which is a lower bound."""
         versions = [span.version for sample in self.samples for part in sample.trajectory for span in part.version_spans]
         return min(versions) if self.is_complete and versions else self.version
 
@@ -129,7 +129,7 @@ class SampleBuffer:
         return (group.number, 0) if self._ordered else (group.oldest_version, -group.retries)
 
     async def drop(self, group: Group) -> bool:
-        """Remove a complete group that is not to be trained on. Returns whether it was still in flight."""
+        """Remove a complete group without training on it. Returns whether it was still in flight."""
         async with self._changed:
             self._changed.notify_all()
             return self._groups_in_flight.pop(group.group_id, None) is not None
@@ -139,8 +139,8 @@ class SampleBuffer:
 
         If `ordered`, also waits for every group with a smaller number than the last one of the batch.
 
-        Otherwise, also waits for due groups. These are retried groups with tokens of `due_version` or earlier, which the next weight
-        version makes too old. At most `max_deferred` of them may be left to later batches that precede this version.
+        Otherwise, also waits for due groups: retried groups that have, or may get, tokens of `due_version` or earlier. The next weight
+        version makes them too old. At most `max_deferred` of them may be left to later batches before that version is published.
         """
 
         def batch_is_ready() -> bool:
@@ -171,7 +171,8 @@ class SampleBuffer:
     async def restore_taken_groups(self) -> int:
         """Put the groups of updates that no checkpoint contains back into the buffer. Returns the number of groups.
 
-        If `ordered`, all prompts are sent out again instead, under the weights that sampled them before, so that the updates are the same.
+        If `ordered`, all prompts are sent out again instead, under the weights that sampled the lost responses, so that the repeated
+        updates equal the lost ones.
         """
         async with self._changed:
             groups, self._taken_groups = [group for _, group in self._taken_groups], []

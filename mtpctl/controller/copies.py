@@ -1,4 +1,4 @@
-"""Copies of checkpoints in object storage (`train.checkpoint_copy`): written during training, fetched by a run without a checkpoint."""
+"""Copies of checkpoints in object storage (`train.checkpoint_copy`): written during training, fetched by a run without a local one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CheckpointCopier:
     """Copies checkpoints in a background thread. Only the newest queued checkpoint is copied.
 
     If the store fails, training continues and the copy is retried with exponential backoff. `report` receives a line when the store begins
-    to fail and when it recovers.
+    to fail, when it recovers, and for each checkpoint that is not copied because it is damaged.
     """
 
     def __init__(self, store: ObjectStore, run_dir: Path, num_kept: int, report: Report) -> None:
@@ -43,7 +43,7 @@ class CheckpointCopier:
         self._queued_checkpoint: Path | None = None
         self._current_checkpoint: Path | None = None
         self._retry_deadline: float | None = None  # set when the run is ending
-        self._failures_since_report = 0
+        self._failures_since_copy = 0
         self._num_failures, self._num_uncopied = 0, 0
         self._seconds: float | None = None
         self._error: BaseException | None = None
@@ -64,7 +64,7 @@ class CheckpointCopier:
             return [path.name for path in (self._current_checkpoint, self._queued_checkpoint) if path is not None]
 
     def metrics(self) -> dict[str, float]:
-        """Checkpoints that are not copied yet, failed attempts since the last call, and duration of the latest copy."""
+        """Number of checkpoints since the newest copy, and failed attempts and the duration of the newest copy since the last call."""
         with self._changed:
             metrics = {"checkpoint/copy_failures": float(self._num_failures), "checkpoint/copy_behind": float(self._num_uncopied)}
             if self._seconds is not None:
@@ -98,7 +98,7 @@ class CheckpointCopier:
             return self._current_checkpoint
 
     def _copy(self, checkpoint: Path) -> None:
-        """Copy a checkpoint. Retries until it succeeds, a newer one is queued, or the deadline of an ending run has passed."""
+        """Copy a checkpoint. Retries unless it is damaged, a newer one is queued, or the deadline of an ending run has passed."""
         delay = FIRST_DELAY_S
         with self._changed:
             num_uncopied = self._num_uncopied
@@ -127,19 +127,19 @@ class CheckpointCopier:
     def _record_failure(self, error: Exception) -> None:
         with self._changed:
             self._num_failures += 1
-            self._failures_since_report += 1
-            is_first_failure = self._failures_since_report == 1
+            self._failures_since_copy += 1
+            is_first_failure = self._failures_since_copy == 1
         if is_first_failure:
             self._report(f"{error}; training continues, and the copy is retried")
 
     def _record_result(self, num_uncopied: int, seconds: float | None = None) -> int:
-        """Record that a checkpoint was copied in `seconds`, or is damaged (None). Returns the number of failed attempts before the copy."""
+        """Record a copy that took `seconds`; None if the checkpoint cannot be copied. Returns the number of failed attempts before it."""
         with self._changed:
             self._num_uncopied -= num_uncopied
             self._current_checkpoint = None
             if seconds is None:
                 return 0
-            num_failures, self._failures_since_report = self._failures_since_report, 0
+            num_failures, self._failures_since_copy = self._failures_since_copy, 0
             self._seconds = seconds
         return num_failures
 

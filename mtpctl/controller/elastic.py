@@ -1,8 +1,8 @@
 """Scales the rollout replicas of a run to the requested number, up to the capacity of the hosts (`rollout.replicas: {min, max}`).
 
 Once a second, the controller answers requests of `mtpctl scale`, removes surplus replicas and those whose host is lost or draining, and
-adds missing replicas on hosts with capacity. The trainer and the log-prob server take precedence: while one of their actors waits for a
-host, no replica joins, and after `YIELD_S` a replica leaves to free capacity. Training continues.
+adds missing replicas on hosts with capacity. Training continues meanwhile. The trainer and the log-prob server take precedence: while one
+of their actors waits for a host, no replica joins. If the actor has lost its host, a replica above the minimum leaves after `YIELD_S`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mtpctl.telemetry.run_directory import (
 POLL_S = 1.0
 """Interval between checks of requests and hosts, in seconds."""
 YIELD_S = 10.0
-"""How long a trainer or log-prob actor may wait for a host, in seconds. After that, a replica above the minimum leaves to make room."""
+"""How long a trainer or log-prob actor that has lost its host may wait for another, in seconds. Then a replica leaves to make room."""
 
 
 class ElasticRollout:
@@ -61,7 +61,7 @@ class ElasticRollout:
 
     @contextlib.asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
-        """Check once a second while the block runs. An error of a check is raised when the block ends."""
+        """Answer requests and scale once a second while the block runs. An error is raised when the block ends."""
         if self._earlier_request:
             is_clipped = self.requested_replicas != self._earlier_request
             clip_note = f", but rollout.replicas allows {self.requested_replicas}" if is_clipped else ""
@@ -76,7 +76,7 @@ class ElasticRollout:
 
     @contextlib.asynccontextmanager
     async def scale(self, membership: Membership, claim: Claim) -> AsyncIterator[None]:
-        """Add and remove replicas of a pool while the block runs. `claim`: the resources of one replica."""
+        """Let `watch` add and remove replicas of a pool while the block runs. `claim`: the resources of one replica."""
         self._membership, self._claim = membership, claim
         try:
             yield
@@ -161,7 +161,7 @@ class ElasticRollout:
             self._last_left_at = time.monotonic()
 
     async def _join(self, membership: Membership) -> None:
-        """Add replicas until none is missing or no host has capacity."""
+        """Add replicas until none is missing, no host has capacity, or the trainer or the log-prob server needs the capacity."""
         while len(membership.occupied_slots) < self.requested_replicas and not self._state.weights_lost and not self._waiting_actors():
             index = next(
                 i
@@ -180,7 +180,7 @@ class ElasticRollout:
         return {actor: since for actor, since in self._bundles.awaited.items() if not actor.startswith("rollout-")}
 
     def _starved_actor(self) -> str:
-        """A trainer or log-prob actor that lost its host and has waited for `YIELD_S` since a replica left; empty if there is none."""
+        """A trainer or log-prob actor that lost its host, and has waited `YIELD_S` since then and since a replica left; else empty."""
         latest_start = time.monotonic() - YIELD_S
         lost_actors = self._bundles.on_lost_hosts(
             [actor for actor, since in self._waiting_actors().items() if max(since, self._last_left_at) <= latest_start]

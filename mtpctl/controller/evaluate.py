@@ -51,7 +51,7 @@ class HeldOutSet:
     def metrics(self) -> dict[str, float]:
         """`eval/*` for the set of the section `data`, `eval/NAME/*` for a named set.
 
-        If some of the prompts are also in the training data, `unseen_*` are means over the others.
+        If some of the prompts are also in the training data, `unseen_*` are the mean reward of the other problems and their number.
         """
         prefix, samples, n = f"eval/{self.name}/" if self.name else "eval/", self.samples, self.config.n
         rewards = [[sample.reward or 0.0 for sample in responses] for responses in self.responses]
@@ -169,7 +169,7 @@ def _build_request(
 
 
 class Evaluator:
-    """Runs the evaluations of the RL stage, one at a time. Training continues during an evaluation, unless `evaluation.wait` is set."""
+    """Runs the evaluations of the RL stage, one at a time. Training continues meanwhile, unless `start` waits for the result."""
 
     def __init__(
         self,
@@ -197,7 +197,10 @@ class Evaluator:
         return bool(every) and step % every == 0 and step < self.recipe.train.rl.steps
 
     async def start(self, *, background: bool = False) -> None:
-        """Start an evaluation of the published weights, after the one in progress. `background`: training may continue."""
+        """Start an evaluation of the published weights, after the one in progress.
+
+        `background`: return before it ends, unless `evaluation.wait` or `async.deterministic` is set.
+        """
         await self.wait()
         if self.state.stop_requested.is_set():
             return
@@ -211,7 +214,7 @@ class Evaluator:
             await self.wait()
 
     async def wait(self) -> None:
-        """Wait until the evaluation in progress ends, and raise its error. A requested stop cancels it."""
+        """Wait until the evaluation in progress ends, and raise its error if it fails. A requested stop cancels it."""
         if self._task is not None and await finished_before(self._task, self.state.stop_requested):
             self._task.result()
             self._task = None
@@ -228,7 +231,7 @@ class Evaluator:
             self.telemetry.event("eval", f"the evaluation in progress has no result: {reason}")
 
     async def _run(self, step: int, version: int) -> None:
-        """Log the metrics of all held-out sets under `step`."""
+        """Evaluate all held-out sets, and log their metrics under `step`."""
         started_at = time.perf_counter()
         metrics = await evaluate(
             self.recipe,

@@ -88,7 +88,7 @@ def compute_stability(updates: Sequence[UpdateStats]) -> float:
 
 
 def oscillates(updates: Sequence[UpdateStats]) -> bool:
-    """Whether the reward of a run of low stability oscillates: it drops, and residuals half a period apart have opposite signs.
+    """Whether the reward of updates with low stability oscillates: it drops, and residuals half a period apart have opposite signs.
 
     A run that learns within a few updates does not follow a parabola either, but its reward does not drop.
     """
@@ -180,9 +180,9 @@ UNCHANGED_ENTROPY = 0.05
 COLLAPSED_ENTROPY = 0.05
 """Entropy relative to the first updates below which it has collapsed, unless the reward still rises."""
 LOW_SIGNAL_FRACTION = 0.1
-"""Share of groups with signal below which a hint is given: more than nine tenths of the responses are discarded."""
+"""Share of groups with signal below which a hint is given: more than nine tenths of the groups have no gradient."""
 MIN_SIGNAL_FRACTION = 0.02
-"""Share of groups with signal from which a larger learning rate can help. Dynamic sampling fills every update with such groups."""
+"""Minimum share of groups with signal for the hint to raise the learning rate. A small share suffices for dynamic sampling."""
 HIGH_TRUNCATED_FRACTION = 0.2
 """Share of truncated responses above which a hint is given. They rarely contain an answer, so their rewards are decided by the limit."""
 MIN_IDLE_UPDATES = 5

@@ -17,7 +17,7 @@ from mtpctl.telemetry.sample_log import sample_row, spaced_by_reward
 from mtpctl.telemetry.session import Telemetry
 
 MIN_REWARD_DIFFERENCE = 1e-6
-"""Rewards that differ by less are equal."""
+"""Rewards that differ by at most this much count as equal."""
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
@@ -85,7 +85,7 @@ def reward_part_metrics(samples: list[Sample]) -> dict[str, float]:
 
 
 def finish_reason_share(samples: list[Sample], reason: str) -> float:
-    """Share of responses with this finish reason. For trajectories of agents, pass only the last sample."""
+    """Share of responses with this finish reason. For trajectories of agents, pass only the last sample of each."""
     return sum(sample.finish_reason == reason for sample in samples) / len(samples)
 
 
@@ -181,7 +181,7 @@ class BusyClock:
         self._busy[component] = busy
 
     def read_and_reset(self) -> dict[str, float]:
-        """Idle shares, overlap, wall time (`timing_s/step`) and time spent only in rewards, all since the last call."""
+        """Shares of idle and of overlapping work, wall time (`timing_s/step`) and time of rewards alone, all since the last call."""
         self._advance()
         wall = max(self._seconds["wall"], 1e-9)
         times = {
@@ -196,7 +196,7 @@ class BusyClock:
 
 
 class SampleRecorder:
-    """Records at most `count` samples as text: of each update, of each evaluated set, and of the groups dropped before an update."""
+    """Records samples as text: at most `count` of each update, of each evaluated set, and of the groups dropped before each update."""
 
     def __init__(self, telemetry: Telemetry, tokenizer: Tokenizer, count: int) -> None:
         self.telemetry, self.tokenizer, self.count = telemetry, tokenizer, count
@@ -211,7 +211,7 @@ class SampleRecorder:
         self._record(selected, [problems[sample.group_id] for sample in selected], step=step, kind="update")
 
     def record_evaluation(self, step: int, responses: Mapping[str, Sequence[tuple[Problem, list[Sample]]]]) -> None:
-        """Record the responses of an evaluation after the update `step`. `responses`: by name of the held-out set."""
+        """Record samples of an evaluation after the update `step`. `responses`: all responses, by name of the held-out set."""
         for name, pairs in responses.items() if self.count else ():
             problems = {id(sample): problem for problem, samples in pairs for sample in samples}
             samples = [sample for _, responses_to_problem in pairs for sample in responses_to_problem]
@@ -219,7 +219,7 @@ class SampleRecorder:
             self._record(selected, [problems[id(sample)] for sample in selected], step=step, kind="eval", held_out=name)
 
     def record_dropped(self, step: int, group: Group, reason: str) -> None:
-        """Record one sample of a group that was dropped before the update `step`."""
+        """Record one sample of a group that was dropped before the update `step`, unless `count` are recorded for that step."""
         num_recorded = self._dropped[1] if self._dropped[0] == step else 0
         if num_recorded < self.count and group.samples:
             self._dropped = (step, num_recorded + 1)

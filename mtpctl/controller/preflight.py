@@ -1,4 +1,4 @@
-"""Preflight checks of user-defined code: tries loss, agent, environment and rewards on rows of the data before anything starts.
+"""Preflight checks of user-defined code: loads or tries loss, agent, environment and rewards before anything starts.
 
 Imports are local, because most recipes name no code and are checked in less than a second.
 """
@@ -160,7 +160,7 @@ def try_reward(config: RewardConfig, problems: list[Problem], field: str = "rewa
 
 
 def try_rewards_of_sets(recipe: Recipe, sets: Mapping[str, list[Problem]]) -> None:
-    """Try the rewards of individual held-out sets, so that a mistake is reported before the first evaluation."""
+    """Try the reward functions that only single held-out sets use, so that a mistake is reported before the first evaluation."""
     for name, set_config in recipe.evaluation.sets.items():
         if set_config.reward is not None and set_config.reward.function not in ANSWER_REWARDS:
             try_reward(set_config.reward, sets.get(name, []), f"evaluation.sets.{name}.reward")

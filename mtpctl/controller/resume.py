@@ -94,7 +94,7 @@ def _check_reference(recipe: Recipe, directory: RunDirectory, state: SavedState)
 
 
 def report_completed_run(recipe: Recipe, directory: RunDirectory, checkpoint: Path | None, state: SavedState, report: Report) -> bool:
-    """If all stages have ended, print the summary of the run, update its copy, and return True."""
+    """If all stages have ended, print the summary of the run, update its copy in object storage, and return True."""
     if checkpoint is None or not set(recipe.train.stages) <= set(state["ended"]):
         return False
     changed_keys = find_changed_task_keys(recipe, directory)
@@ -119,8 +119,8 @@ def _changed_task_hint(keys: list[str]) -> str:
 def start_over(recipe: Recipe, shared_folders: Sequence[str] = ()) -> Path | None:
     """Rename the run directory, and create an empty one for the new start. Returns the renamed directory; None if there was no run.
 
-    `shared_folders`: names of folders that the new run needs as well. Raises UserError if a run is writing the directory, or if its copy in
-    object storage would be overwritten.
+    `shared_folders`: names of folders that the new run needs as well. Raises UserError if a run is writing the directory, or if the
+    existing run's copy in object storage would be overwritten.
     """
     path = recipe.run_path.absolute()
     if not RunDirectory(path).recipe.exists():
@@ -154,7 +154,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
-    """Raise UserError if the run began with random weights, or with a drafter, of another model or seed than the recipe's."""
+    """Raise UserError if the run created its model or drafter with random weights from another config or seed than the recipe's."""
     folder = recipe.model.folder_in(run.path)
     if folder is None or not folder.is_dir() or (tree := run.read_recipe()) is None:
         return

@@ -144,9 +144,9 @@ class RlStage:
                 raise error
 
     async def _run_training(self) -> None:
-        """The training task. If the trainer is lost, rollout continues, and the updates since its checkpoint are repeated afterwards.
+        """The training task. If the trainer is lost, rollout continues, and a new trainer repeats the updates since the newest checkpoint.
 
-        Their groups were retained, so no prompt is lost or trained on twice.
+        The groups of these updates were retained, so no prompt is lost or trained on twice.
         """
         while True:
             try:
@@ -181,8 +181,8 @@ class RlStage:
             if self.evaluator.is_due():
                 await self.evaluator.start(background=True)
                 if not self.evaluator.is_running:
-                    # Training waited for the evaluation, so its time is excluded from the next update. Rollout continued, so the time is
-                    # included in its rates.
+                    # Training waited for the evaluation, so the next update's times exclude this wait. Rollout continued, so its rates
+                    # include it.
                     self._evaluation_wait_s += self.clock.read_and_reset()["timing_s/step"]
             else:
                 await self.evaluator.raise_if_failed()
@@ -209,7 +209,7 @@ class RlStage:
         return groups
 
     async def _wait_while_progressing(self, awaitable: Awaitable[None]) -> None:
-        """Wait for `awaitable` while responses keep arriving. Raises RuntimeFailure after `cluster.step_deadline_s` without progress."""
+        """Wait for `awaitable` while rollout makes progress. Raises RuntimeFailure after `cluster.step_deadline_s` without progress."""
         deadline_s = self.recipe.cluster.step_deadline_s
         # The deadline starts now, not at the last response, because the trainer may have been busy since then.
         self.rollout.record_progress()
@@ -247,7 +247,7 @@ class RlStage:
         return metrics, seconds
 
     def _step_metrics(self, metrics: dict[str, float], seconds: float, groups: list[Group]) -> dict[str, float]:
-        """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`."""
+        """Rates and shares over the interval that ends with this update. Removes `perf/tokens` from `metrics`. Logs warnings and hints."""
         busy_times, counts = self.clock.read_and_reset(), self.rollout.take_counts()
         self.idle_watch.observe(busy_times)
         seconds_generating, self._evaluation_wait_s = busy_times["timing_s/step"] + self._evaluation_wait_s, 0.0
@@ -274,8 +274,8 @@ class RlStage:
     async def publish(self) -> dict[str, float]:
         """Send the trainer's weights to every target under the next version, and admit more prompts.
 
-        A resumed run publishes its weights before it begins. Weights that already have a version keep it, so that the checkpoint's groups
-        do not become staler.
+        A resumed run publishes the checkpoint's weights before its first update. Weights that already have a version keep it, so that the
+        checkpoint's groups do not become staler.
         """
         has_new_weights = self.state.synced_at != self.state.step
         version = max(self.state.version, self.state.sent_version) + has_new_weights
@@ -288,7 +288,7 @@ class RlStage:
             self._replaying = False
             self.buffer.forget(self.state.step)
             await self.buffer.restore_taken_groups()
-        # Groups that were trained on since the last regular sync. Not zero only if a resumed run publishes between two syncs.
+        # Groups that were trained on since the last regular sync: zero, unless a resumed or ending stage publishes between two syncs.
         num_trained = self.state.step % self.recipe.async_.sync_every * self.recipe.train.rl.prompts_per_step
         self.rollout.on_publish(version, num_trained)
         return metrics

@@ -3,8 +3,9 @@
     prompt ───► admission ───► rollout ───► log-probs ───► reward ───► group complete ───► SampleBuffer
 
 `_yield_requests` sends out as many prompts as admission allows. Each sample that comes back is scored and rewarded in its own task while
-others are still being generated, and the last sample of a group completes it. A complete group is put into the buffer. If a reward failed
-or the group has no signal (its rewards are all equal, so its advantages are zero), it is dropped and replaced by another prompt's group.
+others are still being generated, and the last sample of a group completes it. A complete group is put into the buffer, with two
+exceptions: a group of which a reward failed, and with dynamic sampling a group without signal (all rewards are equal, so the advantages are
+zero). Such a group is dropped and replaced by another prompt's group.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ class RolloutLoop:
     # ------------------------------------------------------------------------------------------------ score and reward
 
     async def _process_sample(self, sample: Sample) -> None:
-        """Score and reward a finished sample concurrently, and add it to its group."""
+        """Compute log-probs and reward of a finished sample concurrently, and add it to its group. Skips samples of discarded groups."""
         problem = self.buffer.problem_of(sample)
         if problem is None:
             return

@@ -47,7 +47,7 @@ class Run:
     """One run: starts its actors, and runs its stages in order.
 
     Args:
-        old_logprobs_note: appended to the message about the resume, if the source of old log-probs has changed; else empty.
+        old_logprobs_note: appended to the message about the resume; empty if the source of old log-probs has not changed.
         status_socket: bound for the status page, if there is one.
         daemons: the Ray daemons that the run has started.
         starting_point: by default that of a new run.
@@ -83,7 +83,10 @@ class Run:
         self.trains_rl = "rl" in recipe.train.stages
 
     async def run(self) -> int | None:
-        """Run all stages. Returns the number of the signal that stopped the run, after a checkpoint, or None."""
+        """Run all stages. Returns the number of the signal that stopped the run before or within a stage; else None.
+
+        If the run is stopped within a stage, writes a checkpoint first.
+        """
         if (note := context_note(self.recipe.model)) is not None:
             self.telemetry.event("model", note)
         for caution in cautions_of(self.recipe):
@@ -214,7 +217,8 @@ class Run:
     ) -> None:
         """Run a stage to its end, including its last checkpoint, or until a stop is requested.
 
-        `resumed_checkpoint`: within this stage, to continue from. Raises TrainerLost if the trainer is lost outside an update.
+        `resumed_checkpoint`: the checkpoint of this stage to continue from. Raises TrainerLost if the trainer is lost before the first or
+        after the last update.
         """
         if stage == "sft":
             recipe, prepared, telemetry, state = self.recipe, self.prepared, self.telemetry, self.state

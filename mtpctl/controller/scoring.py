@@ -46,7 +46,7 @@ class OldLogprobScorer:
     async def __call__(self, sample: Sample) -> Sample:
         """Fill in a sample's old log-probs, and the weight version that computed them. With `replay: recompute`, also its expert routes.
 
-        If `ATTEMPTS` requests are answered late, the sample is returned unscored: the trainer computes its old log-probs at the update.
+        If `ATTEMPTS` requests exceed their deadline, the sample is returned unscored: the trainer computes its old log-probs at the update.
         """
         request = ScoreRequest(
             sample.token_ids,
@@ -73,7 +73,7 @@ class OldLogprobScorer:
         return sample
 
     def metrics(self) -> dict[str, float]:
-        """`logprob/*` since the last call; empty if the server had no requests."""
+        """`logprob/*` and `timing_s/logprob_server` since the last call; empty if the server answered no request and none was late."""
         totals = {name: float(getattr(self.server.counters, name)) for name in self._last_totals}
         differences = {name: totals[name] - last_total for name, last_total in self._last_totals.items()}
         self._last_totals = totals
@@ -117,7 +117,7 @@ class TeacherSource(Protocol):
     name: str
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """The teacher's tokens of a text, without those it adds at the start; None if it has no tokenizer."""
+        """The teacher's tokens of a text, of which the first may be missing; None if it has no tokenizer."""
 
     async def score(self, sample: Sample, prompt: Ids, options: TeacherOptions) -> TeacherScores:
         """Score the sample's response after `prompt`. Raises TimeoutError, RuntimeFailure."""
@@ -281,7 +281,7 @@ def _first_item(response: httpx.Response) -> dict[str, Any]:
 
 
 def _server_mismatch(response: httpx.Response) -> str | None:
-    """The reason why a response to `GET /version` is not from a log-prob server; None if it is. vLLM returns a version string."""
+    """Why the server that sent a response to `GET /version` cannot be used; None if it can. vLLM returns a version string."""
     if response.status_code == 401:
         return f"requires a key: set {KEY_VARIABLE}"
     if response.status_code != 200:

@@ -37,7 +37,7 @@ from mtpctl.sync.store import VersionStore
 from mtpctl.telemetry.session import Telemetry
 
 CHECKED_PROMPTS = 8
-"""Prompts on which the teacher's tokenizer is compared with the policy's."""
+"""Number of prompts on which the teacher's tokenizer is compared with the policy's."""
 
 
 async def reserve_bundles(recipe: Recipe, waits: Waits, stop_requested: asyncio.Event) -> tuple[Placement, Bundles] | None:
@@ -207,7 +207,7 @@ class Services:
 async def start_rewards(
     recipe: Recipe, stack: AsyncExitStack, *, report: Callable[[str], None], log: Path | None = None
 ) -> Mapping[str, Reward]:
-    """Start the reward functions by name of the held-out set; the recipe's is `UNNAMED`. `stack` closes them. Raises UserError."""
+    """Start the recipe's reward (key `UNNAMED`) and those of held-out sets (by name). `stack` closes them. Raises like `Rewarder`."""
     configs = {UNNAMED: recipe.reward}
     for name, held_out in recipe.evaluation.sets.items():
         if held_out.reward is not None:

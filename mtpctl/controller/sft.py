@@ -102,7 +102,10 @@ class SftStage:
 
 
 def count_skipped(metrics: dict[str, float], num_skipped: int, limit: int) -> int:
-    """The number of consecutive updates without a finite loss or gradient in any optimizer step. Raises RuntimeFailure at `limit`."""
+    """The new value of `num_skipped`: updates in a row whose optimizer steps were all skipped, because loss or gradient was not finite.
+
+    Raises RuntimeFailure at `limit`.
+    """
     if metrics["skipped"] < 1:
         return 0
     if num_skipped + 1 >= limit:
@@ -116,14 +119,14 @@ def count_skipped(metrics: dict[str, float], num_skipped: int, limit: int) -> in
 
 
 SAMPLES_FILE = "draft_samples.jsonl"
-"""File of this stage's samples in the run directory. Each line has the sample's number, prompt ids, response ids and loss mask."""
+"""File of the draft stage's samples in the run directory. Each line has the sample's number, prompt ids, response ids and loss mask."""
 
 
 class DraftStage(SftStage):
     """Generates `train.draft.samples` responses, and runs the updates of `train.draft.steps` on them.
 
     Args:
-        generator: the engines, which have the weights of the model's folder; None if the stage trains on the responses of rows.
+        generator: the engines, which have the weights of the model's folder; None if the stage trains on the responses in the rows.
         file: stores the samples. Samples that it already contains are not generated again.
     """
 

@@ -35,7 +35,7 @@ RETRY_S = 10.0
 MAX_FAILURES, FAILURE_PERIOD_S = 3, 300.0
 """The run fails after `MAX_FAILURES` failures in a row that span at least `FAILURE_PERIOD_S` seconds."""
 LAST_SAVE_S = 300.0
-"""Time limit of the checkpoint of a failed stage, in seconds. The failure may be that the trainer hangs."""
+"""Time limit of the checkpoint of a failed stage, in seconds. The stage may have failed because the trainer hangs."""
 
 
 class SavedState(TypedDict):
@@ -147,8 +147,8 @@ class RunState:
         weights_lost: no trainer has the weights of `step`.
         saved_step: the step of the newest checkpoint of this stage, or the step at which the stage began; `_UNSAVED` after a failure.
         sent_version: the version that was sent last, even if not every target received it. It is never reused for other weights.
-        saved_at: when the newest checkpoint was written (`time.monotonic`).
-        failure_times: when attempts to write a checkpoint failed since then (`time.monotonic`).
+        saved_at: when the newest checkpoint was written, or the stage began (`time.monotonic`).
+        failure_times: when attempts to write a checkpoint failed since the last one that succeeded (`time.monotonic`).
         stop_requested: set when a stop is requested. Stages return at their next step.
         show_wait: shows the reason of a wait.
         report: logs a line.
@@ -198,7 +198,7 @@ class RunState:
                 setattr(self, name, list(value) if isinstance(value, list) else value)
 
     def reset_to(self, checkpoint: Path | None, *, redraw_prompts: bool) -> bool:
-        """Reset the state to `checkpoint`, because the trainer was lost. The weight version keeps increasing.
+        """Reset the state to `checkpoint`, because the trainer was lost. The weight version is not reset.
 
         Returns whether the checkpoint is within this stage; if it is not, the stage begins again. `redraw_prompts`: see `RecoverTrainer`.
         """
@@ -221,7 +221,7 @@ class RunState:
     async def checkpoint_if_due(self, trainer: TrainerGroup) -> None:
         """Publish a checkpoint that has been written in the background, and begin the next one if it is due.
 
-        If it cannot be written, the run continues and a later call attempts again. Raises RuntimeFailure after too many failures.
+        If it cannot be written, the run continues and a later call tries again. Raises RuntimeFailure after too many failures.
         """
         try:
             await self.publish_pending(trainer, wait=False)
@@ -303,14 +303,16 @@ class RunState:
             raise SaveFailed(f"checkpoint {path} was not written: {error.strerror}") from error
 
     def checkpoint_copy_metrics(self) -> dict[str, float]:
-        """Metrics of the copies of checkpoints since the last call; empty if none are made."""
+        """Metrics of the copies of checkpoints since the last call; empty if the recipe configures no copies."""
         return {} if self.copier is None else self.copier.metrics()
 
     async def save_after_failure(self, trainer: TrainerGroup) -> Path | None:
         """Write a checkpoint of a stage that has failed.
 
-        Returns None if there was no update since the newest checkpoint, if the weights are in the middle of an update or lost, or if the
-        recipe keeps no checkpoints. Raises RuntimeFailure if the trainer does not write it within `LAST_SAVE_S`.
+        Returns None if there was no update since the newest checkpoint, if the trainer is within an update or its weights are lost, or if
+        the recipe keeps no checkpoints. A checkpoint that is being written is published, unless the weights are lost.
+
+        Raises RuntimeFailure if the trainer does not write it within `LAST_SAVE_S`.
         """
         if not self.within_stage or self.weights_lost:
             return None
@@ -320,7 +322,7 @@ class RunState:
         return await await_within(self.checkpoint(trainer), LAST_SAVE_S, "checkpoint")
 
     async def publish_pending(self, trainer: TrainerGroup, *, wait: bool = True) -> None:
-        """Publish the checkpoint that is being written when it is complete; with `wait=False` only if it already is. Raises SaveFailed."""
+        """Wait for the checkpoint that is being written, and publish it; if `wait` is false, only if it is complete. Raises SaveFailed."""
         if self.pending_checkpoint is None:
             return
         if self._buffer_write is not None:

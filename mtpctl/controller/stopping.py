@@ -25,7 +25,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopHandler:
-    """Stops a run on a signal: the first requests a stop after the current update, the second cancels the remaining work.
+    """Stops a run on a signal: the first requests a stop after the current update, the second cancels it, a third exits immediately.
 
     It also stops a run whose Ray cluster is lost. The actors answer for some seconds more, so the trainer can write a checkpoint.
 
@@ -44,7 +44,7 @@ class StopHandler:
     def handle_signals(self) -> Iterator[None]:
         """Handle the stop signals in the running event loop, and watch the cluster, while the block runs.
 
-        If the cluster is lost, raises RuntimeFailure with this cause, instead of the error of the actor call that failed first.
+        If the cluster is lost, raises a RuntimeFailure that names the daemon, instead of the error of the actor call that failed first.
         """
         for signal_number in self._signals:
             asyncio.get_running_loop().add_signal_handler(signal_number, self._on_signal, signal_number)
@@ -104,7 +104,7 @@ def _exit_after(seconds: float, exit_status: int, message: str) -> None:
 
 
 def _exit(exit_status: int, message: str) -> None:
-    """Exit immediately. The watchdog ends Ray's daemons, as after SIGKILL."""
+    """Exit immediately. The watchdog then ends Ray's daemons, as it would if this process were killed."""
     if sys.stdout.isatty():
         os.write(1, SHOW_CURSOR.encode())
     os.write(2, f"{message}\n".encode())

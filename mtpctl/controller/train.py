@@ -1,4 +1,4 @@
-"""Trains by a recipe: checks it, opens the run directory and the telemetry, connects to Ray, and runs the stages (`Run`)."""
+"""Runs a recipe: checks it, opens the run directory and the telemetry, connects to Ray, and runs the stages (`Run`)."""
 
 from __future__ import annotations
 

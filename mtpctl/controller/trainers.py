@@ -49,7 +49,10 @@ class RecoverTrainer(Protocol):
     """Restarts a lost trainer, and resets the run's state to the newest checkpoint."""
 
     async def __call__(self, error: TrainerLost, *, redraw_prompts: bool = False) -> object:
-        """`redraw_prompts`: samples since the checkpoint are lost too, so their prompts are drawn again. Raises `error` if forbidden."""
+        """`redraw_prompts`: samples since the checkpoint are lost too, so their prompts are drawn again.
+
+        Raises `error` if the recipe permits no restarts.
+        """
         ...
 
 
@@ -164,13 +167,13 @@ class TrainerGroup:
                 future.cancel()
 
     async def _raise_if_lost(self, error: RuntimeFailure) -> None:
-        """Raise TrainerLost if a rank is dead or does not answer, because that explains the errors of the other ranks."""
+        """Raise TrainerLost if a rank is dead, or does not answer and no rank raised an MtpctlError: that explains the other errors."""
         import ray
 
         cause = error.__cause__
         if isinstance(cause, ray.exceptions.RayActorError | TimeoutError):
             raise TrainerLost(str(error)) from error
-        # An MtpctlError is the rank's own error, unless another rank has died, which may have caused it.
+        # A rank raises an MtpctlError itself, so ranks that do not answer do not explain it. A rank that has died may have caused it.
         is_own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)
         location_calls: list[Coroutine[None, None, ActorLocation]] = [
             await_within(actor.location.remote(), LIVENESS_TIMEOUT_S, f"trainer rank {i}") for i, actor in enumerate(self.actors)
@@ -237,8 +240,8 @@ class TrainerGroup:
     async def restart(self, report: Callable[[str], None], stop_requested: asyncio.Event) -> None:
         """Replace all ranks by new ones, on other hosts if theirs are lost. The caller calls `build` next.
 
-        If there is no capacity for all data-parallel ranks, starts as many as fit, at least `train.min_dp`. If not even those fit, reports
-        that once and waits. Raises TrainerLost if a stop is requested during the wait.
+        If there is no capacity for all data-parallel ranks within `CAPACITY_WAIT_S`, starts as many as fit, at least `train.min_dp`. If not
+        even those fit, reports that once and waits. Raises TrainerLost if a stop is requested during the wait.
         """
         assert self.bundles is not None, "ranks without bundles cannot be restarted"
         self.kill()
@@ -286,7 +289,7 @@ class TrainerRecovery:
     async def __call__(self, error: TrainerLost, *, redraw_prompts: bool = False) -> Path | None:
         """Restart the ranks, and reset the run's state to the newest checkpoint. `redraw_prompts`: see `RecoverTrainer`.
 
-        Returns the checkpoint; None if it is from before this stage, which then begins again. Raises RuntimeFailure after too many
+        Returns the checkpoint; None if this stage has none, and therefore begins again. Raises RuntimeFailure after too many
         restarts. Raises `error` if the recipe permits no restarts, or if the newest checkpoint is damaged and not `redraw_prompts`.
         """
         self.state.is_updating, self.state.weights_lost = False, True
@@ -334,7 +337,7 @@ class TrainerRecovery:
                 error = next_error
 
     def _count_loss(self, error: TrainerLost) -> int:
-        """The number of losses within an hour, including this one. Raises RuntimeFailure, or `error`, if there are too many."""
+        """Count a loss. Returns the losses within an hour. Raises `error` if restarts are not permitted, RuntimeFailure after too many."""
         train, now = self.recipe.train, time.monotonic()
         self._loss_times = [*(time_of_loss for time_of_loss in self._loss_times if now - time_of_loss < FAILURE_WINDOW_S), now]
         if not train.restarts_trainer or not train.max_restarts:

@@ -52,7 +52,8 @@ class WeightSync:
     async def __call__(self, version: int, *, verify: bool | None = None) -> dict[str, float]:
         """Update every target to `version`. Returns `sync/*`, and the result of `metrics`. Raises the errors of `WeightUpdate.run`.
 
-        `verify`: compare the checksums of every tensor on both ends; by default as `sync.verify` configures. A failed push is retried once.
+        `verify`: compare the checksums of every sent tensor on both ends; by default as `sync.verify` configures. A failed push is retried
+        once.
         """
         started_at = time.perf_counter()
         if verify is None:
@@ -114,9 +115,9 @@ class WeightSync:
             await asyncio.gather(persist_task, return_exceptions=True)
 
     async def wait_copied(self) -> None:
-        """Wait until the trainer has copied the latest version into host memory; a thread then writes the copy to the store.
+        """Wait until the trainer has copied the latest pushed version into host memory. A thread of the trainer writes it to the store.
 
-        Raises an error of this copy, or of writing the previous one.
+        Raises an error of this copy, or of writing the previous version.
         """
         if self._persist_task is not None:
             persist_task, self._persist_task = self._persist_task, None
