@@ -1,8 +1,8 @@
-"""Reservations of CPUs and GPUs on the hosts of the Ray cluster, one for each actor of a run.
+"""Reservations of CPUs and GPUs for the actors of a run, on the hosts of the Ray cluster.
 
 Each reservation is a placement group of one bundle that is pinned to a host, so that Ray cannot choose another host. Actors that share a
 GPU share a bundle, and therefore get the same GPU. A bundle outlives its actor: a replacement starts in the same bundle, and no other
-actor can take it in between. If the host is lost, a bundle on another host replaces it as soon as one has capacity.
+actor can take it in between. If its host is lost, it is replaced by a bundle on another host as soon as one has capacity.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Bundles:
                 resources = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
                 selector = [{NODE_LABEL: spec.node_id}]
                 groups.append(placement_group([resources], strategy="PACK", bundle_label_selector=selector) if resources else None)
-            # The waits are concurrent: until a bundle that does not fit is detected, the others block other jobs.
+            # The waits are concurrent: until a bundle that does not fit is detected, the others take capacity from other jobs.
             successes = await asyncio.gather(*(asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S) for group in groups if group is not None))
             if not all(successes):
                 raise BundlesUnavailable
@@ -232,7 +232,7 @@ class Bundles:
         return self.by_actor[claim.actor]
 
     def release(self, actor: str) -> None:
-        """Free the bundle of an actor that has left. A placement group that it shares with other actors stays reserved."""
+        """Free the bundle of an actor that has left. If others share it, it stays reserved; on a live host, the actor can join it again."""
         self.locations.pop(actor, None)
         if (bundle := self.by_actor.get(actor)) is None:
             return
@@ -256,7 +256,7 @@ class Bundles:
             self.by_actor[actor] = replace(bundle, claim=replace(bundle.claim, actor=actor))
 
     async def try_acquire(self, actors: Sequence[str], *, per_host: int) -> list[ActorBundle] | None:
-        """Return the actors' bundles. Those on lost hosts are replaced, `per_host` at a time on one host. None if there is no capacity."""
+        """Return the actors' bundles. Each `per_host` bundles on lost hosts are replaced together, on one host. None without capacity."""
         if lost_actors := self.on_lost_hosts(actors):
             hosts = list_ray_hosts()
             free_capacities = list_capacities(host.free for host in hosts)

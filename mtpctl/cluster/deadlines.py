@@ -37,7 +37,7 @@ async def await_start[T](call: Awaitable[T], deadline_s: float, name: str) -> T:
 
 
 async def finished_before[T](task: asyncio.Future[T], event: asyncio.Event) -> bool:
-    """Wait until `task` is done or `event` is set, which cancels `task`. Returns whether it is done; `task.result()` raises its error."""
+    """Wait until `task` is done or `event` is set, and cancel `task` unless it is done. Returns whether it is done, even by an error."""
     event_set = asyncio.create_task(event.wait())
     try:
         futures: tuple[asyncio.Future[T] | asyncio.Task[Literal[True]], ...] = (task, event_set)
@@ -49,9 +49,9 @@ async def finished_before[T](task: asyncio.Future[T], event: asyncio.Event) -> b
 
 
 class ChangeNotifier:
-    """Waits for a condition of a shared state: every waiter checks its own condition again after each `notify`.
+    """Lets coroutines wait for conditions on shared state: each checks its own condition again after every `notify`.
 
-    Unlike `asyncio.Condition` it has no lock, because code between two awaits is not interrupted.
+    Unlike `asyncio.Condition`, it has no lock, because other coroutines cannot run between two awaits.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,14 @@
 """Removes what killed runs leave on this machine: folders in shared memory, Ray's session folders, and Ray's daemons.
 
 Folders: the process that creates a folder writes a mark into it: its process id, its start time (because ids are reused), and the boot and
-process namespace in which the id is valid. A folder is removed if this process has ended. Folders without a mark, of another user, or from
+process namespace in which the id is valid. A folder is removed after its process ended. Folders without a mark, of another user, or from
 another container are not removed, because they may be in use. The lock for removing and creating is on the shared memory folder itself, so
 it also excludes processes of other containers that share the memory.
 
 Daemons: each of Ray's daemons has its own session, so signals to the command's process group do not reach it. The watchdog is a small
 process with its own session. Daemons write their process id and start time into a pipe that it reads. When the command closes the watchdog
-or ends, the watchdog kills all processes of the daemons' sessions and their descendants. If the command was killed, the watchdog also
-removes the command's folders in shared memory. It runs this module, which therefore imports only the standard library.
+or ends, the watchdog kills all processes of the daemons' sessions and their descendants. If the command has ended without closing it, the
+watchdog also removes all leftover folders. It runs this module, which therefore imports only the standard library.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _vacate(folder: Path) -> bool:
         return True
     if _owner(folder) != _identity(os.getpid()) and not _is_abandoned(folder):
         return False
-    with suppress(OSError):  # another user's
+    with suppress(OSError):  # The folder may belong to another user.
         delete(folder)
     return not os.path.lexists(folder)
 

@@ -2,7 +2,7 @@
 
 Pairs are measured in rounds in which each host is in at most one pair, so measurements do not affect each other, and the time grows with
 the number of hosts, not of pairs. A measurement is one TCP stream. NCCL over InfiniBand is faster, but a host with a bad cable or the
-wrong interface is slower than the others in both.
+wrong interface is slower than the others with TCP as well as with NCCL.
 """
 
 from __future__ import annotations

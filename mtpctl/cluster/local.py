@@ -3,8 +3,8 @@
 The daemons of a local cluster run in separate sessions, on the loopback interface. Ray 2.60 starts the GCS server, the raylet and its
 helpers in the driver's process group. `timeout`, a shell that ends a job, or a closed terminal signals the whole group. The daemons then
 end first, and the driver can no longer save a checkpoint. To reproduce, call `ray.init()` in a script and send SIGTERM to its process
-group. If the host has an interface other than loopback, Ray resolves 127.0.0.1 to the address of that interface, and is then reachable
-from outside, unless multi-host clusters are disabled (the default on macOS only). Ray also replaces the driver's SIGTERM handler by one
+group. If the host has an interface other than loopback, Ray replaces 127.0.0.1 by the address of that interface, so that other hosts can
+reach its ports, unless multi-host clusters are disabled (the default on macOS only). Ray also replaces the driver's SIGTERM handler by one
 that exits immediately.
 """
 
@@ -251,7 +251,7 @@ def cluster(
         context = _connect(config, logs, daemons)
         if daemons is not None:
             session = Path(context.address_info["session_dir"])
-            stack.callback(leftovers.unmark, session)  # Keep the session folder, since errors refer to Ray's logs in it.
+            stack.callback(leftovers.unmark, session)  # The folder is kept after a normal end: errors refer to Ray's logs in it.
             with contextlib.suppress(OSError):  # On a full disk there is no mark, so the session of a killed run is not removed later.
                 leftovers.mark(session)
         resources = ray.cluster_resources()

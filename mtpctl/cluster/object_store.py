@@ -78,7 +78,7 @@ class ObjectStore:
         return None
 
     def write(self, name: str, contents: bytes) -> None:
-        """Atomically write an object."""
+        """Write an object: atomically in object storage, but not with file://."""
         with self._errors("write", name):
             self._files.pipe_file(self._object_path(name), contents)
 

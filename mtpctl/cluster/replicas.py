@@ -65,7 +65,7 @@ class Slot[R]:
         num_requests: requests in progress, counted by the owner.
         failure_times: times of the failures within `FAILURE_WINDOW_S` (`time.monotonic`).
         reason: the last failure.
-        num_starts: number of replicas that have served in the slot.
+        num_starts: number of replicas that have joined in the slot; an initial replica is not counted.
         is_occupied: False if the slot is vacant or its replica is leaving. A leaving replica gets no further work, but is still updated.
     """
 
@@ -119,8 +119,8 @@ class Replicas[R]:
     """The slots and their restarts. `updating` is locked during an update, and while a new replica catches up.
 
     An update runs in a block of `fixed_members`. If its weights are pushed to named receivers, `rank_names` names the ranks of the live
-    replicas, and `apply_update` calls exactly these replicas, even those that died in between: the others wait for every member of the
-    transfer, and the error of a dead one releases them.
+    replicas, and `apply_update` calls exactly these replicas, even if some died in between: the live ones wait for every member of the
+    transfer, and only the error of the call to a dead one releases them.
     """
 
     def __init__(self, replicas: list[R], lifecycle: Lifecycle[R]) -> None:
@@ -137,7 +137,7 @@ class Replicas[R]:
         return sum(slot.state == "serving" for slot in self.slots)
 
     def live(self, condition: Callable[[R], bool] = lambda _: True) -> list[tuple[Slot[R], R]]:
-        """The slots and replicas that serve and satisfy `condition`."""
+        """The replicas that satisfy `condition`, with their slots. Includes leaving replicas, which are still updated."""
         return [(slot, slot.replica) for slot in self.slots if slot.replica is not None and condition(slot.replica)]
 
     def quarantine_reasons(self) -> str:
@@ -169,7 +169,7 @@ class Replicas[R]:
     async def leave(self, index: int, drain: Callable[[Slot[R], R], Awaitable[None]]) -> None:
         """Vacate a slot in any state. This does not count as a failure.
 
-        A serving replica gets no further work. After an update in progress, `drain` returns its remaining work, and the replica is ended.
+        A serving replica gets no further work. When no update is in progress, `drain` returns its remaining work, and the replica is ended.
         """
         slot = self.slots[index]
         slot.is_occupied = False
@@ -211,7 +211,7 @@ class Replicas[R]:
         return await self._call_all(self.live(condition) if members is None else members, call)
 
     async def call_each[T](self, call: Callable[[R], Awaitable[T]]) -> list[T]:
-        """Call all live replicas concurrently. Dead ones are restarted. Raises the first other error after every replica has answered."""
+        """Call all live replicas concurrently. Restarts those with a fatal error. Raises the first other error after all have answered."""
         return await self._call_all(self.live(), call)
 
     async def _call_all[T](self, live: list[tuple[Slot[R], R]], call: Callable[[R], Awaitable[T]]) -> list[T]:
