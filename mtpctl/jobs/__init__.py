@@ -1,4 +1,4 @@
-"""The jobs that commands run: offline rollout, evaluation, the dry run, manual weight syncs and serving."""
+"""The jobs that commands run: first recipes, dry runs, cluster jobs, offline rollout, evaluation, drafters, weight syncs and serving."""
 
 from __future__ import annotations
 

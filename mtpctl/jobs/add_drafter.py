@@ -33,7 +33,7 @@ class DrafterOptions:
 
     Attributes:
         data: rows with prompts, and with responses if `samples` is 0. Not needed if `steps` is 0.
-        samples: responses that the model generates to train on.
+        samples: number of responses that the model generates to train on.
         drafts: draft tokens per step that the drafter is trained for.
         sets: further keys of the run's recipe, as KEY=VALUE.
     """
@@ -49,7 +49,7 @@ class DrafterOptions:
 
 
 def add_drafter(source: Path, target: Path, options: DrafterOptions, *, plain: bool, report: Report) -> int:
-    """Create `target`, the model in `source` with a trained drafter. Returns the exit code of the run.
+    """Create `target`, the model in `source` with a drafter: trained, unless `options.steps` is 0. Returns the exit code of the run.
 
     The run directory is `target` with the suffix `.run`. The same call resumes an interrupted run. Raises UserError before anything starts
     if the model does not exist or has a drafter, or if the data, the target or an option is invalid.

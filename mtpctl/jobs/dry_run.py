@@ -1,6 +1,7 @@
 """The plan that `train --dry-run` prints: placement, memory, buckets and errors of a run, before anything is started.
 
-Files are checked without reading tensors or importing torch, so a plan takes about a second for a model of any size.
+Files are checked without reading tensors, and torch is imported only to check a user-defined objective. So a plan takes about a second for
+a model of any size.
 """
 
 from __future__ import annotations
@@ -115,12 +116,12 @@ class Plan:
 
     @cached_property
     def quantization(self) -> QuantizationPlan | None:
-        """The matrices that `rollout.quantization` quantizes, and their sizes."""
+        """The matrices that `rollout.quantization` quantizes, and their sizes; None without it."""
         return plan_quantization(self.recipe, self.shape)
 
     @cached_property
     def delta(self) -> DeltaPlan | None:
-        """Sizes of later syncs with `sync.delta`."""
+        """Sizes of the syncs after the first; None without `sync.delta`."""
         return plan_delta(self.recipe, section_buckets(self.recipe, self.shape))
 
 
@@ -144,7 +145,7 @@ def dry_run(recipe: Recipe) -> Plan:
     if config is None:
         raise UserError("model: its config is not available; download the model, or set model.config")
     shape = shape_of(config)
-    recipe, source = _with_gpu_size(recipe)
+    recipe, gpu_size_source = _with_gpu_size(recipe)
     run_check = _ErrorCollector()
     named_hosts = run_check(partial(_cluster_hosts, recipe)) if recipe.cluster.address is not None else None
     hosts = [host for _, host in named_hosts] if named_hosts else None
@@ -162,33 +163,33 @@ def dry_run(recipe: Recipe) -> Plan:
     run_check(partial(check_packages, recipe.telemetry))
     run_check(partial(check_copies, recipe))
     reports = run_check(partial(inspect_sets, recipe.data, recipe.evaluation, recipe.train.stages))
-    leaks = leaks_in(reports or [], recipe.train.stages)
+    leak_caution = leaks_in(reports or [], recipe.train.stages)
     for check in (partial(check_weights, recipe), partial(check_rows, recipe, shape)):
         run_check(check)
     warnings = run_check(partial(check_code, recipe)) if reports is not None else None
-    resumes = run_check(partial(_resumes, recipe))
+    resume_lines = run_check(partial(_describe_resume, recipe))
     ends, tokenizer_note = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
-    sharing = [] if placement is None else sharing_cautions(recipe, placement, hosts)
+    sharing_notes = [] if placement is None else sharing_cautions(recipe, placement, hosts)
     end_cautions = [f"{tokenizer_note}, so some end tokens may be unknown" if tokenizer_note else "", ends.disagreement]
     misfit_list = list(find_misfits(recipe, shape))
     return Plan(
         recipe,
         shape,
         describe_drafting(config, shape),
-        source,
+        gpu_size_source,
         placement,
         [name for name, _ in named_hosts or []],
         engines,
         misfit_list,
         data=list(map(str, reports or [])),
         end_tokens=ends.tokens,
-        cautions=[*cautions_of(recipe), *sharing, *(warnings or []), *filter(None, [leaks, *end_cautions])],
+        cautions=[*cautions_of(recipe), *sharing_notes, *(warnings or []), *filter(None, [leak_caution, *end_cautions])],
         errors=[*(misfit.error for misfit in misfit_list), *run_check.errors],
-        resume_lines=resumes or [],
+        resume_lines=resume_lines or [],
     )
 
 
-def _resumes(recipe: Recipe) -> list[str]:
+def _describe_resume(recipe: Recipe) -> list[str]:
     """Lines about the checkpoint that a start would resume from. Raises UserError if every checkpoint is damaged."""
     if not RunDirectory(recipe.run_path).checkpoints.is_dir():
         return []

@@ -146,7 +146,7 @@ async def serving(recipe: Recipe, source: WeightSource, store: VersionStore, see
 
 
 def _engine_placement(recipe: Recipe) -> Placement:
-    """The placement of the engines without a trainer, before the capacity of the cluster is known."""
+    """The placement of the engines alone, on one host of unlimited capacity, because the cluster's capacity is not known yet."""
     train = recipe.train.model_copy(update={"stages": ["rl"]})
     placement = place(recipe.model_copy(update={"train": train}), hosts=[Host(float("inf"), float("inf"))])
     return Placement(placement.device, placement.of("rollout"), 1)
@@ -158,7 +158,7 @@ async def _publish(recipe: Recipe, source: WeightSource, store: VersionStore) ->
         return None
     import ray
 
-    # On the CPU, so that reading a checkpoint takes no GPU from the engines.
+    # On the CPU, so that reading a checkpoint takes no GPU memory from the engines.
     environment = {"env_vars": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}
     actor: Any = ray.remote(CheckpointReader).options(num_cpus=0, runtime_env=environment).remote()
     try:
@@ -236,9 +236,9 @@ def evaluate_weights(recipe: Recipe, *, n: int | None, report: Report, from_weig
             report("data.path: the training rows cannot be read, so the accuracy on unseen prompts is unknown")
         store = stack.enter_context(engine_cluster(recipe, source, folder))
         prepared = Prepared(source.model, source.tokenizer, problems, source.context, end_tokens=source.end_tokens)
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         metrics = asyncio.run(_evaluate(recipe, source, store, prepared, n, report))
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started_at
     return {
         "model": source.name,
         "version": source.version,
@@ -255,8 +255,8 @@ async def _evaluate(
         rewards = await start_rewards(recipe, stack, report=report)
         pool = await stack.enter_async_context(serving(recipe, source, store, recipe.seed))
         name, context = recipe.name, prepared.context
-        agents = open_generator(recipe.rollout, pool, source.tokenizer, context=context, name=name, report=report)
-        return await evaluate(recipe, prepared, await stack.enter_async_context(agents), rewards, version=source.version, n=n)
+        generator_context = open_generator(recipe.rollout, pool, source.tokenizer, context=context, name=name, report=report)
+        return await evaluate(recipe, prepared, await stack.enter_async_context(generator_context), rewards, version=source.version, n=n)
 
 
 def _for_validation(recipe: Recipe) -> Recipe:

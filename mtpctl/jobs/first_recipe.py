@@ -81,7 +81,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A recipe key, its value, and the reason. It also applies to the settings directly after it that have none."""
+    """A recipe key, its value, and the reason, which also applies to the settings directly after it that have no reason."""
 
     key: str
     value: object
@@ -111,16 +111,16 @@ def choose(work: Workload, machine: Machine) -> list[Setting]:
     response = RESPONSE_TOKENS["small" if work.small else "large"] + 4 * work.answer_tokens
     response = min(_round_up(response, 32), max(1, work.positions - work.prompt_tokens))
     context = min(_round_up(work.prompt_tokens + response, 64), work.positions)
-    measured = "the best of the rates measured at 135M" if 1e8 <= work.active <= 2e8 else "smaller models need larger rates"
-    chance = f"at a success rate of 3%, {signal_probability(0.03, group):.0%} of the groups of {group} have signal"
+    rate_note = "the best of the rates measured at 135M" if 1e8 <= work.active <= 2e8 else "smaller models need larger rates"
+    signal_note = f"at a success rate of 3%, {signal_probability(0.03, group):.0%} of the groups of {group} have signal"
     return [
-        Setting("train.rl.optimizer.lr", rate, f"{size} parameters: interpolated between 2M: 2e-4, 135M: 3e-5 and 7B: 1e-6 ({measured})"),
+        Setting("train.rl.optimizer.lr", rate, f"{size} parameters: interpolated between 2M: 2e-4, 135M: 3e-5 and 7B: 1e-6 ({rate_note})"),
         Setting("train.rl.optimizer.warmup_steps", WARMUP_STEPS if gpu else 2),
         Setting("train.rl.minibatches", minibatches, "optimizer steps per update: they cost no time while the trainer waits for rollout"),
         Setting(
             "train.rl.group_size",
             group,
-            f"{chance}, {signal_probability(0.03, 2 * group):.0%} of those of {2 * group}",
+            f"{signal_note}, {signal_probability(0.03, 2 * group):.0%} of those of {2 * group}",
         ),
         Setting(
             "train.rl.prompts_per_step",
@@ -155,7 +155,7 @@ def _staleness_setting(work: Workload, machine: Machine) -> Setting:
 
 
 def _placement_settings(work: Workload, machine: Machine) -> list[Setting]:
-    """Processes on GPUs, or the settings of a CPU."""
+    """How trainer and engines share the GPUs; without GPUs, settings that suit a CPU."""
     if not machine.gpus:
         return [
             Setting("rollout.eager", True, "on a CPU compilation takes longer than this run"),
@@ -229,11 +229,11 @@ def _round_up(value: int, multiple: int) -> int:
 SETTINGS: dict[str, dict[str, object]] = {"chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 3}}
 """Settings that differ from reasoning-gym's defaults, by dataset. Some of these sums are easy enough for an untrained small model."""
 CPU_SETTINGS: dict[str, dict[str, object]] = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
-"""The same on a CPU, whose run is too short for harder rows: SmolLM2-135M solves 9% of these sums, and 2% of those above."""
+"""The same for a run on a CPU, which is too short for harder rows: SmolLM2-135M solves 9% of these sums, and 2% of those above."""
 TRAINING_ROWS = {"chain_sum": 20_000}
 """Number of training rows by dataset; 5,000 for the others."""
 CPU_TRAINING_ROWS = {"chain_sum": 100}
-"""The same on a CPU. Only 200 of its sums exist; the held-out rows have to contain others."""
+"""The same for a run on a CPU. `CPU_SETTINGS` allow only 200 different sums, and some are needed for the held-out rows."""
 TOKENIZED_ROWS = 2_000
 """Number of training rows whose tokens are counted."""
 
@@ -284,7 +284,7 @@ def first_task(name: str, model: str, task: str, machine: Machine, templates: Pa
 def _check_task(task: str) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that reasoning_gym imports
             from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise PrerequisiteMissing(f"init: the template reasoning-gym needs mtpctl[tasks]; install it ({error})") from error

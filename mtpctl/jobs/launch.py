@@ -109,7 +109,7 @@ def parse_slurm_time(text: str) -> float:
 def slurm_allocation(recipe: Recipe, request: SlurmRequest, groups: Sequence[NodeGroup]) -> SlurmAllocation:
     """The nodes of the job: as requested, or the fewest on which the recipe's actors fit.
 
-    Raises UserError for an unknown partition or a time beyond its limit, and ClusterResources if its nodes are too few or too small.
+    Raises UserError for an unknown partition or a time beyond its limit, and ClusterResources if the nodes are too few or too small.
     """
     name = request.partition or next((group.partition for group in groups if group.default), None)
     names = ", ".join(sorted({group.partition for group in groups}))
@@ -137,7 +137,7 @@ def slurm_allocation(recipe: Recipe, request: SlurmRequest, groups: Sequence[Nod
         raise ClusterResources(f"--nodes: {request.nodes} nodes are requested, but partition {name} has {max_nodes} of that size; lower it")
     for nodes in range(1, max_nodes + 1) if request.nodes is None else [request.nodes]:
         try:
-            # Other nodes cannot join a run on one node, so that node must have room for the maximum number of engines.
+            # A run on one node starts a local cluster, which no host can join, so the node needs room for the maximum number of engines.
             engines = recipe.rollout.replica_range.max if nodes == 1 else None
             place(recipe, [Host(cpus, gpus)] * nodes, engines=engines)
         except ClusterResources:
@@ -149,7 +149,7 @@ def slurm_allocation(recipe: Recipe, request: SlurmRequest, groups: Sequence[Nod
 
 
 def run_dir(recipe: Recipe, request: SlurmRequest, seed: str) -> str:
-    """The absolute run directory. `seed`: the seed of one run of a job array; ignored without `request.seeds`."""
+    """The absolute run directory. `seed`: the seed of the run within a job array; ignored without `request.seeds`."""
     if not request.seeds:
         return str(recipe.run_path.absolute())
     if not re.search(r"\{(name|seed)\}", recipe.run_dir):

@@ -50,7 +50,7 @@ class ServedModel:
 
 
 def serve(recipe: Recipe, served: ServedModel, listener: socket.socket, *, key: str | None, report: Report) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM. Raises ClusterResources if the cluster has too few GPUs."""
     raise_open_file_limit()
     ranks = recipe.logprob.parallel.world_size * recipe.logprob.replicas
     with cluster(recipe.cluster, cpus=0, gpus=0), contextlib.closing(listener):
@@ -108,14 +108,14 @@ def recipe_to_serve(name: str | None, model: str | None, sets: Sequence[str], ov
     run = Path(name) if name is not None and _is_run(Path(name)) else None
     if name is None and model is None:
         run = _newest_run()
-    loaded = load_recipe_or_run(run / RECIPE if run is not None else name or FALLBACK_RECIPE, overlays, sets).recipe
+    recipe = load_recipe_or_run(run / RECIPE if run is not None else name or FALLBACK_RECIPE, overlays, sets).recipe
     if model is not None:
-        # The recipe only configures serving: the model has its own tokenizer and sizes.
-        config = loaded.model.model_copy(update={"path": os.path.expanduser(model), "config": None, "tokenizer": None, "init": "weights"})
-        return loaded.model_copy(update={"model": config}), None
-    if run is None and _is_run(loaded.run_path):
-        run = loaded.run_path
-    return loaded, run
+        # The recipe only configures serving: tokenizer and sizes are those of `model`.
+        config = recipe.model.model_copy(update={"path": os.path.expanduser(model), "config": None, "tokenizer": None, "init": "weights"})
+        return recipe.model_copy(update={"model": config}), None
+    if run is None and _is_run(recipe.run_path):
+        run = recipe.run_path
+    return recipe, run
 
 
 def _is_run(path: Path) -> bool:

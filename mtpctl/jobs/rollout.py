@@ -59,12 +59,12 @@ class Prompt:
 def rollout(
     recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report, progress: Progress, from_weights: str | None = None
 ) -> dict[str, Any]:
-    """Complete `out` to `n` responses per prompt: generate those that it lacks. Returns the summary.
+    """Generate the responses that `out` lacks of `n` per prompt, and append them to it. Returns the summary.
 
     `from_weights`: run, checkpoint or model folder whose weights are used; default: those of the recipe's run or model.
 
-    Before anything starts, raises UserError for unsuitable prompts, model or file, and PrerequisiteMissing without vLLM. Errors of the
-    cluster and the engines (ClusterResources, RuntimeFailure) are raised unchanged.
+    Before anything starts, raises UserError for unsuitable prompts, model or file, and PrerequisiteMissing if the recipe's engine is not
+    installed. Errors of the cluster and the engines (ClusterResources, RuntimeFailure) are raised unchanged.
     """
     validate(without_rl(recipe))
     recipe = with_local_merged_sync(recipe)
@@ -215,14 +215,14 @@ async def generate_responses(
     progress: Progress = lambda done, total, tally: None,
     report: Report = lambda line: None,
 ) -> float:
-    """Generate the `missing` responses with the sampling parameters of `rollout`, and write each when it is finished. Returns seconds.
+    """Generate the `missing` responses with the sampling parameters of `rollout`, and write each when it is finished. Returns the seconds.
 
     After an error or an interrupt, the finished samples are in the file. `seed`: seeds every request separately, so that a response does
     not depend on the others. `report`: receives failures of the user's environment.
     """
     prompts = {prompt.prompt_id: prompt for prompt, _ in missing}
     failures = Failures()
-    total, began = len(out.keys) + len(missing), time.perf_counter()
+    total, started_at = len(out.keys) + len(missing), time.perf_counter()
 
     async def requests() -> AsyncIterator[GenerationRequest]:
         for prompt, index in missing:
@@ -247,7 +247,7 @@ async def generate_responses(
     finally:
         # Finished samples get their rewards after an error or an interrupt as well.
         await asyncio.gather(*write_tasks)
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 def summary(tally: Tally, *, new_samples: int, new_tokens: int, seconds: float) -> dict[str, Any]:
@@ -358,7 +358,7 @@ def _trajectory_request(recipe: Recipe, source: WeightSource, name: str) -> Gene
 
 
 def _write(file: SampleFile, sample: Sample, source: WeightSource) -> None:
-    """Write a trajectory, if its agent sent at least one request."""
+    """Write a trajectory, unless it has no response because its agent sent no request."""
     if sample.response_ids:
         sample.reward = sample.environment_reward
         file.append(sample, source.tokenizer.decode(sample.prompt_ids, special=True), source.tokenizer.decode(sample.response_ids))

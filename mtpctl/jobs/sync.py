@@ -35,7 +35,7 @@ Weights = tuple[Path, Path]
 
 @dataclass(frozen=True)
 class SyncResult:
-    """The measurements of one sync. `link_gb_per_s`: the copy rate of this machine's memory for `shm`, else None."""
+    """The measurements of one sync. `link_gb_per_s`: the copy rate of this machine's memory; None for transports that push."""
 
     version: int
     transport: str
@@ -62,7 +62,7 @@ def sync_manually(recipe: Recipe, weights: Weights | None, urls: list[str], *, v
     """
     if not urls:
         check_engine(recipe)
-    engines = asyncio.run(_find_engines(recipe, urls))
+    engines = asyncio.run(_connect_engines(recipe, urls))
     placement = place(recipe)
     actors = placement.of("trainer") if engines else placement.actors
     cpus, gpus = sum(actor.cpus for actor in actors), sum(actor.gpus for actor in actors)
@@ -70,7 +70,7 @@ def sync_manually(recipe: Recipe, weights: Weights | None, urls: list[str], *, v
         return asyncio.run(_sync(recipe, placement, weights, engines, Path(scratch), verify=verify, repeat=repeat))
 
 
-async def _find_engines(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
+async def _connect_engines(recipe: Recipe, urls: list[str]) -> list[ServedEngine]:
     kv = {"release_kv": recipe.sync.release_kv, "keep_kv": recipe.sync.kv == "keep"}
     return [await ServedEngine.connect(url, recipe.sync.sections, **kv) for url in urls]
 
@@ -96,9 +96,9 @@ async def _sync(
                 start_pool(recipe, model=str(model.path), context=context, placement=placement, store=store),
                 _start_log_prob_server(recipe, model, placement, store),
             )
-        for actor in (pool, server):
-            if actor is not None:
-                stack.push_async_callback(actor.close)
+        for service in (pool, server):
+            if service is not None:
+                stack.push_async_callback(service.close)
         if checkpoint is not None:
             await trainer.restore(checkpoint)
         print_progress(f"trainer ready: {counts['parameters']:,} parameters" + (f", of {checkpoint.name}" if checkpoint else ""))
@@ -115,8 +115,10 @@ async def _sync(
 async def _start_log_prob_server(recipe: Recipe, model: HfFolder, placement: Placement, store: VersionStore) -> LogprobServer | None:
     if not recipe.logprob.standalone:
         return None
-    first, published = placement.of("logprob")[0], store.for_logprob(recipe)
-    server_start = start_server(recipe, model.path, device=placement.device, cpus=first.cpus, gpus=first.gpus, store=published)
+    first_rank, logprob_store = placement.of("logprob")[0], store.for_logprob(recipe)
+    server_start = start_server(
+        recipe, model.path, device=placement.device, cpus=first_rank.cpus, gpus=first_rank.gpus, store=logprob_store
+    )
     return await await_start(server_start, recipe.cluster.actor_deadline_s, "log-prob server")
 
 

@@ -31,7 +31,7 @@ class Target:
     Attributes:
         run: the run that the recipe is from.
         weights: the checkpoint or folder of the weights; None for the newest checkpoint of the run directory.
-        changed: keys in which the recipe differs from that of `run`.
+        changed: differences of the recipe from that of `run`, as `key: before → after`.
     """
 
     loaded: LoadedRecipe
@@ -92,10 +92,10 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
 
 def load_recipe_or_run(target: str | Path, overlays: Sequence[str] = (), sets: Sequence[str] = ()) -> Target:
     """`load_target` for commands that work on whole runs. Also raises UserError for a checkpoint."""
-    loaded = load_target(target, overlays, sets)
-    if loaded.weights is not None:
-        raise UserError(f"{target} is a checkpoint of {loaded.run}; name the run to use its newest checkpoint")
-    return loaded
+    resolved = load_target(target, overlays, sets)
+    if resolved.weights is not None:
+        raise UserError(f"{target} is a checkpoint of {resolved.run}; name the run to use its newest checkpoint")
+    return resolved
 
 
 @contextlib.contextmanager
@@ -114,13 +114,16 @@ def target_with_weights(target: str, from_weights: str | None, overlays: Sequenc
             file.write_text(yaml12.dump({"name": "folder", "model": {"path": str(folder)}}), encoding="utf-8")
             yield Target(load_recipe(file, overlays=overlays, sets=sets), weights=from_weights or str(folder))
         return
-    loaded = load_target(target, overlays, sets)
-    yield Target(loaded.loaded, loaded.run, from_weights or loaded.weights, loaded.changed)
+    resolved = load_target(target, overlays, sets)
+    yield Target(resolved.loaded, resolved.run, from_weights or resolved.weights, resolved.changed)
 
 
 @dataclass(frozen=True)
 class StartWeights:
-    """The weights that a new run begins from: a Hugging Face folder, or a checkpoint (possibly of an adapter) of the model `base`."""
+    """The weights that a new run begins from: the Hugging Face folder `base`, or a checkpoint of the model `base`.
+
+    `name`: describes them in messages. `adapter`: the checkpoint is of an adapter for `base`.
+    """
 
     name: str
     base: str
@@ -132,8 +135,8 @@ class StartWeights:
         from mtpctl.recipe.model import ModelConfig, has_drafter
 
         path = str(folder or self.base)
-        added = ["model.drafter=null"] if has_drafter(ModelConfig(path=path)) else []
-        return [f"model.path={json.dumps(path, ensure_ascii=False)}", "model.config=null", "model.init=weights", *added]
+        drafter_sets = ["model.drafter=null"] if has_drafter(ModelConfig(path=path)) else []
+        return [f"model.path={json.dumps(path, ensure_ascii=False)}", "model.config=null", "model.init=weights", *drafter_sets]
 
 
 def start_weights(text: str) -> StartWeights:
@@ -201,7 +204,7 @@ def _value_text(value: object) -> str:
 def training_target(
     recipe: str | None, start: str | None, overlays: Sequence[str], sets: Sequence[str], converted_folder: Path | None = None
 ) -> tuple[Target, StartWeights | None]:
-    """The target of `train` and the weights of `--from`, if any. `converted_folder`: the folder with these weights."""
+    """The target of `train` and the weights of `--from`, if any. `converted_folder`: the folder to which they were converted."""
     if start is None:
         if recipe is None:
             raise UserError("RECIPE: name a recipe or a run, or a run with --from")
