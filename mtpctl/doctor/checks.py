@@ -134,20 +134,20 @@ def examine(*, quick: bool = False, on_check: Report = lambda check: None) -> Di
         async def run_lanes() -> list[list[Check]]:
             return await asyncio.gather(*(_run_lane(lane, on_check) for lane in lanes))
 
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         checks = asyncio.run(run_lanes())
-        return Diagnosis([check for lane in checks for check in lane], time.perf_counter() - began)
+        return Diagnosis([check for lane in checks for check in lane], time.perf_counter() - started_at)
 
 
 async def _run_lane(lane: dict[str, Callable[[], Awaitable[Finding]]], on_check: Report) -> list[Check]:
     checks = []
     for name, check in lane.items():
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             finding = await check()
         except MtpctlError as error:
             finding = _failure(error)
-        checks.append(Check(name, finding, time.perf_counter() - began))
+        checks.append(Check(name, finding, time.perf_counter() - started_at))
         on_check(checks[-1])
     return checks
 
@@ -296,10 +296,10 @@ def _summarize_trials(rows: list[Trial]) -> str:
 
 def examine_cluster(address: str) -> Diagnosis:
     """Measure the network between all pairs of hosts of the cluster at `address`. Raises PrerequisiteMissing if there is no cluster."""
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     with cluster(ClusterConfig(address=address), cpus=0, gpus=0, remove_leftovers=False):
         all_links = asyncio.run(measure_links())
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started_at
     return Diagnosis([Check("links", links(all_links), seconds)], seconds)
 
 
@@ -323,7 +323,7 @@ def examine_run(run: Path) -> Diagnosis:
 
     Raises UserError if `run` is not a run directory.
     """
-    directory, began = RunDirectory(run), time.perf_counter()
+    directory, started_at = RunDirectory(run), time.perf_counter()
     if not directory.recipe.is_file():
         raise UserError(f"{run}: is not a run directory; name one that has {directory.recipe.name}")
     checks = [_verify(path) for path in list_checkpoints(directory.checkpoints)]
@@ -333,11 +333,11 @@ def examine_run(run: Path) -> Diagnosis:
     checks += [Check(path.name, Finding("absent", renamed), 0.0) for path in damaged_in(directory.checkpoints)]
     if not checks:
         checks = [Check("checkpoints", Finding("absent", "the run has none yet"), 0.0)]
-    return Diagnosis(checks, time.perf_counter() - began, failure="damaged")
+    return Diagnosis(checks, time.perf_counter() - started_at, failure="damaged")
 
 
 def _verify(path: Path) -> Check:
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     try:
         check_checkpoint(path, verify_checksums=True)
         listing = read_listing(path)
@@ -349,7 +349,7 @@ def _verify(path: Path) -> Check:
         size = f"{listing.nbytes / (1 << 30):,.2f} GiB" if listing.nbytes >= 1 << 30 else f"{listing.nbytes / (1 << 20):,.1f} MiB"
         data = {"files": len(listing.files), "bytes": listing.nbytes}
         finding = Finding("ok", f"{len(listing.files)} files, {size}, match their checksums", data)
-    return Check(path.name, finding, time.perf_counter() - began)
+    return Check(path.name, finding, time.perf_counter() - started_at)
 
 
 NO_SGLANG_DRAFTER = "does not draft: EAGLE-3 and DFlash drafters cannot be synced to it"
@@ -360,9 +360,9 @@ def examine_model(name: str) -> Diagnosis:
 
     name: a Hugging Face folder, a config.json, a hub id, or the last part of a hub id that mtpctl knows, such as GLM-4.5-Air.
     """
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     findings = _findings(check_support(_config(name)))
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started_at
     return Diagnosis([Check(check, finding, seconds) for check, finding in findings.items()], seconds, success="supported")
 
 

@@ -142,16 +142,18 @@ class Mismatch:
 
 
 def examine_mismatch(target: str) -> Mismatch:
-    """Run one response of the recipe's model through vLLM, the log-prob server and the trainer, each on one device.
+    """Run one response of the recipe's model through vLLM (`rollout.tp` ranks), the log-prob server and the trainer (one rank each).
+
+    With `numerics: bitwise` on a GPU, vLLM also runs on one rank.
 
     Args:
-        target: a recipe or a run. The weights are those before training, and the prompt is the first training problem.
+        target: a recipe or a run. The weights are those before training. The prompt is the first training problem, cut to half the context.
 
     Raises:
         UserError: for a recipe with another engine, or without a problem.
         PrerequisiteMissing, RuntimeFailure: if engine or trainer do not run here.
     """
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     recipe = load_target(target).recipe
     if not isinstance(recipe.rollout, VllmConfig):
         raise UserError("rollout.engine: --mismatch compares the trainer with vLLM; set vllm")
@@ -160,7 +162,7 @@ def examine_mismatch(target: str) -> Mismatch:
         folder = Path(scratch)
         _build_request(recipe, folder).write(folder)
         document = asyncio.run(_run_parts(folder))
-    return Mismatch.from_result(document, time.perf_counter() - began)
+    return Mismatch.from_result(document, time.perf_counter() - started_at)
 
 
 async def _run_parts(folder: Path) -> dict[str, Any]:

