@@ -1,1 +1,1 @@
-"""Shared code of the package's web servers: the middleware that checks requests, JSON parsing, metrics, and the server itself."""
+"""Shared code of mtpctl's web servers: the middleware that checks requests, JSON parsing, metrics, and the server itself."""

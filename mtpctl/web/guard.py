@@ -136,7 +136,7 @@ class Guard:
             bounds: limits on bodies and times.
             key: the required bearer token; None for no key.
             public_prefix: prefix of paths that require no key.
-            tokens: if there is no key, the bearer tokens that non-GET requests to these paths require.
+            tokens: by path, the bearer tokens that requests other than GET and HEAD require if there is no key.
         """
         self.app, self.bounds, self.public_prefix, self.tokens = app, bounds, public_prefix, tokens or {}
         self.key = key
@@ -168,7 +168,7 @@ class Guard:
             if not hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + token.encode()):
                 raise _Rejected(401, "a key is needed: send `Authorization: Bearer KEY`", **{"www-authenticate": "Bearer"})
         elif not is_allowed_host(host := headers.get(b"host", b"localhost").decode("latin-1")):
-            # Not checked with a key, which a web page of another site does not have.
+            # Requests that need a key may have any host, because a web page of another site does not know the key.
             raise _Rejected(
                 403, f"host: {quote_value(host)} is not a name of this server; use its address, or add the name to {HOSTS_VARIABLE}"
             )

@@ -1,4 +1,7 @@
-"""The web server: binds its socket in advance, closes connections of slow clients, and stops without ending the process; and metrics."""
+"""A web server with a socket that is bound in advance. It closes connections of slow clients, and stops without ending the process.
+
+Also formats metrics for Prometheus.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +77,8 @@ def address_of(listener: socket.socket) -> str:
 class WebServer(uvicorn.Server):
     """A server for `app`; run it with `serve(sockets=[…])`. It stops on a signal, or when `should_exit` is set.
 
-    Unlike uvicorn's, it does not raise the signal again, because the caller still has actors to stop. `signals`: handle signals; if false,
-    the caller handles them.
+    Unlike uvicorn's server, it does not raise the signal again, because the caller still has actors to stop. If `signals` is false, the
+    caller handles signals.
     """
 
     def __init__(self, app: Guard, *, signals: bool = True) -> None:
