@@ -136,6 +136,10 @@ class Run:
                 result = f"checkpoint {path}" if path else "train.keep_checkpoints is 0: it cannot be resumed"
                 self.telemetry.event("stop", f"stopped in {self.state.stage} at step {self.state.step}; {result}")
                 return self.stop_handler.number
+            remaining_stages = [stage for stage in self.recipe.train.stages if stage not in self.state.ended]
+            if self.state.stop_requested.is_set() and remaining_stages:
+                self.telemetry.event("stop", f"stopped at the end of {self.state.stage}; {remaining_stages[0]} has not begun")
+                return self.stop_handler.number
         return None
 
     async def _finish_copies(self, copier: CheckpointCopier) -> None:

@@ -334,6 +334,8 @@ class TrainerRecovery:
                     self._parameter_counts = await self.trainer.build(self.folder)
                     return await restore(), time.monotonic() - started_at
             except TrainerLost as next_error:
+                if self.state.stop_requested.is_set():
+                    raise
                 error = next_error
 
     def _count_loss(self, error: TrainerLost) -> int:

@@ -116,6 +116,24 @@ def test_damaged_checkpoint_returns_the_stage_to_the_previous_one_with_its_group
     assert [path.name for path in root.iterdir() if ".damaged" in path.name] == ["rl-000004.damaged"]
 
 
+def test_stop_during_a_wait_for_capacity_ends_the_recovery(tmp_path: Path) -> None:
+    """It does not count as a loss, after some of which the run would report too many."""
+    recipe = recipe_with()
+    trainer, state = Mortal(recipe, {}), RunState(tmp_path / "checkpoints", recipe.train, stage="rl", step=5)
+    waiting = TrainerLost("trainer: a stop was requested before there was capacity for its ranks")
+
+    async def restart(report: Any, stop_requested: asyncio.Event) -> None:
+        stop_requested.set()
+        raise waiting
+
+    trainer.restart = restart  # type: ignore[method-assign]
+    group, telemetry = cast(TrainerGroup, trainer), cast(Any, Rows(World()))
+    recovery = TrainerRecovery(recipe, group, state, telemetry, Waits(lambda _: None, tmp_path), folder=tmp_path, reference=tmp_path)
+    with pytest.raises(TrainerLost) as raised:
+        asyncio.run(recovery(TrainerLost("trainer rank 0: ActorDiedError"), redraw_prompts=True))
+    assert raised.value is waiting
+
+
 def recipe_with(deterministic: bool = False, restarts: int = 3, **train: Any) -> Recipe:
     recipe = recipe_of(steps=9, deterministic=deterministic, staleness=0.0 if deterministic else 0.5, dynamic_sampling=False)
     changed = recipe.train.model_copy(update={"checkpoint_every": 2, "max_restarts": restarts, **train})

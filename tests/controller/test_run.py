@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,3 +95,28 @@ def test_failed_stage_saves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     saved = home / "checkpoints" / f"sft-{done:06d}"
     assert json.loads((saved / "run.json").read_text())["step"] == done < 10
     assert rows.events[-1] == f"failed in sft at step {done}; checkpoint {saved}"
+
+
+def test_stop_at_the_end_of_a_stage_is_reported_if_another_stage_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrived while the stage's last checkpoint was written."""
+
+    class Ended:
+        def __init__(self, *requested: Any, startup_task: Any, recover: Any) -> None:
+            self.state = requested[-1]
+
+        async def run(self) -> None:
+            self.state.ended.append("sft")
+            self.state.stop_requested.set()
+
+    async def nothing(self: Run, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    monkeypatch.setattr("mtpctl.controller.run.TrainerGroup", FakeTrainerGroup)
+    monkeypatch.setattr("mtpctl.controller.run.reserve_bundles", anywhere)
+    monkeypatch.setattr(Run, "_start_actors", nothing)
+    monkeypatch.setattr("mtpctl.controller.run.SftStage", Ended)
+    begun, rows = recipe(tmp_path / "run", "train.stages=[sft,rl]", "train.sft.steps=9", "train.rl.steps=9"), Rows()
+    run = Run(begun, prepare(begun, begun.run_path), RunDirectory(begun.run_path), cast(Telemetry, rows))
+    run.stop_handler.number = signal.SIGTERM
+    assert asyncio.run(run.run()) == signal.SIGTERM
+    assert rows.events[-1] == "stopped at the end of sft; rl has not begun"
