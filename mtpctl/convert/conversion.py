@@ -320,7 +320,7 @@ def _start_progress(
 
     Raises UserError if the disk is too full.
     """
-    total, converted = sum(part_bytes) + max(0, extra_bytes), 0
+    total, converted = sum(part_bytes), 0
     needed = sum(part_bytes) + extra_bytes + sum((copied_from / name).stat().st_size for name in files_to_copy(copied_from))
     free = shutil.disk_usage(output.folder).free
     if needed > free:

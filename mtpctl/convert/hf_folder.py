@@ -136,12 +136,12 @@ def create_hf_folder(config: HfConfig, path: str | Path, seed: int, *, dtype: to
     folder = Path(path)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     std = config.get("initializer_range")
     std = 0.02 if std is None else std
     if isinstance(std, bool) or not isinstance(std, int | float) or not 0 <= std < math.inf:
         raise UserError(f"model config: initializer_range must be a number, 0 or above, got {std!r}")
+    partial.mkdir(parents=True)
     alias_sources = aliases(shape)
     tensors = {}
     for name, size in tensor_shapes(shape).items():

@@ -387,7 +387,7 @@ def _role(recipe: Recipe, actor: Actor) -> str:
         k = recipe.rollout.speculation.num_tokens
         fp8 = "FP8 weights, " if recipe.rollout.quantization == "fp8" else ""
         return f"{recipe.rollout.engine}, tp {recipe.rollout.tp}, {fp8}" + (f"{k} draft token(s) a step" if k else "no speculation")
-    return "log-prob server (old log-probs)"
+    return "teacher" if actor.role == "teacher" else "log-prob server (old log-probs)"
 
 
 def _size(name: str, value: int) -> str:

@@ -25,7 +25,7 @@ from mtpctl.rollout.vllm.client import VllmClient, adapter_request
 from mtpctl.rollout.vllm.fp8_loading import LOAD_FORMAT
 from mtpctl.rollout.vllm.patches import NUMERICS, cores, logprobs, pauses
 from mtpctl.rollout.vllm.serving import format_rejection, sampling_args
-from mtpctl.rollout.vllm.settings import Arguments, VllmSettings
+from mtpctl.rollout.vllm.settings import SCHEDULER_CLASSES, Arguments, VllmSettings
 from mtpctl.samples import GenerationRequest, Speculation
 from mtpctl.sync.engine_target import ADAPTER, ADAPTER_ID
 from mtpctl.sync.protocol import PauseMode
@@ -185,7 +185,7 @@ class VllmEngine(Engine):
 
     @property
     def auto_speculation(self) -> bool:
-        return "scheduler_cls" in self._settings.args
+        return self._settings.args.get("scheduler_cls") in SCHEDULER_CLASSES.values()
 
     async def control_speculation(self, drafts: int | None = None, *, weights_changed: bool = False) -> SpeculationState:
         if not self.auto_speculation:
