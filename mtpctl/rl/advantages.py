@@ -10,7 +10,8 @@ mean and std are computed within the group. MEAN and STD (dividing by n) are com
 the value of its response. The paper's plain REINFORCE++ also subtracts a KL penalty from the reward of each token. Here the penalty is a
 loss term (`kl_coef` with the estimator k2), as in the paper's variant with a baseline.
 
-A group of one response has no baseline. Its advantage is 0, except with reinforce_pp.
+A group of one response has no baseline: its r - mean is 0. Its advantage is therefore 0, except with reinforce_pp, and with
+reinforce_pp_baseline if MEAN is not 0.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _normalize_over_tokens(value: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _scale(values: Tensor) -> float:
-    """Scale that prevents squares from overflowing. It is 1 for ordinary values, whose results are therefore unchanged."""
+    """Scale that prevents squares from overflowing: the largest absolute value if it exceeds 1e100, else 1."""
     largest = values.abs().max().item() if values.numel() else 0.0
     return largest if 1e100 < largest < math.inf else 1.0
 

@@ -31,7 +31,7 @@ stale_kv_fraction      share of all trained tokens, of any version, whose KV cac
 
 If old log-probs are recomputed, `mismatch_sums` compares them with the behaviour log-probs of the whole batch. If behaviour log-probs are
 the anchor of the loss, nothing is recomputed: the loss compares them with its own log-probs (`token_mismatch`), which gives kl, k3,
-abs_diff and chi2.
+abs_diff, chi2 and the metrics by cause.
 
 Shapes: T tokens of S packed sequences; `seq_ids` [T] holds 0 … S-1.
 """
@@ -56,13 +56,13 @@ def sequence_sum(values: Tensor, seq_ids: Tensor, num_sequences: int) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor, seq_ids: Tensor, num_sequences: int) -> Tensor:
-    """Mean over the tokens of each sequence whose mask is 1: [T] to [S]; 0 if a sequence has none."""
+    """Mean of each sequence over its tokens with mask 1: [T] to [S]. It is 0 for a sequence without such tokens."""
     total = sequence_sum(values * mask, seq_ids, num_sequences)
     return total / sequence_sum(mask.to(values.dtype), seq_ids, num_sequences).clamp(min=1)
 
 
 class Correction(NamedTuple):
-    """Per token [T]: `weight` is the bounded ρ; `masked` is True if the weight was set to zero."""
+    """Per token [T]: `weight` is ρ after the mode's bound; `masked` is True if `mode: mask` set the weight to 0."""
 
     weight: Tensor
     masked: Tensor
@@ -139,7 +139,8 @@ def cause_sums(
 ) -> dict[str, Tensor]:
     """Sums of the differences by cause, as float64 scalars, for `cause_metrics`. Arguments are [T].
 
-    `stale_kv`: 1 for tokens that were sampled with a stale KV cache; None if there are none.
+    `same_weights`: 1 for tokens that were sampled under the weights of `old_logprob`. `stale_kv`: 1 for tokens that were sampled with a
+    stale KV cache; None if there are none.
     """
     trained = mask.double()
     abs_diff = _log_ratio(old_logprob, behaviour_logprob, mask.bool()).abs()
@@ -155,7 +156,7 @@ def cause_sums(
 
 
 def cause_metrics(s: Mapping[str, float], *, tokens: float) -> dict[str, float]:
-    """The metrics by cause, without those that no token belongs to. `tokens`: number of trained tokens."""
+    """The metrics by cause; a metric that covers no token is omitted. `tokens`: number of trained tokens."""
     metrics = {}
     if s["same"]:
         metrics["rollout_corr/abs_diff_same_version"] = s["same_abs_diff"] / s["same"]
@@ -177,7 +178,7 @@ def token_mismatch(
 
 
 def token_mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """`rollout_corr/*` from the sums of `token_mismatch`; empty if `sums` has none of them."""
+    """`rollout_corr/*` from the sums of `token_mismatch`; empty if they are missing or cover no token."""
     s = {name.removeprefix("mismatch/"): value for name, value in sums.items() if name.startswith("mismatch/")}
     if not s.get("tokens"):
         return {}

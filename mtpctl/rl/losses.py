@@ -101,10 +101,10 @@ def cispo_surrogate(logprob: Tensor, log_ratio: Tensor, advantage: Tensor, train
 
 
 def sapo_surrogate(log_ratio: Tensor, advantage: Tensor, trained: Tensor, config: RlConfig) -> Surrogate:
-    """SAPO's surrogate. Its metric `gate` is 4 p (1 - p): 1 on policy, near 0 far from it."""
+    """SAPO's surrogate. Its metric `gate` is 4 p (1 - p), p as in the module docstring: 1 for r = 1, near 0 for r far from 1."""
     tau = torch.where(advantage > 0, config.tau_pos, config.tau_neg).to(log_ratio.dtype)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
-    return Surrogate(-advantage * gate * 4 / tau, {"gate": ((4 * gate * (1 - gate)).detach() * trained).sum()})
+    p = torch.sigmoid(tau * (log_ratio.exp() - 1))
+    return Surrogate(-advantage * p * 4 / tau, {"gate": ((4 * p * (1 - p)).detach() * trained).sum()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class LossInputs:
 
     Attributes:
         mask: 1 for trained tokens.
-        seq_ids: index of the response, from 0 to `num_sequences` - 1.
+        seq_ids: index of the token's response, from 0 to `num_sequences` - 1.
         same_weights: 1 for tokens sampled under the weights that `logprob` is computed with. If set, the loss also measures the mismatch
             between behaviour and trained policy (`mtpctl.rl.corrections`).
         stale_kv: 1 for tokens sampled with a stale KV cache, whose mismatch is measured separately. None: there are none.
@@ -278,7 +278,8 @@ _METRIC_NAMES = {
 def loss_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     """`actor/*` from the sums of all microbatches and ranks, and `rollout_corr/*` if the loss measured the mismatch.
 
-    `actor/pg_loss` is a mean over tokens, or over trajectories with aggregate: sequence. Other metrics are means over tokens.
+    `actor/pg_loss` is a mean over tokens; with `aggregate: sequence`, over the trajectories with trained tokens. Other `actor/*` are means
+    over tokens.
     """
     s = {name: float(value) for name, value in sums.items()}
     tokens = max(s["tokens"], 1.0)
@@ -304,8 +305,8 @@ def candidate_kl(kl: Kl, policy: Tensor, rest: Tensor, teacher: Tensor) -> Tenso
     """KL [T] over k candidate tokens, given as log-probs [T, k], and over all other tokens merged into one outcome.
 
     `rest` [T] is the policy's log-prob of the merged outcome. It is passed separately, because 1 minus the candidates' probabilities is
-    imprecise if it is small. The result is at most the KL of the full distributions, and differentiable in `policy` and `rest`. reverse:
-    KL(policy ‖ teacher), forward: KL(teacher ‖ policy).
+    imprecise if the difference is small. The result is at most the KL of the full distributions, and differentiable in `policy` and
+    `rest`. reverse: KL(policy ‖ teacher), forward: KL(teacher ‖ policy).
     """
     teacher = teacher.double()
     teacher_rest = (1 - teacher.exp().sum(-1)).clamp(min=MIN_REST if kl == "reverse" else 0)

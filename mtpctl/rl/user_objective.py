@@ -42,7 +42,8 @@ class TokenPolicyLoss(Protocol):
 def load_loss(config: RlConfig) -> TokenPolicyLoss:
     """The separable loss that the recipe names: the built-in one, or a user-defined one with its arguments.
 
-    Raises UserError if a user-defined loss cannot be loaded. The loss raises RuntimeFailure, with file and line, if the user's code fails.
+    Raises UserError if a user-defined loss cannot be loaded. The returned loss raises RuntimeFailure, with file and line, if the user's
+    code fails.
     """
     if not is_code_reference(config.loss):
         return token_policy_loss
@@ -50,7 +51,7 @@ def load_loss(config: RlConfig) -> TokenPolicyLoss:
 
     def user_loss(logprob: Tensor, entropy: Tensor | None, terms: TokenTerms, config: RlConfig) -> LossOut:
         out = _run_user_code(lambda: _call_loss(function, logprob, entropy, terms, config), function, config.loss, LOSS, RuntimeFailure)
-        # Sums that the metrics need, in case the user's loss does not return them.
+        # Sums that `loss_metrics` needs. Those that the user's loss returns replace them.
         trained = terms.aggregation > 0
         required = {"tokens": trained.sum(), "weighted": terms.aggregation.sum(), "pg_loss": out.loss_sum.detach()}
         return LossOut(out.loss_sum, required | {name: value.detach() for name, value in out.sums.items()})
@@ -116,7 +117,7 @@ def _check_loss(config: RlConfig) -> None:
 
 
 def _check_advantage(config: RlConfig) -> None:
-    """Evaluate the advantage on groups with different rewards, with equal rewards, and of one response."""
+    """Evaluate the advantage on a group with different rewards and one with equal rewards; with `group_size: 1`, also on one response."""
     function = _load_advantage(config)
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5, 0.5, -2.0], dtype=torch.float64)
     arguments = (rewards, torch.tensor([0, 0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 4, 1, 5, 0, 2]))

@@ -1,6 +1,6 @@
 """Parses answers: numbers, expressions, text, and several of them as a list, set, tuple, interval or range.
 
-A text with several values is never parsed as only one of the values. An ambiguous text has several readings: "1,234" is a number or a
+A text that lists several values is never parsed as only one of them. An ambiguous text has several readings: "1,234" is a number or a
 list.
 """
 
@@ -123,7 +123,7 @@ _SUBSCRIPT = re.compile(r"(?<=\d)_(?:\{\s*\d+\s*\}|\d+)$")
 
 
 def parse_answer(text: str) -> tuple[Value, ...]:
-    """All readings of a text; none for a text without content."""
+    """All readings of a text; empty for a text without content."""
     text = _normalize(text)
     if not text:
         return ()

@@ -29,8 +29,9 @@ _FINAL_ANSWER = re.compile(r"(?:(?<!\w)#|##)([^#]*[^#\s])\s*$")
 def exact(response: str, problem: Answered, sample: Sample) -> float:
     """1.0 if the final answers of response and problem are the same text, else 0.0.
 
-    An answer that is a worked solution, as in GSM8K, is parsed like a response: the text after its last `#` counts. A `#` that is part of a
-    word (C#, F#m) marks no final answer; an answer with such a `#` is compared in full.
+    The final answer of a response is the text after its last `#`, or the whole response if it has none. A problem's answer may be a worked
+    solution, as in GSM8K, whose final answer is marked by `#` too. A `#` that is part of a word (C#, F#m) marks no final answer there. A
+    problem's answer that contains `#` but marks no final answer must equal the whole response.
     """
     match = _FINAL_ANSWER.search(problem.answer)
     if match is None and "#" in problem.answer:
@@ -56,7 +57,7 @@ def length(
     min(|n - target| / target, 1): the distance to a target length as in L1 (arXiv 2503.04697, equation 1), here relative and bounded.
     Parts: `correct`, the reward without the penalty, and `length`, the penalty.
 
-    Raises UserError unless exactly one of `max` and `target` is set, and if `of` is a coroutine.
+    Raises UserError unless exactly one of `max` and `target` is set, to at least 1. Also raises UserError if `of` is a coroutine.
     """
     limit = target if max is None else max
     if limit is None or limit < 1 or (target is not None and max is not None):
@@ -123,10 +124,11 @@ async def llm_judge(
         url: base URL (`http://host:8000/v1`), to which `/chat/completions` is appended.
         prompt: may contain {prompt}, {response} and {answer}; other braces are unchanged.
         api_key_env: environment variable with the key.
-        retries: number of retries after a connection error or a retryable status, after 0.5, 1, 2, … seconds or the server's
-            Retry-After. All attempts share `reward.timeout_s`. `reward.workers` bounds the number of concurrent requests.
+        retries: number of retries after a connection error or a retryable status, after about 0.5, 1, 2, … seconds, or the
+            server's Retry-After. All attempts share `reward.timeout_s`. `reward.workers` bounds the number of concurrent requests.
 
-    Raises UserError if the key is not set, RuntimeError if the server rejects the request, ValueError for a reply without a score.
+    Raises UserError if the key is not set, RuntimeError if the server rejects the request or all attempts fail, and ValueError for a reply
+    without a score.
     """
     headers = {}
     if api_key_env is not None:

@@ -39,7 +39,7 @@ class Outcome:
     """The reward of one response.
 
     Attributes:
-        reward: None if the call failed and the response is not trained on.
+        reward: None if the call failed, unless `reward.on_error: zero` replaced it; also None if an agent returned no reward.
         parts: additional values to log.
         error: one line with file and line of the user's code; empty if the call succeeded.
         timed_out: whether the call exceeded `reward.timeout_s`.
@@ -130,7 +130,7 @@ EPISODE = Role("rollout.environment", "rollout.environment_args", "rollout.deadl
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A loaded function with its keyword arguments. `coroutine`: calls must be awaited."""
+    """A loaded function with its keyword arguments. `coroutine`: whether `call` returns a coroutine, which must be awaited."""
 
     reference: str
     call: Callable[..., object]

@@ -3,12 +3,13 @@
 The text of the answer is extracted from the response and parsed (`mtpctl.rl.rewards.answers`). Answers are equal if any of their readings
 are: numbers exactly or within rounding, several values as a whole, and other expressions by the library math-verify.
 
-The text of the answer is the first of these candidates that exists and can be parsed: the last box, together with the boxes that form a
-list with it; the last line after `#`; the text after "the answer is"; a response that is only an answer; the last value in the text,
-together with the values that form a list or range with it.
+If the response has a box, the text of the answer is its last box, together with the boxes that form a list with it. Otherwise it is the
+first of these candidates that states a value: the text after `#` in the last line, or after the last `####` that begins a line; the text
+after "the answer is"; the text after a verb such as "is" in the last sentence; a response that is only an answer; the last value in the
+text, together with the values that form a list or range with it. If none states a value, the first candidate is compared as text.
 
 math-verify limits wall-clock time, so its verdict depends on the load of the machine. Here CPU time is limited, and wall-clock time to
-four times that. Only main threads receive signals, so workers run reward functions in their main thread. If sympy hangs in C code, which
+four times that. Python handles signals in the main thread only, so workers run reward functions there. If sympy hangs in C code, which
 Python signals do not interrupt, `reward.timeout_s` ends the worker.
 """
 
@@ -125,13 +126,13 @@ def _parse_gold(answer: str) -> tuple[Value, ...]:
 
 def _parse_response(response: str) -> tuple[Value, ...]:
     """Readings of the first candidate text that states a value; if none does, of the first candidate."""
-    texts: tuple[Value, ...] = ()
+    first_readings: tuple[Value, ...] = ()
     for text in answer_texts(response):
         values = parse_answer(text)
         if any(value.states_value for value in values):
             return values
-        texts = texts or values
-    return texts
+        first_readings = first_readings or values
+    return first_readings
 
 
 @contextlib.contextmanager
@@ -271,8 +272,8 @@ def _equal_numbers(gold: Value, answer: Value) -> bool:
         return _verify_symbolically(gold.source, answer.source)
     if expected.evaluated and not number.evaluated:
         return _strip_markup(gold.source) == _strip_markup(answer.source)
-    factors = [(1, 1)] if gold.percent == answer.percent else [(1, 1), (1, 100) if answer.percent else (100, 1)]
-    for gold_divisor, answer_divisor in factors:
+    divisor_pairs = [(1, 1)] if gold.percent == answer.percent else [(1, 1), (1, 100) if answer.percent else (100, 1)]
+    for gold_divisor, answer_divisor in divisor_pairs:
         verdict = same_number(_divide(expected, gold_divisor), _divide(number, answer_divisor))
         if verdict or (verdict is None and _verify_symbolically(gold.source, answer.source)):
             return True
@@ -302,7 +303,7 @@ def answer_texts(text: str) -> Iterator[str]:
     if boxed is not None:
         yield boxed
         return
-    if unclosed:  # truncated in its last box, which may contain only a part of the answer
+    if unclosed:  # The response was truncated inside its only box, which may contain only a part of the answer.
         return
     if (mark := _MARK.search(text) or _last_match(_MARKED_LINE, text)) is not None:
         yield mark[1]

@@ -67,13 +67,13 @@ def read_number(text: str) -> Number | None:
 def same_number(one: Number, other: Number) -> bool | None:
     """Whether two numbers are equal; None if this needs algebra.
 
-    Exact numbers must be equal. If one is a decimal, they must agree to six decimals and within a relative 1e-5.
+    Exact numbers must be equal. If one has a decimal fraction, they may differ by at most 5e-7 and by at most a relative 1e-5.
     """
     if one.value is not None and other.value is not None:
         if not (one.decimal or other.decimal):
             return one.value == other.value
         difference = abs(one.value - other.value)
-        # Half a unit of the sixth decimal. An exact integer is not a rounded number, so 5 and 5.00001 differ.
+        # Half a unit of the sixth decimal. The relative bound alone would accept 5.00001 for 5.
         return difference <= Fraction(1, 2_000_000) and difference <= Fraction(1, 100_000) * max(abs(one.value), abs(other.value))
     if math.isnan(one.approximation) or math.isnan(other.approximation):
         return None
@@ -149,7 +149,7 @@ class _Parser:
         return replace(product, evaluated=product.evaluated and not computable, numeral=product.numeral and not computable)
 
     def _is_factor(self) -> bool:
-        """Whether the next token is a number and the last one is not."""
+        """Whether the next token is a number and the previous token is not."""
         return self._peek()[0] == "number" and self._tokens[self._next - 1][0] != "number"
 
     def _factor(self) -> Number:

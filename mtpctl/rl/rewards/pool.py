@@ -1,10 +1,11 @@
 """Runs a reward function in worker processes: `Pool` schedules calls, and `Rewarder` applies the recipe.
 
-A plain function runs in up to `workers` processes, one call each. A coroutine runs in one process, up to `workers` calls at once. If a call
-exceeds its time limit, its process is killed and replaced, and other calls in that process are restarted.
+A plain function runs in up to `workers` processes, one call each. A coroutine runs in one process, up to `workers` calls at once. A
+coroutine that exceeds its time limit while it awaits is cancelled. Any other call that exceeds it computes or blocks: its process is killed
+and replaced, and the other calls of that process are restarted.
 
 A hung call must not delay other calls, even before its time limit. A call that takes much longer than usual no longer counts against the
-number of processes, and a call that uses much more CPU time than usual runs at idle priority. After the first hung call, a spare process is
+number of processes, and a call that uses much more CPU time than usual runs at idle priority. After the first such call, a spare process is
 kept ready.
 
 Existing executors do not provide this. With pebble 5.2 and a time limit of 3 s, 200 calls after 3 hung calls take 3.2 s instead of 0.2 s.
@@ -46,7 +47,7 @@ MAX_WORKERS = 16
 MAX_COROUTINES = 256
 """Defaults of `reward.workers`: maximum number of processes for a plain function, and of concurrent calls of a coroutine."""
 MAX_EXTRA_WORKERS = 256
-"""Maximum number of additional processes that replace those with long or waiting calls."""
+"""Maximum number of additional processes, which start because of long or waiting calls."""
 
 _TICK_S = 0.01
 _IDLE_CHECK_S = 0.1  # age of a call after which the pool checks whether it computes or only waits
@@ -70,7 +71,7 @@ class _Worker:
         trace: see `Ready`.
         reader: task that reads its messages.
         is_long: the current call takes much longer than usual, so another process may start in its place.
-        is_waiting: the current call only waits, so other processes may start.
+        is_waiting: the current call only waits, so two more processes may start.
         is_deprioritized: the current call uses much more CPU time than usual and runs at idle priority.
         cpu_before: CPU seconds of the process when the call started.
         next_check: time of the next check of `is_waiting` and `is_deprioritized`.
@@ -121,7 +122,7 @@ class Pool:
         self._request_numbers = itertools.count()
         self._durations = RecentDurations()
         self._spare: _Worker | None = None
-        self._wants_spare = False  # after the first hung call
+        self._wants_spare = False  # True after the first long call
         self._starting: set[asyncio.Task[None]] = set()
         self._failed_starts = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -291,7 +292,7 @@ class Pool:
             call.result.set_result(Outcome(reward, parts, error, late, now - call.submitted))
         if worker not in self._workers:
             return
-        # After a request, the file for the worker's stack has the stack of this call.
+        # If a stack was requested, the worker's trace file contains the stack of this call, so the next call cannot use it.
         has_old_trace = worker.trace_requested and self._calls_per_worker == 1
         if has_old_trace or (worker.is_deprioritized and not restore_priority(worker.pid)):
             self._kill(worker)

@@ -17,8 +17,8 @@ from mtpctl.user_code import innermost
 
 _MIN_S, _MEDIAN_FACTOR = 0.05, 10  # a call is long if it exceeds both `_MIN_S` and the median times this factor
 _MIN_FIRST_S, _MIN_VERY_FIRST_S = 1.0, 2.0  # instead of `_MIN_S`, for the first call of a process, and of the pool: it may load modules
-_MIN_CPU_S, _PERCENTILE_FACTOR = 0.01, 3  # a call uses much CPU time if it exceeds both `_MIN_CPU_S` and `_PERCENTILE` times this factor
-_WARM_UP_CALLS, _WARM_UP_CPU_S = 5, 0.25  # the first calls of a process are compared with each other; the maximum of their CPU bound
+_MIN_CPU_S, _PERCENTILE_FACTOR = 0.01, 3  # factor for the percentile; see `max_cpu_seconds`
+_WARM_UP_CALLS, _WARM_UP_CPU_S = 5, 0.25  # the first calls of each process are compared with first calls only; their largest CPU bound
 _HISTORY, _WARM_UP_HISTORY = 64, 16
 _PERCENTILE = 0.95
 _MIN_FREE_MEMORY = 0.1  # share of memory that must be free to start an additional process
@@ -60,7 +60,7 @@ class RecentDurations:
 def trace_location(pid: int, trace: int) -> str:
     """The line of the user's code that a worker executes, such as `judge.py:12`. Empty until the worker has written its stack.
 
-    Not for async functions. `trace`: file descriptor, in the worker's process, of the file for its stack.
+    Supports plain functions only. `trace`: file descriptor, in the worker's process, of the file for its stack.
     """
     try:
         text = Path(f"/proc/{pid}/fd/{trace}").read_text(errors="replace")

@@ -211,7 +211,7 @@ class Template:
                 # One thread for linear algebra, because there are as many workers as CPUs.
                 env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ},
             )
-        control = controller_end.dup()  # the channel closes its own
+        control = controller_end.dup()  # `_load` closes `controller_end`
         try:
             loaded = await asyncio.wait_for(cls._load(controller_end, job), START_S)
         except TimeoutError:
@@ -272,7 +272,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def main(descriptor: int) -> None:
     """Run a template, which serves the controller's requests on the socket with this file descriptor."""
     os.dup2(2, 1)
-    # Ctrl-C reaches every process of the terminal, but the controller ends the workers.
+    # The controller ends the workers, so an interrupt must not.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Orphaned descendants of a worker become children of this process, which ends them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
