@@ -35,7 +35,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Player(Protocol):
-    """Runs an agent on a trajectory until it is finished."""
+    """Runs an agent on a trajectory until the trajectory ends."""
 
     async def play(self, request: GenerationRequest, secret: str, gateway: Gateway) -> Outcome: ...
 
@@ -91,7 +91,7 @@ class ExternalAgents:
 
 
 class AgentGenerator(Generator):
-    """Runs at most `limit` trajectories concurrently. Reports each field of requests that is ignored, once, through `report`."""
+    """Runs at most `limit` trajectories concurrently. Reports the name of each ignored request field once, through `report`."""
 
     def __init__(self, engines: ReplicaPool, gateway: Gateway, player: Player, limit: int, report: Callable[[str], None]) -> None:
         self._engines, self._gateway, self._player, self._limit, self._report = engines, gateway, player, limit, report
@@ -99,7 +99,7 @@ class AgentGenerator(Generator):
 
     async def generate(self, requests: AsyncIterable[GenerationRequest]) -> AsyncGenerator[Sample]:
         """See `Generator.generate`. If a trajectory has several samples, the last one is returned, with the others in `earlier`."""
-        slots = asyncio.Semaphore(self._limit - 1)
+        slots = asyncio.Semaphore(self._limit - 1)  # `as_completed` starts the first request without a slot.
 
         async def play(request: GenerationRequest) -> Sample:
             try:

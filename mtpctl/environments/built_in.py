@@ -144,10 +144,13 @@ def shorten_middle(text: str, max_chars: int) -> str:
 
 
 def environment_reward(response: str, problem: object, sample: Sample) -> float | dict[str, float]:
-    """The environment's or agent's reward with its parts; 0 if the environment failed or timed out. Raises ValueError if it has none."""
+    """The environment's or agent's reward with its parts; 0 if there is none because of a failure or timeout.
+
+    Raises ValueError if an environment or agent that did not fail returned no reward.
+    """
     if sample.environment_reward is not None:
         return {"reward": sample.environment_reward, **sample.reward_parts}
     use = sample.environment
-    if use is None or use.errors or use.timeouts:  # no environment: a trial before the run, without a response
+    if use is None or use.errors or use.timeouts:  # `use` is None in a trial before the run, which has no response
         return 0.0
     raise ValueError("the environment gives no reward; have its `reward()` return a number, or name another reward.function")

@@ -38,10 +38,10 @@ Reply = str | list[Message] | None
 
 
 class Environment(Protocol):
-    """A user-defined environment. Its methods may be coroutine functions. If `reply` is one, all methods run on an event loop.
+    """A user-defined environment. Its methods may be coroutine functions. If `reply` is one, plain methods run on the event loop too.
 
-    `stop`: strings that end a turn of the model; if empty, the model's end token does. Optional methods: `reward() -> float` after the
-    response, `tools() -> list` of JSON schemas for the chat template, and `close()`.
+    `stop`: strings that end a turn of the model. If it is empty, the model's end token ends a turn. Optional methods: `reward() -> float`
+    after the response, `tools() -> list` of JSON schemas for the chat template, and `close()`.
     """
 
     stop: Sequence[str]

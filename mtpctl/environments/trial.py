@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 NUM_TRIAL_PROBLEMS = 3
 """Number of problems to try."""
 TRIAL_TIMEOUT_S = 60.0
-"""Maximum seconds per problem."""
+"""Maximum seconds per problem, without `close`."""
 
 
 @dataclass(frozen=True)
 class EnvironmentTrial:
     """Results of a trial.
 
-    `tools`: the result of `tools()` for the first problem; the run uses it. `has_reward`: whether the environment has `reward()`; True if
-    there were no problems to try.
+    `tools`: the result of `tools()` for the first problem; the run uses it. `stops`: the stop strings of all instances. `replies`: their
+    replies that are chat messages. `has_reward`: whether the environment has `reward()`; True if there were no problems to try.
     """
 
     tools: list[object] = field(default_factory=list)
@@ -72,8 +72,8 @@ def try_environment(
 
     The response for `reply` is the environment's first stop string, or an empty text.
 
-    `chat`: whether the chat template is used. `deadline_s`: the deadline of a response in the run; a trial takes at most this
-    and at most `TRIAL_TIMEOUT_S`. Raises UserError for the first failure.
+    `chat`: whether the chat template is used. `deadline_s`: the deadline of a response in the run. The calls for one problem,
+    except `close`, must return within the smaller of this and `TRIAL_TIMEOUT_S`. Raises UserError for the first failure.
     """
     timeout_s = min(deadline_s, TRIAL_TIMEOUT_S)
 

@@ -2,7 +2,7 @@
 
 A response is one list of tokens, the model's turns and the environment's replies in order. The environment's tokens have a loss mask of 0
 and a log-prob of 0, so per-token lists stay aligned and no loss, correction or entropy includes them. `max_tokens`, the context and the
-deadline include them: a reply that would exceed `max_tokens` is truncated, and ends the response. Sampled tokens are never retokenized.
+deadline include them: a reply that reaches `max_tokens` is truncated there, and ends the response. Sampled tokens are never retokenized.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class TurnSessions:
         return TurnSession(self, request)
 
     def close_later(self, instance: Instance) -> None:
+        """Close the instance in the background."""
 
         async def close() -> None:
             # A failure after the response does not affect the run.
@@ -188,7 +189,7 @@ class ChatReplies:
     A chat template renders whole conversations. Rendering one again would change sampled tokens: the same text may be tokenized
     differently, and some templates remove thinking from earlier turns. So the template renders a conversation with a marker in place of the
     model's turn, and the text after the marker is appended to the existing tokens. This is correct if that text depends only on the new
-    messages, which is checked.
+    messages, which is checked once for each sequence of roles and set of template variables.
     """
 
     def __init__(self, tokenizer: TemplateTokenizer) -> None:
@@ -203,7 +204,7 @@ class ChatReplies:
             variables: further variables of the template.
 
         Raises:
-            EnvironmentFailure: if the template rejects the messages, or renders them differently in another conversation.
+            EnvironmentFailure: if the template rejects the messages, leaves one out, or renders them differently in another conversation.
         """
         question, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": TURN_MARKER}
         suffix = self._suffix([question, answer, *messages], variables)

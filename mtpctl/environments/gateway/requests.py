@@ -109,7 +109,7 @@ class FieldRules:
 
 
 def find_unsupported_fields(fields: Mapping[str, object], honored: Collection[str]) -> dict[str, str]:
-    """The unsupported ones among `fields`, each with the reason. `honored`: the supported fields, for suggestions."""
+    """The names of the unsupported fields, each with the reason. `honored`: the supported names, for suggestions."""
     reasons: dict[str, str] = {}
     for name, value in fields.items():
         if name in BOOKKEEPING_FIELDS or (name in ACCEPTED_VALUES and (value is None or value in ACCEPTED_VALUES[name])):
@@ -202,7 +202,7 @@ def apply_sampling(sampling: Sampling, request: GenerationRequest) -> Generation
 
 
 def changed_fields(sampling: Sampling, request: GenerationRequest) -> Iterator[str]:
-    """The fields whose values differ from the settings of `request`, in the order of the schema."""
+    """The names of the fields in `sampling` whose values differ from the settings of `request`, in the order of the schema."""
     default = {"temperature": request.temperature, "top_p": request.top_p, "min_p": 0, "repetition_penalty": 1}
     for name in Sampling.model_fields:
         value = getattr(sampling, name)
@@ -348,7 +348,7 @@ class ChatRequest(Sampling):
 
     @property
     def token_limit(self) -> int | None:
-        """Maximum tokens of an answer; None: limited by the context only."""
+        """Maximum tokens of an answer; None if the request sets no limit."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property

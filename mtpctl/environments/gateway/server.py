@@ -55,7 +55,7 @@ CreateSingleRequest = Callable[[], GenerationRequest]
 
 @dataclass(frozen=True)
 class Assignment:
-    """A problem for an external agent. The finish route sets `finished`."""
+    """A problem for an external agent. `finished` is set by the finish route, or when the trajectory ends without it."""
 
     secret: str
     problem: dict[str, object]
@@ -230,7 +230,7 @@ class Gateway:
             if assignment is None:
                 self._release(client)
         self._clients[assignment.secret] = client
-        # The address that the client used, which is not ours behind a proxy.
+        # The address that the client used. Behind a proxy, it differs from the gateway's address.
         base_url = f"{request.url.scheme}://{request.headers.get('host', '')}{assignment.path}"
         return JSONResponse({"base_url": base_url, "problem": assignment.problem})
 

@@ -98,7 +98,7 @@ class Answer:
 
 @dataclass
 class _AnswerStart:
-    """The start of an answer: the sample so far, and the conversation that it extends."""
+    """The start of an answer: the sample so far, and the conversation that the answer extends; None for a new conversation."""
 
     sample: Sample
     history: list[str]
@@ -110,7 +110,7 @@ class Trajectory:
     """Answers an agent's requests with the settings and limits of `request`. The sample of `request` identifies the problem.
 
     `max_answers`: maximum number of answers. `rules`: whether unsupported fields are rejected or ignored, and whether clients
-    set sampling. The deadline counts from the creation.
+    set sampling. The deadline counts from the creation, or from the last `restart_clock`.
     """
 
     def __init__(self, request: GenerationRequest, backend: ChatBackend, max_answers: int, rules: FieldRules = REJECT) -> None:
@@ -210,8 +210,11 @@ class Trajectory:
         return _AnswerStart(self._new_sample(ids_of(ids)), history, [])
 
     def _find_turn(self, history: list[str], tools_key: str) -> tuple[Conversation, Turn] | None:
-        """The latest turn whose messages begin this history, if no assistant message follows them, and its conversation; else None."""
-        latest: tuple[Conversation, Turn] | None = None
+        """The turn with the most messages that this history extends by messages of other roles than the assistant, and its conversation.
+
+        None if there is no such turn.
+        """
+        longest: tuple[Conversation, Turn] | None = None
         for conversation in self._conversations:
             if conversation.tools_key != tools_key:
                 continue
@@ -221,10 +224,10 @@ class Trajectory:
                     continue
                 if any(key.startswith('["assistant"') for key in new_messages):
                     continue
-                if latest is None or turn.num_messages > latest[1].num_messages:
-                    latest = conversation, turn
+                if longest is None or turn.num_messages > longest[1].num_messages:
+                    longest = conversation, turn
                 break
-        return latest
+        return longest
 
     def _extend(self, conversation: Conversation, turn: Turn, new_tokens: Sequence[int], history: list[str]) -> _AnswerStart:
         sample = conversation.sample
