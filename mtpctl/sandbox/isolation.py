@@ -127,7 +127,7 @@ def _unshare(*, new_user: bool) -> None:
         os.closerange(0, 1 << 16)
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    prctl(1, 9)  # PR_SET_PDEATHSIG: killed with the process that waits
+    prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: the fork is killed when its parent ends
 
 
 def _build_root() -> None:

@@ -64,7 +64,7 @@ class VerdictWriter:
 
 
 class VerdictReader:
-    """Reads the verdicts, in the caller. `failures`: why each test failed, None if it passed. `forged`: whether a MAC was wrong."""
+    """Reads the verdicts, in the caller. `failures`: why each test failed, None if it passed. `forged`: whether a verdict was invalid."""
 
     def __init__(self, key: str, count: int) -> None:
         self.failures: list[str | None] = []

@@ -217,7 +217,7 @@ class TestsPeer(_Peer):
     def _stand_in_class(self, answer_classes: list[list[Any]], base: str) -> type[Exception]:
         """The stand-in for an exception class of the answer. `answer_classes`, `base`: see `AnswerPeer._answer_classes`.
 
-        Without `answer_classes` it is for the built-in class `base`, which is identified by its name instead of a number.
+        If `answer_classes` is empty, the stand-in is for the built-in class `base`, which is identified by its name instead of a number.
 
         The stand-in is always a new class. If it were the built-in AssertionError, an `except` for the answer's exception would also catch
         failed assertions of the tests.
@@ -265,7 +265,7 @@ class AnswerPeer(_Peer):
                 self._serve(self._receive(), namespace)
 
     def ask(self, operation: str, *arguments: object, **keywords: object) -> Any:
-        """Call a function of the tests."""
+        """Call a function of the tests, or execute one of `_LOCAL_OPERATIONS` on it. No other operation is supported."""
         function, *call_arguments = arguments
         if operation in _LOCAL_OPERATIONS:
             return _LOCAL_OPERATIONS[operation](*map(_number_or_value, arguments))
@@ -319,7 +319,7 @@ class AnswerPeer(_Peer):
         return values.make_remote(self, fields[0], values.special_method_bits(FunctionType))
 
     def _answer_classes(self, error_class: type[BaseException]) -> tuple[list[list[object]], str]:
-        """Number and name of each class in the MRO of `error_class` that is not built in, and the name of the first one that is."""
+        """Number and name of each class in the MRO of `error_class` that is not built in, and the name of the first built-in one."""
         user_classes = [cls for cls in error_class.__mro__ if getattr(builtins, cls.__name__, None) is not cls]
         base = next(cls.__name__ for cls in error_class.__mro__ if cls not in user_classes)
         return [[self._register(cls), cls.__name__] for cls in user_classes], base

@@ -91,7 +91,7 @@ def score(
 
     `docs/sandbox.md` describes how outputs and results are compared. Without the column, the code's output is compared with the problem's
     answer. `timeout_s` limits the CPU seconds of each case, and of all Python tests together; the wall-clock limit is three times that,
-    plus 1 s. Raises ValueError for other tests.
+    plus 1 s. Raises ValueError for tests in any other format.
     """
     sandbox, limits = shared(isolation), Limits(cpu_s=timeout_s, memory_mb=memory_mb)
     test_column = problem.fields.get(tests)
@@ -138,7 +138,7 @@ def _free_names(tests: list[str]) -> set[str]:
 def _run_calls(sandbox: Sandbox, code: str, calls: Calls, limits: Limits, partial: bool) -> tuple[float, bool]:
     """Run the cases in one process. After a timeout, continue in a new process, so that each case may use the whole time limit.
 
-    Cases that did not end before a timeout run again, except for the first case of a process, which has then failed.
+    Cases without a verdict at a timeout run again in the new process. If the first case of a process has no verdict, it has failed.
     """
     passed: list[bool] = []
     timed_out = False

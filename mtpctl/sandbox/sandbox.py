@@ -41,7 +41,7 @@ _LOADER_VARIABLES = ("LD_LIBRARY_PATH",)
 
 
 class Sandbox:
-    """Starts processes, from any thread. One zygote forks all of them. It is started with the first one, and restarted if it was killed.
+    """Starts processes, from any thread. One zygote forks all of them; it starts with the first process, and again if it was killed.
 
     `isolation="none"` allows processes without isolation if no mechanism works. `only` tries a single mechanism.
     """
@@ -356,7 +356,7 @@ _ENFORCEMENT: dict[Mechanism, tuple[str, str, str, str]] = {
 
 
 def shared(isolation: Isolation) -> Sandbox:
-    """The sandbox of this process. A forked process gets another one."""
+    """The sandbox of this process for `isolation`. A forked process gets another one."""
     with _LOCK:
         return _SANDBOXES.setdefault((os.getpid(), isolation), Sandbox(isolation))
 

@@ -3,7 +3,7 @@
 `encode` and `decode` support an allow-list of types. For an object of another type, `encode` calls `refer`, which returns a numbered
 reference, and `decode` passes it to `resolve`. Decoding calls nothing that the sender names: every constructor is in `_DECODERS`.
 
-Tests use other objects of the answer by proxies (`Remote`). A proxy has the special methods of its object's class, so that `callable`,
+Tests use other objects of the answer through proxies (`Remote`). A proxy has the special methods of its object's class, so that `callable`,
 `iter` and `bool` treat it like the object. Attributes with two underscores are not forwarded, except those in `_FORWARDED_ATTRIBUTES`,
 because some give access to memory: numpy would read the address in `__array_interface__`.
 
@@ -58,7 +58,7 @@ def encode(value: object, refer: Refer) -> object:
 
 
 def decode(encoded: Any, resolve: Resolve) -> Any:
-    """Inverse of `encode`. Raises ValueError, TypeError, IndexError or OverflowError if the input was not written by `encode`."""
+    """Inverse of `encode`. May raise ValueError, TypeError, IndexError or OverflowError for input that `encode` did not write."""
     if type(encoded) in PLAIN:
         return encoded
     tag, *fields = encoded

@@ -203,7 +203,7 @@ class Zygote:
         isolation.install_filter(isolation.build_filter(os.getpid(), file_access.get(self._mechanism, "mounts")))
 
     def _change_user(self) -> bool:
-        """Switch to a user that owns no files. Returns whether no other process has this user, so that its threads count separately."""
+        """Switch to a user that owns no files. Returns True if only this process has the user, so that its threads count separately."""
         os.setgroups([])
         for user in (_FIRST_UID + self._num_forks % _NUM_UIDS, _NOBODY_UID):
             try:
