@@ -53,7 +53,7 @@ def linear_axis(low: float, high: float, *, include_zero: bool = False, count: i
 
 
 def log_axis(low: float, high: float) -> Axis:
-    """An axis with decades as ticks, or 1-2-5 for a range below two decades. Both ends must be positive."""
+    """An axis with decades as ticks, or 1-2-5 steps if the enclosing decades span at most two. Both ends must be positive."""
     decades = [10.0**e for e in range(math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9) + 1)]
     if len(decades) > 3:
         skip = math.ceil(len(decades) / 5)
@@ -65,7 +65,7 @@ def log_axis(low: float, high: float) -> Axis:
 
 
 def round_step(raw: float) -> float:
-    """The next 1, 2, 2.5 or 5 times a power of ten."""
+    """The smallest number of at least `raw` that is 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(raw))
     return next(m * power for m in (1, 2, 2.5, 5, 10) if raw <= m * power * (1 + 1e-9))
 
@@ -107,7 +107,7 @@ class Series:
     """One curve of a chart.
 
     Attributes:
-        dots: dots each point, for metrics with few points.
+        dots: draw a dot at each point and no average, for metrics with few points.
         color: index of a color; by default the position of the curve.
         style: a `guide` is a dashed reference line, which is not averaged.
     """

@@ -1,8 +1,8 @@
 """`metrics.jsonl`: one JSON object per line, flushed, so it can be read during the run and after a crash.
 
 A row is {"session", "time", "phase", "step", metrics…} or {"session", "time", "event", "message"}. `session` counts the starts of the
-run. A resumed run appends to the file, and repeats the steps of the earlier session after the checkpoint. `load_history` returns one row
-per step without these repeats.
+run. A resumed run appends to the file, and repeats the steps that the earlier session ran after the checkpoint. `load_history` returns one
+row per step without these repeats.
 """
 
 from __future__ import annotations
@@ -252,9 +252,9 @@ def build_history(raw_rows: Iterable[RawRow]) -> History:
             continue
         phase, step, session = row["phase"], row["step"], row["session"]
         if any(
-            (order[phase], step) > (order[begun_phase], first_step)
-            for (begun_phase, later), first_step in first_steps.items()
-            if later > session
+            (order[phase], step) > (order[later_phase], first_step)
+            for (later_phase, later_session), first_step in first_steps.items()
+            if later_session > session
         ):
             continue
         merged_row = merged.setdefault((phase, step), Row(phase, step, row["time"], session))

@@ -195,7 +195,7 @@ class LivePanel:
             self._live.refresh()
 
     def resume(self, rows: Iterable[Row], phase: str) -> None:
-        """Show the rows of earlier sessions first, in the resumed phase."""
+        """Record the rows of earlier sessions, and show the resumed phase."""
         for row in rows:
             self._record(row.step, row.metrics, row.phase)
         self._phase = phase
@@ -273,7 +273,7 @@ class LivePanel:
         for name in curves:
             values = self._values.get(name, [])
             if self._phase == "draft" and not values:
-                continue  # fewer draft tokens
+                continue  # the head has fewer draft tokens than `DRAFT_CURVES`
             metric = describe(name)
             value = Text(format_value(values[-1], metric.unit), "bold") if values else Text("–", "dim")
             grid.add_row(labels.get(name, metric.label), value, Text(sparkline(values, 40), "cyan"))

@@ -169,7 +169,7 @@ def _subtitle(recipe: Document, history: History) -> list[str]:
 
 
 def _held_out(history: History) -> Chart | None:
-    """The chart of all evaluations, with the best so far and the late mean as reference lines; None for fewer than two."""
+    """The chart of all evaluations, with the best so far and the late mean as reference lines; None for fewer than two evaluations."""
     points = evaluations(history)
     if len(points) < 2:
         return None
@@ -266,14 +266,14 @@ def _chart(spec: ChartSpec, history: History) -> Chart | None:
 
 
 def _largest(series: list[Series]) -> list[Series]:
-    """The series by size, largest first; the smaller ones are summed as `other`."""
+    """The series by size, largest first. If there are more than `_MAX_STACKED`, the smallest ones are summed as `other`."""
     ordered = sorted(series, key=lambda s: -sum(y for _, y in s.points))
-    rest = ordered[_MAX_STACKED - 1 :]
-    if len(rest) < 2:
+    smallest = ordered[_MAX_STACKED - 1 :]
+    if len(smallest) < 2:
         return ordered
     total: dict[float, float] = {}
-    for series_in_rest in rest:
-        for x, y in series_in_rest.points:
+    for small in smallest:
+        for x, y in small.points:
             total[x] = total.get(x, 0.0) + y
     return [*ordered[: _MAX_STACKED - 1], Series("other", sorted(total.items()), "seconds")]
 

@@ -68,7 +68,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, recipe_text: str) -> RunDirectory:
-        """Create the directory with its recipe, or lock an existing one without changing its files.
+        """Create the directory with its recipe if it does not exist, and lock it. Files of an existing directory are not changed.
 
         Raises UserError, without partial files, if the path is read-only, full, not a directory, or locked by another run.
         """
@@ -134,7 +134,8 @@ class RunDirectory:
 
         An earlier recipe that differs is moved to `logs/`.
 
-        Returns the changed keys as `key: before → after`. Raises UserError if the files cannot be written; the earlier ones are then kept.
+        Returns the changed keys as `key: before → after`. Raises UserError if a file cannot be written. Each file is then either
+        replaced or unchanged.
         """
         changes: list[str] = []
         with _writing(self.path):
@@ -221,7 +222,7 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 ANSWER_S = 60.0
-"""Timeout for the run's answer in seconds. It polls for requests every second, but its event loop may be busy."""
+"""Timeout for the run's answer in seconds. The run polls for requests every second, but its event loop may be busy."""
 POLL_S = 0.2
 """Seconds between two polls for the answer."""
 
@@ -286,7 +287,8 @@ def _request_files(run: RunDirectory, pattern: str) -> list[Path]:
 def request_replicas(run: RunDirectory, replicas: int) -> Answer:
     """Request a number of rollout replicas from the run, and wait for its answer.
 
-    Raises UserError if the run is not running or its directory is not writable, RuntimeFailure if it does not answer within `ANSWER_S`.
+    Raises UserError if the run is not running or its directory is not writable, RuntimeFailure if the run ends before it answers or does
+    not answer within `ANSWER_S`.
     """
     if not run.is_locked:
         raise UserError(f"RUN: {run.path} is not running; start it with mtpctl train {run.path}")

@@ -29,7 +29,8 @@ from mtpctl.telemetry.panel import sparkline
 from mtpctl.telemetry.run_directory import RunDirectory, last_requested_replicas
 
 State = Literal["running", "done", "failed", "stopped", "broken off", "empty", "unreadable"]
-"""`broken off`: it ended without logging an end, such as a killed run. `empty`: it has no log. `unreadable`: its log is damaged."""
+"""`broken off`: the run ended without logging an end, for example because it was killed. `empty`: it has no metrics or events.
+`unreadable`: its metrics, or the files of `mtpctl scale`, are damaged."""
 DEPTH = 4
 """Depth of folders that are searched for runs."""
 
@@ -42,7 +43,7 @@ class RunOverview:
         stage, step: the newest stage and its last step.
         steps: total number of steps of the stage.
         reward, unfiltered_reward, accuracy: newest values in RL.
-        unseen_accuracy: `accuracy` over prompts that are not in the training rows; None if that is true of all held-out prompts.
+        unseen_accuracy: `accuracy` over prompts that are not in the training rows; None if no held-out prompt is in them.
         age_s: seconds since the newest metric.
         restarts: one line for each restart of a trainer or replica, newest last.
         replicas: rollout replicas at the newest weight sync; None before the first.
@@ -112,7 +113,7 @@ def describe_run(path: Path) -> RunOverview:
 
 
 def _age(run: RunDirectory) -> float:
-    """Seconds since the newest metric, or since the recipe if there are no metrics."""
+    """Seconds since the newest metric was written, or the recipe if there are no metrics."""
     newest = run.metrics if run.metrics.exists() else run.recipe
     return max(0.0, time.time() - newest.stat().st_mtime)
 

@@ -5,7 +5,7 @@ writes the rows, so the run never waits for the disk; rows that arrive faster th
 newest files are kept.
 
 The report shows samples with filters by step, kind and reward, but without scripts: the filters are `<select>` elements, and a CSS rule for
-each option hides the other samples. So the page works from a file.
+each option hides the other samples. So the page works when it is opened from the disk.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ LogTable = Callable[[list[SampleRow]], None]
 class SampleLog:
     """Appends rows to the newest file of a folder and passes them to `tables`, in its own thread.
 
-    `dropped` counts rows that arrived too fast or could not be written; `warning` reports them in one line.
+    `dropped` counts rows that arrived too fast, or were not written to the file or to each table; `warning` reports them in one line.
     """
 
     def __init__(self, folder: Path, session: int, tables: Sequence[LogTable] = ()) -> None:
@@ -312,10 +312,9 @@ def _without_repeats(rows: list[SampleRow]) -> list[SampleRow]:
 
 
 def _repeated_from(rows: list[SampleRow]) -> dict[tuple[int, int], int]:
-    """The first repeated step of each (session, batch); `sys.maxsize` if no step was repeated.
+    """For each (session, batch), the smallest step of the later updates in that session; `sys.maxsize` if there are none.
 
-    After a restart of the trainer, later batches of the same session repeat steps. The first repeated step of a batch is the smallest step
-    of all later updates.
+    After a restart of the trainer, later updates of the session repeat steps. A batch was repeated if its step is not below this one.
     """
     trained = {_batch_of(row): row["step"] for row in rows if row["kind"] == "update"}
     repeated_from: dict[tuple[int, int], int] = {}

@@ -48,7 +48,7 @@ class ResumePoint:
 
 
 def print_summary(console: Console, history: History) -> None:
-    """Print the metrics before and after RL, and a sentence about evaluations; nothing for fewer than two steps."""
+    """Print the metrics before and after RL, and a sentence about evaluations; nothing if no headline metric was logged twice."""
     if rows := before_and_after(history):
         console.print()
         console.print(summary_table(rows))

@@ -157,7 +157,7 @@ class SummaryRow:
 
     @property
     def change(self) -> str:
-        """The difference: in points for shares, else relative; a dash if one side is not finite."""
+        """The difference: in points for shares, else relative if `before` is positive, else absolute; a dash if one side is not finite."""
         if not (math.isfinite(self.before) and math.isfinite(self.after)):
             return "–"
         if self.metric.unit == "share":
@@ -195,7 +195,7 @@ def evaluations(history: History) -> list[tuple[float, float]]:
 
 
 def evaluation_summary(history: History) -> str:
-    """A sentence about the best evaluation and the worst fall. A hint without evaluations during RL; empty for fewer than two."""
+    """A sentence about the best evaluation and the worst fall; empty for fewer than two evaluations. For exactly two, a hint instead."""
     measures = measure_curve(evaluations(history))
     if measures is None:
         return ""

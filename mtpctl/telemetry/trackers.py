@@ -35,7 +35,7 @@ def check_packages(telemetry: TelemetryConfig) -> None:
 
 
 class Sink(Protocol):
-    """A destination of metrics. `failure`: the reason why it stopped; empty while it works."""
+    """A destination of metrics. `failure`: why it lacks rows; empty if it has all of them."""
 
     failure: str
 
@@ -79,7 +79,7 @@ class TensorBoardSink:
             if phase not in self._writers:
                 self._writers[phase] = self._writer_class(str(self._folder / phase))
             self._writers[phase].add_event(self._event_class(wall_time=time.time(), step=step, summary=self._summary_class(value=values)))
-        except OSError as error:  # The writer's thread stops at its first error, so this one may be about an earlier row.
+        except OSError as error:  # The writer's thread stops at its first error, so `error` may be about an earlier row.
             self._record_lost_rows(error)
             self._writers.pop(phase, None)
 
