@@ -193,7 +193,12 @@ class Telemetry:
             self._closed = True
             self._display.close()
             for sink in self._sinks:
-                sink.close(failed=failed)
+                try:
+                    sink.close(failed=failed)
+                except Exception as error:
+                    # Tracker errors do not abort the run; `metrics.jsonl` is the complete record.
+                    name, message = type(sink).__name__.removesuffix("Sink"), str(error).partition("\n")[0]
+                    sink.failure = f"{name} may lack the last rows and the end of the run: {type(error).__name__}: {message}"
                 if sink.failure:
                     with failure_guard:
                         self._file.append({"time": self._now(), "event": "tracker", "message": sink.failure})

@@ -53,6 +53,29 @@ def test_log_event_and_summary(tmp_path: Path) -> None:
     assert "best 75.0% at update 20; worst fall 10.0 points, from 25.0% at update 0 to 15.0% at update 10." in table
 
 
+class FailingSink:
+    """A tracker whose server is lost before the end of the run."""
+
+    failure = ""
+
+    def write(self, step: int, metrics: dict[str, float], phase: str) -> None: ...
+
+    def close(self, *, failed: bool = False) -> None:
+        raise ConnectionError("connection refused\nmore")
+
+
+def test_tracker_that_fails_at_the_end_is_reported_and_others_are_closed(tmp_path: Path) -> None:
+    telemetry, out = start(tmp_path / "run", TelemetryConfig(tensorboard=True))
+    telemetry._sinks.insert(0, FailingSink())
+    telemetry.log(1, {"reward/mean": 0.5}, "rl")
+    telemetry.close()
+    message = "Failing may lack the last rows and the end of the run: ConnectionError: connection refused"
+    assert f"tracker: {message}\n" in out.getvalue()
+    assert load_history(tmp_path / "run").events[-1].message == message
+    assert telemetry._log_file.closed
+    assert list((tmp_path / "run" / "tensorboard").rglob("events.*"))
+
+
 def test_accuracy_on_unseen_prompts_is_in_lines_and_summary(tmp_path: Path) -> None:
     telemetry, out = start(tmp_path / "run")
     with telemetry:
