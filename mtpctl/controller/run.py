@@ -83,7 +83,7 @@ class Run:
         self.trains_rl = "rl" in recipe.train.stages
 
     async def run(self) -> int | None:
-        """Run all stages. Returns the number of the signal that stopped the run before or within a stage; else None.
+        """Run all stages. Returns the number of the signal that stopped the run before the end of its last stage; else None.
 
         If the run is stopped within a stage, writes a checkpoint first.
         """
