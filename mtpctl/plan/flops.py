@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from mtpctl.families.shape import LayerKind, ModelShape
 
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = 2, 2, 2
 """Operations per weight and token: one multiplication and one addition in each of the three products."""
+
+type TrunkTraining = Literal["all", "adapter", "none"]
+"""The trained weights of the trunk, LM head included."""
+
+_TRUNK_OPS: dict[TrunkTraining, int] = {
+    "all": _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT,
+    "adapter": _FORWARD + _INPUT_GRADIENT,
+    "none": _FORWARD,
+}
+"""Operations per weight and token of the trunk. Those of the adapter itself, about 1%, do not count."""
 
 _WITHOUT_SOFTMAX: set[LayerKind] = {"linear_attention", "mamba", "none"}
 """Layers without softmax attention."""
@@ -92,20 +103,28 @@ def attention_flops(shape: ModelShape, lengths: Sequence[int], kind: LayerKind =
     return sum(pair_flops * length * length // 2 for length in lengths)
 
 
-def step_flops(shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: Sequence[int], *, isolated: bool) -> int:
+def step_flops(
+    shape: ModelShape, lengths: Sequence[int], rows: int, mtp_rows: Sequence[int], *, isolated: bool, trunk: TrunkTraining = "all"
+) -> int:
     """Forward and backward operations of one step, without recomputation.
 
     lengths: tokens of each packed sample. rows: number of tokens with a log-prob. mtp_rows: number of drafted tokens of each MTP depth. An
-    isolated MTP head computes no gradient of the LM head's weight. Of routed experts, only the selected ones count.
+    isolated MTP head computes no gradient of the LM head's weight. Of routed experts, only the selected ones count. The trunk has no
+    weight gradients with an adapter, and no backward pass if only the drafter is trained.
     """
-    weight_ops = _FORWARD + _INPUT_GRADIENT + _WEIGHT_GRADIENT
+    all_ops, trunk_ops = _TRUNK_OPS["all"], _TRUNK_OPS[trunk]
+    head_ops = all_ops - _WEIGHT_GRADIENT if isolated else all_ops
     drafter_passes, drafter_weights = _drafter_cost(shape, len(mtp_rows))
-    kinds = [*shape.layer_kinds, *[shape.mtp_kind] * drafter_passes]
-    flops = weight_ops * sum(lengths) * (trunk_weights(shape) + drafter_weights)
-    flops += 3 * sum(kinds.count(kind) * attention_flops(shape, lengths, kind) for kind in set(kinds) - _WITHOUT_SOFTMAX)
-    flops += weight_ops * rows * shape.hidden * shape.vocab
-    draft_ops = weight_ops - _WEIGHT_GRADIENT if isolated else weight_ops
-    return flops + sum(draft_ops * n * shape.hidden * shape.vocab for n in mtp_rows)
+    head_weights = shape.hidden * shape.vocab
+    flops = sum(lengths) * (trunk_ops * trunk_weights(shape) + all_ops * drafter_weights)
+    flops += (1 if trunk == "none" else 3) * _attention_of_layers(shape, lengths, shape.layer_kinds)
+    flops += 3 * _attention_of_layers(shape, lengths, [shape.mtp_kind] * drafter_passes)
+    return flops + head_weights * (trunk_ops * rows + head_ops * sum(mtp_rows))
+
+
+def _attention_of_layers(shape: ModelShape, lengths: Sequence[int], kinds: Sequence[LayerKind]) -> int:
+    """Forward operations of softmax attention in layers of these kinds."""
+    return sum(kinds.count(kind) * attention_flops(shape, lengths, kind) for kind in set(kinds) - _WITHOUT_SOFTMAX)
 
 
 def _drafter_cost(shape: ModelShape, depths: int) -> tuple[int, int]:

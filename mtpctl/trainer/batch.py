@@ -18,7 +18,7 @@ from mtpctl.errors import UserError
 from mtpctl.families.shape import ModelShape
 from mtpctl.model.packing import Packing, num_blocks
 from mtpctl.model.parallel import sum_over_ranks
-from mtpctl.plan.flops import peak_flops, step_flops
+from mtpctl.plan.flops import TrunkTraining, peak_flops, step_flops
 from mtpctl.routes import Routes, RouteShape
 
 _ALIGNMENT = 16
@@ -264,20 +264,28 @@ class Totals:
 
 
 def utilization(
-    shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool, seconds: float, gpu: str, gpus: int
+    shape: ModelShape,
+    sequences: list[Sequence],
+    depths: int,
+    *,
+    isolated: bool,
+    trunk: TrunkTraining,
+    seconds: float,
+    gpu: str,
+    gpus: int,
 ) -> float | None:
-    """Model FLOPs utilization (arXiv:2204.02311, appendix B) of an update of all weights in bf16; recomputation does not count.
+    """Model FLOPs utilization (arXiv:2204.02311, appendix B) of an update in bf16; recomputation does not count.
 
     depths: MTP depths that are trained. isolated: whether the trunk and the head get no gradient from the MTP loss (`mtp.mode: isolated`).
-    Returns None for a device whose peak is unknown.
+    trunk: see `step_flops`. Returns None for a device whose peak is unknown.
     """
     peak = peak_flops(gpu)
     if peak is None:
         return None
-    return update_flops(shape, sequences, depths, isolated=isolated) / (seconds * gpus * peak)
+    return update_flops(shape, sequences, depths, isolated=isolated, trunk=trunk) / (seconds * gpus * peak)
 
 
-def update_flops(shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool) -> int:
-    """FLOPs of a forward and backward pass over these sequences, with `depths` MTP depths trained. isolated: see `step_flops`."""
+def update_flops(shape: ModelShape, sequences: list[Sequence], depths: int, *, isolated: bool, trunk: TrunkTraining = "all") -> int:
+    """FLOPs of a forward and backward pass over these sequences, with `depths` MTP depths trained. isolated, trunk: see `step_flops`."""
     trunk_rows, *draft_rows = (sum(s.num_drafted(depth) for s in sequences) for depth in range(depths + 1))
-    return step_flops(shape, [len(s.token_ids) for s in sequences], trunk_rows, draft_rows, isolated=isolated)
+    return step_flops(shape, [len(s.token_ids) for s in sequences], trunk_rows, draft_rows, isolated=isolated, trunk=trunk)

@@ -94,6 +94,7 @@ class MegatronEngine:
         self.trains_mtp = self.can_train_mtp
         self.optimizer: Optimizer | None = None
         self.model: MtpModel | DistributedDataParallel = model
+        self._trunk_is_frozen = config.only_drafter
         if config.only_drafter:
             freeze_trunk(model)
         if config.train:
@@ -167,7 +168,8 @@ class MegatronEngine:
     def freeze_trunk(self, frozen: bool) -> None:
         """Exclude the trunk from training, or include it again. Takes effect with `set_optimizer`."""
         freeze_trunk(self.module)
-        if not frozen and not self.config.only_drafter:
+        self._trunk_is_frozen = frozen or self.config.only_drafter
+        if not self._trunk_is_frozen:
             for name, parameter in self.module.named_parameters():
                 parameter.requires_grad_(name.startswith("mtp.") or self.trained_names is None or name in self.trained_names)
 
@@ -221,14 +223,15 @@ class MegatronEngine:
         return {f"perf/memory_{name}_gib": max_over_ranks(peak) / GIB for name, peak in peaks.items()}
 
     def _utilization(self, sequences: list[Sequence], seconds: float, depths: int) -> float | None:
-        """`perf/mfu` of an update; None unless it trains all weights in bf16."""
-        if self.config.lora or self.config.precision != "bf16":
+        """`perf/mfu` of an update; None unless it trains in bf16."""
+        if self.config.precision != "bf16":
             return None
         return utilization(
             self.folder.shape,
             sequences,
             depths,
             isolated=self.config.mtp.mode == "isolated",
+            trunk="none" if self._trunk_is_frozen else "all" if self.config.lora is None else "adapter",
             seconds=seconds,
             gpu=torch.cuda.get_device_name() if self.device.type == "cuda" else self.device.type,
             gpus=dist.get_world_size(),

@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.families.tensors import tensor_shapes
-from mtpctl.plan.flops import attention_flops, attention_weights, peak_flops, step_flops, trunk_weights
+from mtpctl.plan.flops import TrunkTraining, attention_flops, attention_weights, peak_flops, step_flops, trunk_weights
 from tests.fakes.toys import LLAMA_DFLASH
 
 CONFIG = Qwen2Config(
@@ -24,6 +24,7 @@ CONFIG = Qwen2Config(
     architectures=["Qwen2ForCausalLM"],
 )
 LENGTH = 24
+TRUNKS: tuple[TrunkTraining, ...] = ("all", "adapter", "none")
 
 
 def test_operations_of_a_step_equal_those_counted_by_torch() -> None:
@@ -51,6 +52,15 @@ def test_an_isolated_drafter_computes_no_gradient_of_the_head() -> None:
     shape = shape_of(CONFIG.to_dict())
     joint, isolated = (step_flops(shape, [LENGTH], LENGTH, [20], isolated=each) for each in (False, True))
     assert joint - isolated == 2 * 20 * shape.hidden * shape.vocab
+
+
+def test_a_trunk_that_is_not_trained_computes_fewer_gradients() -> None:
+    """With an adapter there are no weight gradients, and if only the drafter is trained, no backward pass."""
+    shape = shape_of(CONFIG.to_dict())
+    whole, adapter, none = (step_flops(shape, [LENGTH], LENGTH, [], isolated=True, trunk=each) for each in TRUNKS)
+    weights = LENGTH * (trunk_weights(shape) + shape.hidden * shape.vocab)
+    pairs = shape.layers * attention_flops(shape, [LENGTH])
+    assert (whole - adapter, adapter - none) == (2 * weights, 2 * weights + 2 * pairs)
 
 
 def test_every_input_of_a_block_uses_all_matrices_of_a_block_drafter() -> None:

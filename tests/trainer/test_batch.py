@@ -11,8 +11,9 @@ import torch
 
 from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
-from mtpctl.plan.flops import step_flops
+from mtpctl.plan.flops import TrunkTraining, step_flops
 from mtpctl.recipe.model import MtpConfig
+from mtpctl.recipe.train import LoraConfig
 from mtpctl.trainer.batch import Sequence, copy_packed, dummy_batch, pack, to_device, utilization
 from mtpctl.trainer.objective import NextToken
 from tests.fakes.tiny import GENTLE, engine, mimo, sequences
@@ -105,23 +106,30 @@ SEQUENCES = [Sequence([1] * 100, 40, [1] * 60), Sequence([1] * 50, 10, [1] * 30 
 
 def test_utilization_is_flops_over_peak() -> None:
     flops = step_flops(SHAPE, [100, 50], 90, [88], isolated=True)
-    share = utilization(SHAPE, SEQUENCES, 1, isolated=True, seconds=0.5, gpu="NVIDIA H200", gpus=4)
+    share = utilization(SHAPE, SEQUENCES, 1, isolated=True, trunk="all", seconds=0.5, gpu="NVIDIA H200", gpus=4)
     assert share == pytest.approx(flops / (0.5 * 4 * 989e12))
 
 
 def test_unknown_gpu_has_no_utilization() -> None:
-    assert utilization(SHAPE, SEQUENCES, 0, isolated=True, seconds=1.0, gpu="Some GPU", gpus=1) is None
+    assert utilization(SHAPE, SEQUENCES, 0, isolated=True, trunk="all", seconds=1.0, gpu="Some GPU", gpus=1) is None
 
 
-def test_update_reports_mfu_if_all_weights_train_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trunk", ["all", "adapter", "none"])
+def test_update_in_bf16_reports_mfu_of_the_trained_weights(trunk: TrunkTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpctl.trainer.batch.peak_flops", {"cpu": 1e12}.get)
     folder, batch = mimo(tmp_path / "model"), sequences()
-    with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated")) as created:
+    adapter = LoraConfig() if trunk == "adapter" else None
+    with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated"), lora=adapter) as created:
+        created.freeze_trunk(trunk == "none")
         created.set_optimizer(GENTLE)
         metrics = created.update(batch, NextToken())
     rows, drafts = (sum(s.num_drafted(depth) for s in batch) for depth in (0, 1))
-    flops = step_flops(folder.shape, [len(s.token_ids) for s in batch], rows, [drafts], isolated=True)
+    flops = step_flops(folder.shape, [len(s.token_ids) for s in batch], rows, [drafts], isolated=True, trunk=trunk)
     assert metrics["perf/mfu"] == pytest.approx(flops / metrics["timing_s/update"] / 1e12)
-    with engine(folder, precision="fp32") as created:
+
+
+def test_update_in_fp32_reports_no_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpctl.trainer.batch.peak_flops", {"cpu": 1e12}.get)
+    with engine(mimo(tmp_path / "model"), precision="fp32") as created:
         created.set_optimizer(GENTLE)
-        assert "perf/mfu" not in created.update(batch, NextToken())
+        assert "perf/mfu" not in created.update(sequences(), NextToken())
