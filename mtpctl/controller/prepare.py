@@ -154,8 +154,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
     for held_out in problems.held_out.values():
         check_lengths(tokenizer, held_out, recipe.data, context=context, tools=tools)
     teacher = None
-    if "rl" in recipe.train.stages and recipe.train.rl.teacher is not None and recipe.train.rl.teacher.runs_server:
-        teacher = _open_teacher(recipe.train.rl.teacher, tokenizer)
+    if recipe.served_teacher is not None:
+        teacher = _open_teacher(recipe.served_teacher, tokenizer)
     leak_count, held_out_count = problems.count_seen(), sum(map(len, problems.held_out.values()))
     end_warnings = [ends.disagreement, _teacher_end_warning(recipe, teacher, ends)]
     warnings = [*trial.warnings, *filter(None, [leak_warning(leak_count, held_out_count), *end_warnings])]

@@ -158,7 +158,7 @@ class Run:
 
     async def _start_actors(self, stack: contextlib.AsyncExitStack) -> tuple[ReplicaPool, LogprobServer | None]:
         """Start the rollout engines and, if configured, the log-prob server."""
-        if not (self.recipe.logprob.standalone and self.trains_rl):
+        if not (self.recipe.runs_logprob_server):
             return await self._start_rollout(stack), None
         return await asyncio.gather(self._start_rollout(stack), self.services.start_logprob(stack))
 

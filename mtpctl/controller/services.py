@@ -25,8 +25,7 @@ from mtpctl.environments.turns import load_turns
 from mtpctl.errors import ClusterResources
 from mtpctl.logprob.server import ROLE_NAMES, LogprobServer, start_server
 from mtpctl.plan.placement import Actor, Placement, place
-from mtpctl.recipe.model import MtpConfig
-from mtpctl.recipe.rl import POLICY, TeacherConfig
+from mtpctl.recipe.rl import POLICY
 from mtpctl.recipe.schema import Recipe
 from mtpctl.rl.rewards.function import Reward
 from mtpctl.rl.rewards.pool import Rewarder
@@ -156,21 +155,16 @@ class Services:
             assert policy is not None, "the recipe's checks reject such a teacher without the server"
             source = LocalSource(policy, "the policy", None)
         else:
-            source = await self._serve_teacher(stack, config)
+            source = await self._serve_teacher(stack)
         hint = None if config.hint is None else HintRenderer(config.hint, prepared.tokenizer, recipe.data, prepared.tools)
         teacher = Teacher(config, source, recipe.rollout.temperature, hint)
         await teacher.check(prepared.tokenizer, prepared.problems.train[:CHECKED_PROMPTS])
         return teacher
 
-    async def _serve_teacher(self, stack: AsyncExitStack, config: TeacherConfig) -> LocalSource:
+    async def _serve_teacher(self, stack: AsyncExitStack) -> LocalSource:
         model_folder = self.prepared.teacher
         assert model_folder is not None, "prepare() finds the model of a teacher that the run serves"
-        logprob_config = self.recipe.logprob.model_copy(
-            update={"replicas": config.replicas, "parallel": config.parallel, "keep_previous": False}
-        )
-        # The teacher's MTP layers are not needed to score the policy's tokens.
-        recipe = self.recipe.model_copy(update={"logprob": logprob_config, "mtp": MtpConfig(mode="off")})
-        server = await self._start_server(stack, recipe, model_folder.path, "teacher")
+        server = await self._start_server(stack, self.recipe.for_teacher_server(), model_folder.path, "teacher")
         return LocalSource(
             server, f"the teacher {model_folder.path}", load_tokenizer(model_folder.path) if has_tokenizer(model_folder.path) else None
         )

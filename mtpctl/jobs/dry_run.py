@@ -39,10 +39,10 @@ from mtpctl.plan.fitting import (
     shared_gpu_lines,
     sharing_cautions,
 )
-from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, max_sample_tokens, route_bytes, trainer_memory
+from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, max_sample_tokens, route_bytes, teacher_memory, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, max_engines, place
 from mtpctl.recipe.checks import cautions_of
-from mtpctl.recipe.model import context_note, hf_config
+from mtpctl.recipe.model import ModelConfig, context_note, hf_config
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.sync import StorageConfig, sync_notes
 from mtpctl.rollout.installed import check_engine
@@ -59,6 +59,7 @@ class Plan:
     """The plan of a run. Sizes are in bytes.
 
     Attributes:
+        teacher: shape of the teacher that the run serves; None without one, or if its config is not on this machine.
         drafting: the model's drafter, and the drafter that each engine uses.
         gpu_size_source: where the size of the GPUs is from; empty if it is unknown.
         hosts: names of the hosts by index, if the cluster is already running.
@@ -70,6 +71,7 @@ class Plan:
 
     recipe: Recipe
     shape: ModelShape
+    teacher: ModelShape | None
     drafting: Drafting
     gpu_size_source: str
     placement: Placement | None
@@ -91,14 +93,17 @@ class Plan:
         """Memory of each kind of rank, by part."""
         trainer = trainer_memory(self.recipe, self.shape)
         sizes: dict[str, Sizes] = {"trainer_rank": asdict(trainer) | {"total": trainer.total}}
-        if self.rl:
+        if self.recipe.train.needs_rollout:
             for index in engine_kinds(self.recipe):
                 engine = engine_memory(self.recipe, self.shape, index)
                 name = "rollout_rank" if index is None else "rollout_rank_on_trainer_gpu"
                 sizes[name] = asdict(engine) | {"kv_tokens": engine.kv_tokens}
-            if self.recipe.logprob.standalone:
-                server = logprob_memory(self.recipe, self.shape)
-                sizes["logprob_rank"] = asdict(server) | {"total": server.total}
+        if self.recipe.runs_logprob_server:
+            server = logprob_memory(self.recipe, self.shape)
+            sizes["logprob_rank"] = asdict(server) | {"total": server.total}
+        if self.teacher is not None:
+            server = teacher_memory(self.recipe, self.teacher)
+            sizes["teacher_rank"] = asdict(server) | {"total": server.total}
         return sizes
 
     @cached_property
@@ -171,10 +176,12 @@ def dry_run(recipe: Recipe) -> Plan:
     ends, tokenizer_note = run_check(partial(recipe_end_tokens, recipe.model, recipe.rollout, vocab=shape.vocab)) or (EndTokens(()), "")
     sharing_notes = [] if placement is None else sharing_cautions(recipe, placement, hosts)
     end_cautions = [f"{tokenizer_note}, so some end tokens may be unknown" if tokenizer_note else "", ends.disagreement]
-    misfit_list = list(find_misfits(recipe, shape))
+    teacher = _teacher_shape(recipe)
+    misfit_list = list(find_misfits(recipe, shape, teacher))
     return Plan(
         recipe,
         shape,
+        teacher,
         describe_drafting(config, shape),
         gpu_size_source,
         placement,
@@ -187,6 +194,14 @@ def dry_run(recipe: Recipe) -> Plan:
         errors=[*(misfit.error for misfit in misfit_list), *run_check.errors],
         resume_lines=resume_lines or [],
     )
+
+
+def _teacher_shape(recipe: Recipe) -> ModelShape | None:
+    """The shape of the teacher that the run serves; None without one, or if its config is not on this machine."""
+    if (teacher := recipe.served_teacher) is None:
+        return None
+    config = hf_config(ModelConfig(path=teacher.path), fetch=False, field="train.rl.teacher.path")
+    return None if config is None else shape_of(config)
 
 
 def _describe_resume(recipe: Recipe) -> list[str]:
@@ -271,7 +286,11 @@ def as_json(plan: Plan) -> dict[str, object]:
             ],
         }
     if recipe.device == "cuda":
-        plan_json["card"] = {"gib": recipe.cluster.gpu_gib, "source": plan.gpu_size_source, "needed_gib": gpu_gib_needed(recipe, shape)}
+        plan_json["card"] = {
+            "gib": recipe.cluster.gpu_gib,
+            "source": plan.gpu_size_source,
+            "needed_gib": gpu_gib_needed(recipe, shape, plan.teacher),
+        }
     if plan.rl:
         plan_json |= {"buckets": plan.buckets, "bytes_once": base_weight_bytes(recipe, shape)}
         plan_json |= {"kv": recipe.sync.kv, "relay": isinstance(recipe.sync, StorageConfig) and recipe.sync.relay}
@@ -309,9 +328,9 @@ def render(plan: Plan) -> str:
         parts = ", ".join(f"{name.replace('_', ' ')} {_size(name, value)}" for name, value in sizes.items() if value)
         lines.append(f"           {rank.replace('_', ' ')}: {parts}")
     if plan.placement is not None:
-        lines += shared_gpu_lines(recipe, shape, plan.placement, plan.hosts)
+        lines += shared_gpu_lines(recipe, shape, plan.placement, plan.hosts, plan.teacher)
     if recipe.device == "cuda":
-        lines.append(_gpu_line(recipe.cluster.gpu_gib, plan.gpu_size_source, gpu_gib_needed(recipe, shape)))
+        lines.append(_gpu_line(recipe.cluster.gpu_gib, plan.gpu_size_source, gpu_gib_needed(recipe, shape, plan.teacher)))
     for misfit in plan.misfits:
         lines += _misfit_lines(misfit)
     if plan.rl:
@@ -403,10 +422,10 @@ def _count(value: int) -> str:
 
 def check_weights(recipe: Recipe) -> None:
     """Check names, types, shapes and sizes of the local weights of the model and of a served teacher. Raises UserError."""
-    model, teacher = recipe.model, recipe.train.rl.teacher
+    model, teacher = recipe.model, recipe.served_teacher
     if model.path is not None and not model.randomly_initialized and Path(model.path).is_dir():
         ModelWeights(Path(model.path), mtp=recipe.mtp.mode != "off")
-    if "rl" in recipe.train.stages and teacher is not None and teacher.runs_server and Path(teacher.path or "").is_dir():
+    if teacher is not None and Path(teacher.path or "").is_dir():
         ModelWeights(Path(teacher.path or ""), mtp=False)
 
 

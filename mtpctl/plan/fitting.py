@@ -19,14 +19,14 @@ from pydantic import BaseModel
 from mtpctl.cluster.hosts import Host
 from mtpctl.errors import ClusterResources, MtpctlError, UserError
 from mtpctl.families.shape import ModelShape
-from mtpctl.plan.memory import GIB, EngineMemory, engine_memory, logprob_memory, max_sample_tokens, trainer_memory
+from mtpctl.plan.memory import GIB, EngineMemory, engine_memory, logprob_memory, max_sample_tokens, teacher_memory, trainer_memory
 from mtpctl.plan.placement import Actor, Placement, core_shortage, engine_memory_share, engine_share
 from mtpctl.recipe.rollout import check_tp
 from mtpctl.recipe.schema import Recipe
 from mtpctl.recipe.section import ParallelConfig, check_parallel
 from mtpctl.telemetry.versions import gpu_memory_gib, mps_state
 
-Rank = Literal["trainer_rank", "rollout_rank", "rollout_rank_on_trainer_gpu", "logprob_rank", "shared_card"]
+Rank = Literal["trainer_rank", "rollout_rank", "rollout_rank_on_trainer_gpu", "logprob_rank", "teacher_rank", "shared_card"]
 Change = Mapping[str, object]
 """Values by dotted key, as for `--set`."""
 Shortfall = Callable[[Recipe], int]
@@ -62,8 +62,11 @@ class Misfit:
     combination: tuple[Remedy, ...]
 
 
-def find_misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
-    """Yield every rank that does not fit a GPU of `cluster.gpu_gib`. If that is not set, only `rollout.kv_cache_bytes` is checked."""
+def find_misfits(recipe: Recipe, shape: ModelShape, teacher: ModelShape | None = None) -> Iterator[Misfit]:
+    """Yield every rank that does not fit a GPU of `cluster.gpu_gib`. If that is not set, only `rollout.kv_cache_bytes` is checked.
+
+    teacher: shape of the teacher that the run serves; None without one, or if its config is not on this machine.
+    """
     gpu_gib = recipe.cluster.gpu_gib
     if gpu_gib is not None and (missing := _trainer_shortfall(recipe, shape)) > 0:
         available = gpu_gib * recipe.train.gpus
@@ -76,13 +79,16 @@ def find_misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
         yield _misfit("trainer_rank", ClusterResources(text), recipe, shortfall, remedies)
     if not recipe.train.needs_rollout:
         return
-    server = recipe.logprob
-    if gpu_gib is not None and server.standalone and (missing := _logprob_shortfall(recipe, shape)) > 0:
-        share = gpu_gib * min(1.0, server.gpus)
-        text = f"logprob.gpus: a rank needs {missing / GIB + share:.0f} GiB, but its share is {share:.0f} GiB; raise it"
+    if gpu_gib is not None and recipe.runs_logprob_server and (missing := _logprob_shortfall(recipe, shape)) > 0:
+        error = _server_error("logprob.gpus", missing, gpu_gib * min(1.0, recipe.logprob.gpus))
         shortfall = partial(_logprob_shortfall, shape=shape)
         remedies = _remedies(recipe, shortfall, _logprob_changes(recipe, shape))
-        yield _misfit("logprob_rank", ClusterResources(text), recipe, shortfall, remedies)
+        yield _misfit("logprob_rank", error, recipe, shortfall, remedies)
+    if gpu_gib is not None and teacher is not None and (missing := _teacher_shortfall(recipe, teacher)) > 0:
+        error = _server_error("train.rl.teacher.gpus", missing, gpu_gib * min(1.0, recipe.for_teacher_server().logprob.gpus))
+        shortfall = partial(_teacher_shortfall, shape=teacher)
+        remedies = _remedies(recipe, shortfall, _teacher_changes(recipe, teacher))
+        yield _misfit("teacher_rank", error, recipe, shortfall, remedies)
     if gpu_gib is not None and (excess := _shared_gpu_excess(recipe)) > 0:
         _, engines, shares = _fullest_shared_gpu(recipe)
         memory = engine_memory_share(recipe)
@@ -93,12 +99,12 @@ def find_misfits(recipe: Recipe, shape: ModelShape) -> Iterator[Misfit]:
         remedies = _remedies(recipe, _shared_gpu_excess, [{"rollout.gpu_memory": lower}] if lower > 0 else [])
         yield _misfit("shared_card", ClusterResources(text), recipe, _shared_gpu_excess, remedies)
     for index in engine_kinds(recipe):
-        if (error := _engine_error(recipe, shape, index)) is not None:
+        if (engine_error := _engine_error(recipe, shape, index)) is not None:
             shortfall = partial(_engine_shortfall, shape=shape, index=index)
             on_trainer = index is not None
             changes = _on_trainer_changes(recipe, shape) if on_trainer else _engine_changes(recipe, shape)
             rank: Rank = "rollout_rank_on_trainer_gpu" if on_trainer else "rollout_rank"
-            yield _misfit(rank, error, recipe, shortfall, _remedies(recipe, shortfall, changes))
+            yield _misfit(rank, engine_error, recipe, shortfall, _remedies(recipe, shortfall, changes))
 
 
 def engine_kinds(recipe: Recipe) -> list[int | None]:
@@ -107,15 +113,20 @@ def engine_kinds(recipe: Recipe) -> list[int | None]:
     return ([0] if on_trainer else []) + ([None] if recipe.rollout.replica_range.max > on_trainer else [])
 
 
-def gpu_gib_needed(recipe: Recipe, shape: ModelShape) -> float:
-    """Minimum size of a GPU in GiB for the recipe's fullest rank. Each engine's cache must fit at least one sample."""
+def gpu_gib_needed(recipe: Recipe, shape: ModelShape, teacher: ModelShape | None = None) -> float:
+    """Minimum size of a GPU in GiB for the recipe's fullest rank. Each engine's cache must fit at least one sample.
+
+    teacher: as in `find_misfits`.
+    """
     sizes = [trainer_memory(recipe, shape).total / recipe.train.gpus]
     if recipe.train.needs_rollout:
         for index in engine_kinds(recipe):
             share = engine_share(recipe, index) if recipe.rollout.kv_cache_bytes else engine_memory_share(recipe, index)
             sizes.append(_engine_minimum(recipe, shape, index) / max(share, 1e-9))
-        if recipe.logprob.standalone:
+        if recipe.runs_logprob_server:
             sizes.append(logprob_memory(recipe, shape).total / (min(1.0, recipe.logprob.gpus) or 1.0))
+        if teacher is not None:
+            sizes.append(teacher_memory(recipe, teacher).total / min(1.0, recipe.for_teacher_server().logprob.gpus))
     return max(sizes) / GIB
 
 
@@ -137,6 +148,15 @@ def _trainer_shortfall(recipe: Recipe, shape: ModelShape) -> int:
 
 def _logprob_shortfall(recipe: Recipe, shape: ModelShape) -> int:
     return logprob_memory(recipe, shape).total - int(_gpu_bytes(recipe) * min(1.0, recipe.logprob.gpus))
+
+
+def _teacher_shortfall(recipe: Recipe, shape: ModelShape) -> int:
+    return teacher_memory(recipe, shape).total - int(_gpu_bytes(recipe) * min(1.0, recipe.for_teacher_server().logprob.gpus))
+
+
+def _server_error(field: str, missing: int, share_gib: float) -> ClusterResources:
+    """The error of a rank of a log-prob server whose share of a GPU is too small by `missing` bytes."""
+    return ClusterResources(f"{field}: a rank needs {missing / GIB + share_gib:.0f} GiB, but its share is {share_gib:.0f} GiB; raise it")
 
 
 def _engine_shortfall(recipe: Recipe, shape: ModelShape, index: int | None) -> int:
@@ -162,8 +182,10 @@ def _fullest_shared_gpu(recipe: Recipe) -> tuple[float, int, dict[str, float]]:
     Excludes engines of `rollout.on_trainer_gpus`: their memory follows from the trainer's share.
     """
     shares = {"train.gpus": recipe.train.gpus}
-    if recipe.logprob.standalone:
+    if recipe.runs_logprob_server:
         shares["logprob.gpus"] = recipe.logprob.gpus
+    if recipe.served_teacher is not None:
+        shares["train.rl.teacher.gpus"] = recipe.served_teacher.gpus
     engine = engine_share(recipe)
     others = {field: share for field, share in shares.items() if share + engine <= 1 + 1e-9}
     # The engine's GPU may be shared with all of them, or with one of them.
@@ -256,7 +278,9 @@ def _count_gpus(recipe: Recipe) -> float:
     gpus = recipe.train.parallel.world_size * recipe.train.gpus
     if recipe.train.needs_rollout:
         gpus += recipe.rollout.tp * sum(engine_share(recipe, index) for index in range(recipe.rollout.replica_range.min))
-        gpus += recipe.logprob.replicas * recipe.logprob.parallel.world_size * recipe.logprob.gpus if recipe.logprob.standalone else 0
+        servers = [recipe.logprob] if recipe.runs_logprob_server else []
+        servers += [recipe.for_teacher_server().logprob] if recipe.served_teacher is not None else []
+        gpus += sum(server.replicas * server.parallel.world_size * server.gpus for server in servers)
     return gpus
 
 
@@ -288,6 +312,15 @@ def _logprob_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
     if server.tokens_per_batch // 2 >= max_sample_tokens(recipe, shape):
         changes.append({"logprob.tokens_per_batch": server.tokens_per_batch // 2})
     return [*changes, *_parallel_changes(server.parallel, shape, "logprob.parallel")]
+
+
+def _teacher_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
+    server = recipe.for_teacher_server().logprob
+    needed = teacher_memory(recipe, shape).total / _gpu_bytes(recipe)
+    changes: list[Change] = [{"train.rl.teacher.gpus": math.ceil(100 * needed) / 100}] if server.gpus < 1 and needed <= 1 else []
+    if server.tokens_per_batch // 2 >= max_sample_tokens(recipe, shape):
+        changes.append({"logprob.tokens_per_batch": server.tokens_per_batch // 2})
+    return [*changes, *_parallel_changes(server.parallel, shape, "train.rl.teacher.parallel")]
 
 
 def _parallel_changes(parallel: ParallelConfig, shape: ModelShape, field: str) -> Iterator[Change]:
@@ -359,26 +392,30 @@ def sharing_cautions(recipe: Recipe, placement: Placement, hosts: Sequence[Host]
     return cautions
 
 
-def planned_bytes(recipe: Recipe, shape: ModelShape, actor: Actor) -> int:
-    """Planned memory of an actor on its GPU, in bytes.
+def planned_bytes(recipe: Recipe, shape: ModelShape, actor: Actor, teacher: ModelShape | None = None) -> int | None:
+    """Planned memory of an actor on its GPU, in bytes. teacher: as in `find_misfits`; without it, a teacher's memory is None.
 
-    For a trainer or log-prob rank: its estimate. For an engine: its weights, reserve and `rollout.kv_cache_bytes`; if that is not set, its
-    share of `cluster.gpu_gib`, which must then be known.
+    For a rank of the trainer or of a log-prob server: its estimate. For an engine: its weights, reserve and `rollout.kv_cache_bytes`; if
+    that is not set, its share of `cluster.gpu_gib`, which must then be known.
     """
     if actor.role == "trainer":
         return trainer_memory(recipe, shape).total
-    if actor.role != "rollout":
+    if actor.role == "logprob":
         return logprob_memory(recipe, shape).total
+    if actor.role == "teacher":
+        return None if teacher is None else teacher_memory(recipe, teacher).total
     if recipe.rollout.kv_cache_bytes is not None:
         memory = engine_memory(recipe, shape, actor.index)
         return memory.weights + memory.reserve + recipe.rollout.kv_cache_bytes
     return int((recipe.cluster.gpu_gib or 0.0) * GIB * engine_memory_share(recipe, actor.index))
 
 
-def shared_gpu_lines(recipe: Recipe, shape: ModelShape, placement: Placement, hosts: Sequence[str]) -> Iterator[str]:
+def shared_gpu_lines(
+    recipe: Recipe, shape: ModelShape, placement: Placement, hosts: Sequence[str], teacher: ModelShape | None = None
+) -> Iterator[str]:
     """A line for each GPU that several actors share: the actors, and their planned memory. Empty if the size of the GPUs is unknown.
 
-    hosts: names of the hosts; empty if they are not known yet.
+    hosts: names of the hosts; empty if they are not known yet. teacher: as in `find_misfits`.
     """
     by_gpu: defaultdict[tuple[int, int], list[Actor]] = defaultdict(list)
     for actor in placement.actors:
@@ -387,10 +424,13 @@ def shared_gpu_lines(recipe: Recipe, shape: ModelShape, placement: Placement, ho
     gib, label = recipe.cluster.gpu_gib, "shared"
     for (host, gpu), actors in by_gpu.items() if gib is not None else ():
         if len(actors) > 1:
-            sizes = [planned_bytes(recipe, shape, actor) for actor in actors]
-            actor_sizes = ", ".join(f"{actor.name} {format_bytes(size)}" for actor, size in zip(actors, sizes, strict=True))
-            name = hosts[host] if hosts else host
-            yield f"{label:10} host {name}, GPU {gpu}: {actor_sizes}; {format_bytes(sum(sizes))} of {gib:.4g} GiB"
+            sizes = [planned_bytes(recipe, shape, actor, teacher) for actor in actors]
+            actor_sizes = ", ".join(
+                f"{actor.name} {'of unknown size' if size is None else format_bytes(size)}"
+                for actor, size in zip(actors, sizes, strict=True)
+            )
+            name, total = hosts[host] if hosts else host, sum(size or 0 for size in sizes)
+            yield f"{label:10} host {name}, GPU {gpu}: {actor_sizes}; {format_bytes(total)} of {gib:.4g} GiB"
             label = ""
 
 

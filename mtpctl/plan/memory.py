@@ -194,6 +194,11 @@ def logprob_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
     )
 
 
+def teacher_memory(recipe: Recipe, shape: ModelShape) -> LogprobMemory:
+    """Memory of the fullest rank of the server of `served_teacher`. shape: the teacher's."""
+    return logprob_memory(recipe.for_teacher_server(), shape)
+
+
 def kv_bytes_per_token(shape: ModelShape, tp: int, width: int, *, drafting: bool) -> int:
     """Bytes of one token's key-value cache on one rank. Latent attention's cache is replicated on all ranks."""
     layers = _count_layers(shape, "full_attention", drafting=drafting)

@@ -193,11 +193,11 @@ def _actor_groups(recipe: Recipe, device: Device, engines: int) -> list[Group]:
     if train.needs_rollout:
         shares = [engine_share(recipe, i) if cuda else 0.0 for i in range(engines)]
         groups += [("rollout", i, rollout.tp, max(1, rollout.threads), share) for i, share in enumerate(shares)]
-        if server.standalone and "rl" in train.stages:
+        if recipe.runs_logprob_server:
             # On CPUs, scoring alternates with the other actors, so it needs no reserved core.
             resources = (1, server.gpus) if cuda else (0, 0.0)
             groups += [("logprob", i, server.parallel.world_size, *resources) for i in range(server.replicas)]
-        if (teacher := train.rl.teacher) is not None and teacher.runs_server and "rl" in train.stages:
+        if (teacher := recipe.served_teacher) is not None:
             resources = (1, teacher.gpus) if cuda else (0, 0.0)
             groups += [("teacher", i, teacher.parallel.world_size, *resources) for i in range(teacher.replicas)]
     per_node, fields = recipe.cluster.gpus_per_node, {"trainer": "train", "teacher": "train.rl.teacher"}

@@ -231,7 +231,7 @@ def check_teacher_in_run(recipe: Recipe) -> Complaints:
         return
     if teacher.path == POLICY and not recipe.logprob.standalone:
         yield "train.rl.teacher.path: policy needs the run's log-prob server; set logprob.standalone: true"
-    if teacher.runs_server and "rl" in recipe.train.stages:
+    if recipe.served_teacher is not None:
         config = hf_config(ModelConfig(path=teacher.path), fetch=False, field="train.rl.teacher.path")
         if config is not None:
             yield from check_parallel(teacher.parallel, shape_of(config), "train.rl.teacher.parallel")

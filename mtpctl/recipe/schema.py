@@ -17,7 +17,7 @@ from mtpctl.recipe.data import DataConfig, EvaluationConfig
 from mtpctl.recipe.model import ModelConfig, MtpConfig
 from mtpctl.recipe.numerics import Numerics
 from mtpctl.recipe.reward import RewardConfig
-from mtpctl.recipe.rl import RlConfig
+from mtpctl.recipe.rl import RlConfig, TeacherConfig
 from mtpctl.recipe.rollout import RolloutConfig, VllmConfig
 from mtpctl.recipe.section import Complaints, NonNegativeFloat, NonNegativeInt, ParallelConfig, PositiveFloat, PositiveInt, Section
 from mtpctl.recipe.sync import TRANSPORTS, NcclConfig, StorageConfig, SyncConfig
@@ -213,6 +213,30 @@ class Recipe(Section):
             return rl.old_logprobs
         recomputes = self.logprob.standalone or rl.correction.mode != "off" or rl.loss == "decoupled"
         return "behaviour" if self.off_policy and not recomputes else "recompute"
+
+    @property
+    def runs_logprob_server(self) -> bool:
+        """Whether the run starts a log-prob server of the policy."""
+        return self.logprob.standalone and "rl" in self.train.stages
+
+    @property
+    def served_teacher(self) -> TeacherConfig | None:
+        """The teacher that the run serves; None without one, or if another server or the policy is the teacher."""
+        teacher = self.train.rl.teacher
+        return teacher if teacher is not None and teacher.runs_server and "rl" in self.train.stages else None
+
+    def for_teacher_server(self) -> Recipe:
+        """The recipe of the log-prob server of `served_teacher`: its layout, without MTP layers, which such a server does not need."""
+        teacher = self.served_teacher
+        assert teacher is not None
+        update = {"replicas": teacher.replicas, "parallel": teacher.parallel, "gpus": teacher.gpus, "keep_previous": False}
+        return self.model_copy(
+            update={
+                "logprob": self.logprob.model_copy(update=update),
+                "mtp": MtpConfig(mode="off"),
+                "train": self.train.model_copy(update={"lora": None}),
+            }
+        )
 
     def replay(self, shape: ModelShape) -> Replay:
         """`train.moe.replay` for this model, with its default resolved; `off` for a dense model, or without the RL stage."""

@@ -16,6 +16,7 @@ from mtpctl.data.inspection import inspect_sets, leaks_in
 from mtpctl.data.tokenizers import make_byte_tokenizer
 from mtpctl.errors import UserError
 from mtpctl.families.reading import shape_of
+from mtpctl.families.tensors import count_parameters
 from mtpctl.jobs.dry_run import as_json, check_rows, check_weights, dry_run, render
 from mtpctl.recipe.loading import load_recipe
 from mtpctl.recipe.schema import Recipe
@@ -164,3 +165,16 @@ def test_plan_mentions_bitwise_numerics(tmp_path: Path) -> None:
         plan = dry_run(load_recipe("tiny_mtp", sets=[f"numerics={numerics}", f"run_dir={tmp_path}"]).recipe)
         assert as_json(plan)["numerics"] == numerics
         assert ("\nnumerics   bitwise: engine, log-prob server and trainer" in render(plan)) == (numerics == "bitwise")
+
+
+def test_plan_of_a_draft_stage_has_engines_but_no_log_prob_server(tmp_path: Path) -> None:
+    plan = dry_run(load_recipe("tiny_mtp", sets=["train.stages=[draft]", f"run_dir={tmp_path}"]).recipe)
+    assert list(plan.memory) == ["trainer_rank", "rollout_rank"]
+
+
+def test_plan_has_the_memory_of_a_served_teacher(folder: Path, tmp_path: Path) -> None:
+    sets = [f"train.rl.teacher.path={folder}", f"run_dir={tmp_path / 'run'}"]
+    plan = dry_run(load_recipe("tiny_mtp", sets=sets).recipe)
+    counts = count_parameters(shape_of(json.loads((folder / "config.json").read_text())))
+    assert plan.memory["teacher_rank"]["weights"] == 4 * (counts["total"] - counts["mtp"])
+    assert "teacher rank: weights " in render(plan)

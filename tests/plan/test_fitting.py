@@ -12,7 +12,7 @@ from mtpctl.families.configs import hub_config
 from mtpctl.families.reading import shape_of
 from mtpctl.plan import fitting
 from mtpctl.plan.fitting import Misfit, apply_change, find_misfits, gpu_gib_needed, shared_gpu_lines, sharing_cautions
-from mtpctl.plan.memory import GIB, engine_memory, trainer_memory
+from mtpctl.plan.memory import GIB, engine_memory, logprob_memory, teacher_memory, trainer_memory
 from mtpctl.plan.placement import place
 from mtpctl.recipe.checks import list_complaints
 from mtpctl.recipe.loading import load_recipe
@@ -148,6 +148,45 @@ def test_no_line_for_gpus_that_are_not_shared_or_of_unknown_size() -> None:
     assert not list(shared_gpu_lines(alone, shape, place(alone), []))
     unknown = tiny("cluster.gpu_gib=null")
     assert not list(shared_gpu_lines(unknown, shape, place(unknown), []))
+
+
+TEACHER = "train.rl.teacher={path: some/teacher, gpus: 0.1}"
+
+
+def test_a_teacher_that_does_not_fit_its_share_is_an_error_that_a_remedy_resolves() -> None:
+    """A teacher of MiMo-7B's shape needs as much as a log-prob rank without MTP layers and without a second copy of the weights."""
+    created = recipe(TEACHER, "train.lora={rank: 8, alpha: 16, targets: [linear_qkv]}", "sync.sections=[adapter, draft]")
+    (misfit,) = find_misfits(created, MIMO, teacher=MIMO)
+    server = recipe("logprob.keep_previous=false", "mtp.mode=off", "rollout.speculation.num_tokens=0")
+    needed = logprob_memory(server, MIMO).total
+    assert misfit.rank == "teacher_rank" and misfit.shortfall == needed - int(13.9 * GIB)
+    assert str(misfit.error) == f"train.rl.teacher.gpus: a rank needs {needed / GIB:.0f} GiB, but its share is 14 GiB; raise it"
+    remedy = next(remedy for remedy in misfit.remedies if "train.rl.teacher.gpus" in remedy.change)
+    assert remedy.fits
+    changed = apply_change(created, remedy.change)
+    assert not list(find_misfits(changed, MIMO, teacher=MIMO)) and not list(find_misfits(created, MIMO)), "its shape is unknown"
+
+
+def test_gpu_needed_includes_the_teacher() -> None:
+    created = recipe(TEACHER)
+    needed = teacher_memory(created, MIMO).total / 0.1 / GIB
+    assert gpu_gib_needed(created, MIMO, teacher=MIMO) == pytest.approx(needed)
+    assert gpu_gib_needed(created, MIMO) < needed
+
+
+def test_shared_gpu_of_a_teacher_names_its_own_memory() -> None:
+    """The teacher has another shape than the policy."""
+    shared = tiny("rollout.replicas=1", "train.rl.teacher={path: some/teacher, gpus: 0.25}")
+    shape = shape_of(shared.model.config or {})
+    lines = list(shared_gpu_lines(shared, shape, place(shared), [], teacher=MIMO))
+    assert f"teacher-0 {teacher_memory(shared, MIMO).total / GIB:.1f} GiB" in "".join(lines)
+    assert "teacher-0 of unknown size" in "".join(shared_gpu_lines(shared, shape, place(shared), []))
+
+
+def test_a_run_without_rl_needs_no_memory_for_a_log_prob_server() -> None:
+    created = recipe("logprob.gpus=0.1")
+    assert [misfit.rank for misfit in find_misfits(created, MIMO)] == ["logprob_rank"]
+    assert not list(find_misfits(apply_change(created, {"train.stages": ["draft"]}), MIMO))
 
 
 def test_cautions_name_missing_cores_and_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
