@@ -92,7 +92,7 @@ class Result:
     """The syncs over one transport. Each list of numbers has one entry per sync.
 
     verified: number of tensors whose checksums were compared. back_seconds: seconds until throughput has recovered. tokens_per_s: rate
-    before the sync.
+    before the sync. phase_seconds: seconds of each phase, in order.
     """
 
     transport: str
@@ -106,6 +106,7 @@ class Result:
     stall_seconds: list[float] = field(default_factory=list)
     back_seconds: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
+    phase_seconds: dict[str, list[float]] = field(default_factory=dict)
     trainer_gib: float = 0.0
     engine_gib: float = 0.0
     misses: list[str] = field(default_factory=list)
@@ -273,6 +274,8 @@ async def _measure_transport(
             result.stall_seconds.append(sync_report.stall_seconds)
             result.back_seconds.append(recovery)
             result.tokens_per_s.append(rate_before)
+            for phase, seconds in {"plan": sync.last_update.plan_seconds, **sync_report.phases}.items():
+                result.phase_seconds.setdefault(phase, []).append(seconds)
             report(
                 f"  version {version}: {metrics['sync/seconds']:.3f} s, stall {sync_report.stall_seconds:.3f} s, wire "
                 f"{result.wire_seconds[-1]:.3f} s, waited {sent.wait_seconds:.3f} s, persisted after {persist_s:.2f} s"
@@ -366,6 +369,16 @@ def format_table(results: list[Result]) -> str:
         for r in results
     ]
     return markdown_table(f"{headings} | extra GiB trainer / engine | verified".split(" | "), rows)
+
+
+def format_phases(results: list[Result]) -> str:
+    """The phases of a sync in milliseconds: medians, with minimum and maximum."""
+    phases = list(dict.fromkeys(phase for r in results for phase in r.phase_seconds))
+    rows = [
+        (phase, *(format_spread([1000 * s for s in r.phase_seconds[phase]], ".1f") if phase in r.phase_seconds else "" for r in results))
+        for phase in phases
+    ]
+    return markdown_table(["ms", *(r.transport for r in results)], rows)
 
 
 def to_document(results: list[Result], environment: Environment, options: Mapping[str, object]) -> dict[str, object]:

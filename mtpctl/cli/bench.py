@@ -304,7 +304,8 @@ def sync_weights(
             folder=Path(scratch),
         )
         results = asyncio.run(bench.measure(options, print_progress))
-    print_result(render(bench.to_document(results, describe_machine(), options.as_json), bench.format_table(results), as_json=json))
+    tables = f"{bench.format_table(results)}\n\n{bench.format_phases(results)}"
+    print_result(render(bench.to_document(results, describe_machine(), options.as_json), tables, as_json=json))
     _check([f"{result.transport}: {miss}" for result in results for miss in result.misses])
 
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
 from mtpctl.errors import UserError
@@ -271,15 +271,17 @@ class Engine(ABC):
         self._control_deadline_s = max(CONTROL_DEADLINE_S, deadline_s)
         try:
             await self.pause(mode)
+            paused_at = time.monotonic()
             report = await update_target(self, manifest, verify=verify, deadline_s=deadline_s, sections=self._sections)
             if self.auto_speculation:
                 await self.control_speculation(weights_changed=True)
         finally:
-            self._control_deadline_s = CONTROL_DEADLINE_S
+            self._control_deadline_s, updated_at = CONTROL_DEADLINE_S, time.monotonic()
             if not was_paused and not self._target.dirty and not self._failure:
                 await self.resume()
-        stall_s = time.monotonic() - started_at
-        return SyncReport(report.version, report.nbytes, report.seconds, stall_s, report.verified)
+        resumed_at = time.monotonic()
+        phases = {"pause": paused_at - started_at, **report.phases, "resume": resumed_at - updated_at}
+        return replace(report, stall_seconds=resumed_at - started_at, phases=phases)
 
     async def serve_relay(self, url: str) -> str:
         """Serve the files that this host downloads from the store at `url` to other hosts. Returns the relay's `host:port`."""

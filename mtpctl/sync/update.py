@@ -34,7 +34,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -50,13 +50,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """The result of an update of one target. `seconds`: total; `stall_seconds`: from pause to resume; `verified`: compared tensors."""
+    """The result of an update of one target.
+
+    `seconds`: total; `stall_seconds`: from pause to resume; `verified`: compared tensors; `phases`: seconds of each phase, in order.
+    """
 
     version: int
     nbytes: int
     seconds: float
     stall_seconds: float = 0.0
     verified: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 def check_checksums(manifest: Manifest, actual: dict[str, str], sections: Collection[str] = ("target", "draft", "adapter")) -> int:
@@ -126,12 +130,19 @@ async def update_target(
     async def before_deadline[T](step: Awaitable[T]) -> T:
         return await asyncio.wait_for(step, deadline_s - (time.monotonic() - started))
 
+    phases: dict[str, float] = {}
+
+    async def timed(phase: str, step: Awaitable[None]) -> None:
+        began = time.monotonic()
+        await before_deadline(step)
+        phases[phase] = time.monotonic() - began
+
     try:
         for name, section in manifest.sections.items():
-            await before_deadline(target.begin_update(manifest, manifest.version, name))
+            await timed(f"begin {name}", target.begin_update(manifest, manifest.version, name))
             if section.wire_buckets:
-                await before_deadline(target.receive(*section.wire_buckets))
-            await before_deadline(target.finish_update())
+                await timed(f"receive {name}", target.receive(*section.wire_buckets))
+            await timed(f"finish {name}", target.finish_update())
     except BaseException as error:
         try:
             await asyncio.wait_for(target.abort_update(), deadline_s)
@@ -158,7 +169,7 @@ async def update_target(
             if isinstance(error, TimeoutError):
                 raise TargetDirty(f"version {manifest.version} could not be verified within sync.deadline_s = {deadline_s}") from error
             raise
-    return SyncReport(manifest.version, manifest.nbytes, time.monotonic() - started, verified=verified)
+    return SyncReport(manifest.version, manifest.nbytes, time.monotonic() - started, verified=verified, phases=phases)
 
 
 class State(StrEnum):

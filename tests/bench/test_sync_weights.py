@@ -12,7 +12,7 @@ import pytest
 
 from mtpctl.bench import sync_weights
 from mtpctl.bench.sync_ends import RequestLoad
-from mtpctl.bench.sync_weights import compute_extra_gib, find_misses, format_table
+from mtpctl.bench.sync_weights import compute_extra_gib, find_misses, format_phases, format_table
 from mtpctl.errors import RuntimeFailure
 from mtpctl.plan.memory import GIB
 from tests.fakes.bench_results import SYNC_OPTIONS, sync_result
@@ -112,6 +112,17 @@ def test_fp8_has_its_own_bound_for_a_sync() -> None:
 
 def test_table_has_medians_with_least_and_most() -> None:
     assert "| nccl | 10.000 | 10 | 100.0 | 0.190 (0.150–0.200) | 1.90 | 0.140 (0.130–9.000) |" in format_table([sync_result()])
+
+
+def test_phases_are_in_order_with_medians_in_milliseconds() -> None:
+    phases = {"plan": [0.001], "pause": [0.02], "receive target": [0.03, 0.05, 0.04], "resume": [0.001]}
+    results = [sync_result(phase_seconds=phases), sync_result("ipc", phase_seconds={"plan": [0.002]})]
+    assert [line.split("|")[1:4] for line in format_phases(results).splitlines()[2:]] == [
+        [" plan ", " 1.0 (1.0–1.0) ", " 2.0 (2.0–2.0) "],
+        [" pause ", " 20.0 (20.0–20.0) ", "  "],
+        [" receive target ", " 40.0 (30.0–50.0) ", "  "],
+        [" resume ", " 1.0 (1.0–1.0) ", "  "],
+    ]
 
 
 def test_extra_memory_has_tensors_reserved_memory_and_other_buffers() -> None:
