@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Unpack
 
 import torch
 from torch.distributed import TCPStore
 
-from mtpctl.cluster.object_store import ObjectStore
+from mtpctl.cluster.object_store import ObjectStore, StoreFailed
 from mtpctl.cluster.rendezvous import host_store
 from mtpctl.plan.buckets import MAX_DELTA_SHARE, Bucket
 from mtpctl.sync.packing import Changes, Checksums, Export, HostCopy, Packer, PackingOptions, spec_of
@@ -62,6 +62,7 @@ class Publisher(Packer):
         self._copied: int | None = None
         self._changed_bytes = 0  # since the last complete version
         self._upload: Upload | None = None
+        self._commit_lock = Lock()  # prevents the upload from marking a version while it is deleted
         self._token = secrets.token_hex(16)
 
     def publish(self, export: Export, version: int, *, checksums: bool = False) -> Manifest:
@@ -92,14 +93,20 @@ class Publisher(Packer):
             else:
                 manifest = self._write_changes(manifest, tensors, self._copy, checksums=checksums)
             if self.store.remote is not None:
-                manifest = self._upload_files(manifest, self.store.remote, folder)
-            self.store.commit(manifest)
+                manifest = self._upload_files(manifest, self.store.remote, folder.name)
+            with self._commit_lock:
+                self.store.commit(manifest)
             self._copied = version
         except BaseException:
             self._copied = None
             shutil.rmtree(files, ignore_errors=True)
             self.store.discard(version)
             raise
+        if self.store.remote is not None:
+            if (files / COMPLETE).exists():
+                self._upload = Upload(self.store, self.store.remote, files, f"{folder.name}-{self._token}", version, self._commit_lock)
+            else:
+                shutil.rmtree(files)
         return manifest
 
     def _write_changes(self, manifest: Manifest, tensors: Export, copy: HostCopy, *, checksums: bool) -> Manifest:
@@ -125,25 +132,25 @@ class Publisher(Packer):
         self._changed_bytes = 0
         return manifest if manifest.base is not None else replace(manifest, sections=self.section_plans(sums, changes))
 
-    def _upload_files(self, manifest: Manifest, remote: ObjectStore, folder: Path) -> Manifest:
-        """Upload the version's files, and start to upload the files in `COMPLETE`, which only later receivers need."""
-        files, remote_name = Path(manifest.address), f"{folder.name}-{self._token}"
+    def _upload_files(self, manifest: Manifest, remote: ObjectStore, folder_name: str) -> Manifest:
+        """Upload the version's files, except those in `COMPLETE`, which only later receivers need."""
+        files, remote_name = Path(manifest.address), f"{folder_name}-{self._token}"
         buckets = sorted(files.glob("*.bin"))
         digests = compute_digests(buckets) if self._digests else {}
         upload(remote, buckets, remote_name)
-        if (files / COMPLETE).exists():
-            self._upload = Upload(remote, files, remote_name, folder)
-        else:
-            shutil.rmtree(files)
         return replace(manifest, transport=STORAGE, address=f"{remote.url}/{remote_name}", digests=digests)
 
 
 class Upload:
-    """Uploads all buckets of a version in a thread, and then marks the version in the store as complete."""
+    """Uploads all buckets of a published version in a thread, and then marks the version in the store as complete.
 
-    def __init__(self, remote: ObjectStore, files: Path, name: str, folder: Path) -> None:
-        """`files`: the version's files, which are deleted at the end. `name`, `folder`: its folders in the remote and the version store."""
-        self._remote, self._files, self._name, self._folder = remote, files, name, folder
+    If newer versions are complete, the store may delete the version during the upload. Then its uploaded buckets are deleted, too.
+    """
+
+    def __init__(self, store: VersionStore, remote: ObjectStore, files: Path, name: str, version: int, commit_lock: Lock) -> None:
+        """`files`: the version's files, which are deleted at the end. `name`: its folder in the remote. `commit_lock`: held by commits."""
+        self._store, self._remote, self._files, self._name = store, remote, files, name
+        self._version, self._commit_lock = version, commit_lock
         self._failure: BaseException | None = None
         self._thread = Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
@@ -159,12 +166,24 @@ class Upload:
 
     def _run(self) -> None:
         try:
-            upload(self._remote, sorted((self._files / COMPLETE).iterdir()), f"{self._name}/{COMPLETE}")
-            (self._folder / COMPLETE).mkdir()
+            self._upload_and_mark()
         except BaseException as error:
             self._failure = error
         finally:
             shutil.rmtree(self._files)
+
+    def _upload_and_mark(self) -> None:
+        folder = self._store.folder(self._version)
+        try:
+            upload(self._remote, sorted((self._files / COMPLETE).iterdir()), f"{self._name}/{COMPLETE}")
+        except StoreFailed:
+            if folder.exists():
+                raise
+        with self._commit_lock:
+            if folder.exists():
+                (folder / COMPLETE).mkdir()
+            else:
+                self._store.discard(self._version)
 
 
 def _find_tied_weights(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -74,6 +75,40 @@ def test_a_late_receiver_begins_with_all_buckets(store: VersionStore, tmp_path: 
     store.close()
     assert not list((tmp_path / "bucket").rglob("*.bin"))
     assert not (SHARED_MEMORY / f"mtpctl-fetched-{zlib.crc32(f'file://{tmp_path}/bucket'.encode()):08x}").exists()
+
+
+def test_background_upload_of_a_deleted_version_does_not_fail_later_versions(
+    store: VersionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, publish, engine = Trainer(share=0.05), publisher(store), new_engine()
+    target, may_upload = engine_target(engine), Event()
+    upstream = ObjectStore.put
+
+    def put(remote: ObjectStore, file: Path, name: str) -> None:
+        if f"/{COMPLETE}/" in name:
+            may_upload.wait(300)
+        upstream(remote, file, name)
+
+    monkeypatch.setattr(ObjectStore, "put", put)
+    version = 0
+    while publish._upload is None:
+        version += 1
+        update(target, publish.publish(trainer.step().items(), version))
+    uploading = store.folder(version)
+    trainer.share = 1.0  # so many changes that the next versions are complete
+    for later in (version + 1, version + 2):
+        assert publish._upload.running and uploading.exists()
+        update(target, publish.publish(trainer.step().items(), later))
+    assert not uploading.exists()
+    may_upload.set()
+    finished(publish)
+    trainer.share = 0.05
+    update(target, publish.publish(trainer.step().items(), version + 3))
+    assert same(engine.live(), trainer.copy()) and not uploading.exists()
+    assert {path.name[:9] for path in (tmp_path / "bucket").iterdir() if any(path.rglob("*.bin"))} == {
+        f"v{number:08d}" for number in store.versions()
+    }
+    assert not list(SHARED_MEMORY.glob(f"mtpctl-upload-{publish._token}*"))
 
 
 def test_downloaded_files_are_not_read_again(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
