@@ -14,20 +14,22 @@ from mtpctl.errors import MtpctlError, RuntimeFailure
 async def await_within[T](call: Awaitable[T], timeout_s: float, name: str, advice: str = "") -> T:
     """Await the result of an actor call. `name`: of the actor and the call, for errors. `advice`: end of the message after a timeout.
 
-    Raises RuntimeFailure after `timeout_s`, or if the actor dies or raises an error; an MtpctlError is re-raised unchanged.
+    Raises RuntimeFailure after `timeout_s`, or if the actor dies or raises an error; an MtpctlError is re-raised unchanged. A TimeoutError
+    of the call is an error like any other, not the end of `timeout_s`.
     """
     import ray
 
     try:
-        return await asyncio.wait_for(call, timeout_s)
-    except TimeoutError as error:
-        raise RuntimeFailure(f"{name}: no answer within {timeout_s:g} s{advice}") from error
+        async with asyncio.timeout(timeout_s) as deadline:
+            return await call
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, MtpctlError):
             raise cause from error
         raise RuntimeFailure(f"{name}: {describe_error(error)}") from error
-    except ray.exceptions.RayError as error:
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        if deadline.expired():
+            raise RuntimeFailure(f"{name}: no answer within {timeout_s:g} s{advice}") from error
         raise RuntimeFailure(f"{name}: {describe_error(error)}") from error
 
 

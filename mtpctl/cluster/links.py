@@ -131,10 +131,10 @@ async def measure_links() -> list[Link]:
             names = hosts[first].name, hosts[second].name
             try:
                 latency, rate = await asyncio.wait_for(endpoints[first].measure.remote(*addresses[second]), 2 * TIMEOUT_S)
+            except ray.exceptions.RayError as error:  # first: a RayTaskError may be the connection's TimeoutError
+                return Link(*names, error=f"not reached: {getattr(error, 'cause', None) or type(error).__name__}")
             except TimeoutError:
                 return Link(*names, error=f"no answer within {2 * TIMEOUT_S:g} s")
-            except (ray.exceptions.RayError, OSError) as error:
-                return Link(*names, error=f"not reached: {getattr(error, 'cause', None) or type(error).__name__}")
             return Link(*names, latency, rate)
 
         links: list[Link] = []

@@ -171,7 +171,9 @@ class TrainerGroup:
         import ray
 
         cause = error.__cause__
-        if isinstance(cause, ray.exceptions.RayActorError | TimeoutError):
+        # If a rank raises an error, the RayTaskError is an instance of its class, too, which may be TimeoutError.
+        is_raised_by_rank = isinstance(cause, ray.exceptions.RayTaskError)
+        if isinstance(cause, ray.exceptions.RayActorError | TimeoutError) and not is_raised_by_rank:
             raise TrainerLost(str(error)) from error
         # A rank raises an MtpctlError itself, so ranks that do not answer do not explain it. A rank that has died may have caused it.
         is_own_error = isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, MtpctlError)

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
-from mtpctl.cluster.deadlines import ChangeNotifier, await_start, finished_before, run_in_thread
+from mtpctl.cluster.deadlines import ChangeNotifier, await_start, await_within, finished_before, run_in_thread
 from mtpctl.errors import RuntimeFailure
 from mtpctl.samples import Unwanted, finished_before_unwanted
 from tests.fakes.event_loop import in_loop
@@ -28,6 +29,18 @@ async def work(seconds: float) -> str:
 async def test_late_start_names_the_setting_of_its_deadline() -> None:
     with pytest.raises(RuntimeFailure, match=r"^rollout, start: no answer within 0\.01 s; raise cluster\.actor_deadline_s$"):
         await await_start(work(60.0), 0.01, "rollout")
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError("the hub is slow"), RayTaskError("load", "traceback", TimeoutError("the hub is slow")).as_instanceof_cause()]
+)
+@in_loop
+async def test_timeout_error_of_a_call_is_not_reported_as_its_deadline(error: Exception) -> None:
+    async def load() -> None:
+        raise error
+
+    with pytest.raises(RuntimeFailure, match=r"^rollout, load: TimeoutError: the hub is slow$"):
+        await await_within(load(), 60.0, "rollout, load")
 
 
 @either_way

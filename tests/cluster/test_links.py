@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import RayTaskError
 
 from mtpctl.cluster import links
-from mtpctl.cluster.links import Endpoint, Link, find_slow, schedule_pairs
+from mtpctl.cluster.links import Endpoint, Link, find_slow, measure_links, schedule_pairs
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
@@ -40,3 +45,18 @@ def test_slow_and_failed_links_are_reported() -> None:
     assert find_slow([*good, thin, far, dead]) == [thin, far, dead]
     assert str(thin) == "c – d: 0.10 GB/s, 0.10 ms round trip"
     assert find_slow([dead]) == [dead]
+
+
+def test_connection_that_times_out_is_not_reported_as_a_late_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def listen() -> tuple[str, int]:
+        return "10.0.0.1", 1
+
+    async def measure(*_: object) -> object:
+        raise RayTaskError("measure", "traceback", TimeoutError("timed out")).as_instanceof_cause()
+
+    endpoint = SimpleNamespace(listen=SimpleNamespace(remote=listen), measure=SimpleNamespace(remote=measure))
+    actor: Any = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: endpoint))
+    monkeypatch.setattr(ray, "remote", lambda _: actor)
+    monkeypatch.setattr(ray, "kill", lambda _: None)
+    monkeypatch.setattr(links, "list_ray_hosts", lambda: [SimpleNamespace(node_id="00" * 28, name=name) for name in "ab"])
+    assert asyncio.run(measure_links()) == [Link("a", "b", error="not reached: timed out")]

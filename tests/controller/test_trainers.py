@@ -42,7 +42,7 @@ async def silent() -> object:
 
 def raises(error: Exception) -> Answer:
     async def step() -> object:
-        raise RayTaskError("step", "traceback", error)
+        raise RayTaskError("step", "traceback", error).as_instanceof_cause()  # as awaiting an actor's call does
 
     return step
 
@@ -66,6 +66,12 @@ def group(*ranks: Rank) -> TrainerGroup:
             RuntimeFailure,
             r"trainer rank 0, persist_weights: ValueError: a fault",
         ),
+        (
+            [Rank(raises(TimeoutError("the lock is held")), fine), Rank(fine, fine)],
+            RuntimeFailure,
+            r"trainer rank 0, persist_weights: TimeoutError: the lock is held",
+        ),
+        ([Rank(raises(TimeoutError("the lock is held")), fine), Rank(silent, dead)], TrainerLost, "ActorDied.*the lock is held"),
         ([Rank(raises(UserError("train.x: no")), fine), Rank(silent, silent)], UserError, r"train\.x: no"),
         ([Rank(raises(RuntimeFailure("the disk is full")), fine), Rank(silent, silent)], RuntimeFailure, "the disk is full"),
         ([Rank(raises(RuntimeFailure("rl-4 was not written")), fine), Rank(silent, dead)], TrainerLost, "ActorDied.*was not written"),
