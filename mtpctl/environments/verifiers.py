@@ -44,16 +44,16 @@ async def play(
 
 
 async def _get_environment(name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, held_out: bool) -> Any:
-    """The environment, which is loaded at its first episode and served until this process ends."""
+    """The environment, which is loaded at its first episode and served until this process ends. After a failure, it is loaded again."""
     held_out = held_out and bool(overrides)
     if (future := _environments.get(held_out)) is None:
         future = _environments[held_out] = asyncio.get_running_loop().create_future()
-        _serving_tasks.add(asyncio.create_task(_serve(name, args, overrides, max_turns, future)))
+        _serving_tasks.add(asyncio.create_task(_serve(name, args, overrides, max_turns, held_out, future)))
     return await asyncio.shield(future)
 
 
 async def _serve(
-    name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, ready: asyncio.Future[Any]
+    name: str, args: Mapping[str, object], overrides: Mapping[str, object], max_turns: int, held_out: bool, ready: asyncio.Future[Any]
 ) -> None:
     import verifiers.v1 as vf
 
@@ -65,6 +65,7 @@ async def _serve(
             ready.set_result(environment)
             await asyncio.Event().wait()
     except Exception as error:
+        del _environments[held_out]
         if ready.done():
             raise
         ready.set_exception(error)

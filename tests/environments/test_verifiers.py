@@ -224,6 +224,34 @@ def test_errors_are_one_line_with_the_recipe_key(name: str, fields: dict[str, An
         problem_sets(rollout_of(name, **fields))
 
 
+def test_environment_that_failed_to_load_is_loaded_again_by_the_next_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = rollout_of("last_letter")
+    problem, load, loads = problem_sets(rollout).train[0], vf.load_environment, 0
+
+    def load_environment(config: Any) -> Any:
+        nonlocal loads
+        loads += 1
+        if loads == 1:
+            raise ConnectionError("the hub does not answer")
+        return load(config)
+
+    monkeypatch.setattr(vf, "load_environment", load_environment)
+
+    async def run() -> float:
+        (_, args), play = rollout.started_agent or ("", {}), verifiers.play
+        async with Gateway(model_of(Scripted(lambda before, call: "d")), byte_tokenizer(), "toy", 8, listen("127.0.0.1", 0)) as gateway:
+            secrets = [gateway.open(request_of())[0] for _ in range(3)]
+            urls = [gateway.base_url(secret) for secret in secrets]
+            # Concurrent episodes share a failed load, so it is not repeated for each.
+            failed = await asyncio.gather(*(play(problem, url, **cast(Any, args)) for url in urls[:2]), return_exceptions=True)
+            assert [str(error) for error in failed] == 2 * ["the hub does not answer"] and loads == 1
+            return (await play(problem, urls[2], **cast(Any, args)))["reward"]
+
+    with mock.patch.object(verifiers, "_environments", {}):
+        assert asyncio.run(run()) == 1.25
+    assert loads == 2
+
+
 def test_untrained_agent_needs_its_own_model() -> None:
     seats = {"assistant": HERE["agent"], "user": {**HERE["agent"], "harness": {"id": "last_letter"}}}
     rollout = rollout_of("last_letter", environment_args={"id": "user-sim", **seats})
