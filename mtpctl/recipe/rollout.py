@@ -156,7 +156,7 @@ class RolloutBase(Section):
     )
     agent_idle_s: PositiveFloat = Field(300.0, description="Seconds without a request after which a remote agent's trajectory ends.")
     tool_parser: str | None = Field(None, description="vLLM's parser of tool calls in responses to an agent; default: by chat template.")
-    max_turns: PositiveInt = Field(8, description="Maximum model turns per response with an environment; maximum requests of an agent.")
+    max_turns: PositiveInt = Field(8, description="Maximum model turns per response with an environment; maximum answers to an agent.")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: the trainer's precision.")
     quantization: Literal["none", "fp8"] = Field(
         "none",

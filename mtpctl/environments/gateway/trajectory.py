@@ -98,19 +98,24 @@ class Answer:
 
 @dataclass
 class _AnswerStart:
-    """The start of an answer: the sample so far, and the conversation that the answer extends; None for a new conversation."""
+    """The start of an answer: the sample so far, and the conversation that the answer extends; None for a new conversation.
+
+    `rewrites_history`: whether the agent changed earlier messages. `is_recorded`: whether the answer is in a sample of the trajectory.
+    """
 
     sample: Sample
     history: list[str]
     turns: list[Turn]
     extends: Conversation | None = None
+    rewrites_history: bool = False
+    is_recorded: bool = False
 
 
 class Trajectory:
     """Answers an agent's requests with the settings and limits of `request`. The sample of `request` identifies the problem.
 
-    `max_answers`: maximum number of answers. `rules`: whether unsupported fields are rejected or ignored, and whether clients
-    set sampling. The deadline counts from the creation, or from the last `restart_clock`.
+    `max_answers`: maximum number of answers; rejected and cancelled requests do not count. `rules`: whether unsupported fields are rejected
+    or ignored, and whether clients set sampling. The deadline counts from the creation, or from the last `restart_clock`.
     """
 
     def __init__(self, request: GenerationRequest, backend: ChatBackend, max_answers: int, rules: FieldRules = REJECT) -> None:
@@ -118,6 +123,7 @@ class Trajectory:
         self.reward: float | None = None
         self.num_rewritten_histories = 0
         self.answers = 0
+        self._num_pending_answers = 0
         self.ignored: dict[str, None] = {}
         self._deadline = time.monotonic() + request.deadline_s
         self._last_request_at = time.monotonic()
@@ -148,9 +154,8 @@ class Trajectory:
         chat.check(self.request, self._backend.tokenizer.chat_template, self._rules)
         request = apply_sampling(chat, self.request) if self._rules.client_sampling else self.request
         self._check_open()
-        if self.answers + chat.choices > self._max_answers:
+        if self.answers + self._num_pending_answers + chat.choices > self._max_answers:
             raise RequestInvalid(f"the trajectory already has {self._max_answers} answers, the maximum (rollout.max_turns)", OVER_BUDGET)
-        self.answers += chat.choices
         self.ignored |= dict.fromkeys(chat.ignored)
         start = self._start_answer(chat)
         starts = [start] + [_start_further_choice(start) for _ in range(chat.choices - 1)]
@@ -161,6 +166,7 @@ class Trajectory:
             for choice, choice_start in enumerate(starts)
         ]
         self._in_progress.update(tasks)
+        self._num_pending_answers += chat.choices
         try:
             return await asyncio.gather(*tasks)
         except UserError as error:
@@ -173,6 +179,7 @@ class Trajectory:
             for task in tasks:
                 task.cancel()
             self._in_progress.difference_update(tasks)
+            self._num_pending_answers -= sum(not choice_start.is_recorded for choice_start in starts)
             self.touch()
             if start.extends is not None:
                 start.extends.busy = False
@@ -200,14 +207,14 @@ class Trajectory:
                 new_tokens = None  # The template cannot append these messages to the existing tokens.
             if new_tokens is not None:
                 return self._extend(conversation, turn, new_tokens, history)
-        self.num_rewritten_histories += any(message.role == "assistant" for message in chat.messages)
         try:
             ids = self._backend.tokenizer.chat(
                 [to_template_message(message) for message in chat.messages], _available_tools(chat), chat.variables
             )
         except UserError as error:
             raise RequestInvalid(f"messages: {error}") from error
-        return _AnswerStart(self._new_sample(ids_of(ids)), history, [])
+        rewrites_history = any(message.role == "assistant" for message in chat.messages)
+        return _AnswerStart(self._new_sample(ids_of(ids)), history, [], rewrites_history=rewrites_history)
 
     def _find_turn(self, history: list[str], tools_key: str) -> tuple[Conversation, Turn] | None:
         """The turn with the most messages that this history extends by messages of other roles than the assistant, and its conversation.
@@ -283,6 +290,10 @@ class Trajectory:
         conversation.sample = sample
         conversation.history = [*start.history, message_key(message)]
         conversation.turns = [*start.turns, Turn(len(conversation.history), len(sample.response_ids), end_token)]
+        self.num_rewritten_histories += start.rewrites_history
+        self.answers += 1
+        self._num_pending_answers -= 1
+        start.is_recorded = True
 
     def _check_open(self) -> None:
         if self._ended or (self.request.unwanted is not None and self.request.unwanted.is_set()):

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from mtpctl.data.tokenizers import HfTokenizer
 from mtpctl.environments.gateway.requests import ChatMessage, ChatRequest, RequestInvalid
 from mtpctl.environments.gateway.trajectory import Answer, Trajectory
+from mtpctl.errors import UserError
 from tests.fakes.scripted_engine import EOS, Scripted, byte_tokenizer, model_of, request_of
 from tests.fakes.trajectories import reader, sampled
 
@@ -140,7 +142,7 @@ def test_stop_string_is_in_the_tokens_but_not_in_the_text() -> None:
     assert sampled(sample) == [*b"one STOP", *engine.answered[1]]
 
 
-def test_cancelled_answer_leaves_no_tokens() -> None:
+def test_cancelled_answer_leaves_no_tokens_and_is_not_counted() -> None:
     engine = Scripted(lambda text, call: f"answer {call}", delay_s=0.05)
     trajectory = trajectory_of(engine)
 
@@ -153,7 +155,7 @@ def test_cancelled_answer_leaves_no_tokens() -> None:
 
     asyncio.run(drive())
     (sample,) = trajectory.end()
-    assert sampled(sample) == engine.answered[0] + engine.answered[1]
+    assert sampled(sample) == engine.answered[0] + engine.answered[1] and trajectory.answers == 2
 
 
 @pytest.mark.parametrize(
@@ -181,13 +183,66 @@ def test_exhausted_budgets_and_invalid_requests_are_rejected(
     assert len(trajectory.end()) == 1
 
 
+REWRITTEN = {"role": "assistant", "content": "something else"}
+
+
+@pytest.mark.parametrize(
+    "fields, inputs, answer, message",
+    [
+        ({"max_tokens": 9}, {}, None, "rollout.max_tokens"),
+        ({"context": 36}, {}, None, "rollout.context"),
+        ({"context": 36}, {}, REWRITTEN, "rollout.context"),
+        ({}, {"tool_choice": "required"}, None, "tool_choice"),
+        ({}, {"n": 2}, None, "rollout.max_turns"),
+    ],
+)
+def test_rejected_request_is_not_counted(
+    fields: dict[str, Any], inputs: dict[str, Any], answer: dict[str, Any] | None, message: str
+) -> None:
+    trajectory = trajectory_of(Scripted(lambda text, call: "answer 0"), turns=2, **fields)
+    first = one(trajectory, ASK).message
+    for _ in range(2):
+        with pytest.raises(RequestInvalid, match=message):
+            one(trajectory, ASK, answer or first, ASK, **inputs)
+    assert (trajectory.answers, trajectory.num_rewritten_histories) == (1, 0)
+    one(trajectory, {"role": "user", "content": "2?"})
+    assert trajectory.answers == len(trajectory.end()) == 2
+
+
+@pytest.mark.parametrize("rejecting", ["template", "engine"])
+def test_request_that_the_template_or_the_engine_rejects_is_not_counted(rejecting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(*_: object) -> Any:
+        raise UserError("not this one")
+
+    engine = Scripted(lambda text, call: "answer")
+    trajectory = trajectory_of(engine, turns=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(*((HfTokenizer, "chat") if rejecting == "template" else (engine, "says")), reject)
+        with pytest.raises(RequestInvalid, match="not this one"):
+            one(trajectory, ASK, REWRITTEN, ASK)
+    assert (trajectory.answers, trajectory.num_rewritten_histories) == (0, 0)
+    one(trajectory, ASK, REWRITTEN, ASK)
+    assert (trajectory.answers, trajectory.num_rewritten_histories) == (1, 1)
+
+
+def test_concurrent_requests_do_not_exceed_the_maximum_number_of_answers() -> None:
+    trajectory = trajectory_of(Scripted(lambda text, call: "answer", delay_s=0.02), turns=3)
+
+    async def drive() -> list[Any]:
+        return await asyncio.gather(*(trajectory.answer(asked(ASK, n=n)) for n in (2, 2, 1)), return_exceptions=True)
+
+    answered = asyncio.run(drive())
+    assert [isinstance(each, RequestInvalid) for each in answered] == [False, True, False]
+    assert trajectory.answers == len(trajectory.end()) == 3
+
+
 def test_ended_trajectory_rejects_requests_and_cancels_running_ones() -> None:
     trajectory = trajectory_of(Scripted(lambda text, call: "late", delay_s=5.0))
 
     async def drive() -> None:
         waiting = asyncio.ensure_future(trajectory.answer(asked(ASK)))
         await asyncio.sleep(0.01)
-        assert trajectory.end() == []
+        assert trajectory.end() == [] and trajectory.answers == 0
         with pytest.raises(RequestInvalid, match="has ended"):
             await waiting
         with pytest.raises(RequestInvalid, match="has ended"):
