@@ -5,6 +5,7 @@ The store's fsspec package reads its own credentials and settings, such as `AWS_
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,7 @@ class ObjectStore:
         """Raises UserError for an unknown scheme, PrerequisiteMissing if its package is not installed or its server is unreachable."""
         # Most runs have no store, so the import is deferred.
         from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
         from fsspec.registry import known_implementations
 
         self.url, self._field = url.rstrip("/"), field
@@ -70,6 +72,7 @@ class ObjectStore:
             raise PrerequisiteMissing(f"{field}: {url} cannot be reached: {error}") from error
         except ValueError as error:
             raise UserError(f"{field}: fsspec does not know the scheme of {url}; use s3://…, gs://… or file:///…") from error
+        self._is_local = isinstance(self._files, LocalFileSystem)
 
     def read(self, name: str) -> bytes | None:
         """The contents of an object; None if it does not exist."""
@@ -78,9 +81,13 @@ class ObjectStore:
         return None
 
     def write(self, name: str, contents: bytes) -> None:
-        """Write an object: atomically in object storage, but not with file://."""
+        """Write an object atomically. Other file systems than the local one, such as sftp://, are written in place."""
         with self._errors("write", name):
-            self._files.pipe_file(self._object_path(name), contents)
+            path = self._object_path(name)
+            if self._is_local:
+                self._replace_file(Path(path), contents)
+            else:
+                self._files.pipe_file(path, contents)
 
     def put(self, file: Path, name: str) -> None:
         """Upload a file, and check its size."""
@@ -147,6 +154,16 @@ class ObjectStore:
             raise UserError(f"{self._field}: {self.url} does not exist ({error.reason}); create the bucket, or name another") from error
         except AccessDenied as error:
             raise PrerequisiteMissing(f"{self._field}: the credentials do not allow writing to {self.url} ({error.reason})") from error
+
+    def _replace_file(self, file: Path, contents: bytes) -> None:
+        # The name is random, because processes of several hosts may write the same file.
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        try:
+            self._files.pipe_file(str(temporary), contents)
+            temporary.replace(file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def _object_path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

@@ -6,13 +6,16 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from mtpctl.checkpoint.copying import COPY_URL_FIELD
 from mtpctl.cluster.object_store import ObjectMissing, ObjectStore, StoreFailed
 from mtpctl.errors import PrerequisiteMissing, UserError
 from mtpctl.sync import remote
+from tests.fakes.full_disk import full_disk
 from tests.fakes.s3_server import BUCKET, S3Server, serving
 
 
@@ -45,6 +48,31 @@ def test_objects_are_written_read_listed_and_removed(store: ObjectStore, tmp_pat
     assert store.names("folder") == ["folder/deep/file"]
     with pytest.raises(ObjectMissing, match=r"cannot read .*/folder/text: "):
         store.get("folder/text", tmp_path / "there")
+
+
+def test_interrupted_write_of_a_local_file_leaves_the_previous_contents(tmp_path: Path) -> None:
+    store = ObjectStore(f"file://{tmp_path}/run", COPY_URL_FIELD)
+    store.write("folder/text", b"one")
+    with full_disk(100), pytest.raises(StoreFailed, match=r"cannot write .*/run/folder/text: .*File too large"):
+        store.write("folder/text", bytes(1000))
+    assert store.read("folder/text") == b"one" and store.names("") == ["folder/text"]
+
+
+def test_reader_of_a_local_file_sees_complete_contents_during_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStore(f"file://{tmp_path}/run", COPY_URL_FIELD)
+    store.write("text", b"one")
+    contents: list[bytes | None] = []
+    upstream = LocalFileSystem.open
+
+    def open_and_read(files: LocalFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
+        stream = upstream(files, path, mode, **options)
+        if mode == "wb":
+            contents.append(store.read("text"))
+        return stream
+
+    monkeypatch.setattr(LocalFileSystem, "open", open_and_read)
+    store.write("text", b"two")
+    assert contents == [b"one"] and store.read("text") == b"two"
 
 
 def test_missing_bucket_is_a_user_error(server: S3Server) -> None:
