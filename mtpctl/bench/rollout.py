@@ -333,12 +333,12 @@ async def _measure_fixed(bench: Bench, table: Table, workload: Workload, plain: 
         runs = all_runs[names[drafts]]
         round_states = states[drafts][-len(runs) :]
         draft_s = statistics.median(state["draft_s"][drafts] for state in round_states) if drafts else 0.0
-        allowed = gain_with_free_verification(runs[-1].stats.accept_length, draft_s, workload.batch / baseline_row.tokens_per_s)
-        bound = MIN_GAIN_SHARE * allowed if drafts == 1 and workload.batch <= MAX_GAIN_BATCH else None
+        max_gain = gain_with_free_verification(runs[-1].stats.accept_length, draft_s, workload.batch / baseline_row.tokens_per_s)
+        bound = MIN_GAIN_SHARE * max_gain if drafts == 1 and workload.batch <= MAX_GAIN_BATCH else None
         table.add(
             replace(
                 make_row(names[drafts], workload, runs, all_runs[OFF], bound),
-                allowed=allowed,
+                allowed=max_gain,
                 draft_s=draft_s,
                 drafts=drafts,
                 steps=statistics.median(state["steps"][drafts] for state in round_states),

@@ -163,7 +163,11 @@ def prepare(recipe: Recipe, run_dir: Path) -> Prepared:
 
 
 def find_end_tokens(recipe: Recipe, model: HfFolder, tokenizer: Tokenizer) -> EndTokens:
-    """The tokens that end a response of `model`, which may be in a run directory. Raises UserError like `config_end_ids`."""
+    """The tokens that end a response, according to the recipe, the tokenizer and the model's configs.
+
+    `model`: the folder from `open_model`, possibly in a run directory; generation_config.json is read from the recipe's `model.path`.
+    Raises UserError like `config_end_ids`.
+    """
     return end_tokens(tokenizer, recipe.rollout, config_end_ids(recipe.model, model.config), vocab=model.shape.vocab)
 
 
@@ -249,7 +253,7 @@ def open_version_store(folder: Path, recipe: Recipe, shape: ModelShape) -> Versi
         return VersionStore(folder / "versions", object_store)
     nbytes = count_parameters(shape)["total"] * WEIGHT_BYTES[recipe.train.precision]
     if sends_unquantized_too(recipe):
-        # The store of unquantized versions is a subfolder.
+        # The unquantized versions are stored in a subfolder, and need space as well.
         nbytes += sum(bucket.nbytes for buckets in section_buckets(recipe, shape).values() for bucket in buckets)
     if recipe.sync.delta:
         # `default_root` reserves three versions of this size, so this adds 3/4 of a version for the deltas.

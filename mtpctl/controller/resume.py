@@ -171,9 +171,9 @@ def _init_values(tree: Mapping[str, object]) -> dict[KeyPath, object]:
     """The values of a resolved recipe that determine its random weights, by key."""
     values = flatten(tree)
     sections = ("model", "config"), ("model", "drafter")
-    init_keys = {key: value for key, value in values.items() if key == ("seed",) or key[:2] in sections}
+    init_values = {key: value for key, value in values.items() if key == ("seed",) or key[:2] in sections}
     path = values.get(("model", "path"))
-    return {**init_keys, ("model", "path"): absolute_path(None if path is None else str(path))}
+    return {**init_values, ("model", "path"): absolute_path(None if path is None else str(path))}
 
 
 def describe_old_logprobs_change(recipe: Recipe, run: RunDirectory) -> str:

@@ -134,7 +134,7 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor). Collective: every rank must iterate, and gets all tensors.
 
-        The embedding and the LM head come last. A weight sync that pushes packs its first buckets while the engines are still pausing, so
+        The embedding and the LM head come last. With a push transport, the first buckets are packed while the engines are still pausing, so
         these should be the buckets that take longest to pack: those of layers, which consist of many tensors.
 
         If folders store a tensor under several names (DeepSeek's MTP layers repeat embedding and head), it is yielded once for each name.

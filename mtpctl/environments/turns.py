@@ -221,7 +221,7 @@ class ChatReplies:
                     raise EnvironmentFailure(
                         f"the chat template leaves out messages of the role {message['role']!r}; reply in another role, or with text"
                     )
-            if len(self._checked) >= MAX_CACHED_CHECKS:  # Clients may send any roles and variables.
+            if len(self._checked) >= MAX_CACHED_CHECKS:  # Clients of the gateway may send any roles and variables.
                 self._checked.clear()
             self._checked.add(check_key)
         ids = self._tokenizer.encode(suffix)

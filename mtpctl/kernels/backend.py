@@ -1,6 +1,6 @@
 """Vocabulary shards of tensor-parallel ranks, and the backend protocol of the LM-head kernels: one rank's part of the computation.
 
-Shape legend: n selected rows, H hidden size, V vocabulary entries of this rank, k candidates.
+Shape legend: n selected rows, H hidden size, V columns of this rank (vocabulary entries and padding), k candidates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtpctl.recipe.model import MtpLoss
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's vocabulary entries, `start` to `start + columns`, out of `total`."""
+    """This rank's columns, `start` to `start + columns`, of the padded vocabulary. `total`: vocabulary entries without padding."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -188,9 +188,10 @@ class LocalScores:
 
 @dataclass
 class RowGrads:
-    """Upstream gradients per row: dL/dlogprob and dL/dentropy (or None), with `lse` and `row_entropy` over the whole vocabulary.
+    """Gradients of the loss L per row: `logprob` is dL/dlogprob, `entropy` is dL/dentropy (or None).
 
-    The gradient of scaled logit j is  logprob (1[j = label] - p_j) - entropy p_j (log p_j + row_entropy).
+    `lse` and `row_entropy` are values of the forward pass over the whole vocabulary. With these names, the gradient of scaled logit j is
+    logprob (1[j = label] - p_j) - entropy p_j (log p_j + row_entropy).
     """
 
     logprob: Tensor
@@ -269,7 +270,7 @@ class Backend(Protocol):
     name: str
 
     def rows_per_slice(self, problem: Problem, states_per_row: int = 1) -> int:
-        """Number of rows (at least 1) whose logits fit the workspace, if each row has `states_per_row` hidden states."""
+        """Number of rows (at least 1) whose logits fit the workspace. `states_per_row`: 2 if each row also has a draft's state, else 1."""
         ...
 
     def scores(self, problem: Problem, *, entropy: bool, topk: int, for_backward: bool) -> LocalScores:

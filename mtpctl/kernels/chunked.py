@@ -1,7 +1,7 @@
 """Portable backend in plain PyTorch. Processes the vocabulary in chunks; the backward pass recomputes logits unless they fit one chunk.
 
-Chunks split the vocabulary rather than the rows. A single product then computes a chunk's rows of the weight gradient, so these need no
-fp32 sum over chunks. The hidden gradient accumulates over chunks in fp32.
+Chunks split the vocabulary rather than the tokens. A single product then computes the weight gradient of a chunk's vocabulary entries, so
+it needs no fp32 sum over chunks. The hidden gradient accumulates over chunks in fp32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Chunked:
     name = "chunked"
 
     def rows_per_slice(self, problem: Problem, states_per_row: int = 1) -> int:
-        # Each additional hidden state of a row adds its saved logits and one temporary for the comparison.
+        # A draft's state, in addition to the trunk's, adds its saved logits and one temporary for the comparison.
         columns = max(1, -(-problem.vocab_columns // MIN_CHUNK_COLUMNS)) * MIN_CHUNK_COLUMNS
         temporaries = TEMPORARIES + 2 * (states_per_row - 1)
         return max(1, problem.workspace_bytes // (temporaries * problem.wide_dtype.itemsize * columns))

@@ -116,9 +116,11 @@ def scale_heads_triton(x: Tensor, scale: Tensor, base: Tensor | None) -> Tensor:
     x, sizes = _with_packed_heads(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        added = out if base is None else base.contiguous()
+        base_or_out = out if base is None else base.contiguous()  # the kernel does not read it if ADDED is false
         with on_device_of(x):
-            scaled_kernel[_grid(sizes)](x, scale.contiguous(), added, out, *sizes, scale.dim() == 1, base is not None, ROWS, _block(x))
+            scaled_kernel[_grid(sizes)](
+                x, scale.contiguous(), base_or_out, out, *sizes, scale.dim() == 1, base is not None, ROWS, _block(x)
+            )
     return out
 
 
@@ -134,7 +136,7 @@ def scale_heads_backward_triton(grad: Tensor, x: Tensor, scale: Tensor) -> tuple
 
 
 def _with_packed_heads(x: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
-    """x with contiguous heads, and its numbers of rows and heads, head dim, and stride of a token. Does not copy a slice of channels."""
+    """x with contiguous heads, and its numbers of rows and heads, head dim and token stride. A view of some channels is not copied."""
     tokens, heads, width = x.shape
     if x.stride()[1:] != (width, 1):
         x = x.contiguous()

@@ -102,16 +102,16 @@ def mismatch_sums(
     old_logprob: Tensor, behaviour_logprob: Tensor, mask: Tensor, seq_ids: Tensor, num_sequences: int, config: CorrectionConfig
 ) -> dict[str, Tensor]:
     """Sums over one packed batch, as float64 scalars. Add up the sums of several batches for `mismatch_metrics`."""
-    keep = mask.double()
+    trained = mask.double()
     d = _log_ratio(old_logprob, behaviour_logprob, mask.bool())
     correction = correction_weights(old_logprob.double(), behaviour_logprob.double(), mask, seq_ids, num_sequences, config)
-    weight = correction.weight * keep
-    trained = (sequence_sum(keep, seq_ids, num_sequences) > 0).double()  # 1 for each response with a trained token
-    log_ppl_ratio = sequence_mean(-d, keep, seq_ids, num_sequences)
+    weight = correction.weight * trained
+    has_trained = (sequence_sum(trained, seq_ids, num_sequences) > 0).double()  # [S]
+    log_ppl_ratio = sequence_mean(-d, trained, seq_ids, num_sequences)
     return {
-        **_token_sums(d, keep),
-        "sequences": trained.sum(),
-        "ppl_ratio": (log_ppl_ratio.exp() * trained).sum(),
+        **_token_sums(d, trained),
+        "sequences": has_trained.sum(),
+        "ppl_ratio": (log_ppl_ratio.exp() * has_trained).sum(),
         "weight": weight.sum(),
         "weight_squared": (weight**2).sum(),
         "masked": correction.masked.double().sum(),
@@ -190,13 +190,13 @@ def _log_ratio(old_logprob: Tensor, behaviour_logprob: Tensor, trained: Tensor) 
     return torch.where(trained, (old_logprob - behaviour_logprob).double(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _token_sums(d: Tensor, keep: Tensor) -> dict[str, Tensor]:
+def _token_sums(d: Tensor, trained: Tensor) -> dict[str, Tensor]:
     return {
-        "tokens": keep.sum(),
-        "kl": (-d * keep).sum(),
-        "k3": ((torch.expm1(d) - d) * keep).sum(),
-        "abs_diff": (d.abs() * keep).sum(),
-        "ratio_squared": (d.exp() ** 2 * keep).sum(),
+        "tokens": trained.sum(),
+        "kl": (-d * trained).sum(),
+        "k3": ((torch.expm1(d) - d) * trained).sum(),
+        "abs_diff": (d.abs() * trained).sum(),
+        "ratio_squared": (d.exp() ** 2 * trained).sum(),
     }
 
 

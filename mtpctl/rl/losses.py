@@ -12,8 +12,9 @@ By default the anchor is the old log-prob, and w is the correction weight of old
 
 decoupled   w = old/behaviour always, bounded by the correction (off: unbounded). Old is the proximal policy:
             Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298)
-gspo        r = (π/old)^(1/length) of the whole response, GSPO (arXiv 2507.18071). The value of r is a constant. The gradient
-            flows through each token's own log-prob (GSPO-token), which gives the same gradient and keeps the loss separable
+gspo        r = (π/old)^(1/length) of the whole response, GSPO (arXiv 2507.18071). The anchor gives r this value at every
+            token, and the gradient of r flows only through the token's own log-prob (GSPO-token). This does not change the gradient
+            of the response, and keeps the loss separable
 
 Surrogates, with sg for stop-gradient:
 
@@ -22,15 +23,16 @@ ppo, decoupled, gspo  max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))        
 cispo                 -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π               MiniMax-M1 (arXiv 2506.13585), equations 4 and 5
 sapo                  -A 4/τ sigmoid(τ (r - 1)), τ = tau_pos for A > 0, else tau_neg  SAPO (arXiv 2511.20347)
 
-A token whose ratio has left the band has no gradient with PPO's clip, and a gradient of bounded weight with CISPO. With SAPO its weight
-r · 4 p (1 - p), p = sigmoid(τ (r - 1)), decreases with the distance of r from 1. On-policy, all surrogates have the gradient -A ∇log π.
+PPO's clip removes the gradient of a token with r > 1 + clip_high and A > 0, or r < 1 - clip_low and A < 0. CISPO keeps the gradient of
+every token, with a bounded weight. SAPO weights it by r · g. Its gate g = 4 p (1 - p), p = sigmoid(τ (r - 1)), decreases with the distance
+of r from 1. On-policy, all surrogates have the gradient -A ∇log π.
 
 a is 1 for the token mean (DAPO) and for the sum over a constant (Dr. GRPO), and 1/length of the token's trajectory for the sequence mean
 (GRPO as first published). A trajectory is one response, or all samples of an agent's work on a problem. The ratio of gspo and a
 correction of level sequence are computed per sample.
 
-Shapes: T tokens of S packed responses (and prompts, whose mask is 0). Results are sums: divide them by `loss_denominator` of the whole
-batch, across microbatches and ranks.
+Shapes: T tokens of S packed responses (and prompts, whose mask is 0), t tokens of any slice of them. Results are sums: divide them by
+`loss_denominator` of the whole batch, across microbatches and ranks.
 
 With a teacher (on-policy distillation), `teacher_gain` is added to the advantages, or `candidate_kl` to the loss.
 

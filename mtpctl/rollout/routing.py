@@ -59,7 +59,7 @@ class Router:
 
     @property
     def capacity(self) -> int:
-        """Maximum responses in flight; at least 1, so that a pool without replicas accepts a request, which then raises the error."""
+        """Maximum responses in flight; at least 1, so that a pool without replicas accepts a request, and `acquire` can raise its error."""
         return max(self._max_in_flight * self._replicas.num_serving, 1)
 
     def _free_slots(self) -> list[Slot[Replica]]:

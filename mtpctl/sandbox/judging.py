@@ -97,7 +97,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _compiled_constants(test: str) -> set[CodeType]:
-    """The string constants that a test itself passes to `eval`, `exec` or `compile`."""
+    """The compiled code of the string constants that a test itself passes to `eval`, `exec` or `compile`."""
     code_objects = set()
     for node in ast.walk(ast.parse(test)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CODE_RUNNERS and node.args):
@@ -133,7 +133,7 @@ def run_tests(tests: list[str], names: list[str], entry_points: list[str], peer:
 def run_calls(function: str, cases: list[object], peer: TestsPeer, verdicts: VerdictWriter) -> None:
     """Call the answer's function with the arguments of each case, and report whether the result is accepted.
 
-    A case is a list of the arguments and the accepted results, encoded by `values.encode`.
+    A case is a pair: the list of arguments and the list of accepted results, encoded by `values.encode`.
     """
     namespace: Namespace = {}
     error = _start_tests(peer, lambda: namespace.update(peer.fetch(["Solution", function])))
@@ -196,7 +196,7 @@ def _run_test(run: Callable[[], None], peer: TestsPeer, guard: Guard | None = No
 
 
 def _refers_to_python(name: str, namespace: Namespace, entry_points: list[str]) -> bool:
-    """Whether a name in the tests refers to Python rather than to the answer. Imports modules of that name."""
+    """Whether a name in the tests is a builtin or a known module, not an object of the answer. Imports the module into `namespace`."""
     if name in entry_points:
         return False
     if name in sys.stdlib_module_names or name in ("np", "numpy"):

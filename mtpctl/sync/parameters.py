@@ -327,8 +327,8 @@ def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[in
         sizes = [-(-size // FP8_BLOCK) for size in sizes]
     if slot.parts is not None or (len(sizes) > 1 and _tp_of(owner).size > 1):
         return _packed_shard(owner, data, slot, shape, sizes)
-    if sections := _convolution_sections(model, slot.parameter):
-        return _convolution_shard(owner, data, slot.parameter, shape, sections)
+    if channels := _convolution_sections(model, slot.parameter):
+        return _convolution_shard(owner, data, slot.parameter, shape, channels)
     return _plain_shard(data, slot.parameter, shape, _tp_of(owner, tp))
 
 
@@ -338,7 +338,7 @@ def _tp_of(owner: nn.Module, default: TpRank = _UNSPLIT) -> TpRank:
 
 
 def part_sizes(owner: nn.Module) -> list[int]:
-    """Rows of each packed part over all ranks; a single part if nothing is packed."""
+    """Rows of each packed part over all ranks; `[0]` (one part of unknown size) if nothing is packed."""
     return list(getattr(owner, "output_sizes", ())) or [0]
 
 
@@ -393,12 +393,12 @@ def _convolution_sections(model: nn.Module, parameter: str) -> list[int]:
     return [key, key, value] if key is not None and value is not None else []
 
 
-def _convolution_shard(owner: nn.Module, live: torch.Tensor, parameter: str, shape: tuple[int, ...], sections: list[int]) -> Shard:
-    tp, expected = _tp_of(owner), (sum(sections), *live.shape[1:])
-    if shape != expected or live.shape[0] * tp.size != sum(sections):
+def _convolution_shard(owner: nn.Module, live: torch.Tensor, parameter: str, shape: tuple[int, ...], channels: list[int]) -> Shard:
+    tp, expected = _tp_of(owner), (sum(channels), *live.shape[1:])
+    if shape != expected or live.shape[0] * tp.size != sum(channels):
         raise _mismatch(shape, parameter, expected)
-    starts = [sum(sections[:index]) for index in range(len(sections))]
-    runs = (Run(start + tp.rank * (n // tp.size), start // tp.size, n // tp.size) for start, n in zip(starts, sections, strict=True))
+    starts = [sum(channels[:index]) for index in range(len(channels))]
+    runs = (Run(start + tp.rank * (n // tp.size), start // tp.size, n // tp.size) for start, n in zip(starts, channels, strict=True))
     return Shard(live, shape, 0, tuple(runs))
 
 

@@ -1,7 +1,7 @@
-"""Losses of the trunk: the protocol that the engine calls, next-token prediction, and the policy loss.
+"""Losses of the trunk: the protocol that the training engine calls, next-token prediction, and the policy loss.
 
-An objective is a pure function of the log-probs of any subset of tokens. It returns sums. The engine divides them by denominators that
-count all microbatches, dp and cp ranks, so the gradient does not depend on how a batch is split.
+An objective is a pure function of the log-probs of any subset of tokens. It returns sums. The training engine divides them by
+denominators that count all microbatches, dp and cp ranks, so the gradient does not depend on how a batch is split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Objective(Protocol):
     """A loss over response tokens.
 
     couples_tokens: a token's term depends on the log-probs of other tokens. All log-probs of a microbatch are then computed before its
-    loss, which costs a fourth matrix product of the LM head in the backward pass.
+    loss, and the backward pass recomputes the logits, so the LM head takes four matrix products instead of three.
     """
 
     needs_entropy: bool
@@ -192,11 +192,11 @@ def training_sequence(
     teacher: TeacherConfig | None = None,
     trajectory_tokens: int | None = None,
 ) -> Sequence:
-    """A scored sequence with the columns that `PolicyObjective` reads.
+    """A copy of a sequence that has old log-probs, with the columns that `PolicyObjective` reads.
 
     reference: log-probs for the KL penalty. same_weights: mask of tokens that were sampled with the weights being trained. stale_kv: mask
     of tokens that were sampled with a stale KV cache. teacher: without `topk`, `coef` times `teacher_gain` is added to each token's
-    advantage. trajectory_tokens: number of sampled tokens of the sample's trajectory, if the loss weighs tokens by it.
+    advantage. trajectory_tokens: number of trained tokens in the sample's trajectory, if the loss weighs tokens by it.
     """
     assert "old" in sequence.columns, f"{sequence.name} was not scored"
     tokens = len(sequence.loss_mask)
@@ -219,7 +219,7 @@ def training_sequence(
 
 
 def dummy_sequence(topk: int = 0) -> Sequence:
-    """Two tokens with an empty loss mask and the columns of a scored sequence, for a rank without samples."""
+    """A prompt token and a response token with loss mask 0, and the columns that `training_sequence` reads, for a rank without samples."""
     zero = np.zeros(1, np.float32)
     columns = {"old": zero, "behaviour": zero, "teacher": zero}
     columns |= {"candidates": np.zeros((1, topk), np.float32), "candidate_logprobs": np.zeros((1, topk), np.float32)}

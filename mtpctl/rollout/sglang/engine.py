@@ -116,7 +116,7 @@ class SglangEngine(Engine):
     # ------------------------------------------------------------------------------------------------- generation
 
     def _remaining_context(self, prompt_tokens: int) -> int:
-        # SGLang rejects a prompt of `max_req_input_len` or more tokens. An aborted response that has reached this length is finished.
+        # SGLang rejects a prompt of `max_req_input_len` or more tokens. A partial response that has reached this length ends.
         return super()._remaining_context(prompt_tokens) if prompt_tokens < self._manager.max_req_input_len else 0
 
     async def _answer(self, request: GenerationRequest, request_id: str, prompt: list[int], max_tokens: int) -> GenerationChunk:
@@ -316,7 +316,7 @@ class SglangClient:
             await self._end()
 
     async def rpc(self, method: str, *args: str) -> list[object]:
-        """Call `mtpctl_sums`, the only supported method, of target and drafter. `args` is ignored: it returns all sections."""
+        """Call `mtpctl_sums`, the only supported method, of target and drafter. `args` is ignored; all sections are returned."""
         if method != "mtpctl_sums":
             raise SyncError(f"SGLang engines do not support adapters: {method}")
         await self._begin("all")

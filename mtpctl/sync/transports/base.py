@@ -63,7 +63,7 @@ class BucketWriter(ABC):
 class PushWriter(BucketWriter):
     """The sender's end of a pushing transport. Its receivers are a group that is joined through `control` and serves many versions.
 
-    Engines need tens of milliseconds to pause, so the sender fills both buffers before it waits for the receivers.
+    The sender has two buffers. Engines need tens of milliseconds to pause, so it fills both buffers before it waits for the receivers.
     """
 
     stream_ordered = True

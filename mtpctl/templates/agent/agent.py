@@ -43,7 +43,7 @@ def result(name: str, arguments: str) -> str:
 
 
 async def run(problem: Problem, base_url: str, turns: int = 3) -> dict[str, float]:
-    """Work on one problem, concurrently with hundreds of others. `base_url`: for an OpenAI client, separate for each problem.
+    """Work on one problem, concurrently with hundreds of others. `base_url`: the OpenAI endpoint, a different URL for each problem.
 
     Returns `reward`, which is trained on, and values that are logged as `reward/KEY`. It may also return a float.
     """
