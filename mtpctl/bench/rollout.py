@@ -59,7 +59,7 @@ VLLM, POOL, VLLM_BARE = "vLLM LLM.generate", "mtpctl", "vLLM LLM.generate, no lo
 OFF = "no speculation"
 HEADINGS = (
     "| what | load | tokens/s (least – most) | ratio (least – most) | accepted | tokens a step | steps, ms each | drafting, ms a step "
-    "| with free verification | slots empty |"
+    "| gain if verification were free | slots empty |"
 )
 RULE = "|---" * HEADINGS.count(" | ") + "|---|"
 
@@ -411,7 +411,7 @@ def format_verdict(results: list[Result]) -> list[str]:
     drafting = [r for r in results if r.what.endswith(" drafts")]
     for workload in dict.fromkeys(r.load for r in drafting):
         best = max((r for r in drafting if r.load == workload), key=lambda r: r.ratio or 0.0)
-        lines.append(f"{workload}: best with {best.what}, {best.ratio:.2f} of no speculation")
+        lines.append(f"{workload}: best with {best.what}, {best.ratio:.2f} times as fast as without speculation")
     return lines + [f"MISSED {r.what}, {r.load}: {'; '.join(r.misses)}" for r in results if r.misses]
 
 

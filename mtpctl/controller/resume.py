@@ -113,7 +113,8 @@ def _continue_hint(recipe: Recipe, stage: str) -> str:
 
 def _changed_task_hint(keys: list[str]) -> str:
     key_list = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
-    return f"its {key_list} {'was' if len(keys) == 1 else 'were'} not this recipe's: give this one another `name` to train with it"
+    values = "value" if len(keys) == 1 else "values"
+    return f"it was trained with another {key_list}: set another `name` to train with this recipe's {values}"
 
 
 def start_over(recipe: Recipe, shared_folders: Sequence[str] = ()) -> Path | None:

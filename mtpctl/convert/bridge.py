@@ -259,7 +259,7 @@ class WeightStream:
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add an unsharded tensor, and load the parameters that it completes. The caller must not reuse its memory before `own_tensors`."""
+        """Add an unsharded tensor, and load the parameters that it completes. The caller must keep its memory until `copy_pending`."""
         if not self._uses[name]:
             return
         self._tensors[name] = tensor
@@ -269,7 +269,7 @@ class WeightStream:
         # Releases tensors that no other parameter needs.
         self._tensors = {key: value for key, value in self._tensors.items() if self._uses[key]}
 
-    def own_tensors(self) -> None:
+    def copy_pending(self) -> None:
         """Copy the tensors that are still needed, after which the caller may reuse their memory."""
         self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
 

@@ -201,14 +201,14 @@ class RowGrads:
 
 
 @dataclass(frozen=True)
-class GradTargets:
-    """The gradients to compute.
+class GradOutputs:
+    """The gradients to compute, and where the weight's is written.
 
-    hidden: dtype of the hidden gradient; None if not needed. weight [V, H]: buffer of the weight gradient; None if not needed. add: add to
-    the buffer instead of overwriting it.
+    hidden_dtype: dtype of the hidden gradient; None if not needed. weight [V, H]: buffer of the weight gradient; None if not needed. add:
+    add to the buffer instead of overwriting it.
     """
 
-    hidden: torch.dtype | None
+    hidden_dtype: torch.dtype | None
     weight: Tensor | None
     add: bool
 
@@ -277,8 +277,8 @@ class Backend(Protocol):
         """Compute the statistics of every row and, with `for_backward`, the state for the backward pass."""
         ...
 
-    def grads(self, problem: Problem, row_grads: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
-        """Return the gradient of hidden [n, H] in the requested dtype or a wider one, and write the weight's to `targets.weight`.
+    def grads(self, problem: Problem, row_grads: RowGrads, saved: object, outputs: GradOutputs) -> Tensor | None:
+        """Return the gradient of hidden [n, H] in the requested dtype or a wider one, and write the weight's to `outputs.weight`.
 
         May overwrite `saved`.
         """
@@ -289,7 +289,7 @@ class Backend(Protocol):
         ...
 
     def draft_grads(
-        self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
+        self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, outputs: GradOutputs
     ) -> Tensor | None:
         """Gradients of the draft's states and of the weight, like `grads`. May overwrite `saved`, but not `pair.teacher`."""
         ...

@@ -17,7 +17,7 @@ from mtpctl.kernels.backend import (
     Agreement,
     DraftGradCoefficients,
     DraftLoss,
-    GradTargets,
+    GradOutputs,
     LocalScores,
     LogitPair,
     Problem,
@@ -99,22 +99,22 @@ class Chunked:
             top = new_top
         return LocalScores(RowStats(top, mass, moment, target), candidates, saved)
 
-    def grads(self, problem: Problem, row_grads: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
+    def grads(self, problem: Problem, row_grads: RowGrads, saved: object, outputs: GradOutputs) -> Tensor | None:
         assert saved is None or isinstance(saved, Tensor)
-        h, weight_grad = problem.hidden, targets.weight
+        h, weight_grad = problem.hidden, outputs.weight
         hidden_grad: Tensor | None = None
         for columns in _chunks(problem, self._width(problem)):
             w = problem.weight[columns]
             z = saved if saved is not None else scale_logits(products.logits(h, w), problem.inverse_temperature)
             logit_grad = _logit_grad(z, problem, row_grads, columns.start)
-            if targets.hidden is not None:
-                dtype = targets.hidden if len(w) == problem.vocab_columns else problem.wide_dtype
+            if outputs.hidden_dtype is not None:
+                dtype = outputs.hidden_dtype if len(w) == problem.vocab_columns else problem.wide_dtype
                 hidden_grad = products.hidden_grad(hidden_grad, logit_grad, w, dtype)
             if weight_grad is not None:
-                products.weight_grad(logit_grad, h, weight_grad[columns], targets.add)
-        targets.clear_padding(problem.vocab_columns)
-        if targets.hidden is not None and hidden_grad is None:  # this rank's shard is all padding
-            hidden_grad = torch.zeros(h.shape, dtype=targets.hidden, device=h.device)
+                products.weight_grad(logit_grad, h, weight_grad[columns], outputs.add)
+        outputs.clear_padding(problem.vocab_columns)
+        if outputs.hidden_dtype is not None and hidden_grad is None:  # this rank's shard is all padding
+            hidden_grad = torch.zeros(h.shape, dtype=outputs.hidden_dtype, device=h.device)
         return hidden_grad
 
     def compare(self, problem: Problem, pair: LogitPair, loss: DraftLoss) -> Agreement:
@@ -141,7 +141,7 @@ class Chunked:
         return Agreement(torch.minimum(p, q).sum(1), expected_gain, cost, first_choice, (q, p))
 
     def draft_grads(
-        self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
+        self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, outputs: GradOutputs
     ) -> Tensor | None:
         assert isinstance(saved, tuple)
         q, p = saved
@@ -155,10 +155,14 @@ class Chunked:
             grad.sub_(p, alpha=coefficients.teacher)
         _add_at_targets(grad, problem.targets, -coefficients.label)
         grad = scale_logits(grad, problem.inverse_temperature)
-        if targets.weight is not None:
-            products.weight_grad(grad, problem.hidden, targets.weight[: problem.vocab_columns], targets.add)
-        targets.clear_padding(problem.vocab_columns)
-        return None if targets.hidden is None else products.hidden_grad(None, grad, problem.weight[: problem.vocab_columns], targets.hidden)
+        if outputs.weight is not None:
+            products.weight_grad(grad, problem.hidden, outputs.weight[: problem.vocab_columns], outputs.add)
+        outputs.clear_padding(problem.vocab_columns)
+        return (
+            None
+            if outputs.hidden_dtype is None
+            else products.hidden_grad(None, grad, problem.weight[: problem.vocab_columns], outputs.hidden_dtype)
+        )
 
 
 def _add_at_targets(x: Tensor, targets: Tensor, values: Tensor | float) -> None:

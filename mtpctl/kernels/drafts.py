@@ -34,7 +34,7 @@ from mtpctl.kernels.backend import (
     Backend,
     DraftGradCoefficients,
     DraftLoss,
-    GradTargets,
+    GradOutputs,
     LogitPair,
     Problem,
     RowStats,
@@ -186,7 +186,7 @@ class DraftTerm:
         )
         out = buffer.out if self.needs_weight_grad else None
         if problem.vocab_columns:
-            local_grad = backend.draft_grads(problem, pair, agreement.saved, coefficients, GradTargets(self.grad_dtype, out, add))
+            local_grad = backend.draft_grads(problem, pair, agreement.saved, coefficients, GradOutputs(self.grad_dtype, out, add))
         else:
             local_grad = None if self.grad_dtype is None else torch.zeros_like(problem.hidden, dtype=self.grad_dtype)
             if out is not None and not add:

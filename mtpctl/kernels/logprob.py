@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtpctl.kernels.backend import Backend, GradTargets, RowGrads, Shard, combine_shards, gather_shards
+from mtpctl.kernels.backend import Backend, GradOutputs, RowGrads, Shard, combine_shards, gather_shards
 from mtpctl.kernels.dispatch import IMPLEMENTATIONS, reference_scores, select_backend
 from mtpctl.kernels.inputs import Call, FiniteCheck, HeadOptions, prepare_call, weight_grad_buffer
 
@@ -126,8 +126,8 @@ class _LinearLogProb(torch.autograd.Function):
         backend_state, ctx.backend_state = ctx.backend_state, None  # overwritten by the backward pass
         buffer = weight_grad_buffer(weight, ctx.needs_input_grad[1], call.main_grad)
         inputs = call.selected_inputs(hidden, weight, labels)
-        targets = GradTargets(call.partial_dtype(hidden) if ctx.needs_input_grad[0] else None, buffer.out, buffer.accumulates)
-        local_grad = arguments.backend.grads(inputs, row_grads, backend_state, targets)
+        outputs = GradOutputs(call.partial_dtype(hidden) if ctx.needs_input_grad[0] else None, buffer.out, buffer.accumulates)
+        local_grad = arguments.backend.grads(inputs, row_grads, backend_state, outputs)
         ctx.finite.enforce(inputs.hidden, weight)
         return None if local_grad is None else call.reduce_hidden_grad(local_grad, hidden.dtype), buffer.finish(), None, None
 

@@ -10,8 +10,8 @@ A draft (the states of a draft head, with their loss) adds to each slice its own
 gradient, and the two products with it. Learning from the trunk's whole distribution thus takes as many products as learning from the
 sampled tokens.
 
-Losses that couple tokens are made separable by a first pass: GSPO's sequence ratio comes from `linear_logprob` without gradient and is then
-a constant per token. Gradients are computed in the forward pass, for an upstream gradient that the caller passes in advance.
+Losses that couple tokens, such as GSPO with its ratio per response, are computed from the log-probs of `linear_logprob` instead. Gradients
+are computed in the forward pass, for an upstream gradient that the caller passes in advance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtpctl.kernels.backend import Backend, DraftLoss, GradTargets, Problem, RowGrads, RowStats, combine_shards, row_slices
+from mtpctl.kernels.backend import Backend, DraftLoss, GradOutputs, Problem, RowGrads, RowStats, combine_shards, row_slices
 from mtpctl.kernels.dispatch import ONE_PASS, reference_draft, select_backend
 from mtpctl.kernels.drafts import Draft, DraftLossOut, DraftTerm, TrunkSlice
 from mtpctl.kernels.inputs import Call, FiniteCheck, HeadOptions, PrecomputedGrads, WeightGradBuffer, prepare_call, weight_grad_buffer
@@ -253,7 +253,7 @@ class _TrunkTerm:
         if row_grads is None:
             return False
         out = buffer.out if arguments.needs_weight_grad else None
-        local_grad = arguments.backend.grads(trunk.problem, row_grads, trunk.saved, GradTargets(self.grad_dtype, out, add))
+        local_grad = arguments.backend.grads(trunk.problem, row_grads, trunk.saved, GradOutputs(self.grad_dtype, out, add))
         if self.hidden_grad is not None and local_grad is not None:
             self.hidden_grad[span] = local_grad
         return out is not None

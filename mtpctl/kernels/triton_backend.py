@@ -33,7 +33,7 @@ from mtpctl.kernels.backend import (
     Agreement,
     DraftGradCoefficients,
     DraftLoss,
-    GradTargets,
+    GradOutputs,
     LocalScores,
     LogitPair,
     Problem,
@@ -150,7 +150,7 @@ class Triton:
                 saved.tile_max[rows] = partial[0, : saved.tile_max.shape[1]].T
         return LocalScores(RowStats(*stats.unbind(0)), saved=saved)
 
-    def grads(self, problem: Problem, row_grads: RowGrads, saved: object, targets: GradTargets) -> Tensor | None:
+    def grads(self, problem: Problem, row_grads: RowGrads, saved: object, outputs: GradOutputs) -> Tensor | None:
         assert saved is None or isinstance(saved, SavedLogits)
         h, n = problem.hidden, len(problem.hidden)
         scale = _row_scales(problem)
@@ -159,7 +159,7 @@ class Triton:
         if saved is not None and saved.columns:
             start = saved.columns
             self._saved_grads(problem, row_grads, saved, scale)
-            hidden_grad = _apply_logit_grads(problem, saved.grads[:, :start], slice(0, start), None, targets)
+            hidden_grad = _apply_logit_grads(problem, saved.grads[:, :start], slice(0, start), None, outputs)
         step = self._chunk_columns(problem)
         buffer = _aligned_empty(h, n, min(step, problem.vocab_columns - start)) if start < problem.vocab_columns else None
         for first in range(start, problem.vocab_columns, step):
@@ -167,10 +167,10 @@ class Triton:
             columns = slice(first, min(first + step, problem.vocab_columns))
             chunk = buffer[:, : columns.stop - first]
             self._head_tiles(problem, slice(0, n), chunk, first, columns.stop, 0, scale, row_grads, None, row_grads.entropy is not None)
-            hidden_grad = _apply_logit_grads(problem, chunk, columns, hidden_grad, targets)
-        targets.clear_padding(problem.vocab_columns)
-        if targets.hidden is not None and hidden_grad is None:  # this rank's shard is all padding
-            hidden_grad = torch.zeros(h.shape, dtype=targets.hidden, device=h.device)
+            hidden_grad = _apply_logit_grads(problem, chunk, columns, hidden_grad, outputs)
+        outputs.clear_padding(problem.vocab_columns)
+        if outputs.hidden_dtype is not None and hidden_grad is None:  # this rank's shard is all padding
+            hidden_grad = torch.zeros(h.shape, dtype=outputs.hidden_dtype, device=h.device)
         return hidden_grad
 
     def compare(self, problem: Problem, pair: LogitPair, loss: DraftLoss) -> Agreement:
@@ -190,7 +190,7 @@ class Triton:
         return Agreement(overlap, expected_gain, cost, partial[3].gather(0, first).squeeze(0), draft)
 
     def draft_grads(
-        self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, targets: GradTargets
+        self, problem: Problem, pair: LogitPair, saved: object, coefficients: DraftGradCoefficients, outputs: GradOutputs
     ) -> Tensor | None:
         draft, teacher, rows = _saved_pair(pair)
         n, column_tiles = draft.tile_max.shape
@@ -202,8 +202,8 @@ class Triton:
                 BN=self.tiles.bn, TILES=TILES_PER_PROGRAM, HAS_TEACHER=coefficients.teacher != 0, HAS_GAIN=coefficients.gain != 0,
                 GREEDY=coefficients.greedy, num_warps=4,
             )  # fmt: skip
-        targets.clear_padding(problem.vocab_columns)
-        return _apply_logit_grads(problem, draft.grads[:, : draft.columns], slice(0, draft.columns), None, targets)
+        outputs.clear_padding(problem.vocab_columns)
+        return _apply_logit_grads(problem, draft.grads[:, : draft.columns], slice(0, draft.columns), None, outputs)
 
     def _saved_columns(self, problem: Problem) -> int:
         """Columns whose logits fit the workspace alongside the backward pass's buffers: all, or whole tiles (0 if few would fit)."""
@@ -265,13 +265,13 @@ class Triton:
             )  # fmt: skip
 
 
-def _apply_logit_grads(problem: Problem, chunk: Tensor, columns: slice, hidden_grad: Tensor | None, targets: GradTargets) -> Tensor | None:
+def _apply_logit_grads(problem: Problem, chunk: Tensor, columns: slice, hidden_grad: Tensor | None, outputs: GradOutputs) -> Tensor | None:
     """From a chunk of logit gradients, return `hidden_grad` plus the chunk's part, and write the chunk's rows of the weight gradient."""
-    if targets.hidden is not None:
-        dtype = targets.hidden if chunk.shape[1] == problem.vocab_columns else torch.float32
+    if outputs.hidden_dtype is not None:
+        dtype = outputs.hidden_dtype if chunk.shape[1] == problem.vocab_columns else torch.float32
         hidden_grad = products.hidden_grad(hidden_grad, chunk, problem.weight[columns], dtype)
-    if targets.weight is not None:
-        products.weight_grad(chunk, problem.hidden, targets.weight[columns], targets.add)
+    if outputs.weight is not None:
+        products.weight_grad(chunk, problem.hidden, outputs.weight[columns], outputs.add)
     return hidden_grad
 
 

@@ -264,7 +264,7 @@ class ScoreRank:
                 tensor = self._partial.pop(entry.name)
             for name in (entry.name, *entry.aliases):
                 stream.add(name, tensor.view(entry.shape))
-        stream.own_tensors()
+        stream.copy_pending()
 
     def finish_update(self) -> None:
         """Close the section. The last section of the manifest makes the version current. Raises SyncError if buckets are missing."""

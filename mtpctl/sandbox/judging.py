@@ -144,7 +144,7 @@ def run_calls(function: str, cases: list[object], peer: TestsPeer, verdicts: Ver
         def run(arguments: list[Any] = arguments, results: list[Any] = results) -> None:
             result = _as_json(cast("Callable[..., object]", namespace["function"])(*arguments))
             if not any(result == accepted for accepted in results):
-                raise AssertionError("another result")
+                raise AssertionError("the result is not accepted")
 
         outcome = error or _run_test(run, peer)
         if peer.gone:  # probably a timeout: the caller handles this case and the following ones

@@ -327,7 +327,7 @@ def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[in
         sizes = [-(-size // FP8_BLOCK) for size in sizes]
     if slot.parts is not None or (len(sizes) > 1 and _tp_of(owner).size > 1):
         return _packed_shard(owner, data, slot, shape, sizes)
-    if channels := _convolution_sections(model, slot.parameter):
+    if channels := _convolution_channels(model, slot.parameter):
         return _convolution_shard(owner, data, slot.parameter, shape, channels)
     return _plain_shard(data, slot.parameter, shape, _tp_of(owner, tp))
 
@@ -383,7 +383,7 @@ def _packed_shard(owner: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple
     return Shard(live, shape, 0, tuple(runs))
 
 
-def _convolution_sections(model: nn.Module, parameter: str) -> list[int]:
+def _convolution_channels(model: nn.Module, parameter: str) -> list[int]:
     """Channels of q, k and v in the short convolution of a gated delta net, which are split separately."""
     layer, _, leaf = parameter.rpartition(".conv1d.")
     if not layer or leaf not in ("weight", "base_layer.weight"):
@@ -439,7 +439,7 @@ def parameter_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
     """The parameter as the layer stores it. Raises ShapeMismatch for an empty one."""
     weight: torch.Tensor = getattr(layer, leaf).data
     if not weight.numel():
-        raise ShapeMismatch("belongs to a layer that stores its weight only in packed form")
+        raise ShapeMismatch("belongs to a layer that stores its weight only in a kernel's layout")
     return weight
 
 

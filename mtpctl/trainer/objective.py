@@ -198,7 +198,7 @@ def training_sequence(
     of tokens that were sampled with a stale KV cache. teacher: without `topk`, `coef` times `teacher_gain` is added to each token's
     advantage. trajectory_tokens: number of trained tokens in the sample's trajectory, if the loss weighs tokens by it.
     """
-    assert "old" in sequence.columns, f"{sequence.name} was not scored"
+    assert "old" in sequence.columns, f"{sequence.name} has no old log-probs"
     tokens = len(sequence.loss_mask)
     columns: dict[str, np.ndarray] = {name: sequence.columns[name] for name in ("old", "behaviour")}
     columns["advantage"] = np.full(tokens, advantage, np.float32)

@@ -194,7 +194,7 @@ def test_verdict_names_missed_bounds() -> None:
     assert format_row(rows[0]).endswith("| – | – | – | – | 1.00 | – |")
     assert format_row(rows[2]).startswith("| auto → 0 drafts | batch 8 | 90 ")
     assert format_verdict(rows) == [
-        "batch 8: best with 2 drafts, 1.50 of no speculation",
+        "batch 8: best with 2 drafts, 1.50 times as fast as without speculation",
         "MISSED auto, batch 8: 0.900, bound 0.98",
     ]
 

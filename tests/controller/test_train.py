@@ -46,7 +46,7 @@ def test_completed_run_prints_its_summary_and_starts_nothing(
     assert train.run(trained) == train.run(recipe(home, *SFT, "reward.function=math")) == 0
     first, second = (line for line in capsys.readouterr().out.splitlines() if "has ended" in line)
     assert "recipe's" not in first
-    assert second.endswith("; its reward.function was not this recipe's: give this one another `name` to train with it")
+    assert second.endswith("; it was trained with another reward.function: set another `name` to train with this recipe's value")
     RunDirectory(home).recipe.unlink()
     with pytest.raises(TypeError):  # the stand-in for what starts a run
         train.run(recipe(home, *SFT, "train.sft.until_loss=0", "train.sft.steps=9", "cluster.num_cpus=2"))
