@@ -31,13 +31,18 @@ TemplateVariables = Mapping[str, object]
 NO_TEMPLATE_VARIABLES: TemplateVariables = {}
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 _BYTE_TEMPLATE = """\
-{%- if tools %}{{ 'functions: ' + (tools | tojson) + '\n' }}{% endif %}
+{%- for tool in tools or [] %}{% set function = tool.function or tool %}
+{{- 'functions: ' if loop.first else ', ' }}{{ function.name }}({{ ((function.parameters or {}).properties or {}) | join(', ') }})
+{{- '\n' if loop.last }}{% endfor %}
 {%- for m in messages %}
 {{- m.role + ': ' + (m.content or '') }}
 {%- for call in m.tool_calls or [] %}{{ 'CALL ' + call.function.name + ' ' + (call.function.arguments | tojson) }}{% endfor %}
 {{- '<eos>' if m.role == 'assistant' else '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
-"""Chat template of the byte tokenizer: one line for the tools, one per message, and the end token after assistant turns."""
+"""Chat template of the byte tokenizer: one line for the tools, one per message, and the end token after assistant turns.
+
+Tools are rendered as `name(parameter, ...)`: their schemas would take hundreds of tokens, one per byte.
+"""
 
 
 class Tokenizer(Protocol):

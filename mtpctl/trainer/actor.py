@@ -200,9 +200,10 @@ class TrainerRank(WeightExporter):
         start = time.perf_counter()
         assert share.dp_rank == recipe.train.parallel.dp_rank(self.rank), "the share of another rank"
         if not share.minibatches:
-            raise RuntimeFailure(
-                "rollout.deadline_s: no response of the batch has a sampled token; raise the deadline, or lower rollout.max_in_flight"
-            )
+            fix = "raise the deadline, or lower rollout.max_in_flight"
+            if recipe.rollout.uses_agents or recipe.rollout.environment != "single":
+                fix += "; if the agent or environment failed before the first answer, its error is in the log"
+            raise RuntimeFailure(f"rollout.deadline_s: no response of the batch has a sampled token; {fix}")
         sequences, versions, stale_kv = share.sequences(), share.versions(), share.stale_kv()
         old_versions = share.old_versions.copy()
         replay = recipe.replay(self.engine.folder.shape)

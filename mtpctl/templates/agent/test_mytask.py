@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
-from agent import result, run
+from agent import TOOLS, result, run
 
 from mtpctl.data.problems import Problem
 
@@ -77,3 +78,8 @@ def test_model_receives_results_of_its_calls() -> None:
 @pytest.mark.parametrize(("name", "arguments"), [("halve", '{"a": 8}'), ("add", '{"a": 8}'), ("add", "8, 5"), ("double", '["8"]')])
 def test_invalid_call_returns_an_error(name: str, arguments: str) -> None:
     assert result(name, arguments).startswith("error: ")
+
+
+def test_supervised_conversations_have_the_tools_of_the_agent() -> None:
+    rows = [json.loads(line) for line in Path(__file__).with_name("talks.jsonl").read_text().splitlines()]
+    assert rows and all(row["tools"] == TOOLS for row in rows)
