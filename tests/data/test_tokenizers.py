@@ -125,6 +125,14 @@ def test_the_byte_tokenizers_conversation_is_a_line_a_message(tokenizer: Tokeniz
     assert "<eos>" not in tokenizer.decode(tokenizer.chat(said))
 
 
+def test_byte_template_renders_tools_as_signatures(tokenizer: Tokenizer) -> None:
+    """Their schemas would take most of a toy's context."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}, {"name": "now"}]
+    text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": "1 2"}], tools))
+    assert text == "functions: add(a, b), now()\nuser: 1 2\nassistant: "
+
+
 def test_a_prompt_stays_open_whatever_the_tokenizer_closes(tmp_path: Path) -> None:
     import tokenizers
     from tokenizers import processors
