@@ -5,10 +5,12 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from mtpctl.cli.app import COMMANDS, main
+from tests.environment import with_tree
 
 PARSER = {"annotated_doc", "shellingham", "typer"}
 RECIPE = PARSER | {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection", "yaml"}
@@ -36,8 +38,10 @@ def child_seconds() -> float:
 
 
 def started(arguments: list[str]) -> tuple[set[str], set[str]]:
-    """The installed packages and the modules of mtpctl that a command has imported when it ends."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    """The installed packages and the modules of mtpctl that a command has imported when it ends, in a folder without runs."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, cwd=folder, env=with_tree(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     packages, modules = done.stderr.splitlines()
     return set(packages.split()), set(modules.split())
