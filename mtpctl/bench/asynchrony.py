@@ -48,7 +48,7 @@ NUM_EVALUATIONS = 16
 LEVEL_MARGIN = 0.02
 """Distance of the default level below the synchronous arm's late mean. An arm within this margin counts as equally good."""
 LEVEL_TOLERANCE = 0.03
-"""How far later evaluations may be below a level that counts as held: about one standard error of 256 problems (2.5 points at 80%)."""
+"""How far evaluations may fall below a level after it was reached: about one standard error of 256 problems (2.5 points at 80%)."""
 
 
 Format = Callable[[float], str]

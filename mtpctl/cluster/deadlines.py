@@ -22,15 +22,12 @@ async def await_within[T](call: Awaitable[T], timeout_s: float, name: str, advic
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             return await call
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
         if isinstance(cause, MtpctlError):
             raise cause from error
-        raise RuntimeFailure(f"{name}: {describe_error(error)}") from error
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        if deadline.expired():
-            raise RuntimeFailure(f"{name}: no answer within {timeout_s:g} s{advice}") from error
-        raise RuntimeFailure(f"{name}: {describe_error(error)}") from error
+        reason = f"no answer within {timeout_s:g} s{advice}" if deadline.expired() else describe_error(error)
+        raise RuntimeFailure(f"{name}: {reason}") from error
 
 
 async def await_start[T](call: Awaitable[T], deadline_s: float, name: str) -> T:

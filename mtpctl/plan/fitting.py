@@ -80,15 +80,14 @@ def find_misfits(recipe: Recipe, shape: ModelShape, teacher: ModelShape | None =
     if not recipe.train.needs_rollout:
         return
     if gpu_gib is not None and recipe.runs_logprob_server and (missing := _logprob_shortfall(recipe, shape)) > 0:
-        error = _server_error("logprob.gpus", missing, gpu_gib * min(1.0, recipe.logprob.gpus))
         shortfall = partial(_logprob_shortfall, shape=shape)
-        remedies = _remedies(recipe, shortfall, _logprob_changes(recipe, shape))
-        yield _misfit("logprob_rank", error, recipe, shortfall, remedies)
+        remedies = _remedies(recipe, shortfall, _server_changes(recipe, shape, "logprob"))
+        yield _misfit("logprob_rank", _server_error(recipe, missing, "logprob"), recipe, shortfall, remedies)
     if gpu_gib is not None and teacher is not None and (missing := _teacher_shortfall(recipe, teacher)) > 0:
-        error = _server_error("train.rl.teacher.gpus", missing, gpu_gib * min(1.0, recipe.for_teacher_server().logprob.gpus))
+        server, field = recipe.for_teacher_server(), "train.rl.teacher"
         shortfall = partial(_teacher_shortfall, shape=teacher)
-        remedies = _remedies(recipe, shortfall, _teacher_changes(recipe, teacher))
-        yield _misfit("teacher_rank", error, recipe, shortfall, remedies)
+        remedies = _remedies(recipe, shortfall, _server_changes(server, teacher, field))
+        yield _misfit("teacher_rank", _server_error(server, missing, field), recipe, shortfall, remedies)
     if gpu_gib is not None and (excess := _shared_gpu_excess(recipe)) > 0:
         _, engines, shares = _fullest_shared_gpu(recipe)
         memory = engine_memory_share(recipe)
@@ -151,12 +150,15 @@ def _logprob_shortfall(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def _teacher_shortfall(recipe: Recipe, shape: ModelShape) -> int:
-    return teacher_memory(recipe, shape).total - int(_gpu_bytes(recipe) * min(1.0, recipe.for_teacher_server().logprob.gpus))
+    return _logprob_shortfall(recipe.for_teacher_server(), shape)
 
 
-def _server_error(field: str, missing: int, share_gib: float) -> ClusterResources:
-    """The error of a rank of a log-prob server whose share of a GPU is too small by `missing` bytes."""
-    return ClusterResources(f"{field}: a rank needs {missing / GIB + share_gib:.0f} GiB, but its share is {share_gib:.0f} GiB; raise it")
+def _server_error(recipe: Recipe, missing: int, field: str) -> ClusterResources:
+    """The error of a rank of the log-prob server whose share of a GPU is too small by `missing` bytes. field: its section of the recipe."""
+    share = _gpu_bytes(recipe) * min(1.0, recipe.logprob.gpus)
+    return ClusterResources(
+        f"{field}.gpus: a rank needs {(missing + share) / GIB:.0f} GiB, but its share is {share / GIB:.0f} GiB; raise it"
+    )
 
 
 def _engine_shortfall(recipe: Recipe, shape: ModelShape, index: int | None) -> int:
@@ -303,24 +305,16 @@ def _trainer_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
     return [*changes, *_parallel_changes(parallel, shape, "train.parallel")]
 
 
-def _logprob_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
+def _server_changes(recipe: Recipe, shape: ModelShape, field: str) -> list[Change]:
+    """Changes that reduce the memory of a rank of `recipe.logprob`, whose section of the user's recipe is `field`."""
     server = recipe.logprob
     changes: list[Change] = [{"logprob.keep_previous": False}] if server.keep_previous else []
     if server.gpus < 1:
         needed = logprob_memory(recipe, shape).total / _gpu_bytes(recipe)
-        changes += [{"logprob.gpus": math.ceil(100 * needed) / 100}] if needed <= 1 else []
+        changes += [{f"{field}.gpus": math.ceil(100 * needed) / 100}] if needed <= 1 else []
     if server.tokens_per_batch // 2 >= max_sample_tokens(recipe, shape):
         changes.append({"logprob.tokens_per_batch": server.tokens_per_batch // 2})
-    return [*changes, *_parallel_changes(server.parallel, shape, "logprob.parallel")]
-
-
-def _teacher_changes(recipe: Recipe, shape: ModelShape) -> list[Change]:
-    server = recipe.for_teacher_server().logprob
-    needed = teacher_memory(recipe, shape).total / _gpu_bytes(recipe)
-    changes: list[Change] = [{"train.rl.teacher.gpus": math.ceil(100 * needed) / 100}] if server.gpus < 1 and needed <= 1 else []
-    if server.tokens_per_batch // 2 >= max_sample_tokens(recipe, shape):
-        changes.append({"logprob.tokens_per_batch": server.tokens_per_batch // 2})
-    return [*changes, *_parallel_changes(server.parallel, shape, "train.rl.teacher.parallel")]
+    return [*changes, *_parallel_changes(server.parallel, shape, f"{field}.parallel")]
 
 
 def _parallel_changes(parallel: ParallelConfig, shape: ModelShape, field: str) -> Iterator[Change]:

@@ -100,7 +100,7 @@ class Answer:
 class _AnswerStart:
     """The start of an answer: the sample so far, and the conversation that the answer extends; None for a new conversation.
 
-    `rewrites_history`: whether the agent changed earlier messages. `is_recorded`: whether the answer is in a sample of the trajectory.
+    `rewrites_history`: whether the agent changed earlier messages.
     """
 
     sample: Sample
@@ -108,7 +108,6 @@ class _AnswerStart:
     turns: list[Turn]
     extends: Conversation | None = None
     rewrites_history: bool = False
-    is_recorded: bool = False
 
 
 class Trajectory:
@@ -123,7 +122,6 @@ class Trajectory:
         self.reward: float | None = None
         self.num_rewritten_histories = 0
         self.answers = 0
-        self._num_pending_answers = 0
         self.ignored: dict[str, None] = {}
         self._deadline = time.monotonic() + request.deadline_s
         self._last_request_at = time.monotonic()
@@ -154,7 +152,8 @@ class Trajectory:
         chat.check(self.request, self._backend.tokenizer.chat_template, self._rules)
         request = apply_sampling(chat, self.request) if self._rules.client_sampling else self.request
         self._check_open()
-        if self.answers + self._num_pending_answers + chat.choices > self._max_answers:
+        num_pending = sum(not task.done() for task in self._in_progress)
+        if self.answers + num_pending + chat.choices > self._max_answers:
             raise RequestInvalid(f"the trajectory already has {self._max_answers} answers, the maximum (rollout.max_turns)", OVER_BUDGET)
         self.ignored |= dict.fromkeys(chat.ignored)
         start = self._start_answer(chat)
@@ -166,7 +165,6 @@ class Trajectory:
             for choice, choice_start in enumerate(starts)
         ]
         self._in_progress.update(tasks)
-        self._num_pending_answers += chat.choices
         try:
             return await asyncio.gather(*tasks)
         except UserError as error:
@@ -179,7 +177,6 @@ class Trajectory:
             for task in tasks:
                 task.cancel()
             self._in_progress.difference_update(tasks)
-            self._num_pending_answers -= sum(not choice_start.is_recorded for choice_start in starts)
             self.touch()
             if start.extends is not None:
                 start.extends.busy = False
@@ -292,8 +289,6 @@ class Trajectory:
         conversation.turns = [*start.turns, Turn(len(conversation.history), len(sample.response_ids), end_token)]
         self.num_rewritten_histories += start.rewrites_history
         self.answers += 1
-        self._num_pending_answers -= 1
-        start.is_recorded = True
 
     def _check_open(self) -> None:
         if self._ended or (self.request.unwanted is not None and self.request.unwanted.is_set()):
