@@ -1,12 +1,14 @@
 """Block-wise FP8 weights in the format of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3).
 
 Values are float8_e4m3fn. Each block of 128 x 128 values has one fp32 scale. To dequantize values, multiply them by it. On CUDA one
-Triton kernel quantizes a matrix, bit-identical to `quantize_torch`. PyTorch's operations would read and write it more than ten times.
+Triton kernel quantizes many matrices, bit-identical to `quantize_torch`, whose operations read and write a matrix more than ten times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import no_type_check
 
 import torch
@@ -24,12 +26,16 @@ _ROUNDED_TO_MAX = 464.0
 _MIN_SCALE = 2.0**-22
 """Scale of blocks of zeros and of tiny values. vLLM's quantizer for DeepGEMM has a lower limit
 too: it treats a block's largest magnitude as at least 1e-4."""
+ALIGNED = 16
+"""The kernel loads and stores wide words if addresses, numbers of columns and strides are multiples of this."""
+MAX_MATRICES = 128
+"""Largest number of matrices in a launch."""
 _CHUNK_ELEMENTS = 1 << 22
 """Elements that PyTorch quantizes at a time, which bounds the fp32 copies."""
 
 
-def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix.
+def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix, and wait for the result to check it.
 
     A block's scale is the smallest power of two for which its rounded values are in range, at least 2⁻²². vLLM quantizes weights again when
     it loads them for DeepGEMM (`per_block_cast_to_fp8`), with a scale from the largest rounded value. With power-of-two scales, this
@@ -39,20 +45,25 @@ def quantize(weight: Tensor, name: str, checks: FiniteChecks | None = None) -> t
     Args:
         weight: [rows, columns], of any floating-point dtype, on any device.
         name: tensor name for error messages.
-        checks: records whether the values are finite, for a later check; by default the check is immediate, which waits for the GPU.
 
     Returns:
         Values [rows, columns] in float8_e4m3fn, and fp32 scales [⌈rows / 128⌉, ⌈columns / 128⌉].
 
     Raises:
-        UserError: if the matrix contains infinities or NaN, without `checks`.
+        UserError: if the matrix contains infinities or NaN.
     """
-    values, scales = quantize_triton(weight) if weight.is_cuda else quantize_torch(weight)
-    if checks is not None:
-        checks.add(name, scales)
-    elif not bool(scales.isfinite().all()):
+    ((values, scales),) = quantize_all([weight])
+    if not bool(scales.isfinite().all()):
         raise UserError(f"{name}: contains infinities or NaN, which cannot be quantized; use another checkpoint")
     return values, scales
+
+
+def quantize_all(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Quantize several matrices on one device, see `quantize`, with few launches and without a check that they are finite.
+
+    On a GPU, the results share memory, which is freed with the last of them.
+    """
+    return quantize_triton(weights) if weights and weights[0].is_cuda else [quantize_torch(weight) for weight in weights]
 
 
 def quantize_torch(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,24 +89,36 @@ def quantize_torch(weight: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit
 @no_type_check
 def quantize_kernel(
-    weight_ptr,  # [rows, columns], a row every `stride` elements
-    fp8_ptr,  # [rows, columns], the bits of float8_e4m3fn as uint8
-    scales_ptr,  # fp32, one per block
-    rows,
-    columns,
-    stride,
+    weight_ptr,  # has the dtype of all matrices, and is not read
+    # int64 [MATRICES, 7]: blocks of all previous matrices; addresses of values (the bits of float8_e4m3fn as uint8), scales (fp32, one per
+    # block) and weight; rows, columns, and stride of the weight's rows.
+    matrices_ptr,
+    MATRICES: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,  # whether the addresses of weights, their numbers of columns and their strides are multiples of 16
     BLOCK: tl.constexpr,
 ):
-    """Quantize one block per program. Computes with the bits of fp32 numbers, because Triton converts to e4m3 only on newer GPUs.
+    """Quantize one block of one matrix per program. Computes with the bits of fp32 numbers: Triton converts to e4m3 only on newer GPUs.
 
     The number 2^k has the bits (k + 127) << 23. Positive numbers have the same order as their bits.
     """
-    index = tl.program_id(0)
-    blocks = tl.cdiv(columns, BLOCK)
+    first_blocks = tl.load(matrices_ptr + tl.arange(0, MATRICES) * 7)
+    row_ptr = matrices_ptr + (tl.sum((first_blocks <= tl.program_id(0)).to(tl.int32)) - 1) * 7
+    index = tl.program_id(0) - tl.load(row_ptr).to(tl.int32)
+    fp8_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(tl.uint8)), 16)
+    scales_ptr = tl.load(row_ptr + 2).to(tl.pointer_type(tl.float32))
+    source_ptr = tl.load(row_ptr + 3).to(weight_ptr.dtype)
+    rows = tl.load(row_ptr + 4)
+    columns = tl.load(row_ptr + 5)
+    stride = tl.load(row_ptr + 6)
+    if IS_ALIGNED:
+        source_ptr = tl.multiple_of(source_ptr, 16)
+        columns = tl.multiple_of(columns, 16)
+        stride = tl.multiple_of(stride, 16)
+    blocks = tl.cdiv(columns, BLOCK).to(tl.int32)
     row = (index // blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = index % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
-    weight = tl.load(weight_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+    weight = tl.load(source_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
     magnitude = weight & 0x7FFFFFFF
     max_abs = tl.max(magnitude)  # as bits, NaN > infinity > finite numbers
     # The smallest power of two that is at least max_abs / 464. Since 464 = 1.8125 · 2^8, the sum carries if the fraction is above 0.8125.
@@ -113,19 +136,48 @@ def quantize_kernel(
     tl.store(fp8_ptr + row * columns + column, value.to(tl.uint8), mask=inside)
 
 
-def quantize_triton(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_torch` on a GPU. Values of blocks that are not finite may differ."""
-    rows, columns = weight.shape
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
-    values = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(scale_shape(rows, columns), dtype=torch.float32, device=weight.device)
-    if weight.numel():
-        with on_device_of(weight):
-            launcher(quantize_kernel, (scales.numel(),))(
-                weight, values, scales, rows, columns, weight.stride(0), BLOCK=FP8_BLOCK, num_warps=8
-            )
-    return values.view(torch.float8_e4m3fn), scales
+def quantize_triton(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """`quantize_torch` of each matrix on a GPU, with one launch for matrices of the same dtype, on one device.
+
+    With one launch for each matrix, the host would need longer than the GPU. Values of blocks that are not finite may differ.
+    """
+    weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+    shapes = [scale_shape(*weight.shape) for weight in weights]
+    blocks = [rows * columns for rows, columns in shapes]
+    values, value_addresses = _allocate([weight.numel() for weight in weights], torch.float8_e4m3fn, weights[0].device)
+    scales, scale_addresses = _allocate(blocks, torch.float32, weights[0].device)
+    groups: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = defaultdict(list)
+    for weight, *places in zip(weights, blocks, value_addresses, scale_addresses, strict=True):
+        if places[0]:
+            address, columns, stride = weight.data_ptr(), weight.shape[1], weight.stride(0)
+            is_aligned = not any(number % ALIGNED for number in (address, columns, stride))
+            groups[weight.dtype, is_aligned].append((*places, address, weight.shape[0], columns, stride))
+    for (dtype, is_aligned), matrices in groups.items():
+        for start in range(0, len(matrices), MAX_MATRICES):
+            _launch(matrices[start : start + MAX_MATRICES], weights[0].new_empty(0, dtype=dtype), is_aligned)
+    return [(fp8.view(weight.shape), scale.view(shape)) for weight, fp8, scale, shape in zip(weights, values, scales, shapes, strict=True)]
+
+
+def _allocate(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[int]]:
+    """Tensors with these numbers of elements in one allocation, each starting at a multiple of `ALIGNED` elements; and their addresses."""
+    padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    memory = torch.empty(sum(padded), dtype=dtype, device=device)
+    starts = list(accumulate(padded, initial=0))[:-1]
+    start_address, itemsize = memory.data_ptr(), memory.element_size()
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)], [
+        start_address + start * itemsize for start in starts
+    ]
+
+
+def _launch(matrices: Sequence[tuple[int, ...]], weight: Tensor, is_aligned: bool) -> None:
+    """Quantize matrices, each given by its number of blocks and the further columns of the kernel's table. `weight`: see the kernel."""
+    *first_blocks, num_blocks = accumulate((blocks for blocks, *_ in matrices), initial=0)
+    rows = [(first, *row) for first, (_, *row) in zip(first_blocks, matrices, strict=True)]
+    # Further rows, up to a power of two, begin after the last block, so no program uses them.
+    rows += [(num_blocks,) + (0,) * 6] * (triton.next_power_of_2(len(rows)) - len(rows))
+    table = torch.tensor(rows, pin_memory=weight.is_cuda).to(weight.device, non_blocking=True)
+    with on_device_of(weight):
+        launcher(quantize_kernel, (num_blocks,))(weight, table, MATRICES=len(rows), IS_ALIGNED=is_aligned, BLOCK=FP8_BLOCK, num_warps=8)
 
 
 class FiniteChecks:
@@ -168,8 +220,8 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[
     return result
 
 
-def quantized_tensors(name: str, weight: Tensor, checks: FiniteChecks | None = None) -> Iterator[tuple[str, Tensor]]:
+def quantized_tensors(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a quantized matrix: its values under its own name, then its scales. Raises UserError, see `quantize`."""
-    values, scales = quantize(weight, name, checks)
+    values, scales = quantize(weight, name)
     yield name, values
     yield name + SCALE_SUFFIX, scales

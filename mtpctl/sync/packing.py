@@ -14,7 +14,8 @@ from typing import Required, TypedDict, Unpack
 
 import torch
 
-from mtpctl.kernels.block_fp8 import FiniteChecks, quantized_tensors
+from mtpctl.families.quantization import SCALE_SUFFIX
+from mtpctl.kernels.block_fp8 import FiniteChecks, quantize_all
 from mtpctl.plan.buckets import ALIGNMENT, MAX_DELTA_SHARE, Bucket, Change, Entry, TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.delta import compare, encode
@@ -23,7 +24,8 @@ from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, Sync
 from mtpctl.sync.transports.base import BucketWriter
 
 MAX_PENDING_BYTES = 64 << 20
-"""Pending copies are started at this many bytes. Until then they keep their sources in memory, which may be views of larger tensors."""
+"""Tensors are quantized together, and copies started together, at this many bytes. Until then they stay in memory, and may be views of
+larger tensors."""
 PREFETCH_BYTES = 256 << 20
 """Largest tensor whose previous values are copied to the GPU ahead of time, which bounds the additional GPU memory."""
 
@@ -243,18 +245,34 @@ class Packer:
         return sums
 
     def wire_tensors(self, export: Export) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the sections in `next_sections`, quantized if they are sent in FP8.
+        """The tensors of the sections in `next_sections`, in the same order. Those that are sent in FP8 are quantized, many at a time.
 
         Call `_finite.check` before the last bucket of a section is sent.
         """
         self._finite.clear()
+        pending: list[tuple[str, torch.Tensor]] = []
+        pending_bytes = 0
         for name, tensor in export:
             if self.section_of(name) not in self.next_sections:
                 continue
-            if name in self.quantized:
-                yield from quantized_tensors(name, tensor.detach(), self._finite)
-            else:
+            pending.append((name, tensor.detach()))
+            pending_bytes += tensor.nbytes
+            if pending_bytes >= MAX_PENDING_BYTES or (len(pending) == 1 and name not in self.quantized):
+                yield from self._quantized(pending)
+                pending, pending_bytes = [], 0
+        yield from self._quantized(pending)
+
+    def _quantized(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors, each that is sent in FP8 as its values and then its scales."""
+        matrices = iter(quantize_all([tensor for name, tensor in tensors if name in self.quantized]))
+        for name, tensor in tensors:
+            if name not in self.quantized:
                 yield name, tensor
+                continue
+            values, scales = next(matrices)
+            self._finite.add(name, scales)
+            yield name, values
+            yield name + SCALE_SUFFIX, scales
 
     @property
     def next_plans(self) -> dict[Section, tuple[Bucket, ...]]:

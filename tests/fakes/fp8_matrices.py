@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpctl.kernels.block_fp8 import quantize_torch, quantize_triton
+from mtpctl.kernels.block_fp8 import MAX_MATRICES, quantize_torch, quantize_triton
 
 
 def _all_halfs() -> Tensor:
@@ -30,8 +30,10 @@ def assert_same_bits(device: str) -> None:
     random = torch.randn(300, 205, generator=torch.Generator().manual_seed(2))
     weights = [_all_halfs(), _near_limits(), random, random.bfloat16(), random.double(), random[:, 3:140]]
     weights += [random.t(), random[:1], random[:, :1].contiguous(), random[:0], random[:, :0]]
-    for weight in (weight.to(device) for weight in weights):
-        (values, scales), (expected_values, expected_scales) = quantize_triton(weight), quantize_torch(weight)
+    # One launch for each dtype and alignment, and another one for the matrices beyond the limit.
+    weights = [weight.to(device) for weight in weights] + [random[:129, :128].to(device)] * MAX_MATRICES
+    for weight, (values, scales) in zip(weights, quantize_triton(weights), strict=True):
+        expected_values, expected_scales = quantize_torch(weight)
         assert values.dtype == expected_values.dtype and values.shape == expected_values.shape
         assert torch.equal(values.view(torch.uint8), expected_values.view(torch.uint8))
         assert torch.equal(scales, expected_scales)
@@ -42,5 +44,5 @@ def assert_marks_blocks_that_are_not_finite(device: str) -> None:
     bits = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7F800001, -1])
     weight = torch.full((128, 128 * (len(bits) + 1)), -3e38)
     weight[77, 100::128][: len(bits)] = bits.to(torch.int32).view(torch.float32)
-    scales = quantize_triton(weight.to(device))[1].cpu()
+    scales = quantize_triton([weight.to(device)])[0][1].cpu()
     assert scales.isfinite().tolist() == [[False] * len(bits) + [True]]

@@ -9,7 +9,7 @@ import torch
 
 from mtpctl.errors import RuntimeFailure, UserError
 from mtpctl.families.quantization import FP8_BLOCK, scale_shape
-from mtpctl.kernels.block_fp8 import FP8_MAX, FiniteChecks, dequantize, quantize
+from mtpctl.kernels.block_fp8 import FP8_MAX, FiniteChecks, dequantize, quantize, quantize_all
 from tests.fakes.fp8_matrices import assert_marks_blocks_that_are_not_finite, assert_same_bits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -83,10 +83,10 @@ def test_one_check_reports_all_matrices_that_are_not_finite() -> None:
     checks = FiniteChecks()
     good, bad = torch.ones(128, 128), torch.ones(128, 128)
     bad[5, 5] = float("nan")
-    quantize(good, "good", checks)
+    checks.add("good", quantize(good, "good")[1])
     checks.check()
-    for name, weight in (("first", good), ("second", bad), ("third", bad)):
-        quantize(weight, name, checks)
+    for name, (_, scales) in zip(("first", "second", "third"), quantize_all([good, bad, bad]), strict=True):
+        checks.add(name, scales)
     with pytest.raises(RuntimeFailure, match=r"^second: contains infinities or NaN, which cannot be sent in FP8"):
         checks.check()
     checks.check()

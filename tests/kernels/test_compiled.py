@@ -82,7 +82,7 @@ KERNELS = [
     (exact_delta.convolve_kernel, {"TAPS": 4, "BLOCK": 128}),
     (exact_delta.recurrence_kernel, {"HEADS": 32, "SHARED": 2, "DEPTH": 128, "WIDTH": 128, "BLOCK_DEPTH": 128, "BLOCK_WIDTH": 32}),
     *((exact_experts.chosen_probs_kernel, {**BLOCK, "OF_ALL": over_all}) for over_all in FLAGS),
-    (block_fp8.quantize_kernel, {"BLOCK": 128}),
+    *((block_fp8.quantize_kernel, {"MATRICES": 64, "IS_ALIGNED": aligned, "BLOCK": 128}) for aligned in FLAGS),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
 POINTERS = {
@@ -99,8 +99,7 @@ POINTERS = {
     **dict.fromkeys(("mass_ptr", "position_ptr"), LONG),
     **dict.fromkeys(("slots_ptr", "accepted_ptr"), WHOLE),
     "state_ptr": WIDE,
-    "fp8_ptr": BYTES,
-    "scales_ptr": WIDE,
+    "matrices_ptr": LONG,
     # Of drafts.
     **dict.fromkeys(("draft_ptr", "teacher_ptr"), "*fp16"),
     **dict.fromkeys(("draft_top_ptr", "draft_lse_ptr", "teacher_top_ptr", "teacher_lse_ptr", "best_ptr", "partial_ptr"), WIDE),
