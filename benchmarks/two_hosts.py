@@ -1,12 +1,14 @@
-"""Compare a run on two hosts with one GPU each with the same run on one host with two GPUs, and measure recovery from lost hosts.
+"""Compare a run on two hosts with the same run on one host that has the GPUs of both, and measure recovery from lost hosts.
 
-The hosts are two raylets of this machine, each with one of its GPUs. The run, `mtpctl train RECIPE` with every tensor verified at every
-sync, is started on one host (a local Ray cluster) and on two. Reported are the medians of the seconds of an update and of a sync, without
-the first two updates. With `--kills`, the raylet of one of the two hosts is killed that many times, at a random time within an update, and
-started again after five seconds; the command must recover and complete all updates. Reported is the time until the next completed update.
-Exit code 6: with two hosts an update or a sync takes more than 1.1 times as long, or the run with kills did not complete.
+The hosts are two raylets of this machine, each with one of its GPUs, or more with `--gpus`. The run, `mtpctl train RECIPE` with every
+tensor verified at every sync, is started on one host (a local Ray cluster) and on two. Reported are the medians of the seconds of an update
+and of a sync, without the first two updates. With `--kills`, the raylet of one of the two hosts is killed that many times, at a random time
+within an update, and started again after five seconds; the command must recover and complete all updates. Reported is the time until the
+next completed update. Exit code 6: with two hosts an update or a sync takes more than 1.1 times as long, or the run with kills did not
+complete.
 
     python benchmarks/two_hosts.py mimo7b_mtp --overlay h200x2 --set model.path=FOLDER --updates 6
+    python benchmarks/two_hosts.py mimo7b_mtp --gpus 2 --set train.parallel.dp=3 --set rollout.replicas=1 --set model.path=FOLDER
     python benchmarks/two_hosts.py mimo_small_mtp --set train.parallel.dp=2 --updates 12 --kills 3
     python benchmarks/two_hosts.py tiny_mtp --cpus 2 --set train.parallel.dp=2 --updates 12 --kills 2        # on a CPU
 """
@@ -35,12 +37,14 @@ REJOIN_S = 5.0
 class Hosts:
     """A Ray cluster of two hosts, and a head without resources."""
 
-    def __init__(self, cpus: int, *, gpus: bool) -> None:
+    def __init__(self, cpus: int, gpus: int) -> None:
+        """`cpus`, `gpus`: of each host."""
         from ray.cluster_utils import Cluster
 
         self.cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
         self._options = [
-            {"num_cpus": cpus, "num_gpus": int(gpus), "env_vars": {"CUDA_VISIBLE_DEVICES": str(gpu)} if gpus else {}} for gpu in range(2)
+            {"num_cpus": cpus, "num_gpus": gpus, "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(map(str, indices))} if gpus else {}}
+            for indices in (range(gpus), range(gpus, 2 * gpus))
         ]
         self._nodes = [self.cluster.add_node(wait=False, **options) for options in self._options]
         self.cluster.wait_for_nodes()
@@ -117,6 +121,7 @@ def main() -> None:
     options.add_argument("--updates", type=int, default=8)
     options.add_argument("--kills", type=int, default=0)
     options.add_argument("--cpus", type=int, default=len(os.sched_getaffinity(0)) // 2, help="CPUs of each host")
+    options.add_argument("--gpus", type=int, default=1, help="GPUs of each host")
     options.add_argument("--out", type=Path, help="keep the runs in this new folder")
     options.add_argument("--seed", type=int, default=0, help="of the kills")
     arguments = options.parse_args()
@@ -126,16 +131,19 @@ def main() -> None:
     sets += ["train.checkpoint_every=1"] if arguments.kills else []
     common = [word for overlay in arguments.overlay for word in ("--overlay", overlay)]
     common += [word for text in (*sets, *arguments.sets) for word in ("--set", text)]
+    gpus = arguments.gpus if torch.cuda.is_available() else 0
     print_environment()
     misses = []
     with tempfile.TemporaryDirectory() as scratch:
         root, times = arguments.out or Path(scratch) / "runs", {}
         root.mkdir()
         if not arguments.kills:
-            times["one host"] = measure_times("one host", TrainingRun(root / "one", arguments.recipe, common))
-        hosts = Hosts(arguments.cpus, gpus=torch.cuda.is_available())
+            one_host = [*common, "--set", f"cluster.gpus_per_node={2 * gpus}"] if gpus else common
+            times["one host"] = measure_times("one host", TrainingRun(root / "one", arguments.recipe, one_host))
+        hosts = Hosts(arguments.cpus, gpus)
         try:
             on_cluster = [*common, "--set", f"cluster.address={hosts.cluster.address}"]
+            on_cluster += ["--set", f"cluster.gpus_per_node={gpus}"] if gpus else []
             run = TrainingRun(root / "two", arguments.recipe, on_cluster)
             if arguments.kills:
                 lose_hosts(hosts, run, arguments.kills, random.Random(arguments.seed))
