@@ -172,8 +172,9 @@ def _split_heads(config: TransformerConfig, qkv: Tensor, feature_dim: int | None
     groups, heads_per_query = config.num_query_groups, 2 if getattr(config, "attention_output_gate", False) else 1
     assert groups is not None
     queries = config.num_attention_heads // groups
-    q, k, v = qkv.unflatten(0, (groups, heads_per_query * queries + 2, -1)).split((heads_per_query * queries, 1, 1), 1)
-    return q.unflatten(1, (heads_per_query, queries)).transpose(1, 2).flatten(0, 3), k.flatten(0, 2), v.flatten(0, 2)
+    q, kv = qkv.unflatten(0, (groups, heads_per_query * queries + 2, -1)).split((heads_per_query * queries, 2), 1)
+    k, v = kv.transpose(0, 1).flatten(1, 2)  # one copy for both
+    return q.unflatten(1, (heads_per_query, queries)).transpose(1, 2).flatten(0, 3), k, v
 
 
 def _disable_output_norm_offset() -> None:

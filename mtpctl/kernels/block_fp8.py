@@ -29,6 +29,7 @@ too: it treats a block's largest magnitude as at least 1e-4."""
 ALIGNED = 16
 """The kernel loads and stores wide words if addresses, numbers of columns and strides are multiples of this."""
 MAX_MATRICES = 128
+"""Largest number of matrices in a launch, a power of two."""
 """Largest number of matrices in a launch."""
 _CHUNK_ELEMENTS = 1 << 22
 """Elements that PyTorch quantizes at a time, which bounds the fp32 copies."""
@@ -58,6 +59,7 @@ def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
+@torch.no_grad()
 def quantize_all(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Quantize several matrices on one device, see `quantize`, with few launches and without a check that they are finite.
 
@@ -86,14 +88,15 @@ def quantize_torch(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_matrices"])
 @no_type_check
 def quantize_kernel(
     weight_ptr,  # has the dtype of all matrices, and is not read
-    # int64 [MATRICES, 7]: blocks of all previous matrices; addresses of values (the bits of float8_e4m3fn as uint8), scales (fp32, one per
-    # block) and weight; rows, columns, and stride of the weight's rows.
+    # int64 [num_matrices, 7]: blocks of all previous matrices; addresses of values (uint8, the bits of float8_e4m3fn), of scales (fp32, one
+    # per block) and of the weight; rows, columns, and stride of the weight's rows.
     matrices_ptr,
-    MATRICES: tl.constexpr,
+    num_matrices,
+    MAX_MATRICES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,  # whether the addresses of weights, their numbers of columns and their strides are multiples of 16
     BLOCK: tl.constexpr,
 ):
@@ -101,8 +104,9 @@ def quantize_kernel(
 
     The number 2^k has the bits (k + 127) << 23. Positive numbers have the same order as their bits.
     """
-    first_blocks = tl.load(matrices_ptr + tl.arange(0, MATRICES) * 7)
-    row_ptr = matrices_ptr + (tl.sum((first_blocks <= tl.program_id(0)).to(tl.int32)) - 1) * 7
+    matrix = tl.arange(0, MAX_MATRICES)
+    begins_later = tl.load(matrices_ptr + matrix * 7, mask=matrix < num_matrices, other=0x7FFFFFFF) > tl.program_id(0)
+    row_ptr = matrices_ptr + (MAX_MATRICES - 1 - tl.sum(begins_later.to(tl.int32))) * 7
     index = tl.program_id(0) - tl.load(row_ptr).to(tl.int32)
     fp8_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(tl.uint8)), 16)
     scales_ptr = tl.load(row_ptr + 2).to(tl.pointer_type(tl.float32))
@@ -143,41 +147,40 @@ def quantize_triton(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """
     weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
     shapes = [scale_shape(*weight.shape) for weight in weights]
-    blocks = [rows * columns for rows, columns in shapes]
-    values, value_addresses = _allocate([weight.numel() for weight in weights], torch.float8_e4m3fn, weights[0].device)
-    scales, scale_addresses = _allocate(blocks, torch.float32, weights[0].device)
-    groups: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = defaultdict(list)
-    for weight, *places in zip(weights, blocks, value_addresses, scale_addresses, strict=True):
-        if places[0]:
-            address, columns, stride = weight.data_ptr(), weight.shape[1], weight.stride(0)
-            is_aligned = not any(number % ALIGNED for number in (address, columns, stride))
-            groups[weight.dtype, is_aligned].append((*places, address, weight.shape[0], columns, stride))
-    for (dtype, is_aligned), matrices in groups.items():
+    values = _allocate([weight.numel() for weight in weights], torch.float8_e4m3fn, weights[0].device)
+    scales = _allocate([rows * columns for rows, columns in shapes], torch.float32, weights[0].device)
+    groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
+    for matrix in zip(values, scales, weights, strict=True):
+        weight = matrix[2]
+        if weight.numel():
+            is_aligned = not any(number % ALIGNED for number in (weight.data_ptr(), weight.shape[1], weight.stride(0)))
+            groups[weight.dtype, is_aligned].append(matrix)
+    for (_, is_aligned), matrices in groups.items():
         for start in range(0, len(matrices), MAX_MATRICES):
-            _launch(matrices[start : start + MAX_MATRICES], weights[0].new_empty(0, dtype=dtype), is_aligned)
+            _launch(matrices[start : start + MAX_MATRICES], is_aligned)
     return [(fp8.view(weight.shape), scale.view(shape)) for weight, fp8, scale, shape in zip(weights, values, scales, shapes, strict=True)]
 
 
-def _allocate(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[int]]:
-    """Tensors with these numbers of elements in one allocation, each starting at a multiple of `ALIGNED` elements; and their addresses."""
+def _allocate(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Vectors with these numbers of elements in one allocation, each starting at a multiple of `ALIGNED` elements."""
     padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-    memory = torch.empty(sum(padded), dtype=dtype, device=device)
-    starts = list(accumulate(padded, initial=0))[:-1]
-    start_address, itemsize = memory.data_ptr(), memory.element_size()
-    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)], [
-        start_address + start * itemsize for start in starts
+    parts = torch.empty(sum(padded), dtype=dtype, device=device).split(padded)
+    return [part if len(part) == size else part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _launch(matrices: Sequence[tuple[Tensor, Tensor, Tensor]], is_aligned: bool) -> None:
+    """Compute values and scales of weights of one dtype. `matrices`: values, scales and weight of each."""
+    *first_blocks, num_blocks = accumulate((len(scales) for _, scales, _ in matrices), initial=0)
+    rows = [
+        (first_block, values.data_ptr(), scales.data_ptr(), weight.data_ptr(), *weight.shape, weight.stride(0))
+        for first_block, (values, scales, weight) in zip(first_blocks, matrices, strict=True)
     ]
-
-
-def _launch(matrices: Sequence[tuple[int, ...]], weight: Tensor, is_aligned: bool) -> None:
-    """Quantize matrices, each given by its number of blocks and the further columns of the kernel's table. `weight`: see the kernel."""
-    *first_blocks, num_blocks = accumulate((blocks for blocks, *_ in matrices), initial=0)
-    rows = [(first, *row) for first, (_, *row) in zip(first_blocks, matrices, strict=True)]
-    # Further rows, up to a power of two, begin after the last block, so no program uses them.
-    rows += [(num_blocks,) + (0,) * 6] * (triton.next_power_of_2(len(rows)) - len(rows))
+    weight = matrices[0][2]
     table = torch.tensor(rows, pin_memory=weight.is_cuda).to(weight.device, non_blocking=True)
     with on_device_of(weight):
-        launcher(quantize_kernel, (num_blocks,))(weight, table, MATRICES=len(rows), IS_ALIGNED=is_aligned, BLOCK=FP8_BLOCK, num_warps=8)
+        launcher(quantize_kernel, (num_blocks,))(
+            weight, table, len(rows), MAX_MATRICES=MAX_MATRICES, IS_ALIGNED=is_aligned, BLOCK=FP8_BLOCK, num_warps=8
+        )
 
 
 class FiniteChecks:

@@ -19,11 +19,11 @@ from mtpctl.kernels.block_fp8 import FiniteChecks, quantize_all
 from mtpctl.plan.buckets import ALIGNMENT, MAX_DELTA_SHARE, Bucket, Change, Entry, TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum
 from mtpctl.sync.delta import compare, encode
-from mtpctl.sync.parameters import is_word_aligned
+from mtpctl.sync.parameters import WORD_BYTES, as_words, is_word_aligned
 from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, SyncError
 from mtpctl.sync.transports.base import BucketWriter
 
-MAX_PENDING_BYTES = 64 << 20
+MAX_PENDING_BYTES = 256 << 20
 """Tensors are quantized together, and copies started together, at this many bytes. Until then they stay in memory, and may be views of
 larger tensors."""
 PREFETCH_BYTES = 256 << 20
@@ -255,7 +255,7 @@ class Packer:
         for name, tensor in export:
             if self.section_of(name) not in self.next_sections:
                 continue
-            pending.append((name, tensor.detach()))
+            pending.append((name, tensor))
             pending_bytes += tensor.nbytes
             if pending_bytes >= MAX_PENDING_BYTES or (len(pending) == 1 and name not in self.quantized):
                 yield from self._quantized(pending)
@@ -374,6 +374,7 @@ class _SectionPacker:
         self.entries = [(bucket, entry) for bucket in buckets for entry in bucket.entries]
         self.next = 0
         self.buffer: torch.Tensor | None = None
+        self._entry_words: Iterator[torch.Tensor] = iter(())  # of the bucket's remaining entries
         # Pending copies: destinations and sources as words.
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
@@ -397,6 +398,7 @@ class _SectionPacker:
             bucket, entry = self._next_entry(spec)
             if self.buffer is None:
                 self.buffer = writer.buffer(self.section, bucket)
+                self._entry_words = iter(_words_of_entries(self.buffer, bucket))
             piece = data if entry.is_whole else data[entry.part_start : entry.part_stop]
             self._copy(piece, entry, self.buffer, writer)
             self.next += 1
@@ -414,11 +416,12 @@ class _SectionPacker:
 
         One call for each tensor would take the host longer than a bucket is on the wire.
         """
-        target = buffer[entry.offset : entry.offset + entry.nbytes]
+        words = next(self._entry_words)
         if not is_word_aligned(piece):
+            target = buffer[entry.offset : entry.offset + entry.nbytes]
             target.copy_(piece.view(torch.uint8), non_blocking=writer.stream_ordered)
             return
-        self._targets.append(target.view(torch.int64))
+        self._targets.append(words)
         self._sources.append(piece.view(torch.int64))
         self._pending_bytes += entry.nbytes
         if self._pending_bytes >= MAX_PENDING_BYTES:
@@ -443,3 +446,14 @@ class _SectionPacker:
         if not self.has_ended:
             missing = sorted({entry.name for _, entry in self.entries[self.next :]})
             raise PlanMismatch(f"the export ended without {', '.join(missing)}")
+
+
+def _words_of_entries(buffer: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    """The whole words of each entry in the bucket's buffer, in one operation."""
+    sizes, end = [], 0
+    for entry in bucket.entries:
+        start = entry.offset // WORD_BYTES
+        sizes += [start - end, entry.nbytes // WORD_BYTES]
+        end = start + sizes[-1]
+    words = as_words(buffer)
+    return words.split_with_sizes([*sizes, len(words) - end])[1::2]

@@ -82,7 +82,7 @@ KERNELS = [
     (exact_delta.convolve_kernel, {"TAPS": 4, "BLOCK": 128}),
     (exact_delta.recurrence_kernel, {"HEADS": 32, "SHARED": 2, "DEPTH": 128, "WIDTH": 128, "BLOCK_DEPTH": 128, "BLOCK_WIDTH": 32}),
     *((exact_experts.chosen_probs_kernel, {**BLOCK, "OF_ALL": over_all}) for over_all in FLAGS),
-    *((block_fp8.quantize_kernel, {"MATRICES": 64, "IS_ALIGNED": aligned, "BLOCK": 128}) for aligned in FLAGS),
+    *((block_fp8.quantize_kernel, {"MAX_MATRICES": 128, "IS_ALIGNED": aligned, "BLOCK": 128}) for aligned in FLAGS),
 ]
 BYTES, WHOLE, LONG, WIDE = "*u8", "*i32", "*i64", "*fp32"
 POINTERS = {
