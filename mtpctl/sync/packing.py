@@ -23,9 +23,10 @@ from mtpctl.sync.parameters import WORD_BYTES, as_words, is_word_aligned
 from mtpctl.sync.protocol import Delta, PlanMismatch, Section, SectionPlan, SyncError
 from mtpctl.sync.transports.base import BucketWriter
 
-MAX_PENDING_BYTES = 256 << 20
-"""Tensors are quantized together, and copies started together, at this many bytes. Until then they stay in memory, and may be views of
-larger tensors."""
+QUANTIZED_BYTES = 192 << 20
+"""Exported tensors are quantized together at this many bytes. Until then they stay in memory, and may be views of larger tensors."""
+MAX_PENDING_BYTES = 64 << 20
+"""The same for copies into a bucket, which are started together."""
 PREFETCH_BYTES = 256 << 20
 """Largest tensor whose previous values are copied to the GPU ahead of time, which bounds the additional GPU memory."""
 
@@ -257,7 +258,7 @@ class Packer:
                 continue
             pending.append((name, tensor))
             pending_bytes += tensor.nbytes
-            if pending_bytes >= MAX_PENDING_BYTES or (len(pending) == 1 and name not in self.quantized):
+            if pending_bytes >= QUANTIZED_BYTES or (len(pending) == 1 and name not in self.quantized):
                 yield from self._quantized(pending)
                 pending, pending_bytes = [], 0
         yield from self._quantized(pending)
