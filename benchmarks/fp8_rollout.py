@@ -38,6 +38,7 @@ WITH_DEEP_GEMM = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
 """Kernels are compiled when graphs are captured and in the warm-up rounds, instead of for all batch sizes at the start."""
 DEEP_GEMM = {"linear_backend": "deep_gemm"}
 ONE_PROCESS = {"distributed_executor_backend": "uni"}
+FLASHINFER = {"attention_backend": "FLASHINFER"}
 UNFUSED: dict[str, Any] = {"compilation_config": {"pass_config": {"fuse_act_quant": False}}}
 """SwiGLU and the quantization of its result are separate kernels."""
 ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
@@ -48,6 +49,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "FP8, DeepGEMM, one process": ("fp8", DEEP_GEMM | ONE_PROCESS, WITH_DEEP_GEMM),
     "FP8, DeepGEMM, unfused": ("fp8", DEEP_GEMM | UNFUSED, WITH_DEEP_GEMM),
     "FP8, DeepGEMM, FP8 cache": ("fp8", DEEP_GEMM | {"kv_cache_dtype": "fp8"}, WITH_DEEP_GEMM),
+    "bf16, FlashInfer": ("none", FLASHINFER, {}),
+    "FP8, DeepGEMM, unfused, FlashInfer": ("fp8", DEEP_GEMM | UNFUSED | FLASHINFER, WITH_DEEP_GEMM),
     "FP8, CUTLASS": ("fp8", {"linear_backend": "cutlass"}, {}),
 }
 """Engines to compare, by name: quantization, engine arguments, and environment variables. By default, the model runs in a process of its
