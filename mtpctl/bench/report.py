@@ -121,7 +121,7 @@ class Change:
 
     @property
     def worse_by(self) -> float:
-        """Relative deterioration: negative if the figure improved, infinite if it was 0 before, 0 if it has no direction."""
+        """Relative deterioration: negative if the figure improved, ±infinite if it was 0 before, 0 if unchanged or without a direction."""
         if self.better is None or self.before == self.after:
             return 0.0
         deterioration = self.after - self.before if self.better == "lower" else self.before - self.after
@@ -155,7 +155,7 @@ def differing_options(before: object, after: object) -> list[str]:
 
 
 def extract_figures(document: object, path: str = "") -> dict[str, float]:
-    """The numbers in a document by path, such as `results.trained.acceptance`."""
+    """The numbers in a document by path, such as `results.trained.acceptance`, without settings and keys that identify an entry."""
     result: dict[str, float] = {}
     if isinstance(document, dict):
         for key, value in document.items():
@@ -193,7 +193,7 @@ def changes_to_json(changes: list[Change]) -> list[dict[str, object]]:
 
 
 def _unit_name(entry: Mapping[str, object]) -> str:
-    """The name of the figure `value` of an entry, according to its unit. Without a unit, a value with a lower bound is a share."""
+    """The name of the figure `value` of an entry by its unit. Without a known unit, it is `share` if the entry has `at_least`."""
     return _UNITS.get(str(entry.get("unit", "")), "share" if entry.get("at_least") else "value")
 
 

@@ -1,7 +1,8 @@
 """`mtpctl bench rollout --model FOLDER`: throughput of a model's rollout on one GPU, in comparison with vLLM's offline generation.
 
-The length of each prompt and response is set in advance, so every arm generates the same number of tokens. Within a workload the response
-lengths differ, so slots become free at different times. All engines are loaded at the same time and alternate.
+The length of each prompt and response is set in advance, so vLLM alone and one engine generate the same number of tokens; several engines
+get proportionally more requests. Within a workload the response lengths differ, so slots become free at different times. All engines are
+loaded at the same time and alternate.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ TIMED_WORK = (
     "from sending the first request to receiving the last response, prefill included; engine start and one warm-up round excluded. "
     "All engines are loaded at the same time and alternate; a ratio is the median of the rounds' ratios"
 )
-HEADINGS = "| what | in flight | tokens/s (least – most) | of vLLM | controller's loop, cores | engines, busy cores each |"
+HEADINGS = (
+    "| what | in flight | tokens/s: median (min–max) | relative to vLLM | busy cores: controller's event loop | busy cores: each engine |"
+)
 RULE = "|---" * 6 + "|"
 
 Report = Callable[[str], None]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mtpctl.rollout.vllm.engine import VllmEngine
 
 RECOVERED_SHARE = 0.9
-"""Share of the throughput before a sync at which throughput counts as recovered."""
+"""Throughput has recovered from a sync when it reaches this share of its value before the sync."""
 
 
 def _run_trainer(pipe: Connection, recipe_json: str, folder: str, visible_gpus: str) -> None:
@@ -96,7 +96,7 @@ class TrainerProcess:
         await self._receive_result("creating the model")
 
     async def call(self, method: str, *arguments: object, deadline_s: float | None = None) -> Any:
-        """Call a method of the trainer's weight source. Returns its result or raises its error."""
+        """Call a method of the trainer's `BenchSource`. Returns its result or raises its error. `deadline_s` has no effect."""
         async with self._lock:
             self._pipe.send((method, arguments))
             return await self._receive_result(method)
@@ -114,10 +114,10 @@ class TrainerProcess:
     async def persist_weights(self) -> None:
         await self.call("persist_weights")
 
-    async def _receive_result(self, method: str) -> Any:
+    async def _receive_result(self, action: str) -> Any:
         while not await asyncio.to_thread(self._pipe.poll, 0.5):
             if not self._process.is_alive():
-                raise RuntimeFailure(f"the trainer's process ended in {method}, exit code {self._process.exitcode}")
+                raise RuntimeFailure(f"the trainer's process ended during {action}, exit code {self._process.exitcode}")
         succeeded, result = self._pipe.recv()
         if not succeeded:
             raise result

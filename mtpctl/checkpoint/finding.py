@@ -63,7 +63,7 @@ def find_complete_checkpoint(root: Path, *, verify_checksums: bool) -> Choice:
             damaged.append((path, error))
     if damaged:
         newest_path, newest_error = damaged[0]
-        older = f", and so {'is' if len(damaged) == 2 else 'are'} the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
+        older = f", and so are all older ones ({len(damaged) - 1})" if len(damaged) > 1 else ""
         raise UserError(
             f"{newest_path}/{newest_error}: the checkpoint is incomplete{older}; restore the file, or begin the run again with "
             f"`mtpctl train {root.parent} --start-over`, which keeps the existing files"
@@ -74,13 +74,16 @@ def find_complete_checkpoint(root: Path, *, verify_checksums: bool) -> Choice:
 def newest_checkpoint(root: Path) -> Path | None:
     """The newest checkpoint under `root` whose files all have their saved sizes; None without checkpoints.
 
-    Only checksums of small files are compared. Raises UserError if every checkpoint is damaged.
+    Compares sizes, and checksums of small files. Raises UserError if every checkpoint is damaged.
     """
     return find_complete_checkpoint(root, verify_checksums=False).path
 
 
 def check_checkpoint(path: Path, *, verify_checksums: bool) -> None:
-    """Raise Damaged if a checkpoint is not complete, UserError if its metadata may run code or its listing has another format."""
+    """Raise Damaged if a checkpoint is incomplete or damaged, and UserError if its listing has another format.
+
+    With `verify_checksums`, also raises UserError if its metadata is a pickle that may run code.
+    """
     listing = read_listing(path)
     if listing is None:
         raise Damaged(LISTING, "is missing")
@@ -92,7 +95,7 @@ def check_checkpoint(path: Path, *, verify_checksums: bool) -> None:
 def prepare_resume(root: Path) -> Choice:
     """Find the checkpoint to resume from, rename damaged ones so that they are not overwritten, and write `latest`.
 
-    If a crash interrupted the replacement of a checkpoint, its previous version gets its name back. The caller must hold the run's lock.
+    If a crash interrupted the replacement of a checkpoint, the replaced checkpoint gets its name back. The caller must hold the run's lock.
     """
     for path in root.glob(f"*{REPLACED}"):
         if not (final := path.with_name(path.name.removesuffix(REPLACED))).exists():

@@ -88,7 +88,7 @@ class Slot:
     group: dist.ProcessGroup | None = None
 
     def unsharded(self, kind: str) -> Tensor:
-        """The unsharded tensor in the parameter's shape, fp32. Collective over `group`."""
+        """The unsharded tensor in the parameter's shape. With a `group`, collective, and in fp32."""
         if self.group is None:
             return self.tensors[kind]
         flat = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
@@ -144,9 +144,9 @@ class Save:
     """
 
     def __init__(self, path: Path, contents: Contents, state: dict[str, object], *, concurrent: bool = False) -> None:
-        """Plan the shards, copy them to host memory, and start the thread.
+        """Plan the shards, copy them to host memory, and start a thread if this rank has shards to write.
 
-        concurrent: training continues meanwhile, so tensors that a step overwrites are copied, even from host memory.
+        concurrent: training continues meanwhile, so tensors that a step overwrites are copied even if they are in host memory.
         Raises SaveFailed on every rank if the temporary folder cannot be created.
         """
         megatron_core.use_local_queue()
@@ -296,7 +296,7 @@ def _copy_live(buckets: list[WriteBucket], live: set[int]) -> list[WriteBucket]:
 def restore(path: Path, contents: Contents) -> EngineRecord:
     """Load the checkpoint at `path` into the contents. Returns its record.
 
-    Raises UserError, before anything is overwritten, if the checkpoint is incomplete or belongs to another model.
+    Raises UserError if the checkpoint cannot be read or, before anything is overwritten, if it belongs to another model.
     """
     record = _read_record(path)
     _check_adapter(path, record["adapter"], contents.adapter)
@@ -389,8 +389,8 @@ def _check_fit(path: Path, tree: ShardedTree) -> None:
     differences += [f"{name}: saved, but not in the model" for name in saved if name not in expected and not name.startswith("optimizer.")]
     if missing and len(missing) == len(differences) and all(name.startswith("optimizer.") for name in missing):
         raise UserError(
-            f"{path}: its optimizer has no state of {missing[0].removeprefix('optimizer.')} and {len(missing) - 1} other "
-            "parameters that this run trains; use the saved run's train.rl.train_mtp and train.precision, or start in another run_dir"
+            f"{path}: its optimizer lacks {len(missing)} tensor(s) that this run needs, such as {missing[0].removeprefix('optimizer.')}; "
+            "use the saved run's train.rl.train_mtp and train.precision, or start in another run_dir"
         )
     if differences:
         more = f" and {len(differences) - 6} more" if len(differences) > 6 else ""

@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 Model = Annotated[
     str,
-    typer.Option("--model", help="Model folder, or hub id whose config mtpctl knows; weights are random. Default: MiMo-7B, on a GPU only."),
+    typer.Option("--model", help="Model folder, or hub id whose config mtpctl knows; weights are random. Default on a GPU: MiMo-7B."),
 ]
 _MIB = 1 << 20
 
@@ -74,8 +74,8 @@ def train_step(
     ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel ranks, which share the samples.")] = 1,
     json: Json = False,
 ) -> None:
-    """Time the forward and backward pass of an update with MTP. On one device, three LM heads are compared: losses and gradients in one
-    pass, losses first, and materialized logits. Several ranks use the first."""
+    """Time the forward and backward pass of an update with MTP. On one device, three LM heads are compared: one pass for losses and
+    gradients, one for log-probs and another for gradients, and materialized logits. With several ranks, only the first is measured."""
     from mtpctl.compat import cpu_device
     from mtpctl.errors import UserError
     from mtpctl.recipe.model import MtpConfig
@@ -116,8 +116,8 @@ def rollout(
         typer.Option(
             "--model",
             metavar="FOLDER",
-            help="Folder with your model and its tokenizer, which is compared with vLLM alone; or a new folder for the benchmark's own "
-            "model. Default: a temporary one.",
+            help="Folder with your model and its tokenizer, for which mtpctl's pool is compared with vLLM alone; or a folder for the "
+            "benchmark's own model. Default: a temporary one.",
         ),
     ] = None,
     engines: Annotated[
@@ -127,18 +127,27 @@ def rollout(
         Path | None, typer.Option("--prompts", metavar="FILE", help="With --model: file with a prompt per line; default: random tokens.")
     ] = None,
     part: Annotated[list[str] | None, typer.Option("--part", metavar="path|speculation", help="Only this part; default: both.")] = None,
-    batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Concurrent requests; default: 8, 64, 256.")] = None,
-    drafts: Annotated[int, typer.Option("--drafts", min=1, max=8, help="Largest number of draft tokens a step.")] = 3,
-    acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of drafts that are right.")] = 0.75,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option("--batch", min=1, help="Concurrent requests; default: 8, 64, 256; for your model 256 (CPU: 8)."),
+    ] = None,
+    drafts: Annotated[int, typer.Option("--drafts", min=1, max=8, help="Largest number of draft tokens a step; not for your model.")] = 3,
+    acceptance: Annotated[float, typer.Option("--acceptance", min=0, max=1, help="Share of accepted drafts; not for your model.")] = 0.75,
     prompt_tokens: Annotated[int, typer.Option("--prompt", min=2, help="Prompt tokens.")] = 128,
     response_tokens: Annotated[
-        int | None, typer.Option("--tokens", min=8, help="Response tokens; default: 256, or 192 with --shape tiny.")
+        int | None,
+        typer.Option(
+            "--tokens",
+            min=8,
+            help="Response tokens; default: 256 (tiny: 192); for your model their mean, 256 (CPU: 32).",
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds, after a warm-up round.")] = 3,
     eager: Annotated[bool, typer.Option("--eager", help="No compilation and no CUDA graphs.")] = False,
     json: Json = False,
 ) -> None:
-    """Compare tokens/s of mtpctl's pool and of vLLM alone, and of k drafts and none. Exit code 6 if a bound is missed."""
+    """Compare tokens/s of mtpctl's pool with vLLM alone and, for the benchmark's own model, of k drafts with none. Exit code 6 if a bound
+    is missed; your model has none."""
     from mtpctl.errors import UserError
 
     if model is not None and _is_users_model(model):
@@ -238,11 +247,11 @@ def _rollout_of_model(
 @app.command("sync-weights")
 def sync_weights(
     transport: Annotated[
-        list[str] | None, typer.Option("--transport", help="May be repeated; default: nccl and ipc; shm on a CPU.")
+        list[str] | None, typer.Option("--transport", help="May be repeated; default: nccl and ipc; ipc with --shared; shm on a CPU.")
     ] = None,
     shared: Annotated[bool, typer.Option("--shared", help="Trainer and engine on one GPU (ipc, shm).")] = False,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measured syncs over each transport.")] = 3,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in flight.")] = 64,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in flight, at most 16 on a CPU.")] = 64,
     prompt_tokens: Annotated[
         int | None, typer.Option("--prompt", min=1, help="Prompt tokens of a request; default: 256, 16 on a CPU.")
     ] = None,

@@ -1,9 +1,9 @@
 """Removes what killed runs leave on this machine: folders in shared memory, Ray's session folders, and Ray's daemons.
 
 Folders: the process that creates a folder writes a mark into it: its process id, its start time (because ids are reused), and the boot and
-process namespace in which the id is valid. A folder is removed after its process ended. Folders without a mark, of another user, or from
-another container are not removed, because they may be in use. The lock for removing and creating is on the shared memory folder itself, so
-it also excludes processes of other containers that share the memory.
+process namespace in which the id is valid. A folder is removed after its process, and all processes whose command line has its name, have
+ended. Folders without a mark, of another user, or from another container are not removed, because they may be in use. The lock for removing
+and creating is on the shared memory folder itself, so it also excludes processes of other containers that share the memory.
 
 Daemons: each of Ray's daemons has its own session, so signals to the command's process group do not reach it. The watchdog is a small
 process with its own session. Daemons write their process id and start time into a pipe that it reads. When the command closes the watchdog
@@ -181,7 +181,7 @@ def _folders() -> Iterator[Path]:
     yield from _user_paths(SHARED_MEMORY, f"{PREFIX}*")
     yield from (path for path in _user_paths(sessions_folder(), "session_*") if not path.is_symlink())
     for root in (SHARED_MEMORY, sessions_folder()):
-        yield from _user_paths(root, f".{PREFIX}*")  # The process was killed while it created or deleted the folder.
+        yield from _user_paths(root, f".{PREFIX}*")  # of processes that were killed while they created or deleted a folder
 
 
 def _user_paths(root: Path, pattern: str) -> list[Path]:

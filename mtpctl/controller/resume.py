@@ -99,7 +99,7 @@ def report_completed_run(recipe: Recipe, directory: RunDirectory, checkpoint: Pa
         return False
     changed_keys = find_changed_task_keys(recipe, directory)
     hint = _changed_task_hint(changed_keys) if changed_keys else _continue_hint(recipe, state["stage"])
-    print_completed_run(directory, f"{directory.path} has ended, {checkpoint.name}; {hint}")
+    print_completed_run(directory, f"{directory.path}: the run is complete (checkpoint {checkpoint.name}); {hint}")
     if (copier := start_copier(recipe, directory, checkpoint, report)) is not None:
         asyncio.run(copier.finish())
     return True
@@ -155,7 +155,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def check_random_init(recipe: Recipe, run: RunDirectory) -> None:
-    """Raise UserError if the run created its model or drafter with random weights from another config or seed than the recipe's."""
+    """Raise UserError if the run created its model folder (random weights, a drafter, a longer context) from other settings."""
     folder = recipe.model.folder_in(run.path)
     if folder is None or not folder.is_dir() or (tree := run.read_recipe()) is None:
         return
@@ -180,7 +180,7 @@ def _init_values(tree: Mapping[str, object]) -> dict[KeyPath, object]:
 def describe_old_logprobs_change(recipe: Recipe, run: RunDirectory) -> str:
     """A message if the source of old log-probs for the policy ratio has changed since the last session; empty otherwise.
 
-    It changes without a change of the user's recipe if a release has another default.
+    A release with another default changes it, even if the user's recipe is unchanged.
     """
     if (tree := run.read_recipe()) is None:
         return ""

@@ -1,4 +1,4 @@
-"""Shows what a run does and waits for, and over HTTP (`telemetry.http`) a status page, JSON and Prometheus metrics."""
+"""Reports what a run is doing and waiting for, and serves a status page, JSON and Prometheus metrics (`telemetry.http`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GetReplicaCounts = Callable[[], ReplicaCounts | None]
 
 
 def bind_status_socket(telemetry: TelemetryConfig) -> socket.socket | None:
-    """The bound socket of the status page; None without `telemetry.http`. Raises UserError if the address is in use or not local."""
+    """The bound socket of the status page; None without `telemetry.http`. Raises UserError if the address is in use or not of this host."""
     address = telemetry.http_address
     return None if address is None else listen(*address, fields=("telemetry.http", "telemetry.http"))
 
@@ -95,7 +95,7 @@ class Wait:
         return time.monotonic() - self._started_at
 
     def describe(self, logs: Path) -> str:
-        """The wait as text, such as `trainer: loading, 12 s`, with the newest line that one of the actors has logged since."""
+        """The wait as text, such as `trainer: loading, 12 s`, with the newest line since then of the last actor that logged one."""
         lines = [line for actor in self.actors if (line := read_newest_line(logs, actor, start_time=self.wall_start))]
         newest_log_line = f" · {lines[-1]}" if lines else ""
         return f"{self.reason}, {self.seconds:.0f} s{newest_log_line}"

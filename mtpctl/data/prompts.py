@@ -27,7 +27,7 @@ from mtpctl.recipe.data import DataConfig
 _BOUNDARY_TOKENS = 8
 """Allowance in tokens: text may be split differently where a prompt or target meets the text around it."""
 _ESCAPED_PROMPT = '"\n\\<' * 16
-"""A prompt of characters that JSON or HTML escapes, to measure a template that escapes its input."""
+"""A prompt of characters that JSON or HTML escapes, to detect a template that escapes or repeats its input."""
 
 
 class SftSample(NamedTuple):
@@ -81,7 +81,7 @@ def with_hint(problem: Problem, hint: str) -> Problem:
 
 
 def encode_target(tokenizer: Tokenizer, problem: Problem, ends: EndTokens | None = None, *, templated: bool = False) -> list[int]:
-    """Ids of the target of the supervised stage. An end token is appended, unless the text ends with one of `ends` that is special.
+    """Ids of the target of the supervised stage. An end token is appended, unless the last token is a special one of `ends`.
 
     ends: the run's end tokens; default: always append EOS. templated: the prompt is rendered with the chat template.
     """
@@ -146,13 +146,13 @@ def check_lengths(
             continue
         prompt_length = len(encode_prompt(tokenizer, problem, config, tools))
         if prompt_length >= context:
-            raise _too_long_error(problem, f"the prompt has {prompt_length} tokens", context)
+            raise _too_long_error(problem, f"the prompt has {prompt_length} tokens, which leaves no room for a response", context)
         if targets and (length := prompt_length + len(encode_target(tokenizer, problem, ends))) > context:
             raise _too_long_error(problem, f"prompt and solution have {length} tokens", context)
 
 
 def _too_long_error(problem: Problem, size: str, context: int) -> UserError:
-    return UserError(f"{problem.prompt_id}: {size}, but the context has {context}; shorten or remove the row, or raise rollout.context")
+    return UserError(f"{problem.prompt_id}: {size}; the context has {context} tokens; shorten or remove the row, or raise rollout.context")
 
 
 def encode_conversation(tokenizer: Tokenizer, problem: Problem, system: Sequence[Message] = (), ends: EndTokens | None = None) -> SftSample:
@@ -202,11 +202,13 @@ def _turn_span(tokenizer: Tokenizer, messages: Sequence[Message], index: int, te
     before = tokenizer.chat_text(messages[:index], tools, add_generation_prompt=True)
     through = tokenizer.chat_text(messages[: index + 1], tools, add_generation_prompt=False)
     if not through.startswith(before) or not text.startswith(through):
-        mismatch = next((i for i, (a, b) in enumerate(zip(through, text, strict=False)) if a != b), min(len(through), len(text)))
-        reason = "renders the generation prompt differently" if not through.startswith(before) else "changes turns when others follow"
+        starts_turn = through.startswith(before)
+        reason = "changes turns when others follow" if starts_turn else "does not begin an assistant's turn with its generation prompt"
+        expected, actual = (through, text) if starts_turn else (before, through)
+        mismatch = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), min(len(expected), len(actual)))
         raise UserError(
             f"{problem.prompt_id}: the chat template of {tokenizer.name} {reason} (message {index + 1}, near "
-            f"{text[max(0, mismatch - 20) : mismatch + 20]!r}), so the assistant's tokens cannot be identified; "
+            f"{actual[max(0, mismatch - 20) : mismatch + 20]!r}), so the assistant's tokens cannot be identified; "
             "cut the conversation to one assistant turn, or give the tokenizer another chat_template"
         )
     return len(before), len(through)

@@ -168,9 +168,11 @@ async def python() -> Finding:
     running = stack.python()
     if running.state == "other":
         raise PrerequisiteMissing(
-            f"Python: {running.found} is running, {running.wanted} is needed; create the environment with a supported version"
+            f"Python: {running.installed} is running, {running.specifier} is needed; create the environment with a supported version"
         )
-    return Finding("ok", f"{running.found} ({running.wanted} is needed)", {"version": running.found, "needed": running.wanted})
+    return Finding(
+        "ok", f"{running.installed} ({running.specifier} is needed)", {"version": running.installed, "needed": running.specifier}
+    )
 
 
 async def machine() -> Finding:
@@ -202,12 +204,12 @@ async def gpus(devices: list[stack.Gpu], reason: str) -> Finding:
 async def packages(requirements: list[stack.Package]) -> Finding:
     """Are all required packages installed, in the required versions?"""
     data = [asdict(package) | {"state": package.state} for package in requirements]
-    unmet = [package for package in requirements if package.needed and package.state != "ok"]
+    unmet = [package for package in requirements if package.required and package.state != "ok"]
     if unmet:
         others = f" (also: {', '.join(package.name for package in unmet[1:])})" if unmet[1:] else ""
         return Finding("failed", "; ".join(package.fix for package in unmet), data, PrerequisiteMissing(unmet[0].fix + others))
-    pinned = [f"{package.name} {package.found}" for package in requirements if package.pinned and package.state == "ok"]
-    optional = [package for package in requirements if not package.needed]
+    pinned = [f"{package.name} {package.installed}" for package in requirements if package.pinned and package.state == "ok"]
+    optional = [package for package in requirements if not package.required]
     missing = sum(package.state != "ok" for package in optional)
     summary = [f"all {len(requirements) - missing} in the required versions, pinned: {', '.join(pinned)}"]
     for package in optional:

@@ -51,30 +51,30 @@ class Machine(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A requirement: `wanted` is its specifier, `found` the installed version. `needed` is false for optional packages."""
+    """A requirement: its version specifier, and the installed version. `required` is false for optional packages."""
 
     name: str
-    wanted: str
-    found: str | None
-    needed: bool = True
+    specifier: str
+    installed: str | None
+    required: bool = True
 
     @property
     def state(self) -> Literal["ok", "missing", "other"]:
-        """`other` is a version that the specifier excludes. A local version (`+cu130`) is ignored."""
-        if self.found is None:
+        """`other` is a version that the specifier excludes. The local part of the installed version (`+cu130`) is ignored."""
+        if self.installed is None:
             return "missing"
-        return "ok" if SpecifierSet(self.wanted).contains(self.found, prereleases=True) else "other"
+        return "ok" if SpecifierSet(self.specifier).contains(self.installed, prereleases=True) else "other"
 
     @property
     def pinned(self) -> bool:
         """Whether exactly one version is allowed."""
-        return self.wanted.startswith("==")
+        return self.specifier.startswith("==")
 
     @property
     def fix(self) -> str:
         """The problem and its fix, in one line."""
-        have = "is not installed" if self.found is None else f"{self.found} is installed, {self.wanted} is needed"
-        return f"{self.name}: {have}; run pip install '{self.name}{self.wanted}' in this environment"
+        have = "is not installed" if self.installed is None else f"{self.installed} is installed, {self.specifier} is needed"
+        return f"{self.name}: {have}; run pip install '{self.name}{self.specifier}' in this environment"
 
 
 def installed_version(name: str) -> str | None:
@@ -95,11 +95,11 @@ def project_requirements() -> list[str]:
 def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None] = installed_version) -> list[Package]:
     """The requirements of the project and of its `extra` (`cpu` or `gpu`), with the installed versions.
 
-    Either build of vLLM satisfies the extra; the result names the installed one.
+    Of the extra, only vLLM is required. Either of its builds satisfies it; the result names the installed one.
     """
     result = []
     for requirement in map(Requirement, lines):
-        name, wanted, needed = requirement.name, str(requirement.specifier), True
+        name, required = requirement.name, True
         # A requirement whose marker is false without an extra belongs to an extra or another platform.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             if not requirement.marker.evaluate({"extra": extra}):
@@ -107,8 +107,8 @@ def packages(lines: Iterable[str], extra: str, find: Callable[[str], str | None]
             if name in VLLM:
                 name = next((other for other in (name, *VLLM) if find(other) is not None), name)
             else:
-                needed = False
-        result.append(Package(name, wanted, find(name), needed))
+                required = False
+        result.append(Package(name, str(requirement.specifier), find(name), required))
     return result
 
 

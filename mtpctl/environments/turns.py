@@ -145,7 +145,7 @@ class TurnSession:
     ) -> bool:
         """Await `call`, and return `handle_result(result)`. On a failure or timeout, record it in the sample and return False."""
         use, clock = sample.environment, asyncio.get_running_loop().time
-        assert use is not None, "opened first"
+        assert use is not None, "open() comes first"
         started = clock()
         try:
             result = await asyncio.wait_for(call, max(self._request.deadline_s - sample.spent_s, minimum_s))

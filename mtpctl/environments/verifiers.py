@@ -31,7 +31,8 @@ async def play(
     """Play an episode of the problem's task. Returns its `reward`, and the task's own rewards and metrics by name.
 
     `base_url`: the trajectory's base URL. `name`, `args` and `eval_args`: the recipe's environment and its arguments. `max_turns`: maximum
-    answers of the policy. Raises UserError for an environment that training does not support, and RuntimeFailure for a failed episode.
+    turns of each agent that has no own limit. Raises UserError for an environment that training does not support, and RuntimeFailure for a
+    failed episode.
     """
     import verifiers.v1 as vf
 
@@ -82,7 +83,7 @@ def _limit_turns(config: Any, max_turns: int) -> Any:
 
 
 def episode_rewards(episode: Any, base_url: str) -> dict[str, float]:
-    """The `reward` of an episode, and its parts by name. See `play` for errors.
+    """The `reward` of an episode, and its rewards and metrics by name; reserved names get the suffix `_`. See `play` for errors.
 
     The reward is 0 if the episode failed because the gateway rejected a request beyond the trajectory's budget or context.
     """

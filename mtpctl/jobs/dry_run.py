@@ -63,7 +63,7 @@ class Plan:
         drafting: the model's drafter, and the drafter that each engine uses.
         gpu_size_source: where the size of the GPUs is from; empty if it is unknown.
         hosts: names of the hosts by index, if the cluster is already running.
-        engines: number of rollout engines that there is room for.
+        engines: number of rollout engines that fit, within the recipe's bounds; the minimum if there is no placement.
         end_tokens: the tokens that end a response, as far as the model's files are available.
         errors: errors that would end the run before training.
         resume_lines: about the checkpoint that the run would resume from.
@@ -342,10 +342,11 @@ def render(plan: Plan) -> str:
 
 
 def _draft_source(plan: Plan) -> str:
-    """The drafter or method with which the recipe's engine drafts."""
-    if plan.recipe.rollout.speculation.model_tokens:
+    """What the recipe's engine drafts with."""
+    speculation = plan.recipe.rollout.speculation
+    if speculation.model_tokens:
         return getattr(plan.drafting, plan.recipe.rollout.engine) or "nothing"
-    return "nothing: rollout.speculation has no draft tokens of the model"
+    return speculation.method if speculation.num_tokens else "nothing: rollout.speculation.num_tokens is 0"
 
 
 def _stages(recipe: Recipe) -> dict[str, int]:
@@ -364,7 +365,9 @@ def _placement_lines(recipe: Recipe, placement: Placement, hosts: list[str]) -> 
 def _gpu_line(gib: float | None, source: str, needed_gib: float) -> str:
     needed = f"the fullest rank needs a GPU of {needed_gib:.1f} GiB"
     if gib is None:
-        return f"GPU        of unknown size, so nothing is checked: {needed}; set cluster.gpu_gib, or cluster.device: cpu"
+        return (
+            f"GPU        of unknown size, so only rollout.kv_cache_bytes is checked: {needed}; set cluster.gpu_gib, or cluster.device: cpu"
+        )
     return f"GPU        {gib:.4g} GiB ({source}); {needed}"
 
 
@@ -430,7 +433,9 @@ def check_weights(recipe: Recipe) -> None:
 
 
 def check_rows(recipe: Recipe, shape: ModelShape) -> None:
-    """Load the tokenizer and render the first row of each set, as the run will.
+    """Load the tokenizer and render the first row of each set, as the run will, but without the tools of an environment.
+
+    Does nothing if the tokenizer is not on this machine.
 
     Raises UserError if tokenizer or chat template are missing, if they do not fit the model or the row, or if the row is too long.
     """

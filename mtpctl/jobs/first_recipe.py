@@ -29,8 +29,8 @@ from mtpctl.recipe.model import ModelConfig, hf_config
 LEARNING_RATES = ((2e6, 2e-4), (1.35e8, 3e-5), (7e9, 1e-6))
 """Learning rate by number of parameters.
 
-The first two were the best of several in the runs of docs/benchmarks/first-run.md. The last is the usual rate for 7B without an adapter,
-also in recipes/mimo7b_mtp.yaml.
+The first two were the best of several: docs/benchmarks/quickstart.md (2M), docs/benchmarks/first-run.md (135M). The last is the usual rate
+for 7B without an adapter, also in recipes/mimo7b_mtp.yaml.
 """
 SMALL_PARAMETERS = 1_000_000_000
 """Number of parameters below which a model is small: the host rather than the GPU limits its rollout, so the trainer mostly waits."""
@@ -43,12 +43,12 @@ BYTES_PER_PARAMETER = (6, 12)
 CORES_PER_ENGINE = 6
 """CPU cores per engine of a small model: three for the engine itself, and three for its part of controller, rewards and trainer."""
 MAX_ENGINES = 2
-"""Maximum engines of a small model on one GPU. A third one is faster if the host has idle cores for it."""
+"""Maximum engines of a small model on one GPU. More of them only help if the host has idle cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """CPU cores, and number and memory (GiB) of the GPUs. Without GPUs the run uses the CPU."""
+    """CPU cores, number of GPUs, and GiB of each GPU. Without GPUs the run uses the CPU."""
 
     cores: int
     gpus: int = 0
@@ -62,7 +62,7 @@ class Workload:
     Attributes:
         parameters: number of parameters.
         active: number of parameters that one token uses; fewer with a mixture of experts.
-        positions: maximum tokens of the model.
+        positions: maximum sequence length of the model.
         prompt_tokens, answer_tokens: of the longest prompt and answer.
         rows: number of training rows.
     """
@@ -150,7 +150,7 @@ def _duration(work: Workload, machine: Machine) -> str:
 def _staleness_setting(work: Workload, machine: Machine) -> Setting:
     key = "async.staleness_threshold"
     if machine.gpus and work.small:
-        return Setting(key, 2.0, "responses of two batches are in flight during an update, as many as the engines have slots")
+        return Setting(key, 2.0, "up to two batches are generated during an update")
     return Setting(key, 1.0, "the next batch is generated during an update")
 
 
@@ -165,7 +165,7 @@ def _placement_settings(work: Workload, machine: Machine) -> list[Setting]:
     if work.small:
         engines = max(1, min(MAX_ENGINES, machine.cores // CORES_PER_ENGINE))
         reason = (
-            f"{engines} engine(s) and the trainer share a GPU: an engine keeps up to three CPU cores busy, which limit it before the GPU"
+            f"{engines} engine(s) and the trainer share a GPU: an engine is limited by the three CPU cores that it uses, not by the GPU"
         )
         return [
             Setting("rollout.replicas", engines, reason),
@@ -199,7 +199,7 @@ def cautions(work: Workload, machine: Machine) -> list[str]:
         if machine.gpu_gib and needed > available:
             lines.append(
                 f"the trainer needs about {needed:.0f} GiB per GPU, but has {available:.0f}: use an adapter (train.lora), more GPUs, or "
-                "train.offload; mtpctl train --dry-run shows the memory"
+                "train.offload; mtpctl train RECIPE --dry-run shows the memory"
             )
     if machine.gpus > 1 and work.small:
         lines.append(f"the run uses one of {machine.gpus} GPUs; a second run with another seed can use another (CUDA_VISIBLE_DEVICES)")
@@ -375,7 +375,7 @@ def recipe_text(name: str, model: str, task: str, work: Workload, settings: Sequ
         Setting("reward.function", "reward.py:score"),
         Setting("train.stages", ["rl"]),
         Setting("train.eval_every", 20 if gpu else 0),
-        Setting("train.rl.preset", "dapo", "no KL to the start, and a higher upper clip"),
+        Setting("train.rl.preset", "dapo", "no KL penalty against the initial policy, and a higher upper clip"),
         Setting("rollout.engine", "vllm"),
     ]
     all_settings = [*base_settings, *settings, *([] if gpu else [Setting("cluster.device", "cpu")])]

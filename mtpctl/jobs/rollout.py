@@ -59,7 +59,7 @@ class Prompt:
 def rollout(
     recipe: Recipe, prompts: Path, out: Path, *, n: int, report: Report, progress: Progress, from_weights: str | None = None
 ) -> dict[str, Any]:
-    """Generate the responses that `out` lacks of `n` per prompt, and append them to it. Returns the summary.
+    """Generate `n` responses per prompt, except those that `out` has already, and append them to it. Returns the summary.
 
     `from_weights`: run, checkpoint or model folder whose weights are used; default: those of the recipe's run or model.
 
@@ -90,8 +90,8 @@ def rollout(
             ids = encode_prompt(source.tokenizer, problem, recipe.data, tools)
             if len(ids) >= source.context:
                 raise UserError(
-                    f"{problem.prompt_id}: the prompt has {len(ids)} tokens, but the context only {source.context}; shorten or remove it, "
-                    "or raise rollout.context"
+                    f"{problem.prompt_id}: the prompt has {len(ids)} tokens, which leaves no room for a response in the context of "
+                    f"{source.context}; shorten or remove it, or raise rollout.context"
                 )
             answer = None if problem.answer == NO_ANSWER else problem.answer
             prompt_rows.append(Prompt(number, problem.prompt_id, problem.prompt, ids, answer, problem))

@@ -73,7 +73,7 @@ def load_target(target: str | Path, overlays: Sequence[str] = (), sets: Sequence
             raise UserError(f"{target} is a folder of weights, not a recipe; name a recipe, and this folder by --set model.path={target}")
         if folder.is_dir():
             kinds = f"a run ({_recipe_file(folder).name}), nor a checkpoint ({CHECKPOINT_FILE}), nor a folder of weights ({WEIGHTS_FILE})"
-            raise UserError(f"{target} is neither {kinds}; name one of these, or a recipe file")
+            raise UserError(f"{target} is neither {kinds}; name a run, a checkpoint or a recipe file")
         return Target(load_recipe(target, overlays=overlays, sets=sets))
     source = _recipe_file(run)
     saved_recipe = load_recipe(source)

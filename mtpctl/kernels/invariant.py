@@ -31,7 +31,7 @@ from torch import Tensor
 
 from mtpctl.kernels.activations import swiglu_triton
 from mtpctl.kernels.norm import rms_norm_triton
-from mtpctl.kernels.qkv import TILE_ELEMENTS, _load_angles, _rotate
+from mtpctl.kernels.qkv import TILE_ELEMENTS, _load_angles, _norm_and_rotate
 from mtpctl.kernels.triton_support import TensorDescriptor, on_device_of, tl, triton
 
 BLOCK_K = 64
@@ -317,7 +317,7 @@ def rotate_kernel(
     cos, sin, pair = _load_angles(cos_ptr, sin_ptr, position, column, limit, HALF)
     row = token.to(tl.int64)[:, None]
     source, out = x_ptr + row * stride + head * WIDTH, out_ptr + (row * HEADS + head) * WIDTH
-    _rotate(source, out, inside, column, pair, cos, sin, cos_ptr, 0.0, 0.0, WIDTH, False, True)
+    _norm_and_rotate(source, out, inside, column, pair, cos, sin, cos_ptr, 0.0, 0.0, WIDTH, False, True)
 
 
 # The number of tokens and the table's width change with every step. Specializing on them would compile the kernel again, for the same

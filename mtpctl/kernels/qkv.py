@@ -125,7 +125,7 @@ class _SplitHeads(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         mixed = mixed.contiguous()
         ctx.save_for_backward(None if norm is None else mixed, *(angles or ()))
-        ctx.shape, ctx.layout, ctx.norm = mixed.shape, layout, norm  # with parameters, which outlive the graph
+        ctx.shape, ctx.layout, ctx.norm = mixed.shape, layout, norm  # The tensors of `norm` are parameters, which outlive the graph.
         return split_heads_triton(mixed, layout, norm, angles)
 
     @staticmethod
@@ -151,13 +151,13 @@ def _tile(tokens, groups, WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl
 @no_type_check
 def _load_angles(cos_ptr, sin_ptr, token, column, tokens, HALF: tl.constexpr):
     """Cosine and signed sine of each column, and the column it is paired with."""
-    first, turns = column < HALF, column < 2 * HALF
-    pair = tl.where(first, column + HALF, column - HALF)
+    in_first_half, is_rotated = column < HALF, column < 2 * HALF
+    pair = tl.where(in_first_half, column + HALF, column - HALF)
     index = token.to(tl.int64)[:, None] * HALF + (column % HALF)[None, :]
-    inside = (token < tokens)[:, None] & turns[None, :]
+    inside = (token < tokens)[:, None] & is_rotated[None, :]
     cos = tl.load(cos_ptr + index, mask=inside, other=1.0)
     sin = tl.load(sin_ptr + index, mask=inside, other=0.0)
-    return cos, tl.where(first[None, :], -sin, sin), tl.where(turns, pair, column)
+    return cos, tl.where(in_first_half[None, :], -sin, sin), tl.where(is_rotated, pair, column)
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def _load_scale(weight_ptr, column, offset, WIDTH: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _rotate(
+def _norm_and_rotate(
     source, out, inside, column, pair, cos, sin, weight_ptr, eps, offset, WIDTH: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr
 ):
     """Norm and rotate one head of the tokens at `source` [tokens, 1], and store it to `out` [tokens, 1]."""
@@ -186,7 +186,7 @@ def _rotate(
 
 @triton.jit
 @no_type_check
-def _rotate_backward(
+def _norm_and_rotate_backward(
     grads,
     source,
     out,
@@ -202,7 +202,10 @@ def _rotate_backward(
     NORMED: tl.constexpr,
     ROTATED: tl.constexpr,
 ):
-    """Store the gradient of one head's input of `_rotate` to `out`. Returns these tokens' part of the weight gradient."""
+    """Store the gradient of the input of `_norm_and_rotate` for one head to `out`.
+
+    Returns these tokens' part of the gradient of the norm's weight; only valid if NORMED.
+    """
     grad = tl.load(grads + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if ROTATED:
         grad = grad * cos - tl.load(grads + pair[None, :], mask=inside, other=0.0).to(tl.float32) * sin
@@ -258,11 +261,11 @@ def split_heads_kernel(
         cos, sin, pair = _load_angles(cos_ptr, sin_ptr, token, column, tokens, HALF)
     for i in range(QUERIES):
         out = queries_ptr + query_row + i * WIDTH
-        _rotate(source + i * WIDTH, out, inside, column, pair, cos, sin, query_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED)
+        _norm_and_rotate(source + i * WIDTH, out, inside, column, pair, cos, sin, query_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED)
     if GATED:
         for i in range(QUERIES):
             _copy(source + (QUERIES + i) * WIDTH, gates_ptr + query_row + i * WIDTH, inside, column)
-    _rotate(source + KEY, keys_ptr + key_row, inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED)
+    _norm_and_rotate(source + KEY, keys_ptr + key_row, inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED)
     inside = inside & (column < VALUE_WIDTH)[None, :]
     _copy(source + KEY + WIDTH, values_ptr + row * VALUE_WIDTH, inside, column)
 
@@ -304,7 +307,7 @@ def split_heads_backward_kernel(
     query_weight_grad = tl.zeros((COLUMNS,), dtype=tl.float32)
     for i in range(QUERIES):
         head = mixed_row + i * WIDTH
-        query_weight_grad += _rotate_backward(
+        query_weight_grad += _norm_and_rotate_backward(
             queries_grad_ptr + query_row + i * WIDTH, mixed_ptr + head, mixed_grad_ptr + head,
             inside, column, pair, cos, sin, query_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED,
         )  # fmt: skip
@@ -312,7 +315,7 @@ def split_heads_backward_kernel(
         for i in range(QUERIES):
             _copy(gates_grad_ptr + query_row + i * WIDTH, mixed_grad_ptr + mixed_row + (QUERIES + i) * WIDTH, inside, column)
     head = mixed_row + KEY
-    key_weight_grad = _rotate_backward(
+    key_weight_grad = _norm_and_rotate_backward(
         keys_grad_ptr + key_row, mixed_ptr + head, mixed_grad_ptr + head,
         inside, column, pair, cos, sin, key_weight_ptr, eps, offset, WIDTH, NORMED, ROTATED,
     )  # fmt: skip

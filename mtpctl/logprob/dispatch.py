@@ -26,7 +26,7 @@ from mtpctl.logprob.protocol import QueueFull, ReplicaDead, Scored, ScoreRequest
 from mtpctl.logprob.replica import RANK_DEADLINE_S, Replica
 
 MAX_CALLERS = 1024
-"""Maximum number of callers. If there are more, accounts without requests are dropped."""
+"""Number of callers from which on the accounts of those without queued requests are dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +54,11 @@ class _CallerQueue:
 
 
 class FairQueue:
-    """Queued requests by caller, with the total numbers of `tokens`, `requests` and `pinned` requests (for a specific version)."""
+    """Queued requests by caller. `tokens`, `requests`: totals of all callers. `pinned`: number of requests for a specific version."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _CallerQueue] = {}
-        # The largest account from which a request was taken.
+        # The largest value of an account when a request was taken from it: the virtual time of fair queueing.
         self._level = 0.0
         self.tokens = 0
         self.requests = 0
@@ -202,8 +202,8 @@ MAX_ATTEMPTS = 3
 class ServerLimits:
     """Limits of a server.
 
-    tokens_per_batch: maximum tokens of a forward pass. queue_tokens: maximum queued tokens. batch_deadline_s: deadline of a batch, after
-    which a replica counts as dead. sync_deadline_s: deadline for a restarted replica to apply a weight version.
+    tokens_per_batch: maximum tokens of a forward pass. queue_tokens: maximum queued tokens. batch_deadline_s: a replica that takes longer,
+    times the number of its batches in flight, counts as dead. sync_deadline_s: deadline for a restarted replica to apply a weight version.
     """
 
     tokens_per_batch: int
@@ -352,7 +352,9 @@ class Dispatcher:
                 continue
             item.attempts += died and item.isolated
             if item.attempts >= MAX_ATTEMPTS:
-                item.answer.set_exception(RuntimeFailure(f"scoring the request ended {MAX_ATTEMPTS} replicas, the last by {error}"))
+                item.answer.set_exception(
+                    RuntimeFailure(f"{MAX_ATTEMPTS} replicas died while they scored the request; the last error: {error}")
+                )
                 continue
             item.isolated = True
             self.counters.retried += 1
@@ -375,8 +377,8 @@ class Dispatcher:
             pinned, at_least = item.request.version, item.request.at_least
             return pinned is not None and at_least is not None and pinned < at_least
 
-        self.refuse(is_unavailable, VersionGone(f"version: those weights are no longer available; there are {available}"))
-        self.refuse(is_contradictory, VersionGone("at_least: is above the pinned version; leave one of them out"))
+        self.refuse(is_unavailable, VersionGone(f"version: these weights are no longer available; available versions: {available}"))
+        self.refuse(is_contradictory, VersionGone("at_least: must not exceed version; leave one of the two out"))
 
     def refuse(self, should_refuse: Callable[[QueuedRequest], bool], error: Exception) -> None:
         """Remove requests for which `should_refuse` is true from the queue, and fail them with `error`."""

@@ -55,7 +55,7 @@ FlashArguments = tuple[Tensor, Tensor, int, int, float, bool]
 
 
 def flash_arguments(p: Packing) -> FlashArguments:
-    """Sequence boundaries, dropout 0 and causal masking, in the order of the flash operators' arguments.
+    """Sequence boundaries, maximum lengths, dropout 0 and causal masking, in the order of the flash operators' arguments.
 
     Autograd functions save these instead of the packing. The packing has the keys of `earlier` depths, which may depend on the function's
     output. That would be a reference cycle through the autograd graph, which Python's garbage collector cannot free.
@@ -80,7 +80,7 @@ def flash_attention(
 
 
 class PrefixAttention(Protocol):
-    """Causal attention to the first depth's keys."""
+    """Causal attention to the keys of the first depth, of a block's context, or of a layer with sinks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output [t, h, w], and the log-sum-exp of the scores, fp32 [t, h]."""
@@ -151,8 +151,8 @@ def combined_attention(
 ) -> Tensor:
     """Attention to k and v (by `prefix`), to the `later` keys of the same token, and to the sinks, under one softmax → [t, h, w].
 
-    Used for depths after the first, for DFlash blocks, and for layers with sinks. q [t, h, d]. k, v: keys and values of the first depth, or
-    of the block's context. later: see `LaterKeysValues`; the current depth is the last. sinks [h].
+    Used for depths after the first, for DFlash blocks, and for layers with sinks. q [t, h, d]. k, v: keys and values of the first depth,
+    of the block's context, or of the layer with sinks. later: see `LaterKeysValues`; the current depth is the last. sinks [h].
     """
     return _CombinedAttention.apply(q, k, v, *(later or (None, None)), sinks, prefix, scale)
 
@@ -216,7 +216,7 @@ def _sum_query_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """fp32 [E, t, h]: scores of each query against the later depths' keys of the same token."""
+    """fp32 [E, t, h]: scores of each query against the E `LaterKeysValues` of the same token."""
     return (q.float() * _per_query_head(keys, q)).sum(-1) * scale
 
 
@@ -227,7 +227,7 @@ class PackedAttention(torch.nn.Module):
     lack the dimension 1. Queries and keys are already rotated. With context parallelism, keys and values are gathered from all ranks and
     their gradients are reduced. Half precision on CUDA uses one variable-length flash kernel; other cases use one
     `scaled_dot_product_attention` per group of samples of similar length. If the packing has `earlier` depths, computes a drafter's
-    attention (see the module docstring).
+    attention (see the module docstring). With `numerics: bitwise`, the kernels of `invariant` and `exact_grad` are used.
 
     window: number of tokens that a token attends to, including itself; None: all earlier ones. sinks: whether each query head has a sink,
     in the parameter `softmax_offset` [heads / tp].
@@ -300,7 +300,7 @@ class PackedAttention(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def _prefix_window(self, later: LaterKeysValues | None) -> int | None:
-        """Number of first-depth keys that a query attends to: its window, less one for each later depth's key. None: no window."""
+        """Number of first-depth keys that a query attends to: its window, less one for each key in `later`. None: no window."""
         if self.window is None:
             return None
         prefix_keys = self.window - (0 if later is None else len(later[0]))
@@ -375,7 +375,7 @@ def _append_sink(k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor, *, qu
 
 
 def _append_later(k: Tensor, v: Tensor, mask: Tensor | None, later: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Append later depths' keys and values [depths, samples, heads, queries, width] to those of the first [samples, heads, keys, width].
+    """Append the `later` keys and values [E, samples, heads, queries, width] to k and v [samples, heads, keys, width].
 
     Returns keys, values and the mask: each query attends to the later keys of the same token only.
     """

@@ -1,9 +1,9 @@
 """Drafters in the subfolder `drafter/` of a model's folder: the layers of EAGLE-3 and DFlash, and the trunk states that they read.
 
 An EAGLE-3 drafter (arXiv 2503.01840) drafts like a repeated MTP layer: the first depth reads the trunk, and each later depth reads the
-previous depth. It differs in three ways. The first depth reads the states at several boundaries between decoder layers, projected to one
-state. The input of the attention is the concatenation of embedding and state, and only the state is the residual. Attention has neither
-biases nor head norms.
+previous depth. It differs in four ways. The first depth reads the states at several boundaries between decoder layers, projected to one
+state. The input of the attention is the concatenation of embedding and state, and only the state is the residual. Attention has no
+biases, QK norm or output gate. The FFN is dense.
 
 A DFlash drafter (arXiv 2602.06036) drafts a block of tokens in one pass. The trunk's states at several boundaries, projected to one state
 for each token, are the drafter's context: every layer computes keys and values from them. The block's inputs are the embeddings of the last
@@ -48,7 +48,7 @@ class PairedColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
         pair_config = copy(config)
-        pair_config.hidden_size = 2 * input_size  # Megatron-Bridge divides the weight into heads by it.
+        pair_config.hidden_size = 2 * input_size  # Megatron-Bridge splits the weight into heads by this size.
         super().__init__(2 * input_size, output_size, config=pair_config, **kwargs)
 
 
@@ -86,7 +86,9 @@ class Eagle3Layer(MtpLayer):
 
 
 class BoundaryStates:
-    """Collects the states at some boundaries of a decoder during its forward pass; boundary i is the input of layer i.
+    """Collects the states at some boundaries of a decoder during its forward pass.
+
+    Boundary i is the input of layer i, the last one that of the final norm.
 
     The states are detached, because a drafter's loss never updates the trunk. They may therefore also come from a recomputed region, which
     discards its graph.
@@ -159,7 +161,7 @@ class BlockLayers(MegatronModule):
 
 
 class BlockDrafter(MegatronModule):
-    """The whole drafter. Its parts are named as in `MtpLayer`; upstream reads `layer_number` and `mtp_model_layer`."""
+    """A DFlash drafter. Its parts are named as in `MtpLayer`; upstream reads `layer_number` and `mtp_model_layer`."""
 
     def __init__(
         self,
@@ -173,7 +175,7 @@ class BlockDrafter(MegatronModule):
         **_: None,
     ) -> None:
         # With QK norms in the trunk or sequence parallelism, megatron-core sums the gradients of the drafter's QK norms over tp itself.
-        sums_norms = not config.qk_layernorm and not config.sequence_parallel
+        sum_norm_grads = not config.qk_layernorm and not config.sequence_parallel
         config = _layer_config(config, dflash.ffn, qk_norm=True)
         super().__init__(config)
         self.mask_token, self.layer_number = dflash.mask_token, layer_number
@@ -184,7 +186,7 @@ class BlockDrafter(MegatronModule):
         layers = [build_module(layer, layer_number=layer_number + index, **options) for index in range(dflash.layers)]
         for drafter_layer in layers:
             for norm in (drafter_layer.self_attention.q_layernorm, drafter_layer.self_attention.k_layernorm):
-                norm.is_head_sharded = sums_norms
+                norm.is_head_sharded = sum_norm_grads
         self.mtp_model_layer = BlockLayers(config, layers)
 
     def forward(self, states: Tensor, block: list[Tensor], rotary: list[Rotary | None], packing: Packing) -> list[Tensor]:

@@ -90,7 +90,7 @@ class CorrectionConfig(Section):
         "IcePop); auto: truncate with rollout.quantization: fp8, unless old_logprobs is behaviour; otherwise off.",
     )
     level: Literal["token", "sequence"] = Field("token", description="Ratio per token, or per response.")
-    low: NonNegativeFloat = Field(0.0, description="Lower bound of the ratio.")
+    low: NonNegativeFloat = Field(0.0, description="Lower bound of the ratio; not with mode: truncate.")
     high: PositiveFloat = Field(2.0, description="Upper bound of the ratio.")
 
 
@@ -101,7 +101,7 @@ MAX_CANDIDATES = 32
 
 
 class TeacherConfig(Section):
-    """On-policy distillation: the policy learns from a teacher's probabilities of the tokens that the policy sampled."""
+    """On-policy distillation: the policy learns from a teacher's log-probs of the responses that the policy sampled."""
 
     path: str | None = Field(
         None,
@@ -115,15 +115,15 @@ class TeacherConfig(Section):
     )
     topk: Annotated[int, Field(ge=0, le=MAX_CANDIDATES)] = Field(
         0,
-        description="Number of the teacher's most likely tokens compared at each position, with the rest as one; 0: only the sampled "
-        "token, which estimates the KL.",
+        description="Number of the teacher's most likely tokens over which the KL is computed at each position; all others count as one. "
+        "0: the KL is estimated from the sampled token.",
     )
     coef: PositiveFloat = Field(1.0, description="Weight of the KL in the loss; with topk: 0, of its estimate in the advantages.")
     rewards: bool = Field(True, description="Also train on rewards; false: only on the teacher.")
     hint: str | None = Field(
         None,
-        description="The teacher's prompt, such as '{prompt} (the answer is {answer})'; the prompt, the answer and the row's other columns "
-        "are replaced.",
+        description="Template of the teacher's prompt, such as '{prompt} (the answer is {answer})'. It may contain {prompt}, {answer}, "
+        "{solution} and the row's other columns.",
     )
     replicas: PositiveInt = Field(1, description="Servers of the teacher at path.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
@@ -165,14 +165,16 @@ class RlConfig(Section):
     old_logprobs: Literal["auto", "recompute", "behaviour"] = Field(
         "auto",
         description="Denominator of the ratio. behaviour: the engine's log-probs, so the clip also bounds stale samples; recompute: "
-        "Megatron's, computed by the trainer at the update or by the log-prob server; auto: behaviour if samples can be stale; recompute "
-        "on policy, and if a log-prob server, a correction or loss: decoupled needs it.",
+        "Megatron's, computed by the trainer at the update or by the log-prob server; auto: recompute on policy, or with a "
+        "log-prob server, a correction or loss: decoupled; otherwise behaviour.",
     )
     clip_low: PositiveFloat = Field(0.2, description="The ratio is clipped at 1 - clip_low; 1: no lower clip (loss: cispo).")
     clip_high: PositiveFloat = Field(0.28, description="The ratio is clipped at 1 + clip_high (clip-higher).")
     clip_dual: NonNegativeFloat = Field(0.0, description="Maximum ratio for negative advantages (dual clip); 0: none.")
     tau_pos: PositiveFloat = Field(1.0, description="Temperature of SAPO's gate for positive advantages.")
-    tau_neg: PositiveFloat = Field(1.05, description="Temperature of the gate for other advantages; above tau_pos, they decay faster.")
+    tau_neg: PositiveFloat = Field(
+        1.05, description="Temperature of SAPO's gate for other advantages; above tau_pos, their gradients decay faster."
+    )
     entropy_coef: Float = Field(0.0, description="Weight of the entropy bonus.")
     kl_coef: NonNegativeFloat = Field(0.0, description="Weight of the KL penalty against the reference policy, the model before RL.")
     kl_estimator: Literal["k2", "k3"] = Field("k3", description="Estimator of the KL penalty; GRPO uses k3.")
@@ -210,18 +212,18 @@ def check_clips(rl: RlConfig) -> Complaints:
 
 
 def check_teacher(rl: RlConfig) -> Complaints:
-    """Report a teacher without an address or with two, the policy as teacher without a hint, and a loss that weights whole responses."""
+    """Report a teacher without an address or with two, the policy as teacher without a hint, and gspo with topk: 0."""
     teacher = rl.teacher
     if teacher is None:
         return
     if (teacher.path is None) == (teacher.url is None):
-        yield "train.rl.teacher: set either path or url"
+        yield "train.rl.teacher: set exactly one of path and url"
     if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
         yield f"train.rl.teacher.url: must begin with http:// or https://, got {teacher.url}"
     if teacher.path == POLICY and teacher.hint is None:
         yield "train.rl.teacher.hint: a policy learns nothing from itself with the same prompt; set a hint"
     if rl.loss == "gspo" and not teacher.topk:
-        yield "train.rl.loss: gspo weights whole responses, and a teacher single tokens; set ppo, or train.rl.teacher.topk"
+        yield "train.rl.loss: gspo weights whole responses, but a teacher with topk: 0 single tokens; set loss: ppo, or a topk above 0"
 
 
 def check_teacher_in_run(recipe: Recipe) -> Complaints:
@@ -242,7 +244,11 @@ def check_teacher_in_run(recipe: Recipe) -> Complaints:
 
 
 def check_objective(recipe: Recipe) -> Complaints:
-    """Report sampling filters, old log-probs and penalties of long responses that conflict with the loss, correction or response length."""
+    """Report settings that contradict each other.
+
+    These are top_p or top_k without a correction; old_logprobs: behaviour with a log-prob server, a correction or loss: decoupled; and an
+    overlong buffer as long as a response.
+    """
     rl, rollout = recipe.rl, recipe.rollout
     correction = rl.correction
     if (rollout.top_p < 1 or rollout.top_k) and correction.mode == "off" and "rl" in recipe.train.stages:
@@ -255,15 +261,15 @@ def check_objective(recipe: Recipe) -> Complaints:
         if recipe.logprob.standalone:
             yield "train.rl.old_logprobs: behaviour leaves the log-prob servers without work; set auto, or logprob.standalone: false"
         if correction.mode != "off":
-            yield "train.rl.correction.mode: with behaviour log-probs as old ones, there is nothing to correct; leave old_logprobs at auto"
+            yield "train.rl.correction.mode: old_logprobs: behaviour leaves nothing to correct; set mode: off, or old_logprobs: auto"
         if rl.loss == "decoupled":
-            yield "train.rl.loss: decoupled needs a proximal policy other than the behavior policy; leave train.rl.old_logprobs at auto"
+            yield "train.rl.loss: decoupled needs a proximal policy other than the behavior policy; set train.rl.old_logprobs: auto"
     if rl.overlong.enabled and rl.overlong.buffer >= rollout.max_tokens:
         yield f"train.rl.overlong.buffer: must be below rollout.max_tokens: {rollout.max_tokens}, got {rl.overlong.buffer}"
 
 
 def check_loss(rl: RlConfig) -> Complaints:
-    """Report arguments of a built-in loss or advantage, conflicts of `signal_backoff`, and groups that are too small.
+    """Report arguments for built-in losses and advantages, which take none, conflicts with `signal_backoff`, and too small groups.
 
     The baseline and dynamic sampling need at least two responses per group.
     """
@@ -301,7 +307,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "dapo": _preset("ppo", "grpo", "token", clip=(0.2, 0.28), kl_coef=0.0, **_DAPO),
     # arXiv 2503.20783.
     "dr_grpo": _preset("ppo", "grpo_no_std", "constant", kl_coef=0.0),
-    # arXiv 2501.03262. The KL penalty is the k2 loss in both variants; its weight, kl_coef, is up to the user.
+    # arXiv 2501.03262. The KL penalty is the k2 loss in both variants; it is off unless the user sets its weight, kl_coef.
     "reinforce++": _preset("ppo", "reinforce_pp", "token", kl_estimator="k2"),
     "reinforce++_baseline": _preset("ppo", "reinforce_pp_baseline", "token", kl_estimator="k2"),
     # arXiv 2507.18071.

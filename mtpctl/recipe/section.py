@@ -30,7 +30,7 @@ HomePath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class Section(BaseModel):
-    """Base of all sections. Unknown keys and values of the wrong type are errors."""
+    """Base of all sections. Unknown keys, and values that cannot be converted to their type, are errors."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, populate_by_name=True, allow_inf_nan=False)
 

@@ -83,7 +83,7 @@ class Membership:
 
     @property
     def occupied_slots(self) -> list[int]:
-        """Occupied slots in the order in which to vacate them: quarantined, restarting, serving; the newest first within each state."""
+        """Occupied slots in the order in which to vacate them: quarantined, restarting, serving; of each state the highest index first."""
         priority = {"quarantined": 0, "restarting": 1, "serving": 2}
         occupied = [slot for slot in self._replicas.slots if slot.is_occupied]
         return [slot.index for slot in sorted(occupied, key=lambda slot: (priority[slot.state], -slot.index))]
@@ -106,7 +106,7 @@ class Membership:
         await self._replicas.leave(index, self._hand_over)
 
     async def _hand_over(self, slot: Slot[Replica], replica: Replica) -> None:
-        """Abort the replica's responses, and wait for them. Raises TimeoutError after `HAND_OVER_S`.
+        """Abort the replica's responses until it has returned all of them. Raises TimeoutError after `HAND_OVER_S`.
 
         After a timeout, the pool continues the remaining responses elsewhere, from the tokens that they had when they were sent to this
         replica.

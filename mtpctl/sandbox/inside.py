@@ -184,7 +184,7 @@ def _print_error(error: BaseException) -> None:
 
 
 def _prelude_names(function: str) -> dict[str, object]:
-    """Names that answers to functional cases may use without an import, as in LiveCodeBench, without `function` and `Solution`."""
+    """The names that answers to functional cases can use in LiveCodeBench, except `function` and `Solution`, which they define."""
     modules = {name: importlib.import_module(name) for name in _PRELUDE_MODULES}
     namespace: dict[str, object] = {}
     for module in modules.values():

@@ -270,8 +270,8 @@ class LiveSection:
         return word_copies
 
 
-class ShapeMismatch(ValueError):
-    """A wire tensor does not fit its live parameter."""
+class TensorMismatch(ValueError):
+    """A wire tensor does not fit its live parameter in shape, dtype or memory layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ class ExpertsLayer(Protocol):
 
 
 def find_shard(model: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple[int, ...], tp: TpRank) -> Shard:
-    """Find the shard of a wire tensor of `shape` in `live`, the parameter of `slot`. Raises ShapeMismatch."""
+    """Find the shard of a wire tensor of `shape` in `live`, the parameter of `slot`. Raises TensorMismatch."""
     owner = model.get_submodule(slot.parameter.rpartition(".")[0])
     if slot.expert is not None:
         return _expert_shard(cast(ExpertsLayer, owner), live, slot, shape)
@@ -342,8 +342,8 @@ def part_sizes(owner: nn.Module) -> list[int]:
     return list(getattr(owner, "output_sizes", ())) or [0]
 
 
-def _mismatch(shape: tuple[int, ...], parameter: str, expected: tuple[int, ...]) -> ShapeMismatch:
-    return ShapeMismatch(f"has shape {shape}, but {parameter} takes {expected}")
+def _mismatch(shape: tuple[int, ...], parameter: str, expected: tuple[int, ...]) -> TensorMismatch:
+    return TensorMismatch(f"has shape {shape}, but {parameter} takes {expected}")
 
 
 def _plain_shard(live: torch.Tensor, parameter: str, shape: tuple[int, ...], tp: TpRank) -> Shard:
@@ -371,7 +371,7 @@ def _packed_shard(owner: nn.Module, live: torch.Tensor, slot: Slot, shape: tuple
     tp, runs, wire = _tp_of(owner), [], 0  # `wire`: start of the next part in the wire tensor
     for part in slot.parts if slot.parts is not None else range(len(sizes)):
         if part >= len(sizes):
-            raise ShapeMismatch(f"is part {part} of {slot.parameter}, which packs {len(sizes)}")
+            raise TensorMismatch(f"is part {part} of {slot.parameter}, which packs {len(sizes)}")
         # If there are fewer key and value heads than ranks, each is replicated, and `sizes` counts every replica.
         replicas = getattr(owner, "num_kv_head_replicas", 1) if part and len(sizes) == 3 else 1
         length = sizes[part] // tp.size
@@ -432,14 +432,14 @@ Portion = tuple[int | None, int | None]
 """An expert (None: not an MoE parameter) and a packed part (None: all parts)."""
 
 PlainWeight = Callable[[nn.Module, str], torch.Tensor]
-"""Returns a layer's parameter, by its name in the layer, in the layout for loading weights. Raises ShapeMismatch if there is none."""
+"""Returns a layer's parameter, by its name in the layer, in the layout for loading weights. Raises TensorMismatch if there is none."""
 
 
 def parameter_weight(layer: nn.Module, leaf: str) -> torch.Tensor:
-    """The parameter as the layer stores it. Raises ShapeMismatch for an empty one."""
+    """The parameter as the layer stores it. Raises TensorMismatch for an empty one."""
     weight: torch.Tensor = getattr(layer, leaf).data
     if not weight.numel():
-        raise ShapeMismatch("belongs to a layer that stores its weight only in a kernel's layout")
+        raise TensorMismatch("belongs to a layer that stores its weight only in a kernel's layout")
     return weight
 
 
@@ -481,14 +481,14 @@ def match_shards(
         portions_by_id[id(live[slot.parameter])] |= {(slot.expert, part) for part in slot.parts or (None,)}
         try:
             shards[name] = _checked_shard(model, slot, entry, tp or _UNSPLIT, dtype, plain_weight)
-        except ShapeMismatch as error:
+        except TensorMismatch as error:
             errors.append(f"{name} {error}")
     for name, parameter in live.items():
         if id(parameter) in optional_ids or name.rpartition(".")[2] in derived:
             continue
         portions = portions_by_id[id(parameter)]
         if (None, None) not in portions and not _required_portions(model, name) <= portions:
-            errors.append(f"{name} is filled {'in part' if portions else 'by nothing'}")
+            errors.append(f"{name} is filled {'only in part' if portions else 'by no tensor'}")
     if errors:
         raise PlanMismatch("the weights do not fit the live model: " + "; ".join(errors))
     return shards
@@ -502,9 +502,11 @@ def _checked_shard(
     shard = find_shard(model, live, slot, entry.shape, tp)
     wire_dtype = getattr(torch, entry.dtype)
     if wire_dtype != live.dtype and not (wire_dtype == model_dtype and torch.promote_types(wire_dtype, live.dtype) == live.dtype):
-        raise ShapeMismatch(f"is sent as {entry.dtype}, but the engine stores {slot.parameter} as {str(live.dtype).removeprefix('torch.')}")
+        raise TensorMismatch(
+            f"is sent as {entry.dtype}, but the engine stores {slot.parameter} as {str(live.dtype).removeprefix('torch.')}"
+        )
     if not shard.live.is_contiguous():
-        raise ShapeMismatch(f"belongs to {slot.parameter}, whose memory is not contiguous")
+        raise TensorMismatch(f"belongs to {slot.parameter}, whose memory is not contiguous")
     return replace(shard, dtype=wire_dtype)
 
 

@@ -29,7 +29,7 @@ from mtpctl.cluster.leftovers import PREFIX, SHARED_MEMORY
 from mtpctl.plan.buckets import ADAPTER_PREFIX, Bucket, Entry
 from mtpctl.sync.checksums import PartialSums, partial_sums
 from mtpctl.sync.delta import BlobAssembler, apply, decode
-from mtpctl.sync.parameters import LiveSection, Renamer, ShapeMismatch, Shard, TpRank, entry_view, find_shard, resolve
+from mtpctl.sync.parameters import LiveSection, Renamer, Shard, TensorMismatch, TpRank, entry_view, find_shard, resolve
 from mtpctl.sync.protocol import Delta, Manifest, PlanMismatch, Section, SectionPlan, SyncError, VersionConflict, buckets_from, layout
 from mtpctl.sync.transports.base import BucketReader, ReaderCache
 
@@ -355,7 +355,7 @@ def check_fits(plan: SectionPlan, model: nn.Module, *, rename: Renamer | None, t
         else:
             try:
                 find_shard(model, live[slot.parameter], slot, layer.shape, tp)
-            except ShapeMismatch as error:
+            except TensorMismatch as error:
                 errors.append(f"the adapter of {name} {error}")
     if errors:
         raise PlanMismatch("the adapter does not fit the live model: " + "; ".join(errors[:8]))

@@ -1,8 +1,8 @@
 """The last published versions on this host, for the current receivers and for replicas that restart or join later.
 
-A version is a folder `v00000007` of bucket files with a `manifest.json`, which is written last and renamed into place; a folder without
-one was never published. Folders are in shared memory if there is room; receivers then map the pages of the publisher. Otherwise they are
-on disk. A reader that has mapped a bucket keeps it, even if the version is deleted meanwhile.
+A version is a folder `v00000007` of bucket files with a `manifest.json`, which is written last and renamed into place; a folder without one
+is being written or deleted, or its writer was killed. Folders are in shared memory if there is room; receivers then map the pages of the
+publisher. Otherwise they are on disk. A reader that has mapped a bucket keeps it, even if the version is deleted meanwhile.
 
 A version may have only the changes since its base, the previous version. Some of these versions also have all buckets, in the subfolder
 `complete`, for receivers that do not have the base. All versions that are needed to read a stored version are stored, too.
@@ -38,7 +38,7 @@ _BASE = "base"
 _UNQUANTIZED = "unquantized"
 """Subfolder with the unquantized versions for the log-prob server, if the store's versions are quantized."""
 COMPLETE = "complete"
-"""The folder of all buckets of a version that also has changes."""
+"""The subfolder with all buckets of a version that is also stored as changes; empty if the buckets are in the object store."""
 
 
 def is_unquantized(root: Path | str) -> bool:
@@ -186,7 +186,7 @@ class VersionStore:
         except OSError as error:
             raise PrerequisiteMissing(f"{self.root}: cannot hold published weights: {error.strerror}") from error
         if not is_claimed:
-            raise PrerequisiteMissing(f"{self.root}: another process may keep its weights there; start again, or remove it once none does")
+            raise PrerequisiteMissing(f"{self.root}: may be in use by another process; start again, or delete it if no process uses it")
 
     def close(self) -> None:
         """Delete the folder with all versions. Idempotent. Raises StoreFailed if their buckets cannot be removed from the remote store."""

@@ -72,12 +72,16 @@ CHARTS = (
         "Staleness", "weight versions between sampling and training", ("async/staleness_max", "async/staleness_mean"), from_zero=True
     ),
     ChartSpec(
-        "Throughput", "tokens per second of both sides", ("perf/tokens_per_s", "rollout/tokens_per_s"), from_zero=True, phases=("rl",)
+        "Throughput",
+        "tokens per second of trainer and rollout",
+        ("perf/tokens_per_s", "rollout/tokens_per_s"),
+        from_zero=True,
+        phases=("rl",),
     ),
     ChartSpec("Time of an update", "seconds, stacked", ("timing_s/*",), stack=True, phases=("rl",)),
     ChartSpec(
         "Busy and idle",
-        "share of the time; higher overlap is the benefit of asynchrony",
+        "share of the time; overlap: trainer and rollout are both busy, the higher the better",
         ("async/overlap", "async/trainer_idle", "async/rollout_idle"),
         from_zero=True,
     ),
@@ -142,7 +146,7 @@ def render_report(run: RunDirectory, history: History) -> str:
 
 
 def read_document(path: Path, parse: Callable[[str], object]) -> tuple[str, Document]:
-    """Text and content of a file of the run; both empty if there is no file. Raises UserError if the content is not a mapping."""
+    """Text and content of a file of the run; both empty if there is no file. Raises UserError if it cannot be read or has no mapping."""
     if not path.exists():
         return "", {}
     try:
@@ -429,7 +433,7 @@ def _unique_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _comparison_chart(name: str, runs: Sequence[ComparedRun]) -> Chart | None:
-    """The chart of one metric: its curves in RL, or in another stage if no run logged it in RL."""
+    """The chart of one metric: its curves in RL, or in another stage if no run logged it in RL; None without curves."""
     if name == "reward/mean" and any(run.history.series("reward/unfiltered_mean") for run in runs):
         return None
     phase = next((phase for phase in ("rl", "sft", "draft") if any(run.history.series(name, phase) for run in runs)), None)

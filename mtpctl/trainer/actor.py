@@ -140,7 +140,7 @@ class TrainerRank(WeightExporter):
 
             torch.set_num_threads(threads_for_stage(self.recipe, stage, len(os.sched_getaffinity(0))))
         self.engine.trains_mtp = self.engine.can_train_mtp and (stage != "rl" or train.rl.train_mtp)
-        self.engine.freeze_trunk(stage == "draft")
+        self.engine.set_trunk_frozen(stage == "draft")
         penalized = stage == "rl" and bool(train.rl.kl_coef)
         if penalized and resumed:
             self._restore_reference(Path(reference))

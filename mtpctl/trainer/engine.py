@@ -143,10 +143,10 @@ class MegatronEngine:
         self.base_fingerprint = hash_base_weights(path) if seed is None else f"random weights of seed {seed}"
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Create a new optimizer, without state for MTP layers that are not trained.
+        """Create a new optimizer.
 
-        A distributed optimizer must have every parameter of the gradient buffers, so it includes MTP layers that are frozen only in this
-        stage, with a learning rate of 0.
+        It has no state for MTP layers that are not trained, with one exception: a distributed optimizer must have every parameter of the
+        gradient buffers, so it includes MTP layers that are frozen only in this stage, with a learning rate of 0.
         """
         assert self.config.train
         self.optimizer = None  # Frees its memory before the next one is allocated.
@@ -165,8 +165,8 @@ class MegatronEngine:
                 mtp_frozen=includes_mtp and not self.trains_mtp,
             )
 
-    def freeze_trunk(self, frozen: bool) -> None:
-        """Exclude the trunk from training, or include it again. Takes effect with `set_optimizer`."""
+    def set_trunk_frozen(self, frozen: bool) -> None:
+        """Freeze the trunk, or train it again unless only the drafter is trained. Takes effect with `set_optimizer`."""
         freeze_trunk(self.module)
         self._trunk_is_frozen = frozen or self.config.only_drafter
         if not self._trunk_is_frozen:
@@ -223,7 +223,7 @@ class MegatronEngine:
         return {f"perf/memory_{name}_gib": max_over_ranks(peak) / GIB for name, peak in peaks.items()}
 
     def _utilization(self, sequences: list[Sequence], seconds: float, depths: int) -> float | None:
-        """`perf/mfu` of an update; None unless it trains in bf16."""
+        """`perf/mfu` of an update; None without bf16, or if the device's rate is unknown."""
         if self.config.precision != "bf16":
             return None
         return utilization(
@@ -242,7 +242,7 @@ class MegatronEngine:
     ) -> dict[str, float]:
         """Compute the gradients of all losses and write them to the gradient buffers.
 
-        Returns metrics. `skipped` is 1 if a loss is not finite, and the gradients must not be applied.
+        Returns metrics. `skipped` is 1 if a loss is not finite; then the gradients must not be applied.
         """
         depths = self.depths if self.trains_mtp else 0
         totals = Totals.of(_assigned_sequences(sequences, microbatches), depths)

@@ -111,7 +111,7 @@ class PolicyObjective:
         return float(loss_denominator(self.config, tokens=tokens, trajectories=trajectories, max_tokens=self.max_tokens))
 
     def candidates(self, micro: MicroBatch) -> CandidateTerm | None:
-        """The KL divergence over a teacher's candidates, times `coef` and the token's weight in the policy loss."""
+        """The KL divergence over a teacher's candidates, times `coef` and the token's aggregation weight, without corrections."""
         teacher = self.config.teacher
         if teacher is None or not teacher.topk:
             return None
@@ -192,7 +192,7 @@ def training_sequence(
     teacher: TeacherConfig | None = None,
     trajectory_tokens: int | None = None,
 ) -> Sequence:
-    """A copy of a sequence that has old log-probs, with the columns that `PolicyObjective` reads.
+    """Copy a sequence, which must have old log-probs, with only the columns that `PolicyObjective` reads.
 
     reference: log-probs for the KL penalty. same_weights: mask of tokens that were sampled with the weights being trained. stale_kv: mask
     of tokens that were sampled with a stale KV cache. teacher: without `topk`, `coef` times `teacher_gain` is added to each token's

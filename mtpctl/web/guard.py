@@ -7,8 +7,8 @@ the server's memory. A request whose client disconnects is cancelled, which free
 
 Web pages of other sites can reach these servers from a browser on the same machine or network. Any page can post to
 `http://127.0.0.1:PORT`; the browser then sends the page's `Origin`. A page whose domain resolves to a local address (DNS rebinding) can
-also read the responses; the browser then sends that domain as `Host`. So `Host` must be a name that such a page cannot have, and `Origin`,
-if present, must be this server itself. Programs other than browsers send no `Origin`.
+also read the responses; the browser then sends that domain as `Host`. So `Host` must be a name that such a page cannot have, unless the
+request needs a key, and `Origin`, if present, must be this server itself. Programs other than browsers send no `Origin`.
 
 Python's JSON parser accepts input that RFC 8259 forbids or leaves undefined, and that fails later or is read differently by other parsers:
 `NaN`, numbers beyond the range of a double, integers with thousands of digits, duplicate keys (the last one wins), and unlimited nesting.
@@ -45,8 +45,8 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCI
 
 
 def is_allowed_host(authority: str) -> bool:
-    """Whether a request with this `Host` is allowed: IP addresses, `localhost`, names without a dot, this machine's name, and
-    `MTPCTL_ALLOWED_HOSTS`.
+    """Whether a request with this `Host` is allowed: IP addresses, `localhost` and its subdomains, names without a dot, this
+    machine's name, and `MTPCTL_ALLOWED_HOSTS`.
 
     DNS rebinding requires a public domain that the attacker owns, and a name without a dot is not a public domain.
     """

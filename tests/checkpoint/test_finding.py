@@ -181,7 +181,7 @@ def test_all_checkpoints_damaged_is_an_error_that_keeps_them(run: Path) -> None:
     for path in list_checkpoints(root):
         os.truncate(path / SHARD, 10)
     with pytest.raises(
-        UserError, match=r"rl-000004/__0_0\.distcp has 10 bytes, .* and so is the 1 before it; restore the file, or .* --start-over`"
+        UserError, match=r"rl-000004/__0_0\.distcp has 10 bytes, .* and so are all older ones \(1\); restore the file, or .* --start-over`"
     ) as lines:
         prepare_resume(root)
     assert "remove" not in str(lines.value) and "\n" not in str(lines.value)

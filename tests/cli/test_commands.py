@@ -125,8 +125,9 @@ def test_dry_run_shows_the_number_of_engines_that_may_join(mtpctl: Any) -> None:
         (
             "tiny_mtp",
             ("--set", "rollout.speculation.num_tokens=0"),
-            "1 MTP layer; vLLM drafts with nothing: rollout.speculation has no draft tokens of the model",
+            "1 MTP layer; vLLM drafts with nothing: rollout.speculation.num_tokens is 0",
         ),
+        ("tiny_mtp", ("--set", "rollout.speculation.method=ngram"), "1 MTP layer; vLLM drafts with ngram"),
         ("qwen3_5_35b_a3b_mtp", ("--set", "model.path=Qwen/Qwen3.6-35B-A3B"), "1 MTP layer; vLLM drafts with the MTP layer"),
         ("ernie4_5_21b_a3b_mtp", (), "1 MTP layer; vLLM drafts with the MTP layer"),
         ("mimo_v2_flash_mtp", (), "3 MTP layers; vLLM drafts with each MTP layer at its depth on GPUs"),
@@ -262,7 +263,10 @@ def test_unknown_gpu_size_is_reported_and_the_local_one_is_used(mtpctl: Any, mon
     arguments = ["train", "mimo7b_mtp", "--dry-run", "--set", "train.parallel={tp: 1}", "--set", "cluster.gpu_gib=null"]
     monkeypatch.setattr("mtpctl.jobs.dry_run.gpu_memory_gib", lambda: None)
     message = mtpctl(*arguments)
-    assert message.code == 0 and "of unknown size, so nothing is checked: the fullest rank needs a GPU of 226.4 GiB; set" in message.out
+    assert (
+        message.code == 0
+        and "of unknown size, so only rollout.kv_cache_bytes is checked: the fullest rank needs a GPU of 226.4 GiB; set" in message.out
+    )
     monkeypatch.setattr("mtpctl.jobs.dry_run.gpu_memory_gib", lambda: 80.0)
     message = mtpctl(*arguments)
     assert message.code == 4 and "GPU        80 GiB (this machine)" in message.out

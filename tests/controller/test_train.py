@@ -37,14 +37,14 @@ def test_completed_run_prints_its_summary_and_starts_nothing(
     monkeypatch.setattr(train, "cluster", None)
     monkeypatch.setattr(train, "prepare", None)
     assert train.run(recipe(home, *SFT, "train.sft.until_loss=0")) == 0
-    assert "has ended, sft-000004; raise train.sft.steps to continue" in capsys.readouterr().out
+    assert "the run is complete (checkpoint sft-000004); raise train.sft.steps to continue" in capsys.readouterr().out
     assert not RunDirectory(home).recipe.exists()
     assert train.run(recipe(home, *SFT, "train.sft.until_loss=0.5", "train.sft.steps=9")) == 0, "it may have ended by its loss"
     assert "raise" not in capsys.readouterr().out
     trained = recipe(home, *SFT)
     RunDirectory(home).recipe.write_text(dump_resolved(trained))
     assert train.run(trained) == train.run(recipe(home, *SFT, "reward.function=math")) == 0
-    first, second = (line for line in capsys.readouterr().out.splitlines() if "has ended" in line)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "the run is complete" in line)
     assert "recipe's" not in first
     assert second.endswith("; it was trained with another reward.function: set another `name` to train with this recipe's value")
     RunDirectory(home).recipe.unlink()

@@ -134,7 +134,11 @@ def test_end_token_is_appended_if_template_does_not_close_turns(tmp_path: Path) 
     ("template", "contents", "message"),
     [
         (FORGETS, ["1+1?", "<think>hm</think>2", "2+2?", "4"], r"changes turns when others follow \(message 2, near "),
-        (OPENS_OTHERWISE, ["1+1?", "2"], r"renders the generation prompt differently \(message 2, near "),
+        (
+            OPENS_OTHERWISE,
+            ["1+1?", "2"],
+            r"does not begin an assistant's turn with its generation prompt \(message 2, near 'user\]1\+1\?\[assistant\]2'",
+        ),
     ],
 )
 def test_template_that_changes_turns_is_rejected(tmp_path: Path, template: str, contents: list[str], message: str) -> None:
@@ -159,7 +163,7 @@ def test_a_conversation_that_begins_with_the_assistant_is_refused(chatml: Tokeni
 
 
 def test_a_conversation_longer_than_the_context_is_named(chatml: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"^c\.jsonl:1: the conversation has \d+ tokens, but the context has 20"):
+    with pytest.raises(UserError, match=r"^c\.jsonl:1: the conversation has \d+ tokens; the context has 20 tokens"):
         check_lengths(chatml, [talk("1+1?", "2")], DataConfig(), context=20, targets=True)
 
 

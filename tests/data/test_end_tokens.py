@@ -138,7 +138,7 @@ def test_every_turn_trains_the_end_token_of_the_template(name: str, closing: str
     assert [tokenizer.decode([ends.closing or 0], special=True)] == [closing]
     opened = "<think>\n" if name == "deepseek" else "<think>" if name == "mimo" else ""
     if opened:  # these open a turn with thinking that they do not write for earlier turns
-        with pytest.raises(UserError, match="renders the generation prompt differently"):
+        with pytest.raises(UserError, match="does not begin an assistant's turn with its generation prompt"):
             encode_conversation(tokenizer, talk("a", "b"), ends=ends)
         return
     runs = [run.strip() for run in trained(tokenizer, talk("one?", "one", "two?", "two"), ends)]

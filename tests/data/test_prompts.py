@@ -58,7 +58,7 @@ def test_problem_beyond_context_is_reported(folder: Path) -> None:
     problems = [Problem("d.jsonl:1", "1=", "1"), Problem("d.jsonl:2", "12345678=", "1")]
     check_lengths(tokenizer, problems, DataConfig(), context=10)
     check_lengths(tokenizer, problems, DataConfig(), context=11, targets=True)
-    with pytest.raises(UserError, match=r"d\.jsonl:2: the prompt has 9 tokens, but the context has 9"):
+    with pytest.raises(UserError, match=r"d\.jsonl:2: the prompt has 9 tokens, .* the context has 9"):
         check_lengths(tokenizer, problems, DataConfig(), context=9)
     with pytest.raises(UserError, match=r"d\.jsonl:2: prompt and solution have 11 tokens"):
         check_lengths(tokenizer, problems, DataConfig(), context=10, targets=True)
@@ -81,7 +81,7 @@ def test_only_prompts_that_may_be_too_long_are_encoded(folder: Path, monkeypatch
     problems = [Problem(f"p{i}", "1" * 10, answer) for i, answer in enumerate(["2" * 10, "2" * 36, "é"])]
     check_lengths(tokenizer, problems, config, context=64, targets=True)
     assert encoded == ["a", prompts._ESCAPED_PROMPT, *["1" * 10] * 2], "prompts whose target fits for certain are not encoded"
-    with pytest.raises(UserError, match=r"p1: the prompt has 64 tokens, but the context has 64"):
+    with pytest.raises(UserError, match=r"p1: the prompt has 64 tokens, .* the context has 64"):
         check_lengths(tokenizer, [Problem("p0", "1", "3"), Problem("p1", "é" * 23 + "1", "3")], config, context=64)
 
 
@@ -91,5 +91,5 @@ def test_lengths_are_checked_after_the_template_is_applied(tmp_path: Path, conte
     make_byte_tokenizer(folder := tmp_path)
     (folder / "chat_template.jinja").write_text("{% for message in messages %}" + content + "{% endfor %}")
     config, tokenizer = DataConfig(chat_template=True), load_tokenizer(folder)
-    with pytest.raises(UserError, match=r"^p1: the prompt has 8\d tokens, but the context has 64"):
+    with pytest.raises(UserError, match=r"^p1: the prompt has 8\d tokens, .* the context has 64"):
         check_lengths(tokenizer, [Problem("p0", "1", "3"), Problem("p1", '"' * 40, "3")], config, context=64)

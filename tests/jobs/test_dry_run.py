@@ -111,7 +111,12 @@ AS_CHAT = {"columns": {"prompt": "messages"}}
         (broken_tokenizer, ROWS, {}, "model.tokenizer: the tokenizer in .* cannot be loaded"),
         (no_template, CHAT, AS_CHAT, "data.chat_template: the tokenizer .* has no chat template"),
         (no_template, ROWS, {"chat_template": True}, "data.chat_template: the tokenizer .* has no chat template"),
-        (lambda _: None, [{"prompt": "1" * 200, "answer": "3"}], {}, "rows.jsonl:1: the prompt has 200 tokens, but the context has 128"),
+        (
+            lambda _: None,
+            [{"prompt": "1" * 200, "answer": "3"}],
+            {},
+            "rows.jsonl:1: the prompt has 200 tokens, which leaves no room for a response; the context has 128",
+        ),
     ],
 )
 def test_unrenderable_rows_are_reported(

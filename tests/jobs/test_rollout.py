@@ -177,8 +177,13 @@ def test_other_checkpoint_does_not_continue_the_file(run: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("row", "sets", "n", "message"),
     [
-        ({"prompt": "1" * 64}, [], 1, r"p\.jsonl:1: the prompt has 64 tokens, but the context only 64; shorten or remove it"),
-        ({"prompt": "1" * 40}, ["rollout.context=32"], 1, r"the context only 32"),
+        (
+            {"prompt": "1" * 64},
+            [],
+            1,
+            r"p\.jsonl:1: the prompt has 64 tokens, which leaves no room for a response in the context of 64; shorten or remove it",
+        ),
+        ({"prompt": "1" * 40}, ["rollout.context=32"], 1, r"no room for a response in the context of 32"),
         ({"answer": "1"}, [], 1, r"data\.columns\.prompt: p\.jsonl has no column 'prompt'; its columns are answer: set"),
         ({"prompt": ""}, [], 1, r"p\.jsonl:1: `prompt` must be non-blank text"),
         ({"prompt": "1"}, [], 0, r"--n: must be at least 1, got 0"),

@@ -166,7 +166,7 @@ async def test_pinned_requests_wait_for_their_version_and_fail_after_it_is_repla
     assert (await server.score(request(version=0))).version == 0
     await server.update(manifest(1))
     assert [answer.version for answer in await asyncio.gather(*future)] == [1, 1]
-    with pytest.raises(VersionGone, match=r"no longer available; there are \[1\]"):
+    with pytest.raises(VersionGone, match=r"no longer available; available versions: \[1\]"):
         await server.score(request(version=0))
     with pytest.raises(DeadlineExceeded, match="the newest weights are 1"):
         await server.score(request(at_least=9, deadline_s=0.02))

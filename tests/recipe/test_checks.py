@@ -201,7 +201,10 @@ def test_mixtures_of_experts_fit_their_gpus_with_a_tenth_to_spare(names: list[st
             ["train.rl.old_logprobs=behaviour", "logprob.standalone=true"],
             "train.rl.old_logprobs: behaviour leaves the log-prob servers without work",
         ),
-        (["train.rl.old_logprobs=behaviour", "train.rl.correction.mode=truncate"], "train.rl.correction.mode: with behaviour log-probs"),
+        (
+            ["train.rl.old_logprobs=behaviour", "train.rl.correction.mode=truncate"],
+            "train.rl.correction.mode: old_logprobs: behaviour leaves nothing to correct",
+        ),
         (["train.rl.old_logprobs=behaviour", "train.rl.loss=decoupled"], "train.rl.loss: decoupled needs a proximal policy"),
         (["train.rl.clip_low=1"], "train.rl.clip_low: must be below 1"),
         (["train.rl.clip_dual=0.5"], "train.rl.clip_dual: must be above 1, or 0"),
@@ -355,8 +358,8 @@ HINTED = "path: policy, hint: '{answer}'"
 @pytest.mark.parametrize(
     ("teacher", "sets", "message"),
     [
-        ("topk: 2", [], "train.rl.teacher: set either path or url"),
-        ("path: policy, url: 'http://x'", ["logprob.standalone=true"], "train.rl.teacher: set either path or url"),
+        ("topk: 2", [], "train.rl.teacher: set exactly one of path and url"),
+        ("path: policy, url: 'http://x'", ["logprob.standalone=true"], "train.rl.teacher: set exactly one of path and url"),
         ("url: x", [], "train.rl.teacher.url: must begin with http:// or https://, got x"),
         ("path: policy", ["logprob.standalone=true"], "train.rl.teacher.hint: a policy learns nothing from itself with the same prompt"),
         (HINTED, [], "train.rl.teacher.path: policy needs the run's log-prob server; set logprob.standalone: true"),

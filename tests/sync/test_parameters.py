@@ -13,7 +13,7 @@ from mtpctl.families.quantization import scale_shape
 from mtpctl.kernels.block_fp8 import quantize, quantized_tensors
 from mtpctl.plan.buckets import TensorSpec, plan_buckets
 from mtpctl.sync.checksums import checksum, combine_sums
-from mtpctl.sync.parameters import LiveSection, Run, ShapeMismatch, Shard, Slot, TpRank, entry_view, find_shard, match_shards, resolve
+from mtpctl.sync.parameters import LiveSection, Run, Shard, Slot, TensorMismatch, TpRank, entry_view, find_shard, match_shards, resolve
 from mtpctl.sync.protocol import SectionPlan
 
 LAYER = "model.layers.0"
@@ -297,7 +297,7 @@ def test_fp8_values_and_scales_of_each_rank_are_those_of_its_part() -> None:
 
 def test_a_shape_that_no_split_explains_is_an_error() -> None:
     model = model_with("m.up", layer(torch.zeros(4, 3), tp_size=2, tp_rank=0))
-    with pytest.raises(ShapeMismatch, match=r"has shape \(9, 3\), but m.up.weight takes \(4, 3\)"):
+    with pytest.raises(TensorMismatch, match=r"has shape \(9, 3\), but m.up.weight takes \(4, 3\)"):
         find_shard(model, torch.zeros(4, 3), Slot("m.up.weight"), (9, 3), TpRank(0, 2))
 
 

@@ -173,7 +173,7 @@ def test_a_store_of_another_container_is_not_removed(memory: Path, tmp_path: Pat
         change_mark(root, namespace="another")
     assert default_root("run", 1, tmp_path) == tmp_path
     assert all(VersionStore(root).versions() == [7] for root in memory.iterdir())
-    with pytest.raises(PrerequisiteMissing, match="another process may keep its weights there"):
+    with pytest.raises(PrerequisiteMissing, match="may be in use by another process"):
         VersionStore(root).claim()
 
 

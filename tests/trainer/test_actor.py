@@ -47,7 +47,7 @@ class Engine:
     def restore(self, path: Path) -> None:
         self.module.weight.data.fill_(float(path.read_text()))
 
-    def freeze_trunk(self, frozen: bool) -> None:
+    def set_trunk_frozen(self, frozen: bool) -> None:
         self.trunk_frozen = frozen
 
     def set_optimizer(self, config: Any) -> None:

@@ -120,7 +120,7 @@ def test_update_in_bf16_reports_mfu_of_the_trained_weights(trunk: TrunkTraining,
     folder, batch = mimo(tmp_path / "model"), sequences()
     adapter = LoraConfig() if trunk == "adapter" else None
     with engine(folder, precision="bf16", mtp=MtpConfig(mode="isolated"), lora=adapter) as created:
-        created.freeze_trunk(trunk == "none")
+        created.set_trunk_frozen(trunk == "none")
         created.set_optimizer(GENTLE)
         metrics = created.update(batch, NextToken())
     rows, drafts = (sum(s.num_drafted(depth) for s in batch) for depth in (0, 1))

@@ -312,14 +312,14 @@ def test_stage_draft_trains_the_drafter_and_leaves_the_trunk_bit_identical(tmp_p
 
         of_drafter = {name for name, _ in trainer.export() if section_of(name, folder.shape) == "draft"} - aliases(folder.shape).keys()
         routed = {name for name in of_drafter if ".mlp.experts." in name or "gate." in name}
-        trainer.freeze_trunk(True)
+        trainer.set_trunk_frozen(True)
         trainer.set_optimizer(GENTLE)
         first = moved(DraftsOnly())
         assert of_drafter - routed <= first <= of_drafter
         assert len(trainer.optimizer.inner.get_parameters()) == sum(
             name.startswith("mtp.") for name, _ in trainer.module.named_parameters()
         )
-        trainer.freeze_trunk(False)
+        trainer.set_trunk_frozen(False)
         trainer.set_optimizer(GENTLE)
         assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *first} <= moved(NextToken())
 
@@ -334,7 +334,7 @@ def test_engine_that_trains_only_the_drafter_matches_one_with_a_frozen_trunk(tmp
     def trained(**fields):
         with engine(folder, mtp=mtp, **fields) as trainer:
             for frozen in (True, False) if "only_drafter" in fields else (True,):
-                trainer.freeze_trunk(frozen)
+                trainer.set_trunk_frozen(frozen)
                 trainer.set_optimizer(GENTLE)
             buffered = {name for name, p in trainer.module.named_parameters() if getattr(p, "main_grad", None) is not None}
             metrics = [trainer.update(batch, DraftsOnly()) for _ in range(2)]

@@ -1,8 +1,8 @@
 """Runs a reward function in worker processes: `Pool` schedules calls, and `Rewarder` applies the recipe.
 
-A plain function runs in up to `workers` processes, one call each. A coroutine runs in one process, up to `workers` calls at once. A
-coroutine that exceeds its time limit while it awaits is cancelled. Any other call that exceeds it computes or blocks: its process is killed
-and replaced, and the other calls of that process are restarted.
+A plain function runs in up to `workers` processes, one call each, and in more while calls hang. A coroutine runs in one process, up to
+`workers` calls at once. A coroutine that exceeds its time limit while it awaits is cancelled. Any other call that exceeds the limit is
+computing or blocking: its process is killed and replaced, and the other calls of that process are restarted.
 
 A hung call must not delay other calls, even before its time limit. A call that takes much longer than usual no longer counts against the
 number of processes, and a call that uses much more CPU time than usual runs at idle priority. After the first such call, a spare process is
@@ -45,7 +45,8 @@ from mtpctl.samples import Sample
 
 MAX_WORKERS = 16
 MAX_COROUTINES = 256
-"""Defaults of `reward.workers`: maximum number of processes for a plain function, and of concurrent calls of a coroutine."""
+"""Defaults of `reward.workers`: maximum number of processes for a plain function, if there are as many CPUs, and of concurrent calls of a
+coroutine."""
 MAX_EXTRA_WORKERS = 256
 """Maximum number of additional processes, which start because of long or waiting calls."""
 
@@ -105,7 +106,8 @@ class Pool:
         log: Path | None = None,
         role: Role | None = None,
     ) -> None:
-        """`workers`: None to follow demand. `log`: file for the output of processes; default: standard error.
+        """`workers`: maximum number of processes, or of concurrent calls of a coroutine; None: the default, and more
+        processes while calls only wait. `log`: file for the output of processes; default: standard error.
 
         `role`: the purpose of the function; default: the run's reward.
         """
@@ -136,7 +138,7 @@ class Pool:
             self._calls_per_worker, self._max_workers = self._configured_workers or MAX_COROUTINES, 1
 
     async def call(self, response: str, problem: Answered, sample: Sample) -> Outcome:
-        """Run the function on one response. Raises RuntimeFailure if no process can be started."""
+        """Run the function on one response. Raises the last error if no process can be started."""
         request = Request(next(self._request_numbers), response, problem, sample)
         call = _Call(request, asyncio.get_running_loop().create_future(), submitted=time.monotonic())
         self._queue.append(call)

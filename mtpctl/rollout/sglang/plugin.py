@@ -59,7 +59,9 @@ def register() -> None:
     if getattr(MiMoForCausalLM.forward, "_mtpctl", False):
         return
     if "hidden_states_before_norm" not in inspect.signature(LogitsProcessor.forward).parameters:
-        raise UpstreamMoved(f"{__name__}: LogitsProcessor no longer takes hidden_states_before_norm; find the new way to the drafter")
+        raise UpstreamMoved(
+            f"{__name__}: LogitsProcessor no longer takes hidden_states_before_norm; find how drafters get the state before the norm"
+        )
     upstream = MiMoForCausalLM.forward
 
     def forward(
@@ -81,7 +83,8 @@ def register() -> None:
             hook.remove()
         if not states_before_norm and forward_batch.capture_hidden_mode.need_capture():
             raise UpstreamMoved(
-                f"{__name__}: the final norm was not called, so drafts would start from its output; disable_prefill_cuda_graph"
+                f"{__name__}: the hook on the final norm did not run, so drafts would start from the state after the norm; "
+                "set disable_prefill_cuda_graph: true in rollout.engine_args"
             )
         return self.logits_processor(
             input_ids,
@@ -106,13 +109,13 @@ _inbox = cache(Inbox)
 
 
 class AnsweredStep(UpdateStep):
-    """A step, and the folder in which every process and model writes its result."""
+    """A step, and the folder to which each process writes the result of each of its models."""
 
     answers: str
 
 
 def apply_step(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Apply one step of an update of `model`. Never raises: the result is written to the folder `answers` of the step."""
+    """Apply one step of an update of `model`. Its result, also an error, is written to the folder `answers` of the step."""
     step: AnsweredStep = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
     receiver = _RECEIVERS.setdefault(id(model), ModelReceiver(model))
     answer: dict[str, object]
@@ -132,7 +135,11 @@ class ModelReceiver:
         self.steps = StepReceiver(_inbox(next(model.parameters()).device))
 
     def apply(self, step: UpdateStep) -> RankSums | None:
-        """Apply one step. Raises PlanMismatch in `begin`, SyncError in `buckets` and `finish`, and always in `abort`."""
+        """Apply one step. Returns the checksums for `sums`.
+
+        Raises PlanMismatch in `begin`, and SyncError in `buckets` and `finish`. `abort` always raises SyncError, so that `apply_step`
+        cancels the update.
+        """
         match step["action"]:
             case "begin":
                 self.steps.begin(step, self._match)

@@ -1,4 +1,4 @@
-"""Weight updates of vLLM: of an `AsyncLLM` in this process, and of servers that the user started.
+"""Updates the weights of vLLM: of an `AsyncLLM` in this process, or of servers that the user started.
 
 A server must run with `VLLM_SERVER_DEV_MODE=1` and
 `--weight-transfer-config '{"backend": "mtpctl"}' --worker-extension-cls mtpctl.rollout.vllm.receiver.WorkerExtension`; for adapters also
@@ -81,7 +81,10 @@ def _error_message(body: str) -> str:
 
 
 class HttpClient:
-    """An `EngineClient` of a server. Raises SyncError if the server refuses a call, and UserError if it is unreachable or lacks a route."""
+    """An `EngineClient` of a server.
+
+    Raises SyncError if a call fails or takes longer than `TIMEOUT_S`, and UserError if the server is unreachable or lacks a route.
+    """
 
     def __init__(self, url: str) -> None:
         url_parts = urllib.parse.urlsplit(url)
@@ -211,7 +214,7 @@ class ServedEngine:
                 ) from error
             raise
         finally:
-            # A server whose weights are a mix of two versions stays paused until it is restarted.
+            # A server whose weights may be a mix of versions stays paused until a later sync succeeds, or until it is restarted.
             if not self.target.dirty and (update_applied or not was_paused):
                 if kv_released:
                     await self.client.request("/wake_up?tags=kv_cache", hint=SLEEP_HINT)
@@ -221,14 +224,14 @@ class ServedEngine:
 
 
 class ServedEngines:
-    """The `Generators` of a `WeightUpdate` for servers, instead of a pool."""
+    """Implements `mtpctl.sync.update.Generators` for servers that the user started, in place of a pool."""
 
     def __init__(self, engines: list[ServedEngine]) -> None:
         self.engines = engines
 
     @property
     def version(self) -> int:
-        """The newest version of all servers."""
+        """The newest version that a server has."""
         return max(engine.target.version for engine in self.engines)
 
     def quiesce(self, mode: PauseMode) -> contextlib.AbstractAsyncContextManager[None]:

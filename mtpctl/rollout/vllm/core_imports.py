@@ -4,7 +4,8 @@ import setproctitle
 
 from mtpctl.compat.transformers import import_transformers
 
-# setproctitle locates the command line through the original environment, so it is called before `cores._run` replaces the environment.
+# setproctitle locates the command line through the original environment, so it is called before `cores._core_main` replaces
+# the environment.
 setproctitle.setproctitle("mtpctl::EngineCores")
 import_transformers()  # faster than vLLM's import of it
 

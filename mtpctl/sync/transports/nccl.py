@@ -110,7 +110,7 @@ class Writer(PushWriter):
         self._unready = version, section
 
     def buffer(self, section: str, bucket: Bucket) -> torch.Tensor:
-        """The next buffer. Waits until the buffer's previous bucket has been sent."""
+        """The next buffer, after its previous bucket; on a GPU only the stream waits. Sends the filled buffers first if both are."""
         if not self._buffers:
             self._buffers = _buffers(self.largest, self.device)
         if len(self._filled) == len(self._buffers):
@@ -140,7 +140,7 @@ class Writer(PushWriter):
             self._timestamps.append([self._take_timestamp()])
             work = self._wire.broadcast(data)
             self._works[buffer_index] = work, len(self._timestamps) - 1
-            if self._side_stream is not None:  # It waits for the end and records it, so that the current stream need not wait.
+            if self._side_stream is not None:  # The side stream waits for the end of the broadcast, so that the current one need not.
                 with torch.cuda.stream(self._side_stream):
                     work.wait()
                     self._timestamps[-1].append(self._take_timestamp())

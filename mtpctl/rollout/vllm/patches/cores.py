@@ -123,7 +123,8 @@ def _core_main(environment: dict[str, str], target: Callable[..., object], kwarg
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
-    # torch read this variable in the fork server, before the environment was set. Its value may be a list, with the outermost level first.
+    # torch read OMP_NUM_THREADS in the fork server, before this environment was set. It may list a number for each level of nested
+    # parallelism, the outermost first.
     if threads := environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads.split(",")[0]))
     target(**kwargs)

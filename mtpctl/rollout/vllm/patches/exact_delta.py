@@ -1,9 +1,9 @@
 """Linear attention and gated full attention of Qwen3.5 in engines with `numerics: bitwise` (vLLM 0.32.0).
 
-vLLM computes prefills with a chunked kernel, and decoding steps with a recurrent one, whose states and outputs differ in the last bits; on
-a CPU both need bf16. In a bitwise engine, a gated DeltaNet layer computes its recurrence token by token with `mtpctl.kernels.exact_delta`,
-which the trainer calls too. Gated norms, norms centered at 0, and the gates of full attention also use the trainer's functions. The layout
-of vLLM's state cache is unchanged, so that vLLM can copy states for its prefix cache.
+vLLM uses a chunked kernel for prefills and a recurrent one for decoding steps. Their states and outputs differ in the last bits, and on a
+CPU both need bf16. In a bitwise engine, a gated DeltaNet layer computes its recurrence token by token with `mtpctl.kernels.exact_delta`,
+which the trainer calls too. Gated norms, norms whose weights are centered at 0, and the gates of full attention also use the trainer's
+functions. The layout of vLLM's state cache is unchanged, so that vLLM can copy states for its prefix cache.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def install_exact_delta() -> None:
     )
     for owner, name in required_methods:
         if name not in vars(owner):
-            raise UpstreamMoved(f"{__name__}: {owner.__name__}.{name} is gone; find how this vLLM computes it, or log-probs are not exact")
-    assign(GDNAttentionMetadataBuilder, build=_with_new_sequences(GDNAttentionMetadataBuilder.build))
+            raise UpstreamMoved(f"{__name__}: {owner.__name__}.{name} is gone; adapt the patch, or log-probs differ from the trainer's")
+    assign(GDNAttentionMetadataBuilder, build=_reset_new_sequences(GDNAttentionMetadataBuilder.build))
     replace_forward(GemmaRMSNorm, rms_norm)
     replace_forward(RMSNormGated, gated_rms_norm)
     replace_forward(QwenGatedDeltaNetAttention, delta_net)
@@ -75,7 +75,7 @@ def gated_attention(self: Qwen3NextAttention, positions: Tensor, hidden_states: 
     qkv, _ = self.qkv_proj(hidden_states)
     query, key, value, gate = self._project_qkv_gate(qkv, positions)
     attention_output = self.attn(query, key, value)
-    if gate is not None:  # on CUDA, an element of PyTorch's sigmoid does not depend on others
+    if gate is not None:  # On a CPU, PyTorch's sigmoid of a number depends on its position.
         attention_output = attention_output * (gate.sigmoid() if gate.is_cuda else exact.sigmoid(gate))
     out: Tensor = self.o_proj(attention_output)[0]
     return out
@@ -137,8 +137,8 @@ def _split_by_drafts(metadata: GDNAttentionMetadata) -> Iterator[tuple[Tensor | 
         )
 
 
-def _with_new_sequences(upstream_build: Callable[..., GDNAttentionMetadata]) -> Callable[..., GDNAttentionMetadata]:
-    """Set the number of accepted tokens of new sequences to 0, so that they start without a state.
+def _reset_new_sequences(upstream_build: Callable[..., GDNAttentionMetadata]) -> Callable[..., GDNAttentionMetadata]:
+    """Wrap the builder of metadata: new sequences have no accepted tokens, so that they start without a state, and others at least one.
 
     If a prompt has one token, vLLM adds drafts to its first step, and continues from the state that its slot happens to contain.
     """

@@ -6,7 +6,7 @@ bitwise engine therefore computes linear layers, LM head, norms, SwiGLU, rotary 
 with `mtpctl.kernels.invariant`, which the trainer calls too. Drafters use the same layers.
 
 The model is not compiled, because Inductor fuses operations and rounds their results at other points. Steps that only decode run as full
-CUDA graphs, and steps with prefill as CUDA graphs that are interrupted for attention (`mtpctl.rollout.vllm.settings`).
+CUDA graphs, and steps with prefill as piecewise CUDA graphs, between which attention runs eagerly (`mtpctl.rollout.vllm.settings`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def summed_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., in / tp] · weightᵀ, rounded on each rank, and summed. With two ranks, every all-reduce rounds the sum once."""
+    """x [..., in / tp] · weightᵀ, rounded on each rank, and summed.
+
+    Bitwise engines have at most two ranks on GPUs. Every all-reduce rounds the sum of two numbers once, so it equals the trainer's.
+    """
     from vllm.distributed import tensor_model_parallel_all_reduce
 
     return tensor_model_parallel_all_reduce(linear(x, weight, None))

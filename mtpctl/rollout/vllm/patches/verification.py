@@ -188,7 +188,7 @@ def _set_last_step(counts: RequestSpecDecodeMetrics, *step: int) -> None:
 
 
 def trim_last_step(counts: RequestSpecDecodeMetrics, length: int) -> None:
-    """Exclude drafts of the last step after its first `length` tokens, which belong to the response."""
+    """Exclude drafts of the last step that are not among its first `length` tokens: later tokens are not part of the response."""
     if not counts.per_step_drafted:
         return
     drafted, accepted = counts.per_step_drafted[-1], counts.per_step_accepted[-1]

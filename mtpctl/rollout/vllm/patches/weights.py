@@ -13,7 +13,7 @@ from torch import nn
 from mtpctl.errors import UpstreamMoved
 from mtpctl.families.quantization import FP8_BLOCK, SCALE_SUFFIX
 from mtpctl.rollout.vllm.patches import assign, cpu_patch, require_pinned
-from mtpctl.sync.parameters import ShapeMismatch
+from mtpctl.sync.parameters import TensorMismatch
 from mtpctl.sync.protocol import PlanMismatch
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ UPDATABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_C
 """Backends of FP8 experts that use the weights in their loaded layout."""
 
 
-class PackedWeight(ShapeMismatch):
+class PackedWeight(TensorMismatch):
     """A weight is stored only in the layout of a kernel, so it cannot be updated."""
 
 

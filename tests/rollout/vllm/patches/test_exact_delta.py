@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtpctl.rollout.vllm.patches import NUMERICS
-from mtpctl.rollout.vllm.patches.exact_delta import _split_by_drafts, _with_new_sequences
+from mtpctl.rollout.vllm.patches.exact_delta import _reset_new_sequences, _split_by_drafts
 
 
 @pytest.mark.parametrize(("numerics", "expected"), [("bitwise", [0, 3, 1]), ("default", [1, 3, 0])])
@@ -22,7 +22,7 @@ def test_prompt_of_one_token_with_drafts_begins_without_a_state(
 
     monkeypatch.setenv(NUMERICS, numerics)
     common: Any = SimpleNamespace(compute_num_computed_tokens=lambda: torch.tensor([0, 7, 3]))
-    accepted: Any = _with_new_sequences(upstream)(None, 0, common, torch.tensor([1, 3, 0]))  # type: ignore[arg-type]
+    accepted: Any = _reset_new_sequences(upstream)(None, 0, common, torch.tensor([1, 3, 0]))  # type: ignore[arg-type]
     assert accepted.tolist() == expected
 
 
