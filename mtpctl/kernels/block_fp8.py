@@ -30,7 +30,6 @@ ALIGNED = 16
 """The kernel loads and stores wide words if addresses, numbers of columns and strides are multiples of this."""
 MAX_MATRICES = 128
 """Largest number of matrices in a launch, a power of two."""
-"""Largest number of matrices in a launch."""
 _CHUNK_ELEMENTS = 1 << 22
 """Elements that PyTorch quantizes at a time, which bounds the fp32 copies."""
 
@@ -61,7 +60,7 @@ def quantize(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def quantize_all(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Quantize several matrices on one device, see `quantize`, with few launches and without a check that they are finite.
+    """Quantize several matrices on one device as `quantize` does, but with few launches, and without checking that they are finite.
 
     On a GPU, the results share memory, which is freed with the last of them.
     """
@@ -141,7 +140,7 @@ def quantize_kernel(
 
 
 def quantize_triton(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """`quantize_torch` of each matrix on a GPU, with one launch for matrices of the same dtype, on one device.
+    """`quantize_torch` of matrices on one GPU, with one launch for many of the same dtype.
 
     With one launch for each matrix, the host would need longer than the GPU. Values of blocks that are not finite may differ.
     """
