@@ -279,7 +279,7 @@ def test_newest_checkpoint_is_read_without_a_trainer(tmp_path: Path) -> None:
         os.truncate(each / SHARD, BYTES - 1)
     for read in (read_ended_stages, lambda root: find_newest_version(root, message.append)):
         with pytest.raises(
-            UserError, match=r"rl-000006/__0_0\.distcp has 4,095 bytes, .*: the checkpoint is incomplete, and so is the 1 before"
+            UserError, match=r"rl-000006/__0_0\.distcp has 4,095 bytes, .*: the checkpoint is incomplete, and so are all older ones \(1\)"
         ):
             read(root)
 

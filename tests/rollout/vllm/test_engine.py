@@ -339,10 +339,10 @@ BROKEN = {
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].half()}),
         "lm_head.weight is sent as float16, but the engine stores lm_head.weight as float32",
     ),
-    "missing": (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "qkv_proj.weight is filled in part"),
+    "missing": (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "qkv_proj.weight is filled only in part"),
     "missing draft": (
         lambda tensors: tensors.pop("model.mtp_layers.0.final_layernorm.weight"),
-        "final_layernorm.weight is filled by nothing",
+        "final_layernorm.weight is filled by no tensor",
     ),
     "stranger": (lambda tensors: tensors.update({"model.more.weight": torch.ones(3)}), "model.more.weight resolves to nothing"),
 }
