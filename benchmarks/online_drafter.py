@@ -52,11 +52,16 @@ class Part:
     expected: float | None
 
 
+def rl_metrics(outcome: Outcome) -> list[dict[str, float]]:
+    """The metrics of each RL update with drafts."""
+    return [row.metrics for row in outcome.history.rows if row.phase == "rl" and "rollout/spec_drafted" in row.metrics]
+
+
 def part(outcomes: list[Outcome], index: int, parts: int) -> Part:
     """The part with this index, of parts of equal numbers of updates."""
     updates = []
     for outcome in outcomes:
-        rows = [row.metrics for row in outcome.history.rows if row.phase == "rl" and "rollout/spec_drafted" in row.metrics]
+        rows = rl_metrics(outcome)
         start = len(rows) * index // parts
         updates += rows[start : max(start + 1, len(rows) * (index + 1) // parts)]
     drafted = sum(row["rollout/spec_drafted"] for row in updates)
@@ -73,10 +78,6 @@ def part(outcomes: list[Outcome], index: int, parts: int) -> Part:
         entropy=sum(row["actor/entropy"] for row in updates) / len(updates),
         expected=weighted(expected) if all(expected in row for row in updates) else None,
     )
-
-
-def num_updates(outcome: Outcome) -> int:
-    return sum(row.phase == "rl" and "rollout/spec_drafted" in row.metrics for row in outcome.history.rows)
 
 
 def row(loss: str, drafts: int, arm: Arm, outcomes: list[Outcome]) -> list[str]:
@@ -156,7 +157,7 @@ def main() -> None:
             if of_arm := [outcome for outcome in outcomes if outcome.arm == arm]:
                 rows.append(row(loss, drafts, arm, of_arm))
                 acceptances = [format_value(part(of_arm, index, PARTS).acceptance, "share") for index in range(PARTS)]
-                curves.append([loss, str(drafts), arm.meaning, str(sum(map(num_updates, of_arm))), *acceptances])
+                curves.append([loss, str(drafts), arm.meaning, str(sum(len(rl_metrics(outcome)) for outcome in of_arm)), *acceptances])
     print()
     print(markdown_table(HEADINGS.split(" | "), rows))
     print()

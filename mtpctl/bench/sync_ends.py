@@ -95,8 +95,8 @@ class TrainerProcess:
         """Wait until the model is loaded."""
         await self._receive_result("creating the model")
 
-    async def call(self, method: str, *arguments: object, deadline_s: float | None = None) -> Any:
-        """Call a method of the trainer's `BenchSource`. Returns its result or raises its error. `deadline_s` has no effect."""
+    async def call(self, method: str, *arguments: object) -> Any:
+        """Call a method of the trainer's `BenchSource`. Returns its result or raises its error."""
         async with self._lock:
             self._pipe.send((method, arguments))
             return await self._receive_result(method)
